@@ -1,0 +1,47 @@
+"""The errors of maxattn: each names a setting, its value, the rule and the remedy.
+
+This file raises nothing itself and knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MaxattnError(Exception):
+    """Say what was set, to what, which rule it breaks, and what to do.
+
+    Args:
+        setting: name of the key, argument or axis at fault, as the user wrote it.
+        value: what it was set to.
+        rule: the rule in one sentence.
+        remedy: what to do about it, in one sentence.
+        where: `file:line` for settings read from a file, else empty.
+    """
+
+    def __init__(self, setting: str, value: object, rule: str, remedy: str, where: str = "") -> None:
+        self.setting, self.value, self.rule, self.remedy, self.where = setting, value, rule, remedy, where
+        super().__init__(f"{where + ': ' if where else ''}{setting}: {value}\n  rule    {rule}\n  remedy  {remedy}")
+
+
+class ConfigError(MaxattnError, ValueError):
+    """A key or value in a YAML file, an override or a config object is wrong."""
+
+
+class InputError(MaxattnError, ValueError):
+    """A shape, dtype, mask or bias handed to attention is wrong."""
+
+
+class MeshError(MaxattnError, ValueError):
+    """A mesh axis, or a size that must divide over one, is wrong."""
+
+
+class Unsupported(MaxattnError, NotImplementedError):
+    """What was asked for is understood, and this kernel, strategy or machine cannot do it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Name the closest known word as a question, or nothing when none is close."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else ""
