@@ -1,0 +1,32 @@
+"""Masks: which query may attend to which key, as functions of positions that combine with `&`, `|` and `~`."""
+
+from __future__ import annotations
+
+from maxattn.masks.algebra import And, Empty, Full, Not, Or
+from maxattn.masks.base import BIG, Mask
+from maxattn.masks.blocks import EMPTY, FULL, MIXED
+from maxattn.masks.data import Dense, KeyPadding, Segments
+from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
+from maxattn.masks.video import VideoMask
+
+__all__ = [
+    "BIG",
+    "EMPTY",
+    "FULL",
+    "MIXED",
+    "And",
+    "BlockCausal",
+    "BlockSlidingWindow",
+    "Causal",
+    "Dense",
+    "Empty",
+    "Full",
+    "KeyLimit",
+    "KeyPadding",
+    "LocalWindow",
+    "Mask",
+    "Not",
+    "Or",
+    "Segments",
+    "VideoMask",
+]

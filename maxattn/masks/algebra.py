@@ -1,0 +1,200 @@
+"""The algebra of masks: and, or, not, their two constants, and the canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import reduce
+from typing import Any
+
+from maxattn.masks.base import Mask, Span, Spots, leaf, mask_type
+
+
+@mask_type
+class Full(Mask):
+    """Allow every pair."""
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Give one interval without ends."""
+        return ((None, None),)
+
+    def at(self, spots: Spots) -> Any:
+        """Give one True."""
+        return spots.xp.ones((1, 1, 1, 1), dtype=bool)
+
+
+@mask_type
+class Empty(Mask):
+    """Allow no pair."""
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Give no interval."""
+        return ()
+
+    def at(self, spots: Spots) -> Any:
+        """Give one False."""
+        return spots.xp.zeros((1, 1, 1, 1), dtype=bool)
+
+
+class _Joined(Mask):
+    """Hold the masks that `And` and `Or` join."""
+
+    args: tuple[Mask, ...]
+
+    def parts(self) -> tuple[Mask, ...]:
+        """List the masks joined."""
+        return self.args
+
+    def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
+        """Apply a change below this connective."""
+        return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
+
+    def _repr(self, sign: str) -> str:
+        return f" {sign} ".join(f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args)
+
+
+@mask_type
+class And(_Joined):
+    """Allow what all of several masks allow.
+
+    Args:
+        args: the masks, at least one.
+    """
+
+    args: tuple[Mask, ...] = leaf()
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Intersect the intervals, pair by pair."""
+        return reduce(lambda a, b: _intersect(a, b, xp), (arg.spans(q_pos, xp, data) for arg in self.args))
+
+    def at(self, spots: Spots) -> Any:
+        """Join with `&`."""
+        return reduce(lambda a, b: a & b, (arg.at(spots) for arg in self.args))
+
+    def terms(self) -> tuple[Mask, ...]:
+        """List the masks that must all allow a pair."""
+        return self.args
+
+    def __repr__(self) -> str:
+        """Write the masks joined by `&`."""
+        return self._repr("&")
+
+
+@mask_type
+class Or(_Joined):
+    """Allow what any of several masks allows.
+
+    Args:
+        args: the masks, at least one.
+    """
+
+    args: tuple[Mask, ...] = leaf()
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Put the intervals side by side."""
+        return tuple(span for arg in self.args for span in arg.spans(q_pos, xp, data))
+
+    def at(self, spots: Spots) -> Any:
+        """Join with `|`."""
+        return reduce(lambda a, b: a | b, (arg.at(spots) for arg in self.args))
+
+    def __repr__(self) -> str:
+        """Write the masks joined by `|`."""
+        return self._repr("|")
+
+
+@mask_type
+class Not(Mask):
+    """Allow what a mask forbids.
+
+    Args:
+        arg: the mask.
+    """
+
+    arg: Mask = leaf()
+
+    def parts(self) -> tuple[Mask, ...]:
+        """List the one mask below."""
+        return (self.arg,)
+
+    def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
+        """Apply a change below the negation."""
+        return Not(self.arg.over_leaves(change))
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Take the gaps between the intervals: the upper bound of a complement is the complement of a lower bound."""
+        return _complement(self.arg.spans(q_pos, xp, not data), xp)
+
+    def at(self, spots: Spots) -> Any:
+        """Negate."""
+        return ~self.arg.at(spots)
+
+    def __repr__(self) -> str:
+        """Write `~` before the mask."""
+        return f"~({self.arg})" if isinstance(self.arg, _Joined) else f"~{self.arg}"
+
+
+def canonical(mask: Mask, negated: bool = False) -> Mask:
+    """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty absorbed."""
+    if isinstance(mask, Not):
+        return canonical(mask.arg, not negated)
+    if isinstance(mask, _Joined):
+        kind = And if isinstance(mask, And) != negated else Or
+        return _join(kind, [canonical(arg, negated) for arg in mask.args])
+    simple = mask.simplified()
+    return _negated(simple) if negated else simple
+
+
+def _negated(mask: Mask) -> Mask:
+    if isinstance(mask, Full):
+        return Empty()
+    return Full() if isinstance(mask, Empty) else Not(mask)
+
+
+def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
+    unit, zero, other = (Full(), Empty(), Or) if kind is And else (Empty(), Full(), And)
+    flat: list[Mask] = []
+    for arg in args:
+        for part in arg.args if isinstance(arg, kind) else (arg,):
+            if part != unit and part not in flat:
+                flat.append(part)
+    if zero in flat or any(isinstance(arg, Not) and arg.arg in flat for arg in flat):
+        return zero
+    kept = [arg for arg in flat if not _absorbed(arg, flat, other)]
+    if len(kept) < 2:
+        return kept[0] if kept else unit
+    return kind(tuple(sorted(kept, key=_order)))
+
+
+def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> bool:
+    """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a | b)`."""
+    mine = mask.args if isinstance(mask, other) else (mask,)
+    rivals = ((x.args if isinstance(x, other) else (x,)) for x in among if x is not mask)
+    return any(all(part in mine for part in rival) for rival in rivals)
+
+
+def _order(mask: Mask) -> tuple[Any, ...]:
+    """Order masks by kind and numbers; arrays do not count, so masks of equal structure keep the order given."""
+    numbers = (getattr(mask, f.name) for f in fields(mask) if not f.metadata.get("leaf"))  # pyright: ignore[reportArgumentType]
+    return (
+        type(mask).__name__,
+        tuple((n is not None, n or 0) for n in numbers),
+        tuple(_order(part) for part in mask.parts()),
+    )
+
+
+def _intersect(a: tuple[Span, ...], b: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
+    return tuple((_pick(xp.maximum, x[0], y[0]), _pick(xp.minimum, x[1], y[1])) for x in a for y in b)
+
+
+def _pick(choose: Any, a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else choose(a, b)
+
+
+def _complement(spans: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
+    # Where an interval is empty (lo >= hi) its two gaps meet or overlap, and so cover everything, as they should.
+    rest: tuple[Span, ...] = ((None, None),)
+    for lo, hi in spans:
+        gaps = ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
+        rest = _intersect(rest, gaps, xp)
+    return rest

@@ -1,0 +1,368 @@
+"""What every mask is: a frozen value, a pytree, and the questions it answers.
+
+A mask is a function of positions. Its fields are plain numbers, which are part of its structure, and small arrays, which
+are the leaves of the pytree. The connectives are in `algebra.py`, the kinds in `positions.py`, `video.py`, `data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxattn.errors import InputError
+from maxattn.masks import blocks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+    Ints = Int[Array, "..."] | Int[np.ndarray, "..."]
+    Bools = Bool[Array, "..."] | Bool[np.ndarray, "..."]
+
+BIG = 2**30
+"""The end of an interval without an end."""
+
+Span = tuple[Any, Any]
+"""A half-open interval of key positions; None is an end without a bound."""
+
+M = TypeVar("M", bound="type[Mask]")
+
+
+class Lengths(NamedTuple):
+    """The sizes of the call that a mask is bound to; None is a size nobody has named."""
+
+    q_len: int
+    kv_len: int
+    batch: int | None = None
+    heads: int | None = None
+
+
+class Spots(NamedTuple):
+    """The queries and keys that `allowed` is asked about: indexes into the leaves, and positions in the sequence."""
+
+    q_idx: Any
+    kv_idx: Any
+    q_pos: Any
+    kv_pos: Any
+    xp: Any
+
+
+def leaf() -> Any:
+    """Mark a field as an array leaf (or as masks that hold some)."""
+    return field(metadata={"leaf": True})
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
+def mask_type(cls: M) -> M:
+    """Make a class a frozen dataclass and a pytree; the fields made by `leaf()` are its children."""
+    made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
+    leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
+    static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))
+
+    def flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(mask, n) for n in leaves), tuple(getattr(mask, n) for n in static)
+
+    def flatten_with_keys(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves), flatten(mask)[1]
+
+    def unflatten(aux: tuple[Any, ...], children: tuple[Any, ...]) -> Mask:
+        # Not through __init__: jax also puts placeholders, specs and batched tracers where the arrays were.
+        mask = object.__new__(made)
+        for name, value in zip(leaves + static, (*children, *aux), strict=True):
+            object.__setattr__(mask, name, value)
+        return mask
+
+    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
+    return made
+
+
+class Mask:
+    """Answer which keys a query may attend to, from positions alone.
+
+    Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in different ways are equal.
+    Two array leaves are equal when they are the same array; `form()` compares structure alone.
+    """
+
+    __array_ufunc__ = None  # so that numpy leaves `array & mask` to us
+
+    # -- what each kind of mask defines ---------------------------------------------------------------------------
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        """Bound the key positions that each query may attend to; `data` is what data masks count as."""
+        raise NotImplementedError(type(self).__name__)
+
+    def at(self, spots: Spots) -> Any:
+        """Evaluate the mask at spots: bool, broadcastable to [B, N, q_idx, kv_idx]."""
+        raise NotImplementedError(type(self).__name__)
+
+    def bound_to(self, lengths: Lengths) -> Mask:
+        """Resolve what depends on the lengths, and check what must fit them."""
+        return self
+
+    def simplified(self) -> Mask:
+        """Rewrite this one mask as a simpler kind that allows the same."""
+        return self
+
+    def axes(self) -> tuple[str, ...]:
+        """Name the dims of this mask's own array leaves, in their order."""
+        return ()
+
+    def parts(self) -> tuple[Mask, ...]:
+        """List the masks that this one is directly built of."""
+        return ()
+
+    def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
+        """Apply a change to every mask that is not a connective."""
+        return change(self)
+
+    def own_period(self) -> int | None:
+        """Give the block length of this one mask."""
+        return None
+
+    # -- algebra --------------------------------------------------------------------------------------------------
+
+    def __and__(self, other: Mask) -> Mask:
+        """Allow what both masks allow."""
+        from maxattn.masks.algebra import And, canonical
+
+        return canonical(And((self, as_mask(other))))
+
+    def __rand__(self, other: Mask) -> Mask:
+        """Allow what both masks allow."""
+        return as_mask(other) & self
+
+    def __or__(self, other: Mask) -> Mask:
+        """Allow what either mask allows."""
+        from maxattn.masks.algebra import Or, canonical
+
+        return canonical(Or((self, as_mask(other))))
+
+    def __ror__(self, other: Mask) -> Mask:
+        """Allow what either mask allows."""
+        return as_mask(other) | self
+
+    def __invert__(self) -> Mask:
+        """Allow what this mask forbids."""
+        from maxattn.masks.algebra import Not, canonical
+
+        return canonical(Not(self))
+
+    def __bool__(self) -> bool:
+        """Refuse to be a truth value: `a and b` would silently be `b`."""
+        raise InputError("mask", self, "a mask has no truth value", "combine masks with &, | and ~, test for `is None`")
+
+    def canonical(self) -> Mask:
+        """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty absorbed."""
+        from maxattn.masks.algebra import canonical
+
+        return canonical(self)
+
+    # -- what callers ask -----------------------------------------------------------------------------------------
+
+    def bind(self, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None) -> Mask:
+        """Fit the mask to a call: resolve every offset, check every leaf, return the canonical form.
+
+        An offset of None becomes `kv_len - q_len`: the last query sits at the last key. Binding twice changes nothing.
+
+        Args:
+            q_len: number of queries T, without padding.
+            kv_len: number of keys S, without padding.
+            batch: batch B that leaves must have (or 1); not checked when None.
+            heads: query heads N that leaves must have (or 1); not checked when None.
+
+        Raises:
+            InputError: there are more queries than keys and no offset, or a leaf or `VideoMask` does not fit.
+        """
+        lengths = Lengths(q_len, kv_len, batch, heads)
+        return self.over_leaves(lambda mask: mask.bound_to(lengths)).canonical()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every offset is known."""
+        return getattr(self, "offset", 0) is not None and all(part.is_bound for part in self.parts())
+
+    def allowed(self, q_idx: Ints, kv_idx: Ints, q_offset: int | Ints = 0, kv_offset: int | Ints = 0) -> Bools:
+        """Tell for every pair of a query and a key whether it attends.
+
+        Args:
+            q_idx: query indexes `[t]` into the leaves at hand (which may be one shard of them).
+            kv_idx: key indexes `[s]`, likewise. Indexes beyond a leaf read its last entry.
+            q_offset: position of query index 0 in the sequence; may be traced.
+            kv_offset: position of key index 0 in the sequence; may be traced.
+
+        Returns:
+            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy when nothing handed in and no leaf is a jax array.
+
+        Raises:
+            InputError: an offset is still None.
+        """
+        given = (q_idx, kv_idx, q_offset, kv_offset, *jax.tree.leaves(self))
+        xp = jnp if any(isinstance(x, jax.Array) for x in given) else np
+        q, kv = xp.asarray(q_idx, dtype=xp.int32), xp.asarray(kv_idx, dtype=xp.int32)
+        return self.at(Spots(q, kv, q + q_offset, kv + kv_offset, xp))
+
+    def intervals(self, q_pos: Ints, xp: Any = np, data: bool = True) -> tuple[tuple[Any, Any], ...]:
+        """Bound what each query may attend to by half-open intervals of key positions.
+
+        Args:
+            q_pos: positions of the queries, of any shape; traced ones need `xp=jnp`.
+            xp: `numpy` or `jax.numpy`.
+            data: what data masks count as: everything allowed (an upper bound) or nothing allowed (a lower bound).
+                Without data masks both bounds are exact.
+
+        Returns:
+            Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`), pairs may overlap;
+            ends without a bound are 0 and 2**30.
+        """
+        pos = xp.asarray(q_pos, dtype=xp.int32)
+        return tuple(_whole(span, pos, xp) for span in self.spans(pos, xp, data))
+
+    def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
+        """Give `intervals` with data masks counted as allowing nothing."""
+        return self.intervals(q_pos, xp, data=False)
+
+    def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
+        """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
+
+        Exact for masks of positions. Data masks are taken as unknown: a block is EMPTY or FULL only when it is so
+        whatever the arrays hold. No array of `q_len * kv_len` is made.
+
+        Args:
+            block_q: queries in a block.
+            block_kv: keys in a block.
+            q_len: number of queries; a ragged last block counts its real queries.
+            kv_len: number of keys, likewise.
+
+        Returns:
+            int8 `[ceil(q_len / block_q), ceil(kv_len / block_kv)]`.
+        """
+        mask = self if self.is_bound else self.bind(q_len, kv_len)
+        return blocks.classify(mask, block_q, block_kv, q_len, kv_len)
+
+    def allowed_pairs(self, q_len: int, kv_len: int) -> int:
+        """Count the pairs that attend; with data masks, an upper bound."""
+        mask = self if self.is_bound else self.bind(q_len, kv_len)
+        return blocks.pairs(mask, q_len, kv_len)
+
+    def form(self) -> Self:
+        """Replace every array leaf by its shape and dtype: hashable and comparable."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+
+    def leaf_axes(self) -> Self:
+        """Replace every array leaf by a string that names its dims: letters of "BNTS", or "1" for a dim of size 1."""
+        return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
+
+    def _all_axes(self) -> tuple[str, ...]:
+        return sum((part._all_axes() for part in self.parts()), self.axes())
+
+    def period(self) -> int | None:
+        """Give the natural block length along the sequence, in tokens; None when there is none or when two disagree."""
+        found = {p for p in (self.own_period(), *(part.period() for part in self.parts())) if p}
+        longest = max(found, default=0)
+        return longest if longest and all(longest % p == 0 for p in found) else None
+
+    def names(self) -> tuple[str, ...]:
+        """Name the kinds of mask in it, sorted, without the connectives."""
+        parts = self.parts()
+        return tuple(sorted({n for part in parts for n in part.names()})) if parts else (type(self).__name__,)
+
+    def terms(self) -> tuple[Mask, ...]:
+        """List the masks that must all allow a pair: those joined by `&`, else the mask itself."""
+        return (self,)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everything is allowed."""
+        return self.canonical().names() == ("Full",)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether any part depends on an array."""
+        return bool(jax.tree.leaves(self))
+
+    def show(self, q_len: int, kv_len: int, width: int = 64, *, batch: int = 0, head: int = 0) -> str:
+        """Draw the mask with characters, queries downwards and keys to the right.
+
+        Args:
+            q_len: number of queries.
+            kv_len: number of keys.
+            width: most characters in a line; longer masks are drawn by density.
+            batch: batch row to draw.
+            head: head to draw.
+        """
+        from maxattn.masks.draw import show
+
+        return show(self.bind(q_len, kv_len), q_len, kv_len, width, batch, head)
+
+    def plot(self, path: str | Path, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0) -> Path:
+        """Draw the mask into a PNG file and return its path.
+
+        Args:
+            path: file to write.
+            q_len: number of queries.
+            kv_len: number of keys.
+            batch: batch row to draw.
+            head: head to draw.
+
+        Raises:
+            Unsupported: matplotlib is not installed.
+        """
+        from maxattn.masks.draw import plot
+
+        return plot(self.bind(q_len, kv_len), Path(path), q_len, kv_len, batch, head)
+
+    # -- as a value -----------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        """Compare structure, and array leaves by identity."""
+        if type(self) is not type(other):
+            return False
+        mine, shape = jax.tree.flatten(self)
+        theirs, other_shape = jax.tree.flatten(other)
+        return shape == other_shape and all(map(_same, mine, theirs))
+
+    def __hash__(self) -> int:
+        """Hash the structure; refuse when there are arrays in it."""
+        leaves, shape = jax.tree.flatten(self)
+        if any(_is_array(x) for x in leaves):
+            raise TypeError(f"{self} holds arrays and cannot be hashed: hash its form()")
+        return hash((shape, tuple(leaves)))
+
+    def __repr__(self) -> str:
+        """Write the mask as the call that makes it, without defaults; arrays as dtype and shape."""
+        shown = [(f, getattr(self, f.name)) for f in fields(self)]  # pyright: ignore[reportArgumentType]
+        names = (("" if f.default is MISSING else f"{f.name}=", v) for f, v in shown if v is not f.default)
+        return f"{type(self).__name__}({', '.join(name + _text(value) for name, value in names)})"
+
+
+def as_mask(other: object) -> Mask:
+    """Return a mask as it is, and refuse anything else."""
+    if isinstance(other, Mask):
+        return other
+    raise InputError("mask", _text(other), "masks combine with masks", "wrap a bool array in Dense(...)")
+
+
+def _is_array(x: object) -> bool:
+    return isinstance(x, (np.ndarray, jax.Array))
+
+
+def _same(a: object, b: object) -> bool:
+    return a is b or (not _is_array(a) and not _is_array(b) and a == b)
+
+
+def _text(value: object) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"  # pyright: ignore[reportAttributeAccessIssue]
+    return repr(value)
+
+
+def _whole(span: Span, pos: Any, xp: Any) -> tuple[Any, Any]:
+    lo, hi = (0 if span[0] is None else span[0]), (BIG if span[1] is None else span[1])
+    ends = (xp.clip(xp.asarray(end, dtype=xp.int32), 0, BIG) for end in (lo, hi))
+    lo, hi = (xp.broadcast_to(end, pos.shape) for end in ends)
+    return lo, hi

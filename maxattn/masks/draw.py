@@ -1,0 +1,105 @@
+"""Pictures of masks: characters for the terminal, PNG for a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from maxattn.errors import InputError, Unsupported
+from maxattn.masks import blocks
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from maxattn.masks.base import Mask
+
+PIXELS = 512  # most cells in a row or column of a plot
+SAMPLES = 8  # most queries, and keys, looked at in one cell of a mask with data
+SHADES = "░▒▓"
+
+
+def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int) -> str:
+    """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density otherwise."""
+    if width < 8:
+        raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
+    literal = max(q_len, kv_len) <= width
+    # A character is about twice as tall as wide, so a cell of a shaded picture holds twice as many queries as keys.
+    cell = 1 if literal else -(-max(q_len, kv_len) // width)
+    shares = density(mask, cell if literal else 2 * cell, cell, q_len, kv_len, batch, head)
+    gap = " " if literal and 2 * kv_len <= width else ""
+    lines = [gap.join(map(_character, row)) for row in shares.tolist()]
+    scale = "" if literal else f", one character is {2 * cell} queries by {cell} keys"
+    return "\n".join([repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}", *lines])
+
+
+def _character(share: float) -> str:
+    if share in (0.0, 1.0):
+        return "█" if share else "·"
+    return SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
+
+
+def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int) -> Path:
+    """Draw a bound mask into a PNG file; at most 512 cells a side, whatever the lengths."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        rule = "drawing a picture needs matplotlib"
+        raise Unsupported("plot", str(path), rule, 'pip install "maxattn[plot]", or use show()') from missing
+    cell = -(-max(q_len, kv_len) // PIXELS)
+    shares = density(mask, cell, cell, q_len, kv_len, batch, head)
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = FigureCanvasAgg(figure).figure.add_subplot()
+    edges = (0, kv_len, q_len, 0)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, extent=edges, interpolation="nearest", aspect="auto")
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(f"{mask!r}{_caution(mask)}", fontsize=9, wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    return path
+
+
+def density(
+    mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, batch: int = 0, head: int = 0
+) -> Float[np.ndarray, "QC KC"]:
+    """Give the share of allowed pairs in each cell.
+
+    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from 8 x 8 samples beyond; where
+    the arrays are unknown (forms, traced), the upper bound.
+    """
+    if mask.has_data and _known(mask):
+        return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
+    counts = blocks.count(mask, cell_q, cell_kv, q_len, kv_len)
+    return counts / blocks.areas(cell_q, cell_kv, q_len, kv_len)
+
+
+def _sampled(mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, batch: int, head: int) -> np.ndarray:
+    here = jax.tree.map(np.asarray, mask)
+    (q_idx, q_starts), (kv_idx, kv_starts) = _samples(cell_q, q_len), _samples(cell_kv, kv_len)
+    out = here.allowed(q_idx, kv_idx)
+    for name, index, size in (("batch", batch, out.shape[0]), ("head", head, out.shape[1])):
+        if not 0 <= index < size and size > 1:
+            raise InputError(name, index, f"this mask has {name} 0 to {size - 1}", f"give a {name} in this range")
+    one = np.asarray(out[batch % out.shape[0], head % out.shape[1]], dtype=np.float64)
+    table = np.broadcast_to(one, (len(q_idx), len(kv_idx)))
+    sums = np.add.reduceat(np.add.reduceat(table, q_starts, axis=0), kv_starts, axis=1)
+    sizes = np.outer(np.diff([*q_starts, len(q_idx)]), np.diff([*kv_starts, len(kv_idx)]))
+    return sums / sizes
+
+
+def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pick indexes spread over each cell, and tell where each cell's begin among them."""
+    step = -(-cell // SAMPLES)
+    picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
+    return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])
+
+
+def _known(mask: Mask) -> bool:
+    return not any(isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)) for x in jax.tree.leaves(mask))
+
+
+def _caution(mask: Mask) -> str:
+    return "" if _known(mask) else ", arrays unknown: an upper bound"
