@@ -1,12 +1,13 @@
 """What every mask is: a frozen value, a pytree, and the questions it answers.
 
-A mask is a function of positions. Its fields are plain numbers, which are part of its structure, and small arrays, which
-are the leaves of the pytree. The connectives are in `algebra.py`, the kinds in `positions.py`, `video.py`, `data.py`.
+A mask is a function of positions. Its fields are plain numbers, which are part of its structure, and small arrays,
+which are the leaves of the pytree. The connectives are in `algebra.py`, the kinds in `positions.py`, `video.py` and
+`data.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, dataclass_transform
@@ -70,7 +71,7 @@ def mask_type(cls: M) -> M:
     def flatten_with_keys(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves), flatten(mask)[1]
 
-    def unflatten(aux: tuple[Any, ...], children: tuple[Any, ...]) -> Mask:
+    def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Mask:
         # Not through __init__: jax also puts placeholders, specs and batched tracers where the arrays were.
         mask = object.__new__(made)
         for name, value in zip(leaves + static, (*children, *aux), strict=True):

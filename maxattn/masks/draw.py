@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from maxattn._compat import is_tracer
 from maxattn.errors import InputError, Unsupported
 from maxattn.masks import blocks
 
@@ -25,14 +26,21 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
     """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density otherwise."""
     if width < 8:
         raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
-    literal = max(q_len, kv_len) <= width
-    # A character is about twice as tall as wide, so a cell of a shaded picture holds twice as many queries as keys.
-    cell = 1 if literal else -(-max(q_len, kv_len) // width)
-    shares = density(mask, cell if literal else 2 * cell, cell, q_len, kv_len, batch, head)
-    gap = " " if literal and 2 * kv_len <= width else ""
+    least = -(-max(q_len, kv_len) // width)
+    cell = _aligned(least, mask.period())
+    # A character is about twice as tall as wide: where no block sets the cell, it holds twice as many queries as keys.
+    tall = cell if cell == 1 or cell != least else 2 * cell
+    shares = density(mask, tall, cell, q_len, kv_len, batch, head)
+    gap = " " if tall == cell and 2 * shares.shape[1] <= width else ""
     lines = [gap.join(map(_character, row)) for row in shares.tolist()]
-    scale = "" if literal else f", one character is {2 * cell} queries by {cell} keys"
+    scale = "" if cell == 1 else f", one character is {tall} queries by {cell} keys"
     return "\n".join([repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}", *lines])
+
+
+def _aligned(cell: int, period: int | None) -> int:
+    """Widen a cell to a divisor or a multiple of the mask's blocks when at most twice as many tokens do."""
+    fits = (n for n in range(cell, 2 * cell + 1) if period and (period % n == 0 or n % period == 0))
+    return cell if cell == 1 else next(fits, cell)
 
 
 def _character(share: float) -> str:
@@ -49,7 +57,7 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     except ImportError as missing:
         rule = "drawing a picture needs matplotlib"
         raise Unsupported("plot", str(path), rule, 'pip install "maxattn[plot]", or use show()') from missing
-    cell = -(-max(q_len, kv_len) // PIXELS)
+    cell = _aligned(-(-max(q_len, kv_len) // PIXELS), mask.period())
     shares = density(mask, cell, cell, q_len, kv_len, batch, head)
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
@@ -67,8 +75,8 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Give the share of allowed pairs in each cell.
 
-    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from 8 x 8 samples beyond; where
-    the arrays are unknown (forms, traced), the upper bound.
+    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from up to 8 x 8 samples
+    beyond; where the arrays are unknown (forms, traced), the upper bound.
     """
     if mask.has_data and _known(mask):
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
@@ -83,9 +91,8 @@ def _sampled(mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, bat
     for name, index, size in (("batch", batch, out.shape[0]), ("head", head, out.shape[1])):
         if not 0 <= index < size and size > 1:
             raise InputError(name, index, f"this mask has {name} 0 to {size - 1}", f"give a {name} in this range")
-    one = np.asarray(out[batch % out.shape[0], head % out.shape[1]], dtype=np.float64)
-    table = np.broadcast_to(one, (len(q_idx), len(kv_idx)))
-    sums = np.add.reduceat(np.add.reduceat(table, q_starts, axis=0), kv_starts, axis=1)
+    table = np.broadcast_to(out[batch % out.shape[0], head % out.shape[1]], (len(q_idx), len(kv_idx)))
+    sums = np.add.reduceat(np.add.reduceat(table, q_starts, axis=0, dtype=np.int32), kv_starts, axis=1)
     sizes = np.outer(np.diff([*q_starts, len(q_idx)]), np.diff([*kv_starts, len(kv_idx)]))
     return sums / sizes
 
@@ -98,7 +105,7 @@ def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _known(mask: Mask) -> bool:
-    return not any(isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)) for x in jax.tree.leaves(mask))
+    return not any(isinstance(x, jax.ShapeDtypeStruct) or is_tracer(x) for x in jax.tree.leaves(mask))
 
 
 def _caution(mask: Mask) -> str:

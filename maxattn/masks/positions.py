@@ -200,7 +200,8 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
     Raises:
         InputError: it is not.
     """
-    value, where = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    value: Any = getattr(mask, name)
+    where = f"{type(mask).__name__}.{name}"
     if value is None and optional:
         return
     try:

@@ -14,8 +14,8 @@ class VideoMask(PositionMask):
     """Allow a query the frames up to the end of its own block of frames, within a budget of frames.
 
     With `end` the first frame after the query's block and `budget = window * frames_per_block`: the query sees frames
-    `[0, end)` while `end <= budget`, and then the first `sink` frames and the last `budget - sink`, so that no query ever
-    sees more than `budget` frames.
+    `[0, end)` while `end <= budget`, and then the first `sink` frames and the last `budget - sink` before `end`, so
+    that no query ever sees more than `budget` frames.
 
     Args:
         frames: frames in the video; the keys are `frames * tokens_per_frame` tokens.

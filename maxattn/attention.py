@@ -1,0 +1,264 @@
+"""`attention()`: run a plan. One `custom_vjp`, outside `shard_map`; forward and backward each map over shards.
+
+It decides nothing: `plan.py` does, and this file executes what the plan says.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from maxattn import _compat
+from maxattn.call import Call, Role, check_operands
+from maxattn.config import AttentionConfig
+from maxattn.errors import InputError, MeshError
+from maxattn.kernels.base import Bias
+from maxattn.kernels.softmax import NEG_INF
+from maxattn.masks import Dense, Full, Mask
+from maxattn.plan import Plan, check_hardware, plan
+from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, to_partition_spec
+from maxattn.target import Target
+
+log = logging.getLogger("maxattn")
+
+Query = Float[Array, "B T N H"]
+Key = Float[Array, "B S K H"]
+MaskLike = Mask | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None
+
+
+@overload
+def attention(
+    q: Query, k: Key, v: Key, mask: MaskLike = None, bias: Array | None = None, scale: float | None = None,
+    config: AttentionConfig | None = None, mesh: Any = None, role: Role = "self", return_lse: Literal[False] = False,
+) -> Query: ...  # fmt: skip
+@overload
+def attention(
+    q: Query, k: Key, v: Key, mask: MaskLike = None, bias: Array | None = None, scale: float | None = None,
+    config: AttentionConfig | None = None, mesh: Any = None, role: Role = "self", *, return_lse: Literal[True],
+) -> tuple[Query, Float[Array, "B N T"]]: ...  # fmt: skip
+def attention(
+    q: Query,
+    k: Key,
+    v: Key,
+    mask: MaskLike = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+    mesh: Any = None,
+    role: Role = "self",
+    return_lse: bool = False,
+) -> Any:
+    """Compute attention with the kernel and the parallelism that the config asks for.
+
+        out = softmax(scale * q k^T + bias, over allowed keys) v
+
+    Softmax statistics are float32. A query with nothing to attend to gives 0, LSE -inf and gradients 0.
+
+    Args:
+        q: queries [B, T, N, H]; float32, bfloat16 or float16.
+        k, v: keys and values [B, S, K, H], K divides N: query heads n*N/K ... share key head n.
+        mask: a mask of `maxattn.masks`, or a boolean array that broadcasts to [B, N, T, S], True = attend.
+        bias: added to the scores, broadcasts to [B, N, T, S]; differentiable.
+        scale: a number; default H ** -0.5.
+        config: default `AttentionConfig()`.
+        mesh: the `jax.sharding.Mesh` to shard over; default the surrounding mesh, if there is one.
+        role: "self" or "cross": which setting of the config governs the call.
+        return_lse: return (out, lse [B, N, T] float32, natural logarithm); differentiable.
+
+    Raises:
+        InputError: shapes, dtypes, mask or bias do not fit.
+        MeshError: batch or heads do not divide over the mesh.
+        Unsupported: what the config names cannot compute this call here.
+    """
+    config = config or AttentionConfig()
+    check_operands(q, k, v)
+    mesh = _usable_mesh(mesh)
+    bound = bind_mask(mask, q, k, config)
+    call = Call.of(q, k, bound, bias, scale, role, return_lse)
+    target = Target.here()
+    check_hardware(config, target)
+    decided = plan(call, config, mesh, target)
+    announce(decided)
+    out, lse = run(decided, q, k, v, bias, bound, mesh)
+    return (out, lse) if return_lse else out
+
+
+def run(plan: Plan, q: Query, k: Key, v: Key, bias: Array | None, mask: Mask, mesh: Any = None) -> tuple[Array, Array]:
+    """Execute a plan on arrays of the call it was made for.
+
+    Args:
+        plan: from `plan()`.
+        q, k, v, bias, mask: as for `attention`; the mask is bound.
+        mesh: the mesh whose axes the plan names, or None where it names none.
+
+    Returns:
+        out [B, T, N, H] and lse [B, N, T] float32.
+    """
+    if bias is not None:
+        bias = jnp.reshape(bias, plan.call.bias or bias.shape)
+    return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def bind_mask(mask: MaskLike, q: Query, k: Key, config: AttentionConfig) -> Mask:
+    """Turn what the caller gave as a mask into a bound mask.
+
+    Raises:
+        InputError: an array that is not boolean, or does not broadcast.
+    """
+    if mask is None:
+        return Full()
+    if not isinstance(mask, Mask):
+        mask = _dense(mask, q, k)
+    (b, t, n, _), s = q.shape, k.shape[1]
+    bound = mask.bind(t, s, b, n)
+    return bound if config.mask_padding_tokens else _without_padding(bound)
+
+
+def _dense(mask: Any, q: Query, k: Key) -> Mask:
+    if not hasattr(mask, "shape") or not hasattr(mask, "dtype"):
+        raise InputError(
+            "mask", type(mask).__name__, "a mask is a mask of maxattn.masks or a boolean array",
+            "write for example masks.Causal() or masks.KeyPadding(lengths)",
+        )  # fmt: skip
+    if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
+        raise InputError(
+            "mask", f"shape {tuple(mask.shape)}", "an array of two axes is [T, S], and this looks like [B, S]",
+            "say masks.KeyPadding(mask) for keys that are padding",
+        )  # fmt: skip
+    return Dense(mask)
+
+
+def _without_padding(mask: Mask) -> Mask:
+    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
+    kept = [term for term in mask.terms() if term.names() != ("KeyPadding",)]
+    full: Mask = Full()
+    for term in kept:
+        full = full & term
+    return full
+
+
+def _usable_mesh(mesh: Any) -> Any:
+    """Return the mesh to map over: the one given, else the surrounding one; refuse Explicit axes of ours."""
+    mesh = _compat.ambient_mesh() if mesh is None else mesh
+    if mesh is None:
+        return None
+    explicit = sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES))
+    if explicit:
+        raise MeshError(
+            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
+            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
+        )  # fmt: skip
+    return mesh
+
+
+# ---- one record per distinct plan ------------------------------------------------------------------------------------
+
+_announced: set[Plan] = set()
+
+
+def announce(plan: Plan) -> None:
+    """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the user named."""
+    if plan in _announced:
+        return
+    _announced.add(plan)
+    if jax.process_index() == 0:
+        warn = plan.fell_back and not plan.allowed_silently
+        log.log(logging.WARNING if warn else logging.INFO, "%s", plan.explain())
+
+
+# ---- execution -------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    if plan.kv_repeat > 1:
+        k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
+    return _attend(plan, mesh, q, k, v, bias, mask)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    operands = _padded(plan, q, k, v, bias, mask)
+    specs = _specs(plan, operands[4])
+    body = over_shards(
+        partial(plan.context.forward, plan.kernel), mesh, plan.mesh, tuple(specs[:5]), (specs[0], specs[5])
+    )
+    out, lse = body(*operands)
+    return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
+
+
+def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> Any:
+    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    # Named here, inside the rule: a policy that saves both names then has all that the backward needs.
+    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
+    return (out, lse), (q, k, v, bias, mask, out, lse)
+
+
+def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    q, k, v, bias, mask, out, lse = residuals
+    dout, dlse = cotangents
+    operands = _padded(plan, q, k, v, bias, mask)
+    rows = [pad_axis(x, 1, plan.q_len) for x in (out, dout)]
+    stats = [pad_rows(lse, plan.q_len, NEG_INF), pad_rows(dlse, plan.q_len, 0.0)]
+    s = _specs(plan, operands[4])
+    body = over_shards(
+        partial(plan.context.backward, plan.kernel), mesh, plan.mesh,
+        (*s[:5], s[0], s[5], s[0], s[5]), (s[0], s[1], s[1], s[3]),
+    )  # fmt: skip
+    dq, dk, dv, dbias = body(*operands, rows[0], stats[0], rows[1], stats[1])
+    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
+    if bias is not None:
+        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def pad_rows(x: Array, q_len: int, value: float) -> Array:
+    """Pad [B, N, T] with a value up to `q_len` rows."""
+    extra = q_len - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=value) if extra else x
+
+
+def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:
+    """Pad every operand to whole shards and add the limit that masks what was added."""
+    sizes = {"T": plan.q_len, "S": plan.kv_len}
+    q = pad_axis(q, 1, plan.q_len)
+    k, v = (pad_axis(x, 1, plan.kv_len) for x in (k, v))
+    if bias is not None:
+        bias = _pad_letters(bias, "..TS", sizes)
+    mask = jax.tree.map(lambda x, letters: _pad_letters(x, letters, sizes), mask, mask.leaf_axes())
+    return q, k, v, bias, plan.full_mask(mask)
+
+
+def _pad_letters(x: Array, letters: str, sizes: dict[str, int]) -> Array:
+    """Pad the axes that are full T or S; broadcast axes of size 1 stay."""
+    for axis, letter in enumerate(letters):
+        if letter in sizes and x.shape[axis] > 1:
+            x = pad_axis(x, axis, sizes[letter])
+    return x
+
+
+def _specs(plan: Plan, mask: Mask) -> tuple[Any, ...]:
+    """Return the partition specs of (q, k, v, bias, mask, lse)."""
+    specs = plan.context.specs(plan.padded_call)
+    q, kv, lse, bias = (to_partition_spec(s) for s in (specs.q, specs.kv, specs.lse, specs.bias))
+    # Every device evaluates its mask against all keys, so the key axis of a mask's arrays stays whole.
+    masks = jax.tree.map(lambda letters: _mask_spec(letters, plan), mask.leaf_axes())
+    return q, kv, kv, bias if plan.call.bias else None, masks, lse
+
+
+def _mask_spec(letters: str, plan: Plan) -> PartitionSpec:
+    return to_partition_spec(spec_of(letters.replace("S", "."), plan.mesh))

@@ -1,0 +1,172 @@
+"""Values that describe one attention call: its shapes, and why a kernel refuses it. No arrays, no devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxattn.errors import InputError
+from maxattn.masks import Full, Mask
+
+Role = Literal["self", "cross"]
+DTYPES = ("float32", "bfloat16", "float16")
+SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Say why something was refused: who, which feature, and the rule with its value.
+
+    Args:
+        who: the kernel or context strategy that refuses.
+        feature: what it was asked for, in a word or two.
+        rule: one sentence with the value and the limit.
+        remedy: what would lift it, or empty.
+    """
+
+    who: str
+    feature: str
+    rule: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.rule}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describe one attention call by its structure: hashable, comparable, printable.
+
+    Args:
+        batch, q_len, kv_len, heads, kv_heads, head_dim: B, T, S, N, K, H.
+        dtype: "float32", "bfloat16" or "float16".
+        mask: the bound mask with shapes in place of arrays.
+        bias: shape of the additive bias, each of its four sizes 1 or full, or None.
+        scale: multiplies the scores; default head_dim ** -0.5.
+        role: "self" or "cross": which setting of the config governs it.
+        return_lse: whether the log-sum-exp is asked for.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+    mask: Mask = field(default_factory=Full)
+    bias: tuple[int, int, int, int] | None = None
+    scale: float = 0.0
+    role: Role = "self"
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale == 0.0:
+            object.__setattr__(self, "scale", float(self.head_dim) ** -0.5)
+
+    @staticmethod
+    def of(
+        q: Any,
+        k: Any,
+        mask: Mask | None = None,
+        bias: Any = None,
+        scale: float | None = None,
+        role: Role = "self",
+        return_lse: bool = False,
+    ) -> Call:
+        """Read a call off arrays, or anything with `shape` and `dtype`.
+
+        Args:
+            q: [B, T, N, H].
+            k: [B, S, K, H]; v must have the same shape.
+            mask: a mask, bound or not; None attends to everything.
+            bias: additive, each axis 1 or full size of [B, N, T, S].
+
+        Raises:
+            InputError: on a wrong rank, dtype, head count or mask.
+        """
+        check_operands(q, k)
+        (b, t, n, h), (s, kh) = q.shape, (k.shape[1], k.shape[2])
+        bound = (Full() if mask is None else mask).bind(t, s, b, n).form()
+        return Call(
+            b, t, s, n, kh, h, str(q.dtype), bound, _bias_shape(bias, (b, n, t, s)), _scale(scale, h), role, return_lse
+        )
+
+    @property
+    def shape_text(self) -> str:
+        """Spell the shape as `B=1 T=S=4096 N=16 H=64 bf16`."""
+        lengths = f"T=S={self.q_len}" if self.q_len == self.kv_len else f"T={self.q_len} S={self.kv_len}"
+        heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
+        return f"B={self.batch} {lengths} {heads} H={self.head_dim} {SHORT_DTYPE.get(self.dtype, self.dtype)}"
+
+
+def check_operands(q: Any, k: Any, v: Any = None) -> None:
+    """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
+
+    Raises:
+        InputError: naming the operand, what it is, and the rule.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None:
+            _check_one(name, x)
+    (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
+    if kb != b:
+        raise InputError("k", f"batch {kb}", f"q has batch {b}, and both must be equal", "give q, k and v one batch size")
+    if kh != h:
+        raise InputError("k", f"head dim {kh}", f"q has head dim {h}, and both must be equal", "project both to one size")
+    if n % kn:
+        raise InputError(
+            "kv_heads", kn, f"the {n} query heads must be a multiple of the key heads",
+            f"use a number of key heads that divides {n}",
+        )  # fmt: skip
+    if v is not None and tuple(v.shape) != tuple(k.shape):
+        raise InputError("v", tuple(v.shape), f"v must have the shape of k, {tuple(k.shape)}", "pass k and v of one shape")
+    if len({str(x.dtype) for x in (q, k, v) if x is not None}) > 1:
+        found = ", ".join(str(x.dtype) for x in (q, k, v) if x is not None)
+        raise InputError("dtype", found, "q, k and v must have one dtype", "cast them to one before the call")
+
+
+def _check_one(name: str, x: Any) -> None:
+    shape, dtype = tuple(x.shape), str(x.dtype)
+    if len(shape) != 4:
+        axes = "[B, T, N, H]" if name == "q" else "[B, S, K, H]"
+        raise InputError(
+            name, f"shape {shape}", f"{name} must be {axes}, four axes",
+            "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
+        )  # fmt: skip
+    if 0 in shape:
+        raise InputError(name, f"shape {shape}", "every size must be at least 1", "skip the call when there is nothing to attend")
+    if dtype not in DTYPES:
+        raise InputError(name, dtype, f"dtype must be one of {', '.join(DTYPES)}", f"cast it, e.g. {name}.astype(jnp.float32)")
+
+
+def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
+    if bias is None:
+        return None
+    shape = tuple(bias.shape)
+    shape = (1,) * (4 - len(shape)) + shape
+    if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
+        raise InputError(
+            "bias", f"shape {tuple(bias.shape)}", f"it must broadcast to [B, N, T, S] = {full}",
+            "give every axis its full size or 1",
+        )  # fmt: skip
+    if str(bias.dtype) not in DTYPES:
+        raise InputError(
+            "bias", str(bias.dtype), "a bias is additive and floating: float32, bfloat16 or float16",
+            "a boolean mask goes to mask=, as masks.Dense(mask)",
+        )  # fmt: skip
+    return shape  # type: ignore[return-value]
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim) ** -0.5
+    try:
+        value = float(scale)
+    except TypeError as e:
+        raise InputError(
+            "scale", type(scale).__name__, "scale is a static number", "multiply q by a learned or traced scale instead"
+        ) from e
+    if value == 0.0 or value != value:
+        raise InputError("scale", scale, "scale must be a number other than 0", "leave it out for head_dim ** -0.5")
+    return value

@@ -1,0 +1,13 @@
+"""The context strategies: how Q, K and V move between devices. One line each; a new strategy is one new file."""
+
+from __future__ import annotations
+
+from maxattn.context.all_gather import AllGather, WholeKeys
+from maxattn.context.base import Collective, Specs, Strategy
+
+STRATEGIES: dict[str, type] = {
+    "none": WholeKeys,
+    "all_gather": AllGather,
+}
+
+__all__ = ["STRATEGIES", "AllGather", "Collective", "Specs", "Strategy", "WholeKeys"]

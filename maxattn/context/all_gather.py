@@ -1,0 +1,113 @@
+"""Strategies in which every device sees all keys: `none` (K and V are whole already) and `all_gather`.
+
+Queries stay split over the context axis; each device computes its own queries against all keys, at their global
+positions. Whoever holds copies of K and V on several devices sums their gradients: here, and named in the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.context.base import Collective, Specs, bias_axes, itemsize, operand_specs, sum_bias
+from maxattn.kernels.base import Bias, Kernel
+from maxattn.masks import Mask
+from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
+
+CONTEXT = "context"
+
+
+@dataclass(frozen=True)
+class WholeKeys:
+    """Attend from each device's queries to keys that are whole on every device of the context axis."""
+
+    name: ClassVar[str] = "none"
+    shape: MeshShape
+
+    def kv_letter(self) -> str:
+        """Keys are replicated over context."""
+        return "."
+
+    def specs(self, call: Call) -> Specs:
+        """Return the layout of the operands."""
+        return operand_specs(call, self.shape, self.kv_letter())
+
+    def local_call(self, call: Call) -> Call:
+        """Return the call that the kernel sees: all keys, this device's share of the rest."""
+        tensor = ways("N", self.shape)
+        return replace(
+            call, batch=call.batch // ways("B", self.shape), q_len=-(-call.q_len // ways("T", self.shape)),
+            heads=call.heads // tensor, kv_heads=call.kv_heads // tensor, bias=None,
+        )  # fmt: skip
+
+    def collectives(self, call: Call) -> tuple[Collective, ...]:
+        """Name the sums of the backward."""
+        return (*self._key_collectives(call), *self._bias_collectives(call))
+
+    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+        """Return this device's (out, lse)."""
+        return kernel.forward(q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0)
+
+    def backward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
+        out: Array, lse: Array, dout: Array, dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
+        """Return this device's gradients, those of K and V summed over the context axis."""
+        dq, dk, dv, dbias = kernel.backward(
+            q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0, out, lse, dout, dlse
+        )
+        return dq, self._sum(dk).astype(k.dtype), self._sum(dv).astype(v.dtype), sum_bias(dbias, self.shape)
+
+    def _q_offset(self, q: Array) -> int | Array:
+        return axis_offset(CONTEXT, self.shape, q.shape[1])
+
+    def _whole(self, x: Array) -> Array:
+        return x
+
+    def _sum(self, x: Array) -> Array:
+        return sum_over(x, (CONTEXT,), self.shape)
+
+    def _key_collectives(self, call: Call) -> tuple[Collective, ...]:
+        if CONTEXT not in dict(self.shape):
+            return ()
+        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4)),)
+
+    def _bias_collectives(self, call: Call) -> tuple[Collective, ...]:
+        axes = bias_axes(call.bias, self.shape) if call.bias else ()
+        return (Collective("psum", axes, "dbias", "backward", 4 * prod(call.bias or ())),) if axes else ()
+
+    def _kv_bytes(self, call: Call, size: int) -> int:
+        local = self.local_call(call)
+        return 2 * local.batch * local.kv_len * local.kv_heads * local.head_dim * size
+
+
+@dataclass(frozen=True)
+class AllGather(WholeKeys):
+    """Gather K and V over the context axis, attend, and scatter the sums of dK and dV back to their owners."""
+
+    name: ClassVar[str] = "all_gather"
+
+    def kv_letter(self) -> str:
+        """Keys are split over context until they are gathered."""
+        return "S"
+
+    def _whole(self, x: Array) -> Array:
+        return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+
+    def _sum(self, x: Array) -> Array:
+        return jax.lax.psum_scatter(x, CONTEXT, scatter_dimension=1, tiled=True)
+
+    def _key_collectives(self, call: Call) -> tuple[Collective, ...]:
+        n = ways("S", self.shape)
+        share = self._kv_bytes(call, itemsize(call.dtype)) * (n - 1) // n
+        summed = self._kv_bytes(call, 4) * (n - 1) // n
+        return (
+            Collective("all_gather", (CONTEXT,), "K,V", "forward", share),
+            Collective("all_gather", (CONTEXT,), "K,V", "backward", share),
+            Collective("psum_scatter", (CONTEXT,), "dK,dV", "backward", summed),
+        )

@@ -1,0 +1,120 @@
+"""What a context strategy is: how Q, K and V move between devices around a kernel. It computes no attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.kernels.base import Bias, Kernel
+from maxattn.masks import Mask
+from maxattn.sharding import BATCH_AXES, MeshShape, Spec, spec_of, sum_over
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Name one transfer that a plan makes.
+
+    Args:
+        kind: "all_gather", "psum", "psum_scatter", "ppermute" or "all_to_all".
+        axes: the mesh axes it runs over.
+        what: the arrays that move.
+        when: "forward" or "backward".
+        bytes: bytes that one device receives, all hops together.
+        hops: how many times it runs.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    what: str
+    when: str
+    bytes: int
+    hops: int = 1
+
+    def __str__(self) -> str:
+        times = f" {self.hops} hops," if self.hops > 1 else ""
+        return f"{self.what} {self.kind} over {'+'.join(self.axes)},{times} {self.bytes / 2**20:.3g} MiB, {self.when}"
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Say how each operand is laid over the mesh: one entry an array axis."""
+
+    q: Spec
+    kv: Spec
+    lse: Spec
+    bias: Spec
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """Run a kernel's forward and backward on the shards of q, k and v. Called inside `shard_map`."""
+
+    name: ClassVar[str]
+
+    def specs(self, call: Call) -> Specs:
+        """Return the layout of the operands of the global call."""
+        ...
+
+    def kv_letter(self) -> str:
+        """Return "S" where the key axis is sharded over context, "." where each device gets all keys."""
+        ...
+
+    def local_call(self, call: Call) -> Call:
+        """Return the call that the kernel sees on one device."""
+        ...
+
+    def collectives(self, call: Call) -> tuple[Collective, ...]:
+        """Name every transfer, forward and backward."""
+        ...
+
+    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+        """Return this device's (out, lse)."""
+        ...
+
+    def backward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
+        out: Array, lse: Array, dout: Array, dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
+        """Return this device's (dq, dk, dv, dbias), summed over every axis that its operand is replicated on."""
+        ...
+
+
+def bias_letters(bias: tuple[int, ...] | None) -> str:
+    """Name the axes of a bias: its letter where it is full, "1" where it broadcasts; keys are whole everywhere."""
+    return "".join(c if n > 1 else "1" for c, n in zip("BNT.", bias or (1, 1, 1, 1), strict=True))
+
+
+def sum_bias(dbias: Bias, shape: MeshShape) -> Bias:
+    """Sum a bias gradient over the mesh axes that its broadcast axes were split on."""
+    if dbias is None:
+        return None
+    split = {0: BATCH_AXES, 1: ("tensor",), 2: ("context",)}
+    return sum_over(dbias, [a for i, axes in split.items() if dbias.shape[i] == 1 for a in axes], shape)
+
+
+def bias_axes(bias: tuple[int, ...], shape: MeshShape) -> tuple[str, ...]:
+    """Name the mesh axes that `sum_bias` sums over."""
+    split = {0: BATCH_AXES, 1: ("tensor",), 2: ("context",)}
+    return tuple(a for i, axes in split.items() if bias[i] == 1 for a in axes if a in dict(shape))
+
+
+def operand_specs(call: Call, shape: MeshShape, kv_letter: str) -> Specs:
+    """Lay q, out and lse over batch, context and tensor axes, and k and v as `kv_letter` says."""
+    return Specs(
+        spec_of("BTNH", shape), spec_of(f"B{kv_letter}KH", shape), spec_of("BNT", shape),
+        spec_of(bias_letters(call.bias), shape),
+    )  # fmt: skip
+
+
+def is_none(x: Any) -> bool:
+    """Say whether a subtree is absent."""
+    return x is None
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element."""
+    return jax.numpy.dtype(dtype).itemsize

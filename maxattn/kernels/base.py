@@ -1,0 +1,76 @@
+"""What a kernel is: attention over what one device holds, forward and backward. It knows no mesh.
+
+A kernel is a frozen dataclass, so that a plan can hold it, hash it and print it: its fields are everything that
+was decided about it (scale, chunk sizes, flags), and its methods compute with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.masks import Mask
+from maxattn.target import Target
+
+Offset = int | jax.Array  # position of the first local token; traced inside shard_map
+Bias = Float[Array, "#B #N #T #S"] | None
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """Compute attention over local arrays.
+
+    q [B,T,N,H], k and v [B,S,K,H] with K dividing N, out [B,T,N,H], lse [B,N,T] float32, natural logarithm.
+    A query with nothing to attend to gives output 0, LSE -inf and gradients 0.
+    """
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        """Return None when the call can be computed exactly on the target, else the reason why not."""
+        ...
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
+        """Decide everything about the kernel for one (local) call."""
+        ...
+
+    def forward(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> tuple[Array, Array]:
+        """Return (out, lse) of the local arrays; the offsets are the positions of the first query and key."""
+        ...
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return (dq, dk, dv, dbias) of these local arrays' part, in float32 for dk and dv.
+
+        `out` and `lse` may be global ones, merged over many calls: the gradients are then this call's share.
+        """
+        ...
+
+    def lines(self, call: Call) -> dict[str, str]:
+        """Return what `explain` prints about the kernel, by heading ("runs", "blocks", ...)."""
+        ...
+
+
+def unused(config: AttentionConfig, **why: Any) -> tuple[str, ...]:
+    """Say which settings the user gave that this kernel has no use for, each with the reason."""
+    return tuple(f"{key}: {reason}" for key, reason in why.items() if key in config.model_fields_set)

@@ -1,0 +1,131 @@
+"""Dense attention: one matmul, one softmax, one matmul. The definition, and the fastest for short sequences.
+
+It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from the saved LSE, so
+that nothing of that size is kept between forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels import softmax as sm
+from maxattn.kernels.base import Bias, Offset
+from maxattn.masks import Mask
+from maxattn.target import Target
+
+
+@dataclass(frozen=True)
+class DotProduct:
+    """Compute out = softmax(scale * q k^T + bias) v with XLA's own matmuls.
+
+    Args:
+        scale: multiplies the scores in float32.
+        float32_qk_product: cast q and k to float32 before their product. The products of bfloat16 and float16
+            operands are exact in float32 either way; this only changes which matmul unit computes them.
+        split_head_dim: keep batch and heads as two axes, or fold them into one. Layout only, equal results.
+    """
+
+    name: ClassVar[str] = "dot_product"
+    scale: float
+    float32_qk_product: bool = False
+    split_head_dim: bool = True
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        """Accept every call on every platform."""
+        return None
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> DotProduct:
+        """Take scale and layout from the call and the config."""
+        return DotProduct(call.scale, config.float32_qk_product, config.split_head_dim)
+
+    def forward(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> tuple[Array, Array]:
+        """Return (out [B,T,N,H], lse [B,N,T])."""
+        qs, ks, vs = self._split(q, k, v)
+        s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
+        m = jnp.max(s, axis=-1)
+        p = sm.stable_exp(s, m)
+        # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
+        acc = sm.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)
+        out, lse = sm.finish(m, jnp.sum(p, axis=-1), acc)
+        return self._merge_queries(out, q).astype(q.dtype), self._merge_stats(lse, q)
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        qs, ks, vs = self._split(q, k, v)
+        stats = (sm.split_stats(x, k.shape[2]) for x in (lse, dlse))
+        rows = (sm.split_queries(x, k.shape[2]) for x in (out, dout))
+        lse_, delta, dout_ = (self._fold(x, q) for x in sm.row_gradient(*rows, *stats))
+        s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
+        dq, dk, dv, ds = sm.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
+        dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
+        return self._merge_queries(dq, q).astype(q.dtype), self._merge_keys(dk, k), self._merge_keys(dv, k), dbias
+
+    def lines(self, call: Call) -> dict[str, str]:
+        """Describe the kernel for `explain`."""
+        return {"runs": "dot_product (XLA dense)", "blocks": "none: the whole T x S at once"}
+
+    def _scores(
+        self, qs: Array, ks: Array, q: Array, k: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> Array:
+        kv_heads = k.shape[2]
+        allowed = None
+        if not mask.is_full:
+            a = mask.allowed(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_offset, kv_offset)
+            allowed = self._fold_mask(sm.split_heads(a, kv_heads), q, k)
+        b = None if bias is None else self._fold_mask(sm.split_heads(bias, kv_heads), q, k)
+        if self.float32_qk_product:
+            qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
+        return sm.scores(qs, ks, self.scale, b, allowed)
+
+    # Layout: with split_head_dim false, [B, K, ...] is folded to [B*K, 1, ...].
+
+    def _fold(self, x: Array, q: Array) -> Array:
+        return x if self.split_head_dim else x.reshape(-1, 1, *x.shape[2:])
+
+    def _fold_mask(self, x: Array, q: Array, k: Array) -> Array:
+        if self.split_head_dim or (x.shape[0] == 1 and x.shape[1] == 1):
+            return x
+        full = jnp.broadcast_to(x, (q.shape[0], k.shape[2], *x.shape[2:]))
+        return full.reshape(-1, 1, *x.shape[2:])
+
+    def _split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        qs = sm.split_queries(q, k.shape[2])
+        return self._fold(qs, q), self._fold(sm.split_keys(k), q), self._fold(sm.split_keys(v), q)
+
+    def _merge_queries(self, x: Array, q: Array) -> Array:
+        b, t, n, h = q.shape
+        return sm.merge_queries(x.reshape(b, -1, x.shape[2], t, h)).reshape(b, t, n, h)
+
+    def _merge_keys(self, x: Array, k: Array) -> Array:
+        b, s, kv_heads, h = k.shape
+        return sm.merge_keys(x.reshape(b, kv_heads, s, h))
+
+    def _merge_stats(self, x: Array, q: Array) -> Array:
+        return x.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+    def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
+        full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        return sm.fold_like(full, bias.shape).astype(bias.dtype)

@@ -1,0 +1,176 @@
+"""Blockwise attention in plain JAX: the online softmax, in chunks of queries and keys, O(T) memory both ways.
+
+For each chunk of queries, over the chunks of keys that its mask lets it see (FlashAttention's inner loop):
+
+    m_new = max(m, rowmax(S))
+    l_new = exp(m - m_new) * l + rowsum(exp(S - m_new))
+    O_new = exp(m - m_new) * O + exp(S - m_new) V            # divided by l once, at the end
+    lse   = m + log(l)
+
+The backward keeps nothing of size T x S either: it recomputes P = exp(S - lse) chunk by chunk from the saved LSE.
+
+Source: Rabe and Staats (arXiv 2112.05682); Dao et al., FlashAttention and FlashAttention-2 (arXiv 2205.14135,
+2307.08691). B_r and B_c of those papers are `query_chunk_size` and `key_chunk_size` here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels import softmax as sm
+from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.chunks import choose_chunks
+from maxattn.kernels.tiles import Tiles, cut, for_visits, join
+from maxattn.masks import Mask
+from maxattn.target import Target
+
+
+@dataclass(frozen=True)
+class MemoryEfficient:
+    """Compute out = softmax(scale * q k^T + bias) v chunk by chunk, with XLA's own matmuls.
+
+    Args:
+        scale: multiplies the scores in float32.
+        query_chunk: queries a chunk (B_r).
+        key_chunk: keys a chunk (B_c).
+        float32_qk_product: cast q and k to float32 before their product.
+    """
+
+    name: ClassVar[str] = "memory_efficient"
+    scale: float
+    query_chunk: int
+    key_chunk: int
+    float32_qk_product: bool = False
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        """Accept every call on every platform."""
+        return None
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
+        """Choose the chunk sizes: the config's, else by length and mask."""
+        chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
+        return MemoryEfficient(call.scale, *chunks, config.float32_qk_product)
+
+    def lines(self, call: Call) -> dict[str, str]:
+        """Describe the kernel for `explain`."""
+        blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
+        return {"runs": "dot_product, memory-efficient (blockwise online softmax in JAX)", "blocks": blocks}
+
+    def forward(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> tuple[Array, Array]:
+        """Return (out [B,T,N,H], lse [B,N,T])."""
+        tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
+
+        def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
+            i, q_i, *row = xs
+
+            def step(j: Any, mixed: Any, state: Any) -> Any:
+                return _forward_step(tiles.scores(i, q_i, j, mixed), tiles.v[j], *state)
+
+            out, lse = sm.finish(*for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i)))
+            return out.astype(q.dtype), lse
+
+        out, lse = jax.lax.map(query_chunk, _rows(tiles))
+        return sm.merge_queries(join(out, 3, q.shape[1])), sm.merge_stats(join(lse, 3, q.shape[1]))
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
+        given = (cut(x, 3, tiles.q.shape[4]) for x in _row_gradient(out, lse, dout, dlse, k.shape[2]))
+
+        def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
+            i, q_i, *row = xs[:5]
+
+            def step(j: Any, mixed: Any, state: Any) -> Any:
+                s = tiles.scores(i, q_i, j, mixed)
+                return _backward_step(tiles, i, q_i, j, s, xs[5:], *state)
+
+            zero = jnp.zeros(q_i.shape, jnp.float32)
+            dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
+            return tuple(carry), dq_i.astype(q.dtype)
+
+        sums = _zero_gradients(tiles)
+        (dk, dv, dbias), dq = jax.lax.scan(query_chunk, sums, (*_rows(tiles), *given))
+        dk, dv = (sm.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
+        return sm.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
+
+    def _tiles(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]
+    ) -> Tiles:
+        if self.float32_qk_product:
+            q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        return Tiles.of(q, k, v, bias, mask, offsets, (self.query_chunk, self.key_chunk), self.scale)
+
+
+def _rows(tiles: Tiles) -> tuple[Any, ...]:
+    """Gather what one step of the loop over query chunks takes: number, queries, and the lists of visits."""
+    return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
+
+
+def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
+    """Start the online softmax: m = -inf, l = 0, O = 0."""
+    stats = q_i.shape[:-1]
+    return jnp.full(stats, sm.NEG_INF, jnp.float32), jnp.zeros(stats, jnp.float32), jnp.zeros(q_i.shape, jnp.float32)
+
+
+def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple[Array, Array, Array]:
+    """Fold one tile of scores into (m, l, O)."""
+    m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+    decay = jnp.exp(m - jnp.where(m_new == sm.NEG_INF, 0.0, m_new))
+    p = sm.stable_exp(s, m_new)
+    # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
+    acc = acc * decay[..., None] + sm.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
+    return m_new, l * decay + jnp.sum(p, axis=-1), acc
+
+
+def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, ...]:
+    stats = (sm.split_stats(x, kv_heads) for x in (lse, dlse))
+    rows = (sm.split_queries(x, kv_heads) for x in (out, dout))
+    return sm.row_gradient(*rows, *stats)
+
+
+def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
+    zeros = jnp.zeros(tiles.k.shape, jnp.float32)
+    return zeros, zeros, None if tiles.bias is None else jnp.zeros(tiles.bias.shape, jnp.float32)
+
+
+def _backward_step(
+    tiles: Tiles, i: Any, q_i: Array, j: Any, s: Array, given: tuple[Array, ...],
+    dq_i: Array, dk: Array, dv: Array, dbias: Array | None,
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """Add one tile's share to (dq of this chunk, dk, dv, dbias)."""
+    dq, dk_j, dv_j, ds = sm.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
+    if dbias is not None:
+        dbias = tiles.add_bias_tile(dbias, ds, i, j)
+    return dq_i + dq, dk.at[j].add(dk_j), dv.at[j].add(dv_j), dbias
+
+
+def _bias_like(dbias: Array | None, bias: Bias) -> Bias:
+    """Cut a padded bias gradient [B|1, K|1, G|1, T, S] back to the bias's own shape and dtype."""
+    if dbias is None or bias is None:
+        return None
+    dbias = dbias[:, :, :, : bias.shape[2], : bias.shape[3]]
+    return dbias.reshape(bias.shape).astype(bias.dtype)

@@ -1,0 +1,130 @@
+"""The arithmetic that every kernel written in plain JAX shares: scores, softmax, and the gradient of both.
+
+    S = scale * q k^T + bias        P = exp(S - lse)        out = P v
+    dP = dout v^T                   D = sum(dout * out) - dlse
+    dS = P * (dP - D)               dq = scale * dS k       dk = scale * dS^T q       dbias = dS
+
+Inside, heads are split as [K, G]: G = N / K query heads share one key head. Arrays are [B, K, G, T, H] and
+[B, K, S, H], so that every matmul is a plain batched one. Statistics are float32 whatever the operands are.
+
+Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1, with the gradient of the LSE added.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float
+
+NEG_INF = float("-inf")
+# Stands for the LSE of a query with nothing to attend to, where a gradient is computed: exp(s - BIG_LSE) is 0, and
+# s - BIG_LSE does not overflow float32.
+BIG_LSE = 1e30
+
+Queries = Float[Array, "B K G T H"]
+Keys = Float[Array, "B K S H"]
+Scores = Float[Array, "B K G T S"]
+Stats = Float[Array, "B K G T"]
+
+
+def split_queries(x: Float[Array, "B T N H"], kv_heads: int) -> Queries:
+    """Put the heads before the sequence, as [K, G]."""
+    return rearrange(x, "B T (K G) H -> B K G T H", K=kv_heads)
+
+
+def merge_queries(x: Queries) -> Float[Array, "B T N H"]:
+    """Undo `split_queries`."""
+    return rearrange(x, "B K G T H -> B T (K G) H")
+
+
+def split_keys(x: Float[Array, "B S K H"]) -> Keys:
+    """Put the heads before the sequence."""
+    return rearrange(x, "B S K H -> B K S H")
+
+
+def merge_keys(x: Keys) -> Float[Array, "B S K H"]:
+    """Undo `split_keys`."""
+    return rearrange(x, "B K S H -> B S K H")
+
+
+def split_stats(x: Float[Array, "B N T"], kv_heads: int) -> Stats:
+    """Split the heads of an LSE as [K, G]."""
+    return rearrange(x, "B (K G) T -> B K G T", K=kv_heads)
+
+
+def merge_stats(x: Stats) -> Float[Array, "B N T"]:
+    """Undo `split_stats`."""
+    return rearrange(x, "B K G T -> B (K G) T")
+
+
+def split_heads(x: Array, kv_heads: int) -> Array:
+    """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G]; a broadcast axis becomes two of size 1."""
+    if x.shape[1] == 1:
+        return x[:, :, None]
+    return rearrange(x, "B (K G) T S -> B K G T S", K=kv_heads)
+
+
+def matmul(spec: str, a: Array, b: Array) -> Array:
+    """Contract with float32 accumulation, and with full float32 products where the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def scores(q: Queries, k: Keys, scale: float, bias: Array | None, allowed: Bool[Array, "..."] | None) -> Scores:
+    """Compute scale * q k^T + bias in float32, -inf where a query may not attend.
+
+    Args:
+        bias: [B|1, K|1, G|1, T|1, S|1] or None.
+        allowed: the same, boolean, True where attended, or None for everywhere.
+    """
+    # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
+    s = matmul("bkgth,bksh->bkgts", q, k) * scale
+    if bias is not None:
+        s = s + bias.astype(jnp.float32)
+    return s if allowed is None else jnp.where(allowed, s, NEG_INF)
+
+
+def stable_exp(s: Scores, m: Stats) -> Scores:
+    """Compute exp(s - m), 0 in rows whose maximum m is -inf: nothing there to attend to."""
+    return jnp.exp(s - jnp.where(m == NEG_INF, 0.0, m)[..., None])
+
+
+def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
+    """Turn running maximum, sum and unnormalised output into (out, lse)."""
+    empty = l == 0.0
+    out = acc / jnp.where(empty, 1.0, l)[..., None]
+    lse = jnp.where(empty, NEG_INF, m + jnp.log(jnp.where(empty, 1.0, l)))
+    return out, lse
+
+
+def row_gradient(out: Queries, dout: Queries, lse: Stats, dlse: Stats) -> tuple[Stats, Stats, Queries]:
+    """Compute what a backward needs of each row: (finite lse, D, dout), all harmless in empty rows.
+
+    D = sum(dout * out) - dlse
+    """
+    empty = lse == NEG_INF
+    dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
+    delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
+    return jnp.where(empty, BIG_LSE, lse), delta, dout
+
+
+def tile_gradient(
+    q: Queries, k: Keys, v: Keys, s: Scores, lse: Stats, delta: Stats, dout: Queries, scale: float
+) -> tuple[Queries, Keys, Keys, Scores]:
+    """Compute this tile's share of (dq, dk, dv, dS) in float32 from the rows' final LSE."""
+    p = jnp.exp(s - lse[..., None])
+    # [B, K, G, T, S], [B, K, G, T, H] -> [B, K, S, H]
+    dv = matmul("bkgts,bkgth->bksh", p.astype(v.dtype), dout.astype(v.dtype))
+    # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
+    dp = matmul("bkgth,bksh->bkgts", dout.astype(v.dtype), v)
+    ds = p * (dp - delta[..., None])
+    dq = matmul("bkgts,bksh->bkgth", ds.astype(k.dtype), k) * scale
+    dk = matmul("bkgts,bkgth->bksh", ds.astype(q.dtype), q) * scale
+    return dq, dk, dv, ds
+
+
+def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum a gradient over the axes that its operand broadcast."""
+    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x

@@ -1,0 +1,289 @@
+"""The one place where a choice is made: which kernel, which context strategy, which layout, and why.
+
+`plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()` executes a plan and decides
+nothing itself, so what is explained is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+from maxattn.call import Call, Reason, Role
+from maxattn.config import AttentionConfig
+from maxattn.context import STRATEGIES, Collective, Strategy
+from maxattn.errors import ConfigError, MeshError, Unsupported
+from maxattn.kernels import KERNELS, Kernel
+from maxattn.kernels.auto import order
+from maxattn.kernels.requirements import REQUIREMENTS, missing
+from maxattn.masks import KeyLimit, Mask
+from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
+from maxattn.target import Target
+
+__all__ = ["Call", "Plan", "Reason", "Target", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold one decision: hashable, comparable, printable, without arrays or devices.
+
+    Args:
+        call: the global call.
+        target: the machine it is for.
+        mesh: (axis, size) of every mesh axis above size 1 that attention uses.
+        asked: the setting that asked for the kernel, as "attention: auto".
+        kernel: the kernel with everything decided about it.
+        context: the context strategy.
+        kv_repeat: how often each key head is repeated so that the key heads divide over tensor.
+        q_len, kv_len: lengths after padding to whole shards.
+        because: why this kernel, one sentence.
+        notes: what else the user should know.
+        refused: kernels and strategies that were asked for or come first, and cannot run here.
+        fell_back: whether another kernel or strategy runs than the user named.
+    """
+
+    call: Call
+    target: Target
+    mesh: MeshShape
+    asked: str
+    kernel: Kernel
+    context: Strategy
+    kv_repeat: int
+    q_len: int
+    kv_len: int
+    because: str
+    notes: tuple[str, ...] = ()
+    refused: tuple[Reason, ...] = ()
+    fell_back: bool = False
+    _hash: int = field(default=0, init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        if self._hash == 0:
+            facts = (self.call, self.mesh, self.kernel, self.context, self.asked, self.notes, self.target)
+            object.__setattr__(self, "_hash", hash(facts) or 1)
+        return self._hash
+
+    @property
+    def padded_call(self) -> Call:
+        """The call after repeating key heads and padding to whole shards: what the strategy lays out."""
+        heads = self.call.kv_heads * self.kv_repeat
+        return replace(self.call, q_len=self.q_len, kv_len=self.kv_len, kv_heads=heads)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every transfer that the plan makes, forward and backward."""
+        return self.context.collectives(self.padded_call)
+
+    def full_mask(self, mask: Mask) -> Mask:
+        """Add to the caller's bound mask the limit that hides the keys which padding added."""
+        return mask & KeyLimit(self.call.kv_len) if self.kv_len > self.call.kv_len else mask
+
+    def explain(self) -> str:
+        """Say what runs, why, what moves and what was refused, in a few lines."""
+        from maxattn.explain import explain
+
+        return explain(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values to save beside a checkpoint."""
+        from maxattn.explain import to_dict
+
+        return to_dict(self)
+
+    def diff(self, other: Plan | dict[str, Any]) -> tuple[str, ...]:
+        """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
+        mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
+        keys = [*mine, *(k for k in theirs if k not in mine)]
+        return tuple(f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k))
+
+
+def plan(
+    call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None
+) -> Plan:
+    """Decide how a call runs.
+
+    Args:
+        call: what is computed, e.g. `Call.of(q, k, mask=mask)`.
+        config: default `AttentionConfig()`.
+        mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (no device needed), or None.
+        target: default the config's `hardware` where set, else this machine.
+
+    Raises:
+        MeshError: a batch or heads that do not divide over the mesh.
+        Unsupported: the kernel or strategy that the user named cannot compute this call, under `fallback: error`.
+        ConfigError: `hardware` names another platform than the target's.
+    """
+    config = config or AttentionConfig()
+    return _plan(call, config, mesh_shape(mesh), target or default_target(config))
+
+
+def default_target(config: AttentionConfig) -> Target:
+    """Return this machine, or the usual one of the platform that `hardware` names when this is another."""
+    here = Target.here()
+    return here if config.hardware in (None, here.platform) else Target.named(config.hardware)
+
+
+def check_hardware(config: AttentionConfig, target: Target) -> None:
+    """Refuse to run where `hardware` names another platform.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if config.hardware not in (None, target.platform):
+        raise ConfigError(
+            "hardware", config.hardware, f"it must be the platform that runs, and this is {target.platform}",
+            f"set hardware={target.platform}, leave it out, or run where there is a {config.hardware}",
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
+    check_hardware(config, target)
+    repeat = _check_divides(call, shape)
+    context, unmet = _choose_strategy(call, config, shape)
+    n = ways("T", shape)
+    q_len = -(-call.q_len // n) * n
+    kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
+    padded = replace(call, q_len=q_len, kv_len=kv_len, kv_heads=call.kv_heads * repeat)
+    local = context.local_call(padded)
+    kernel, because, refused, fell = _choose_kernel(local, config, call, target)
+    role = call.role
+    return Plan(
+        call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because,
+        _notes(config, call, repeat), (*unmet, *refused), fell or bool(unmet),
+    )  # fmt: skip
+
+
+def _asked(config: AttentionConfig, role: Role) -> str:
+    if role == "cross":
+        return f"cross_attention: {config.cross_attention}"
+    extra = f", attention_kernel: {config.attention_kernel}" if config.attention_kernel else ""
+    parallel = f", context_parallel: {config.context_parallel}" if config.context_parallel != "auto" else ""
+    return f"attention: {config.attention}{extra}{parallel}"
+
+
+# ---- what must divide ------------------------------------------------------------------------------------------------
+
+
+def _check_divides(call: Call, shape: MeshShape) -> int:
+    """Refuse what cannot be split; return how often key heads must be repeated to divide over tensor."""
+    sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
+    if call.batch % batch:
+        axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
+        raise MeshError(
+            "batch", call.batch, f"it must be a multiple of {batch}, the shards of the mesh axes {axes}",
+            f"use a batch of {-(-call.batch // batch) * batch}, or fewer devices on data and fsdp",
+        )  # fmt: skip
+    if call.heads % tensor:
+        divisors = ", ".join(str(d) for d in range(1, call.heads + 1) if call.heads % d == 0)
+        raise MeshError(
+            "heads", call.heads, f"they must be a multiple of the mesh axis tensor={tensor}",
+            f"set ici_tensor_parallelism to one of {divisors}",
+        )  # fmt: skip
+    return lcm(call.kv_heads, tensor) // call.kv_heads
+
+
+# ---- the strategy ----------------------------------------------------------------------------------------------------
+
+
+def _choose_strategy(call: Call, config: AttentionConfig, shape: MeshShape) -> tuple[Strategy, tuple[Reason, ...]]:
+    asked = config.strategy_for(call.role)
+    if "context" not in dict(shape):
+        return STRATEGIES["none"](shape), ()
+    default = "none" if call.role == "cross" else "all_gather"
+    name = default if asked == "auto" else asked
+    if name in STRATEGIES:
+        return STRATEGIES[name](shape), ()
+    reason = Reason(
+        name, "strategy", f"this version of maxattn has the strategies {', '.join(STRATEGIES)}, and not {name}",
+        "set context_parallel: all_gather",
+    )  # fmt: skip
+    _refuse_if_asked(config, call.role, _asked(config, call.role), reason)
+    return STRATEGIES[default](shape), (reason,)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def _choose_kernel(
+    local: Call, config: AttentionConfig, call: Call, target: Target
+) -> tuple[Kernel, str, tuple[Reason, ...], bool]:
+    """Return (kernel, why, who was refused, whether it is not the one the user named)."""
+    named = config.kernel_for(call.role)
+    names, because = _candidates(named, local, config, call, target)
+    refused: list[Reason] = []
+    for name in names:
+        reason = refusal(name, local, target)
+        if reason is None:
+            return KERNELS[name].build(local, config, target), because, tuple(refused), False
+        refused.append(reason)
+        if name == named or named != "auto":
+            _refuse_if_asked(config, call.role, _asked(config, call.role), reason)
+    names, because = order(local, target)
+    usable = next(n for n in names if refusal(n, local, target) is None)
+    return KERNELS[usable].build(local, config, target), because, tuple(refused), True
+
+
+def _candidates(
+    named: str, local: Call, config: AttentionConfig, call: Call, target: Target
+) -> tuple[tuple[str, ...], str]:
+    """Return the kernels to try, in order, and why the first comes first."""
+    if call.q_len < config.flash_min_seq_length:
+        return ("dot_product",), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
+    if config.use_memory_efficient_attention and named in ("auto", "dot_product"):
+        return ("memory_efficient",), "use_memory_efficient_attention: true"
+    if named == "auto":
+        return order(local, target)
+    return (named,), "named in the config"
+
+
+def refusal(name: str, local: Call, target: Target) -> Reason | None:
+    """Return why a kernel cannot compute a local call on the target, or None."""
+    if name in REQUIREMENTS and (lacks := missing(name, target)):
+        return lacks
+    if name not in KERNELS:
+        return Reason(
+            name, "kernel", f"this version of maxattn has the kernels {', '.join(KERNELS)}, and not {name}",
+            "set attention: auto",
+        )  # fmt: skip
+    return KERNELS[name].supports(local, target)
+
+
+def _refuse_if_asked(config: AttentionConfig, role: Role, asked: str, reason: Reason) -> None:
+    """Raise under `fallback: error`; under `warn` and `allow` the plan keeps the reason."""
+    if config.fallback_for(role) != "error":
+        return
+    key, _, value = asked.partition(": ")
+    raise Unsupported(
+        key, value, reason.rule, f"{reason.remedy}; or set fallback: warn to let another one run" if reason.remedy
+        else "set fallback: warn to let another one run",
+    )  # fmt: skip
+
+
+# ---- notes -----------------------------------------------------------------------------------------------------------
+
+_ONLY_FOR = {
+    "use_base2_exp": "read by tokamax_flash alone",
+    "use_experimental_scheduler": "read by tokamax_flash alone",
+    "flash_block_sizes": "read by flash and tokamax_flash alone",
+    "ulysses_shards": "read by ulysses_ring alone",
+    "ulysses_attention_chunks": "read by ulysses alone",
+    "attention_sharding_uniform": "every layout here shards queries over context and heads over tensor alike",
+}
+_CHUNK_KEYS = ("query_chunk_size", "key_chunk_size")
+
+
+def _notes(config: AttentionConfig, call: Call, repeat: int) -> tuple[str, ...]:
+    notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.model_fields_set]
+    if repeat > 1:
+        notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times to divide over tensor")
+    asked = config.strategy_for(call.role)
+    if asked not in ("auto", "none") and config.axis_parallelism().get("context", (1, 1)) == (1, 1):
+        notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")
+    if not config.mask_padding_tokens:
+        notes.append("mask_padding_tokens: false, so padding that the caller marks is attended to")
+    if mapping := config.axis_mapping_note():
+        notes.append(mapping)
+    return tuple(notes)

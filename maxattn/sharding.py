@@ -1,0 +1,241 @@
+"""Mesh axes, partition specs and the one `shard_map` helper. It decides nothing about kernels.
+
+Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from maxattn import _compat
+from maxattn.errors import MeshError, did_you_mean
+
+if TYPE_CHECKING:
+    from maxattn.config import AttentionConfig
+
+AXES = ("data", "fsdp", "context", "tensor")
+BATCH_AXES = ("data", "fsdp")
+# Which mesh axes carry which array axis of q, k, v, out and lse.
+LETTERS = {"B": BATCH_AXES, "T": ("context",), "S": ("context",), "N": ("tensor",), "K": ("tensor",)}
+
+MeshShape = tuple[tuple[str, int], ...]
+Spec = tuple[tuple[str, ...] | None, ...]
+
+
+def mesh_shape(mesh: Any) -> MeshShape:
+    """Reduce a mesh to the (axis, size) pairs that a plan holds.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None.
+
+    Raises:
+        MeshError: for an axis name in a mapping that attention does not know, or a size below 1.
+    """
+    if mesh is None:
+        return ()
+    if isinstance(mesh, Mapping):
+        return _checked_shape(mesh)
+    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
+    return tuple((a, s) for a, s in mesh.shape.items() if a in AXES and s > 1 and a not in manual)
+
+
+def _surrounding_manual_axes() -> frozenset[str]:
+    ambient = _compat.ambient_mesh()
+    return frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)
+
+
+def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise MeshError(
+                "mesh", axis, f"a mesh axis is one of {', '.join(AXES)}", did_you_mean(axis, AXES) or "rename the axis"
+            )
+        if size < 1:
+            raise MeshError("mesh", f"{axis}={size}", "an axis has at least one device", "give it a positive size")
+    return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
+
+
+def spec_of(letters: str, shape: MeshShape) -> Spec:
+    """Say over which mesh axes an array is sharded: one entry an array axis, by its letter.
+
+    Args:
+        letters: for example "BTNH"; letters without a mesh axis, and "1", are replicated.
+        shape: the mesh's (axis, size) pairs.
+    """
+    present = dict(shape)
+    axes = (tuple(a for a in LETTERS.get(letter, ()) if a in present) for letter in letters)
+    return tuple(a or None for a in axes)
+
+
+def ways(letter: str, shape: MeshShape) -> int:
+    """Count the shards of one array axis."""
+    sizes = dict(shape)
+    return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
+
+
+def to_partition_spec(spec: Spec) -> PartitionSpec:
+    """Turn a plan's spec into jax's."""
+    return PartitionSpec(*spec)
+
+
+def over_shards(f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Run `f` on each device's shard, over the axes of `shape` alone; without axes, just run it.
+
+    Args:
+        f: a function of local arrays.
+        mesh: the concrete mesh, or None where `shape` is empty.
+        shape: the axes that become manual; axes that a surrounding `shard_map` made manual are not among them.
+        in_specs, out_specs: trees of `PartitionSpec`.
+    """
+    if not shape:
+        return f
+    ambient = _compat.ambient_mesh()
+    inside = ambient is not None and bool(_compat.axis_names_of_type(ambient, AxisType.Manual))
+    return _compat.shard_map(f, ambient if inside else mesh, in_specs, out_specs, {a for a, _ in shape})
+
+
+def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
+    """Return the global position of this device's first token along `axis` (0 where it is not sharded)."""
+    return jax.lax.axis_index(axis) * local_length if axis in dict(shape) else 0
+
+
+def sum_over(x: jax.Array, axes: Sequence[str], shape: MeshShape) -> jax.Array:
+    """Sum over those of `axes` that the mesh has."""
+    present = tuple(a for a in axes if a in dict(shape))
+    return jax.lax.psum(x, present) if present else x
+
+
+def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Pad one axis with zeros at its end up to `size`."""
+    extra = size - x.shape[axis]
+    return x if extra <= 0 else jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)])
+
+
+# ---- making a mesh ---------------------------------------------------------------------------------------------------
+
+
+def make_mesh(config: AttentionConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build the mesh that a config describes: `ici_*` within a slice, `dcn_*` between slices.
+
+    Args:
+        config: its `mesh_axes` and parallelisms; one -1 each takes what is left.
+        devices: default all of `jax.devices()`.
+
+    Raises:
+        MeshError: when the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    asked = config.axis_parallelism()
+    axes = tuple(config.mesh_axes)
+    ici = _fill([asked[a][0] for a in axes], len(devices) // slices, axes, "ici")
+    dcn = _fill([asked[a][1] for a in axes], slices, axes, "dcn")
+    return _compat.auto_mesh(_arrange(ici, dcn, devices), axes)
+
+
+def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
+    """Replace the one -1 by what is left of `count`, and check the product."""
+    known = prod(s for s in sizes if s != -1)
+    text = " ".join(f"{kind}_{a}_parallelism={s}" for a, s in zip(axes, sizes, strict=True))
+    unit = "devices of a slice" if kind == "ici" else "slices"
+    if -1 in sizes and count % known == 0:
+        return [count // known if s == -1 else s for s in sizes]
+    if -1 in sizes or known != count:
+        raise MeshError(
+            text, f"product {known}", f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}",
+            f"change one {kind}_*_parallelism, or set one to -1 to take what is left",
+        )  # fmt: skip
+    return sizes
+
+
+def _arrange(ici: list[int], dcn: list[int], devices: list[jax.Device]) -> np.ndarray:
+    from jax.experimental import mesh_utils
+
+    if prod(dcn) > 1:
+        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+    return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+
+
+# ---- arrays and parameters on a mesh ---------------------------------------------------------------------------------
+
+
+def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
+    """Constrain an activation to its place on the mesh; without a mesh, return it as it is.
+
+    Args:
+        x: any array.
+        mesh: a `Mesh` or None.
+        letters: one a axis, for example "BT." for [B, T, channels].
+
+    A size that does not divide over its axes is left to the compiler.
+    """
+    shape = mesh_shape(mesh)
+    if not shape:
+        return x
+    spec = [
+        axes if axes and x.shape[i] % ways(letters[i], shape) == 0 else None
+        for i, axes in enumerate(spec_of(letters, shape))
+    ]
+    ambient = _compat.ambient_mesh()
+    target = mesh if ambient is None else ambient
+    if isinstance(target, Mesh):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(target, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    """Return the sharding of a batch of data: its first axis over (data, fsdp)."""
+    axes = spec_of("B", mesh_shape(mesh))
+    return NamedSharding(mesh, PartitionSpec(*axes, *(None,) * (ndim - 1)))
+
+
+def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Choose the spec of one parameter: its axis names where the mesh has them and the size divides.
+
+    Args:
+        names: the parameter's own axis names, for example ("fsdp", "tensor"), or None for replicated.
+        dims: its shape.
+        mesh: the mesh.
+    """
+    sizes = dict(mesh_shape(mesh))
+    names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
+    return PartitionSpec(*(n if n in sizes and d % sizes[n] == 0 else None for n, d in zip(names, dims, strict=False)))
+
+
+def parameter_shardings(state: Any, mesh: Mesh) -> Any:
+    """Map an NNX state (or abstract state) to the tree of `NamedSharding` its parameters ask for.
+
+    Args:
+        state: as `nnx.state(module)` returns it, optimiser states included; arrays without axis names are replicated.
+        mesh: the mesh.
+    """
+    from flax import nnx
+
+    def place(variable: Any) -> Any:
+        names = variable.get_metadata().get("sharding_names", variable.get_metadata().get("out_sharding"))
+        value = variable.get_value()
+        return variable.replace(NamedSharding(mesh, parameter_spec(names, value.shape, mesh)))
+
+    return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def place(module: Any, mesh: Mesh | None) -> None:
+    """Move the parameters of an NNX module (or optimiser) onto the mesh, in place.
+
+    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated. Without a mesh nothing moves.
+    """
+    from flax import nnx
+
+    if mesh is None:
+        return
+    state = nnx.state(module)
+    shardings = parameter_shardings(state, mesh)
+    nnx.update(module, jax.tree.map(partial(jax.device_put), state, shardings))

@@ -1,0 +1,98 @@
+"""The machine a plan is made for, as a value: platform, device kind, versions, the few environment facts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from typing import Literal
+
+from maxattn.errors import ConfigError, did_you_mean
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+# Distribution names as pip knows them; the import name may differ.
+PACKAGES = ("jax", "tokamax", "fa4-jax", "transformer-engine-jax")
+ENVIRONMENT = ("NVTE_FUSED_ATTN",)
+
+# Spelling of jax's `device_kind` -> platform. Aliases are what people say.
+KNOWN: dict[str, Platform] = {
+    "cpu": "cpu",
+    "TPU v4": "tpu",
+    "TPU v5e": "tpu",
+    "TPU v5p": "tpu",
+    "TPU v6e": "tpu",
+    "TPU v7x": "tpu",
+    "NVIDIA A100": "gpu",
+    "NVIDIA H100": "gpu",
+    "NVIDIA H200": "gpu",
+    "NVIDIA B200": "gpu",
+}
+_PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
+_DEVICE_KIND_ALIASES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Say which machine a plan is for.
+
+    Args:
+        platform: "cpu", "gpu" (NVIDIA) or "tpu".
+        device_kind: for example "TPU v5p" or "NVIDIA H200".
+        packages: (name, version) of the optional packages that are there.
+        env: (name, value) of the environment facts that can refuse a kernel.
+    """
+
+    platform: Platform
+    device_kind: str
+    packages: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def here() -> Target:
+        """Describe this machine. Initialises jax's backend."""
+        return _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
+
+    @staticmethod
+    def named(kind: str, packages: tuple[tuple[str, str], ...] = ()) -> Target:
+        """Describe a machine that need not be there.
+
+        Args:
+            kind: a name of `KNOWN` ("TPU v5p", "NVIDIA H200", "cpu"), or a platform ("tpu", "gpu").
+            packages: optional packages it has, as (name, version).
+
+        Raises:
+            ConfigError: for a name that is not known.
+        """
+        kind = _PLATFORM_DEFAULT.get(kind, kind)
+        if kind not in KNOWN:
+            known = ", ".join(KNOWN)
+            raise ConfigError(
+                "target", kind, f"it must be one of {known}", did_you_mean(kind, KNOWN) or "take a name from that list"
+            )
+        return Target(KNOWN[kind], kind, packages)
+
+    def version(self, package: str) -> str | None:
+        """Return the version of an optional package, or None where it is not installed."""
+        return dict(self.packages).get(package)
+
+
+@lru_cache(maxsize=8)
+def _here(env: tuple[tuple[str, str], ...]) -> Target:
+    import jax
+
+    backend = jax.default_backend()
+    platform: Platform = "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
+    kind = jax.devices()[0].device_kind
+    return Target(platform, _DEVICE_KIND_ALIASES.get(kind, kind), _installed(), env)
+
+
+def _installed() -> tuple[tuple[str, str], ...]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
