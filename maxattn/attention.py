@@ -173,7 +173,7 @@ def announce(plan: Plan) -> None:
         return
     _announced.add(plan)
     if jax.process_index() == 0:
-        warn = plan.fell_back and not plan.allowed_silently
+        warn = plan.fell_back and plan.fallback == "warn"
         log.log(logging.WARNING if warn else logging.INFO, "%s", plan.explain())
 
 

@@ -42,6 +42,7 @@ class Plan:
         notes: what else the user should know.
         refused: kernels and strategies that were asked for or come first, and cannot run here.
         fell_back: whether another kernel or strategy runs than the user named.
+        fallback: the policy under which it did: "error", "warn" or "allow".
     """
 
     call: Call
@@ -57,6 +58,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     refused: tuple[Reason, ...] = ()
     fell_back: bool = False
+    fallback: str = "error"
     _hash: int = field(default=0, init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:
@@ -152,7 +154,7 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     role = call.role
     return Plan(
         call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because,
-        _notes(config, call, repeat), (*unmet, *refused), fell or bool(unmet),
+        _notes(config, call, repeat), (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
     )  # fmt: skip
 
 
