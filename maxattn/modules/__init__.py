@@ -1,0 +1,17 @@
+"""Attention as Flax NNX modules, and inside modules of others."""
+
+from maxattn.modules.adapters import AttentionFn, attention_fn
+from maxattn.modules.cross_attention import KV, CrossAttention
+from maxattn.modules.heads import attention_flat, merge_heads, split_heads
+from maxattn.modules.self_attention import FlaxAttention
+
+__all__ = [
+    "KV",
+    "AttentionFn",
+    "CrossAttention",
+    "FlaxAttention",
+    "attention_flat",
+    "attention_fn",
+    "merge_heads",
+    "split_heads",
+]

@@ -1,0 +1,197 @@
+"""maxattn inside modules of others: `attention_fn`, what `nnx.MultiHeadAttention` calls to attend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn import masks
+from maxattn.attention import attention
+from maxattn.config import AttentionConfig
+from maxattn.errors import InputError, Unsupported
+from maxattn.modules import checks
+
+log = logging.getLogger("maxattn")
+
+
+def attention_fn(
+    config: AttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    role: Literal["self", "cross"] = "self",
+) -> AttentionFn:
+    """Make the `attention_fn` of an `nnx.MultiHeadAttention`.
+
+    Args:
+        config: which kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices to spread over; default none.
+        role: which setting governs it, `attention` ("self", the default) or `cross_attention` ("cross").
+
+    Returns:
+        A function of `flax.nnx.dot_product_attention`'s arguments; two made of equal settings are equal.
+
+    Example:
+        nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=attention_fn(config), rngs=rngs)
+    """
+    checks.config(config)
+    return AttentionFn(config, mesh, role)
+
+
+@dataclass(frozen=True)
+class AttentionFn:
+    """Attend as `nnx.MultiHeadAttention` asks. A value, so that a module holding it is traced once.
+
+    Args:
+        config, mesh, role: as in `attention_fn`.
+    """
+
+    config: AttentionConfig | None
+    mesh: jax.sharding.Mesh | None
+    role: Literal["self", "cross"]
+
+    def __call__(
+        self,
+        query: Float[Array, "*b T N H"],
+        key: Float[Array, "*b S K H"],
+        value: Float[Array, "*b S K H"],
+        bias: Array | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: nnx.Module | None = None,
+        is_causal: bool = False,
+    ) -> Float[Array, "*b T N H"]:
+        """Attend over any number of batch axes.
+
+        Args:
+            query: [..., T, N, H].
+            key, value: [..., S, K, H], K dividing N.
+            bias: additive, broadcastable to [..., N, T, S].
+            mask: broadcastable to [..., N, T, S], any dtype; nonzero attends.
+            broadcast_dropout, dropout_rng: not looked at, since dropout on probabilities is refused.
+            dropout_rate: refused above 0 unless deterministic.
+            dtype: of the computation; default that of the operands together.
+            precision: at least this: the kernels multiply float32 at full accuracy whatever is asked.
+            module: sow the probabilities into it, as `attention_weights`. The dense path computes them, and says so.
+            is_causal: no query sees a later key. With fewer queries than keys the last query sees the last key, so
+                that one new token sees the whole cache.
+
+        Raises:
+            Unsupported: for dropout on probabilities.
+            InputError: for operands that do not fit together.
+        """
+        if dropout_rate > 0.0 and not deterministic:
+            raise Unsupported(
+                "dropout_rate", dropout_rate, "no kernel of maxattn drops attention probabilities",
+                "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True",
+            )  # fmt: skip
+        q, k, v = _one_dtype(dtype, query, key, value)
+        batch = _batch_dims(q, k, v)
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        where = _mask(mask, is_causal, batch)
+        bias = None if bias is None else _fold(bias, batch, "bias")
+        if module is not None:
+            out = _dense_and_sow(q, k, v, bias, where, batch, precision, module)
+        else:
+            out = attention(q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role)
+        return out.reshape(*batch, *out.shape[1:])
+
+
+def _one_dtype(dtype: Any, *operands: Array) -> tuple[Array, ...]:
+    target = jnp.result_type(*operands) if dtype is None else dtype
+    return tuple(x.astype(target) for x in operands)
+
+
+def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3 or x.shape[:-3] != q.shape[:-3]:
+            raise InputError(
+                name, f"shape {tuple(x.shape)}",
+                f"it must be [..., length, heads, channels], with the batch axes of the query, {q.shape[:-3]}",
+                "give query, key and value the same batch axes",
+            )  # fmt: skip
+    return tuple(q.shape[:-3])
+
+
+def _mask(mask: Array | None, is_causal: bool, batch: tuple[int, ...]) -> masks.Mask | None:
+    parts: list[masks.Mask] = [masks.Causal()] if is_causal else []
+    if mask is not None:
+        parts.append(masks.Dense(_fold(jnp.asarray(mask).astype(bool), batch, "mask")))
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _fold(x: Array, batch: tuple[int, ...], name: str) -> Array:
+    """Bring [..., N, T, S] (each axis full or 1, leading axes possibly missing) to [B | 1, N, T, S]."""
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    lead, rest = x.shape[:-3], x.shape[-3:]
+    if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
+        raise InputError(
+            name, f"shape {tuple(x.shape)}", f"its batch axes must broadcast to {batch}",
+            "give every axis its full size or 1",
+        )  # fmt: skip
+    if all(a == 1 for a in lead):
+        return x.reshape(1, *rest)
+    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
+
+
+# ---- probabilities, when they are asked for --------------------------------------------------------------------------
+
+
+def _dense_and_sow(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: masks.Mask | None,
+    batch: tuple[int, ...],
+    precision: Any,
+    module: nnx.Module,
+) -> Array:
+    _say_dense(q.shape[1], k.shape[1])
+    weights = _probabilities(q, k, bias, mask, precision).astype(q.dtype)
+    module.sow(nnx.Intermediate, "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
+    # [B, N, T, S], [B, S, N, H] -> [B, T, N, H]
+    return jnp.einsum("bnts,bsnh->btnh", weights, _repeat(v, q.shape[2]), precision=precision)
+
+
+def _probabilities(
+    q: Array, k: Array, bias: Array | None, mask: masks.Mask | None, precision: Any
+) -> Float[Array, "B N T S"]:
+    """Compute softmax(q k^T / sqrt(H) + bias) in float32; a query that may attend to nothing gets zeros."""
+    t, s = q.shape[1], k.shape[1]
+    # [B, T, N, H], [B, S, N, H] -> [B, N, T, S]
+    scores = jnp.einsum(
+        "btnh,bsnh->bnts", q, _repeat(k, q.shape[2]), precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = scores * q.shape[-1] ** -0.5
+    scores = scores if bias is None else scores + bias
+    if mask is None:
+        return jax.nn.softmax(scores, axis=-1)
+    allowed = mask.bind(t, s).allowed(jnp.arange(t), jnp.arange(s))
+    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.where(allowed, weights, 0.0)
+
+
+def _repeat(x: Array, heads: int) -> Array:
+    """Give every query head its own copy of the key head it shares with its neighbours."""
+    return jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+@cache
+def _say_dense(q_len: int, kv_len: int) -> None:
+    if jax.process_index() == 0:
+        log.warning(
+            "attention weights were asked for (sow_weights): computed densely, %d x %d scores a head, "
+            "and not by the kernel of the config", q_len, kv_len,
+        )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Between [B, T, N*H] and [B, T, N, H]: splitting and merging heads, and attention for inputs that are not split."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from maxattn.attention import attention
+from maxattn.errors import InputError
+from maxattn.modules import checks
+
+
+def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"]:
+    """Split the last axis into heads, each a run of neighbouring channels.
+
+    Args:
+        x: [B, T, N*H].
+        heads: N; it must divide the last axis.
+
+    Raises:
+        InputError: when the heads do not divide, or x has another rank.
+    """
+    checks.rank_3("x", x)
+    checks.positive("heads", heads)
+    if x.shape[-1] % heads:
+        raise InputError(
+            "heads", heads, f"it must divide the {x.shape[-1]} channels of the input",
+            "use a number of heads that divides them",
+        )  # fmt: skip
+    return rearrange(x, "b t (n h) -> b t n h", n=heads)
+
+
+def merge_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:
+    """Undo `split_heads`.
+
+    Args:
+        x: [B, T, N, H].
+    """
+    return rearrange(x, "b t n h -> b t (n h)")
+
+
+def attention_flat(
+    q: Float[Array, "B T NH"],
+    k: Float[Array, "B S KH"],
+    v: Float[Array, "B S KH"],
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    mask: Any = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    scale: float | None = None,
+    config: Any = None,
+    mesh: Any = None,
+    role: Literal["self", "cross"] = "self",
+) -> Float[Array, "B T NH"]:
+    """Attend with heads that still lie side by side in the channels.
+
+    Args:
+        q: [B, T, N*H].
+        k, v: [B, S, K*H].
+        heads: N.
+        kv_heads: K; default N.
+        mask, bias, scale, config, mesh, role: as in `maxattn.attention`.
+
+    Returns:
+        [B, T, N*H].
+
+    Raises:
+        InputError: when the heads do not divide the channels.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    split = split_heads(q, heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
+    return merge_heads(attention(*split, mask=mask, bias=bias, scale=scale, config=config, mesh=mesh, role=role))

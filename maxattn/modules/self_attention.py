@@ -1,0 +1,116 @@
+"""Self-attention: `FlaxAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn import sharding
+from maxattn.config import AttentionConfig
+from maxattn.modules import checks
+from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase
+
+
+class FlaxAttention(AttentionBase):
+    """Attend from every token to every token that the mask allows.
+
+    y = to_out(softmax(scale * rope(norm_q(to_q x)) rope(norm_k(to_k x))^T + bias) to_v x)
+
+    Args:
+        query_dim: channels of the input.
+        heads: N, query heads; default 8.
+        kv_heads: K, key heads, dividing N; default N. Neighbouring query heads share a key head.
+        dim_head: H, channels of a head; default 64.
+        dropout: probability of dropping an output channel; default 0.
+        bias: whether to_q, to_k and to_v have a bias; default False.
+        out_bias: whether to_out has one; default True.
+        qk_norm: None, "rms_norm" or "layer_norm" (per head), or "rms_norm_across_heads"; default None.
+        eps: of both norms; default 1e-5 (Wan has 1e-6).
+        scale: multiplies the scores; default H ** -0.5.
+        out_dim: channels of the output; default query_dim.
+        config: which kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices to spread over; default none.
+        dtype: of the computation; default that of input and parameters together.
+        param_dtype: of the parameters; default float32.
+        precision: of the projections' matmuls, as `jax.lax.Precision`.
+        kernel_init, bias_init: initialisers; default LeCun normal and zeros.
+        rngs: source of the initial parameters.
+
+    Raises:
+        InputError: for sizes that do not divide, or a value out of range.
+
+    Source: Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
+    """
+
+    role: ClassVar[Literal["self", "cross"]] = "self"
+
+    def __init__(
+        self,
+        query_dim: int,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        dim_head: int = 64,
+        dropout: float = 0.0,
+        bias: bool = False,
+        out_bias: bool = True,
+        qk_norm: str | None = None,
+        eps: float = 1e-5,
+        scale: float | None = None,
+        out_dim: int | None = None,
+        *,
+        config: AttentionConfig | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Callable[..., Array] = KERNEL_INIT,
+        bias_init: Callable[..., Array] = BIAS_INIT,
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(
+            query_dim, query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
+            config=config, mesh=mesh, dtype=dtype, param_dtype=param_dtype, precision=precision,
+            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        hidden_states: Float[Array, "B T query_dim"],
+        rotary_emb: Any = None,
+        mask: Any = None,
+        bias: Float[Array, "#B #N #T #T"] | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+        *,
+        rotary_emb_k: Any = None,
+    ) -> Float[Array, "B T out_dim"]:
+        """Attend within one sequence.
+
+        Args:
+            hidden_states: [B, T, query_dim].
+            rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default none.
+            mask: a mask of `maxattn.masks`; default everything.
+            bias: added to the scores, each axis of [B, N, T, T] full or 1.
+            deterministic: False drops output channels at random.
+            rngs: source of the dropout, needed only then.
+            rotary_emb_k: positions of the keys; default those of the queries.
+
+        Raises:
+            InputError: for shapes or dtypes that do not fit, or dropout without rngs.
+        """
+        checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
+        checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
+        q = self._queries(hidden_states, rotary_emb)
+        k, v = self._keys_values(hidden_states, rotary_emb if rotary_emb_k is None else rotary_emb_k)
+        return self._output(self._attend(q, k, v, mask, bias), deterministic, rngs)
+
+    def _keys_values(self, x: Array, rotary: Any) -> tuple[Array, Array]:
+        k = self._to_heads(self._project(x, self.to_k, "key_proj"), self.kv_heads, self.norm_k)
+        v = self._to_heads(self._project(x, self.to_v, "value_proj"), self.kv_heads)
+        k = self._rotate(k, rotary, "rotary_emb_k")
+        return sharding.constrain(k, self.mesh, "BSKH"), sharding.constrain(v, self.mesh, "BSKH")

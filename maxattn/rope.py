@@ -1,0 +1,241 @@
+"""Rotary position embeddings: the tables, in one, two and three dimensions, and their application to heads.
+
+Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. It holds no learned
+state and knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from maxattn.errors import InputError, did_you_mean
+
+STYLES = ("interleaved", "half")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotary:
+    """Hold the angles of a rotary embedding as cosines and sines, one a token and pair of channels.
+
+    A pair (a, b) of channels turns by its angle: (a cos - b sin, a sin + b cos).
+
+    Args:
+        cos: [T, H/2], or [B, T, H/2] when examples have different positions; float32.
+        sin: the same shape.
+        style: which channels are a pair. "interleaved" (Wan, Flux): 2i and 2i + 1. "half" (LLaMA): i and i + H/2.
+
+    Raises:
+        InputError: for an unknown style.
+    """
+
+    cos: Any
+    sin: Any
+    style: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise InputError(
+                "style", self.style, f"a rotary style is one of {', '.join(STYLES)}",
+                did_you_mean(str(self.style), STYLES) or "use 'interleaved' for Wan and Flux, 'half' for LLaMA",
+            )  # fmt: skip
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def rope_1d(head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved") -> Rotary:
+    """Make the table of `length` positions on a line.
+
+    angle[t, i] = t * theta ** (-2 i / head_dim)
+
+    Args:
+        head_dim: H, even.
+        length: T.
+        theta: base of the frequencies, default 10,000.
+        style: "interleaved" (default) or "half".
+
+    Returns:
+        cos and sin [T, H/2].
+
+    Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864
+    """
+    return rope_nd((head_dim,), _grid(length=length), theta, style=style)
+
+
+def rope_2d(head_dim: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved") -> Rotary:
+    """Make the table of a picture's patches in raster order: half of the channels for rows, half for columns.
+
+    Args:
+        head_dim: H, a multiple of 4.
+        height, width: patches in each direction; T = height * width.
+        theta: base of the frequencies, default 10,000.
+        style: "interleaved" (default) or "half".
+
+    Returns:
+        cos and sin [T, H/2], the row angles first.
+    """
+    if head_dim % 4:
+        raise InputError("head_dim", head_dim, "two axes of pairs need a multiple of 4", "use a multiple of 4")
+    return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
+
+
+def rope_3d(
+    head_dim: int, frames: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved"
+) -> Rotary:
+    """Make the table of a video's patches, frame by frame in raster order, split over the channels as Wan does.
+
+    Args:
+        head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes the rest.
+        frames, height, width: patches in each direction; T = frames * height * width.
+        theta: base of the frequencies, default 10,000.
+        style: "interleaved" (default) or "half".
+
+    Returns:
+        cos and sin [T, H/2], the angles of time first, then height, then width.
+
+    Source: Wan 2.1, https://arxiv.org/abs/2503.20314
+    """
+    return rope_nd(split_3d(head_dim), _grid(frames=frames, height=height, width=width), theta, style=style)
+
+
+def split_3d(head_dim: int) -> tuple[int, int, int]:
+    """Split the channels of a head between time, height and width: 128 -> (44, 42, 42).
+
+    Raises:
+        InputError: when head_dim is odd or below 6.
+    """
+    if head_dim < 6 or head_dim % 2:
+        raise InputError("head_dim", head_dim, "three axes of pairs: even, at least 6", "use a multiple of 2")
+    space = 2 * (head_dim // 6)
+    return head_dim - 2 * space, space, space
+
+
+def rope_nd(
+    sizes: Sequence[int], positions: Float[np.ndarray, "*b T axes"], theta: float = 1e4, *, style: str = "interleaved"
+) -> Rotary:
+    """Make the table of any positions: each axis turns its own share of the channels.
+
+    Args:
+        sizes: channels of each axis, all even; their sum is H.
+        positions: one number a token and axis; [T, axes] or [B, T, axes].
+        theta: base of the frequencies, default 10,000.
+        style: "interleaved" (default) or "half".
+
+    Returns:
+        cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
+
+    Raises:
+        InputError: for an odd size, or positions that do not fit the sizes.
+    """
+    positions = np.asarray(positions, np.float64)
+    if positions.ndim not in (2, 3) or positions.shape[-1] != len(sizes):
+        raise InputError(
+            "positions", f"shape {positions.shape}", f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
+            "give one position a token and axis",
+        )  # fmt: skip
+    angles = np.concatenate([_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1)
+    return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
+
+
+def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
+    if channels <= 0 or channels % 2:
+        raise InputError(
+            "head_dim", channels, "channels turn in pairs: each axis has an even number", "use an even size"
+        )
+    frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+    return positions[..., None] * frequencies
+
+
+def _grid(**sizes: int) -> np.ndarray:
+    """List the positions of a grid in raster order: [T, axes]."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(name, size, "it must be at least 1", "give every axis at least one position")
+    return np.stack(np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij"), -1).reshape(-1, len(sizes))
+
+
+# ---- application -----------------------------------------------------------------------------------------------------
+
+
+def apply_rotary(x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb") -> Float[Array, "B T N H"]:
+    """Turn the channel pairs of every head by the angles of its token, in float32, and cast back.
+
+    Args:
+        x: queries or keys [B, T, N, H].
+        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin). Arrays are [T, D], [B, T, D],
+            [B, T, 1, D] or [B, 1, T, D], B possibly 1; D is H/2, or H with each number twice where its two channels
+            are: (c0, c0, c1, c1, ...) interleaved, (c0, c1, ..., c0, c1, ...) half. Complex numbers and pairs are of
+            the interleaved style.
+        name: what the argument is called in errors.
+
+    Raises:
+        InputError: when the table does not fit x.
+    """
+    table = as_rotary(rotary, name)
+    cos, sin = (_fit(part, x.shape, table.style, name) for part in (table.cos, table.sin))
+    turn = _turn_half if table.style == "half" else _turn_interleaved
+    return turn(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
+
+
+def as_rotary(value: Any, name: str = "rotary_emb") -> Rotary:
+    """Read a `Rotary` off what models pass around: itself, complex numbers, or (cos, sin).
+
+    Raises:
+        InputError: for anything else.
+    """
+    if isinstance(value, Rotary):
+        return value
+    if isinstance(value, tuple | list):
+        if len(value) == 2 and all(hasattr(part, "shape") for part in value):
+            return Rotary(*value)
+        found = f"{type(value).__name__} of {len(value)}"
+    elif not hasattr(value, "dtype"):
+        found = type(value).__name__
+    elif jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return Rotary(value.real, value.imag)
+    else:
+        found = f"{value.dtype} array of shape {tuple(value.shape)}"
+    raise InputError(
+        name, found, "it is a Rotary, an array of complex numbers, or a pair (cos, sin)",
+        "make it with maxattn.rope.rope_1d, rope_2d or rope_3d",
+    )  # fmt: skip
+
+
+def _fit(part: Any, shape: Sequence[int], style: str, name: str) -> Array:
+    """Bring cos or sin to [B | 1, T, 1, H/2], or say why it cannot be."""
+    b, t, _, h = shape
+    if h % 2:
+        raise InputError("dim_head", h, f"{name} turns channels in pairs: it must be even", "use an even dim_head")
+    dims = tuple(part.shape)
+    if len(dims) == 2:
+        dims = (1, *dims)
+    elif len(dims) == 4 and 1 in dims[1:3]:
+        dims = (dims[0], dims[1] * dims[2], dims[3])
+    if len(dims) != 3 or dims[0] not in (1, b) or dims[1] != t or dims[2] not in (h // 2, h):
+        raise InputError(
+            name, f"shape {tuple(part.shape)}",
+            f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or with 1 for heads",
+            "make it for these tokens and this head dim, or slice it to them",
+        )  # fmt: skip
+    part = jnp.asarray(part, jnp.float32).reshape(dims)
+    if dims[2] == h:
+        part = part[..., : h // 2] if style == "half" else part[..., ::2]
+    return part[:, :, None, :]
+
+
+def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+
+
+def _turn_half(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
