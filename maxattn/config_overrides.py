@@ -1,0 +1,126 @@
+"""Applies `key=value` overrides to the values of a file, before anything is validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from maxattn.config_errors import ConfigErrors, Path, close, dotted, plain, section_type
+from maxattn.config_rules import PROGRAM_SECTIONS
+from maxattn.config_yaml import parse
+from maxattn.errors import ConfigError
+
+
+def apply(model: type[BaseModel], data: dict[str, Any], overrides: Sequence[str]) -> dict[Path, str]:
+    """Set what the overrides say, in their order, and return where each path was set.
+
+    A name without a dot that is no key of the model goes to the one section that has it: `steps=20` sets
+    `training.steps`.
+
+    Args:
+        model: the config class that will validate the result.
+        data: the file's values; changed in place.
+        overrides: `key=value`, keys dotted, values YAML.
+
+    Raises:
+        ConfigErrors: for every override that has no place to go.
+    """
+    origins: dict[Path, str] = {}
+    problems: list[ConfigError] = []
+    for number, text in enumerate(overrides, start=1):
+        try:
+            path, value = _read(model, data, text, f"override {number}")
+            _put(data, path, value, f"override {number}")
+            origins[path] = f"override {number}"
+        except ConfigErrors as error:
+            problems += error.problems
+    if problems:
+        raise PartlyApplied(problems, origins)
+    return origins
+
+
+class PartlyApplied(ConfigErrors):
+    """Carry the overrides' problems, and the places of those that were applied."""
+
+    def __init__(self, problems: Sequence[ConfigError], origins: dict[Path, str]) -> None:
+        self.origins = origins
+        super().__init__(problems)
+
+
+def _read(model: type[BaseModel], data: Mapping[str, Any], text: str, where: str) -> tuple[Path, Any]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    path = tuple(key.split("."))
+    if not equals:
+        raise _refused(
+            key or "(nothing)", "(no value)", "an override is key=value", f"write {key or 'key'}=value", where
+        )
+    if not all(path):
+        raise _refused(key or "(no key)", value, "a key is names joined by dots", "write key=value", where)
+    document = parse(value, lambda line: where)
+    if document.problems:
+        raise ConfigErrors(document.problems)
+    return _placed(model, data, path, value, where), document.data
+
+
+def _placed(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> Path:
+    """Return the full path that an override means."""
+    name = str(path[0])
+    if name in model.model_fields:
+        return path
+    if name in PROGRAM_SECTIONS:
+        _known_in_file(model, data, path, value, where)
+        return path
+    homes = [section for section, keys in _sections(model, data).items() if name in keys]
+    if len(homes) > 1:
+        choices = " or ".join(f"{home}.{dotted(path)}" for home in homes)
+        raise _refused(
+            dotted(path), value, f"{' and '.join(homes)} both have a key '{name}'", f"write {choices}", where
+        )
+    return (homes[0], *path) if homes else path
+
+
+def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Map each program section to its keys: the declared ones, or those of the file when the model declares none."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in (*PROGRAM_SECTIONS, *(n for n in model.model_fields if n not in PROGRAM_SECTIONS)):
+        field = model.model_fields.get(name)
+        section = section_type(field) if field else None
+        if section is not None and name != "flash_block_sizes":
+            found[name] = tuple(section.model_fields)
+        elif field is None and isinstance(data.get(name), Mapping):
+            found[name] = tuple(map(str, data[name]))
+    return found
+
+
+def _known_in_file(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> None:
+    """Refuse an override into a section that nobody here reads, unless the file has that very key."""
+    here: Any = data
+    for depth, part in enumerate(path):
+        if not isinstance(here, Mapping) or part not in here:
+            known = (
+                {dotted((*path[:depth], str(key))) for key in here} if isinstance(here, Mapping) and depth else set()
+            )
+            rule = f"{model.__name__} does not read the section '{path[0]}', and the file has no {dotted(path)} in it"
+            remedy = (
+                close(dotted(path[: depth + 1]), known) or f"remove the override, or add {dotted(path)} to the file"
+            )
+            raise _refused(dotted(path), value, rule, remedy, where)
+        here = here[part]
+
+
+def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
+    here = data
+    for depth, part in enumerate(path[:-1], start=1):
+        below = here.get(str(part))
+        if below is not None and not isinstance(below, dict):
+            rule = f"{dotted(path[:depth])} is {plain(below)}, which has no keys"
+            raise _refused(dotted(path), plain(value), rule, f"write {dotted(path[:depth])}=value", where)
+        # A mapping may be shared through an alias, so it is copied on the way down.
+        here[str(part)] = here = dict(below or {})
+    here[str(path[-1])] = value
+
+
+def _refused(setting: str, value: str, rule: str, remedy: str, where: str) -> ConfigErrors:
+    return ConfigErrors([ConfigError(setting, value, rule, remedy, where)])

@@ -1,0 +1,161 @@
+"""The names a config may use, what each spelling means, and the rules that tie two keys together.
+
+It holds no model: `config.py` does. It raises nothing: it returns errors, so that all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, Final, Literal, get_args
+
+from maxattn.errors import ConfigError
+
+Role = Literal["self", "cross"]
+Kernel = Literal["auto", "dot_product", "flash", "tokamax_flash", "cudnn_flash_te", "cudnn"]
+Strategy = Literal["auto", "none", "all_gather", "ring", "ulysses", "ulysses_ring"]
+Hardware = Literal["cpu", "gpu", "tpu"]
+Fallback = Literal["error", "warn", "allow"]
+RematPolicy = Literal["NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"]
+Attention = Literal[
+    "auto",
+    "dot_product",
+    "flash",
+    "tokamax_flash",
+    "cudnn_flash_te",
+    "cudnn",
+    "ring",
+    "ulysses",
+    "ulysses_ring",
+    "tokamax_ring",
+    "tokamax_ring_custom",
+    "ulysses_custom",
+    "ulysses_custom_fixed_m",
+    "ulysses_ring_custom",
+    "ulysses_ring_custom_bidir",
+    "ulysses_ring_custom_fixed_m",
+]
+
+Axis = Literal["data", "fsdp", "context", "tensor"]
+AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
+BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
+PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling")
+
+# Spellings of `attention` that name a context strategy: the kernel inside it, and the strategy.
+PAIRS: Final[Mapping[str, tuple[str, str]]] = {
+    "ring": ("auto", "ring"),
+    "ulysses": ("auto", "ulysses"),
+    "ulysses_ring": ("auto", "ulysses_ring"),
+    "tokamax_ring": ("tokamax_flash", "ring"),
+    "tokamax_ring_custom": ("tokamax_flash", "ring"),
+    "ulysses_custom": ("flash", "ulysses"),
+    "ulysses_custom_fixed_m": ("flash", "ulysses"),
+    "ulysses_ring_custom": ("tokamax_flash", "ulysses_ring"),
+    "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring"),
+    "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring"),
+}
+
+
+def kernel_and_strategy(attention: str) -> tuple[str, str]:
+    """Read one spelling of `attention` as (kernel, strategy), either of them "auto" when it leaves that open."""
+    return PAIRS.get(attention, (attention, "auto"))
+
+
+def is_foreign(attention: str) -> bool:
+    """Say whether a spelling names both a kernel and a strategy, so that it is ours only after translation."""
+    return attention in PAIRS and attention not in get_args(Strategy)
+
+
+def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield one error for each pair of keys that cannot both be meant.
+
+    Args:
+        values: every field of an `AttentionConfig` by name, each of them valid by itself.
+    """
+    yield from _attention_against(values, "attention_kernel", 0, "kernel")
+    yield from _attention_against(values, "context_parallel", 1, "strategy")
+    yield from _gpu_spelling(values)
+    for kind in ("ici", "dcn"):
+        yield from _one_rest(values, kind)
+        yield from _absent_axes(values, kind)
+    yield from _ulysses_shards(values)
+
+
+def _attention_against(values: Mapping[str, Any], key: str, part: int, word: str) -> Iterator[ConfigError]:
+    named, other = kernel_and_strategy(values["attention"])[part], values[key]
+    if named != "auto" and other not in (None, "auto", named):
+        yield ConfigError(
+            key,
+            other,
+            f"`attention: {values['attention']}` already names the {word} {named}",
+            f"remove {key}, or set attention to auto",
+        )
+
+
+def _gpu_spelling(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    if values[BATCH_KEY] is not None and values["ici_context_parallelism"] != 1:
+        yield ConfigError(
+            "ici_context_parallelism",
+            values["ici_context_parallelism"],
+            f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis",
+            f"remove ici_context_parallelism, or remove {BATCH_KEY} and set ici_fsdp_parallelism for the fsdp axis",
+        )
+
+
+def _parallelism_keys(kind: str) -> tuple[str, ...]:
+    keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
+    return (*keys, BATCH_KEY) if kind == "ici" else keys
+
+
+def _one_rest(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
+    rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
+    if len(rest) > 1:
+        yield ConfigError(
+            rest[-1],
+            -1,
+            f"only one {kind}_*_parallelism may be -1 (take the devices that are left); {', '.join(rest)} are",
+            f"give {' or '.join(rest)} a positive size",
+        )
+
+
+def _absent_axes(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
+    for axis, size, key in axis_settings(values, kind):
+        if axis not in values["mesh_axes"] and size != 1:
+            yield ConfigError(
+                key,
+                size,
+                f"mesh_axes has no axis '{axis}'; it holds {', '.join(values['mesh_axes'])}",
+                f"add {axis} to mesh_axes, or set {key} to 1",
+            )
+
+
+def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
+    """Return 1 for a data axis left at its -1, when another axis takes the rest or the mesh has no data axis."""
+    return {
+        f"{kind}_data_parallelism": 1
+        for kind in ("ici", "dcn")
+        if f"{kind}_data_parallelism" not in given
+        and ("data" not in values["mesh_axes"] or any(values[key] == -1 for key in _parallelism_keys(kind)[1:]))
+    }
+
+
+def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    shards, strategy = values["ulysses_shards"], values["context_parallel"]
+    sizes = [size for kind in ("ici", "dcn") for axis, size, _ in axis_settings(values, kind) if axis == "context"]
+    ways = sizes[0] * sizes[1]
+    split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
+    if split and shards > 0 and min(sizes) > 0 and ways % shards:
+        yield ConfigError(
+            "ulysses_shards",
+            shards,
+            f"it divides the context axis, which has {ways} devices",
+            f"set it to one of {', '.join(str(n) for n in range(1, ways + 1) if ways % n == 0)}, or -1",
+        )
+
+
+def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (axis, size, the key that set it) for the four axes, the GPU spelling applied to `ici`."""
+    gpu = kind == "ici" and values[BATCH_KEY] is not None
+    renamed = {"fsdp": BATCH_KEY, "context": "ici_fsdp_parallelism"} if gpu else {}
+    for axis in AXES:
+        key = renamed.get(axis, f"{kind}_{axis}_parallelism")
+        yield axis, values[key], key
