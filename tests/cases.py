@@ -1,0 +1,124 @@
+"""The axes of the matrix: masks, lengths, heads, dtypes; and how a case becomes arrays and is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from maxattn import masks as M
+from tests.reference import attention64, error
+
+import maxattn as ma
+
+# Largest error relative to the largest entry, by dtype: output and gradients round to it, operands of matmuls too.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+LENGTHS = {"64": (64, 64), "odd": (37, 37), "one": (1, 33), "cross": (45, 130), "short": (129, 77), "prime": (131, 131)}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
+
+
+def _rng(b: int, t: int, s: int) -> np.random.Generator:
+    return np.random.default_rng(1000 * b + 10 * t + s)
+
+
+def _lengths(b: int, t: int, s: int) -> np.ndarray:
+    return _rng(b, t, s).integers(1, s + 1, b).astype(np.int32)
+
+
+def _flags(b: int, t: int, s: int) -> np.ndarray:
+    return _rng(b, t, s).random((b, s)) < 0.7
+
+
+def _segments(b: int, t: int, s: int) -> M.Mask:
+    rng = _rng(b, t, s)
+    return M.Segments(
+        np.sort(rng.integers(-1, 3, (b, t)), 1).astype(np.int32), np.sort(rng.integers(-1, 3, (b, s)), 1).astype(np.int32)
+    )
+
+
+def _table(b: int, n: int, t: int, s: int) -> np.ndarray:
+    return _rng(b, t, s).random((b, n, t, s)) < 0.5
+
+
+def _video(b: int, t: int, s: int) -> M.Mask:
+    tokens = 4
+    frames = -(-s // tokens)
+    return M.VideoMask(frames, tokens, frames_per_block=2, window=3, sink=1, first_frame_alone=True, offset=max(0, s - t))
+
+
+MaskMaker = Callable[[int, int, int, int], M.Mask | None]
+# (b, n, t, s) -> mask. "first rows empty" hides every key from some rows.
+MASKS: dict[str, MaskMaker] = {
+    "full": lambda b, n, t, s: None,
+    "causal": lambda b, n, t, s: M.Causal(offset=s - t if t <= s else 0),
+    "window": lambda b, n, t, s: M.LocalWindow(7, 3, offset=max(0, s - t)),
+    "block window": lambda b, n, t, s: M.BlockSlidingWindow(11, 2, offset=max(0, s - t)),
+    "block causal": lambda b, n, t, s: M.BlockCausal(9, offset=max(0, s - t)),
+    "video": lambda b, n, t, s: _video(b, t, s) if s % 4 == 0 else M.BlockCausal(4, offset=max(0, s - t)),
+    "lengths": lambda b, n, t, s: M.KeyPadding(_lengths(b, t, s)),
+    "flags": lambda b, n, t, s: M.KeyPadding(_flags(b, t, s)),
+    "segments": lambda b, n, t, s: _segments(b, t, s),
+    "dense": lambda b, n, t, s: M.Dense(_table(1, 1, t, s)),
+    "dense heads": lambda b, n, t, s: M.Dense(_table(b, n, t, s)),
+    "causal & lengths": lambda b, n, t, s: M.Causal(offset=max(0, s - t)) & M.KeyPadding(_lengths(b, t, s)),
+    "window | sink": lambda b, n, t, s: M.LocalWindow(5, 5, offset=max(0, s - t)) | M.KeyLimit(3),
+    "not segments": lambda b, n, t, s: ~_segments(b, t, s) & M.Causal(offset=max(0, s - t)),
+    "rows empty": lambda b, n, t, s: ~M.Causal(offset=max(0, s - t)) & M.KeyPadding(np.full(b, max(1, s // 2), np.int32)),
+    "nothing": lambda b, n, t, s: M.KeyPadding(np.zeros(b, np.int32)),
+}
+BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S"}
+
+
+def arrays(case: dict) -> dict[str, Any]:
+    """Make the operands of a case, the same ones every time."""
+    (t, s), (n, k) = LENGTHS[case["length"]], HEADS[case["heads"]]
+    b, h, dtype = case["batch"], case["head_dim"], case["dtype"]
+    rng = np.random.default_rng(7)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    letters = BIASES[case["bias"]]
+    shape = tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters) if letters else None
+    return {
+        "q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h),
+        "bias": jnp.asarray(rng.normal(size=shape), "float32") if shape else None,
+        "mask": MASKS[case["mask"]](b, n, t, s),
+        "dout": normal(b, t, n, h), "dlse": jnp.asarray(rng.normal(size=(b, n, t)), "float32"),
+    }  # fmt: skip
+
+
+def allowed(mask: M.Mask | None, t: int, s: int) -> np.ndarray | None:
+    """Evaluate a mask densely; its own tests hold it against its literal definition."""
+    return None if mask is None else np.asarray(mask.bind(t, s).allowed(np.arange(t), np.arange(s)))
+
+
+def run_case(case: dict, config: ma.AttentionConfig, mesh: Any = None) -> dict[str, float]:
+    """Run forward and backward of a case; return the error of each result against float64."""
+    x = arrays(case)
+    t, s = x["q"].shape[1], x["k"].shape[1]
+    ok = allowed(x["mask"], t, s)
+    seen = np.ones((1, 1, t), bool) if ok is None else ok.any(-1)
+    # The LSE of a query with nothing to attend to is -inf, and a cotangent for it means nothing.
+    dlse = jnp.where(seen, x["dlse"], 0.0)
+    call = partial(ma.attention, mask=x["mask"], config=config, mesh=mesh, return_lse=True)
+
+    @jax.jit
+    def both(q, k, v, bias):
+        (out, lse), vjp = jax.vjp(lambda q, k, v, bias: call(q, k, v, bias=bias), q, k, v, bias)
+        return out, lse, *vjp((x["dout"], dlse))
+
+    got = both(x["q"], x["k"], x["v"], x["bias"])
+    want = attention64(x["q"], x["k"], x["v"], ok, x["bias"], dout=x["dout"], dlse=dlse)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    return {n: error(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None}
+
+
+def judge(case: dict, errors: dict[str, float]) -> None:
+    """Fail, naming the case, when any error is over the tolerance of its dtype."""
+    over = {n: e for n, e in errors.items() if e > TOLERANCE[case["dtype"]]}
+    assert not over, f"{case}: {over}, tolerance {TOLERANCE[case['dtype']]}"

@@ -1,0 +1,53 @@
+"""Choose few cases of a product such that every pair of values of any two axes occurs in one of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+
+def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list[dict]:
+    """Return every legal case."""
+    cases = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    return [c for c in cases if legal(c)]
+
+
+def pairwise(axes: Mapping[str, Sequence], legal: Callable[[dict], bool], seed: int = 0, tries: int = 60) -> list[dict]:
+    """Return legal cases that cover every pair which any legal case has, greedily, the same ones every time."""
+    rng = random.Random(seed)
+    names = list(axes)
+    wanted = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(axes[a]))
+        for j in range(len(axes[b]))
+    }
+    chosen: list[dict] = []
+    while wanted:
+        seeds = sorted(wanted)
+        best, best_pairs = None, set()
+        for _ in range(tries):
+            (a, i), (b, j) = rng.choice(seeds)
+            index = {n: rng.randrange(len(axes[n])) for n in names} | {a: i, b: j}
+            if legal({n: axes[n][index[n]] for n in names}):
+                pairs = set(itertools.combinations(((n, index[n]) for n in names), 2)) & wanted
+                if len(pairs) > len(best_pairs):
+                    best, best_pairs = index, pairs
+        if best is None:
+            wanted -= _impossible(seeds, axes, legal)
+            continue
+        chosen.append({n: axes[n][best[n]] for n in names})
+        wanted -= best_pairs
+    return chosen
+
+
+def _impossible(pairs, axes, legal) -> set:
+    """Find pairs that no legal case has, so that the search can end; tries every completion of the first ones."""
+    gone = set()
+    for (a, i), (b, j) in pairs[:8]:
+        fixed = {n: [axes[n][i]] if n == a else [axes[n][j]] if n == b else axes[n] for n in axes}
+        cases = (dict(zip(axes, v, strict=True)) for v in itertools.product(*fixed.values()))
+        if not any(legal(c) for c in cases):
+            gone.add(((a, i), (b, j)))
+    return gone

@@ -1,0 +1,64 @@
+"""Attention in float64 numpy, forward and gradients, written from the definition and sharing no code with maxattn."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Answer(NamedTuple):
+    """out [B,T,N,H], lse [B,N,T], and the gradients of sum(out * dout) + sum(lse * dlse)."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dbias: np.ndarray | None
+
+
+def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=None) -> Answer:
+    """Compute everything densely. `allowed` and `bias` broadcast to [B, N, T, S]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
+    scale = h**-0.5 if scale is None else scale
+    group = n // kv_heads
+    kr, vr = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    x = np.einsum("btnh,bsnh->bnts", q, kr) * scale
+    if bias is not None:
+        x = x + np.asarray(bias, np.float64)
+    ok = np.broadcast_to(np.ones((1, 1, 1, 1), bool) if allowed is None else np.asarray(allowed), (b, n, t, s))
+    any_key = ok.any(-1)
+    top = np.where(any_key, np.where(ok, x, -np.inf).max(-1, initial=-np.inf), 0.0)
+    e = np.where(ok, np.exp(np.where(ok, x, 0.0) - top[..., None]), 0.0)
+    total = e.sum(-1)
+    p = e / np.where(any_key, total, 1.0)[..., None]
+    lse = np.where(any_key, top + np.log(np.where(any_key, total, 1.0)), -np.inf)
+    out = np.einsum("bnts,bsnh->btnh", p, vr)
+
+    dout = np.zeros_like(out) if dout is None else np.asarray(dout, np.float64)
+    dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64)
+    dp = np.einsum("btnh,bsnh->bnts", dout, vr)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) + p * dlse[..., None]
+    dq = np.einsum("bnts,bsnh->btnh", ds, kr) * scale
+    dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale
+    dv = np.einsum("bnts,btnh->bsnh", p, dout)
+    dk, dv = (g.reshape(b, s, kv_heads, group, h).sum(3) for g in (dk, dv))
+    dbias = None
+    if bias is not None:
+        axes = tuple(i for i, size in enumerate(np.shape(bias)) if size == 1)
+        dbias = ds.sum(axes, keepdims=True) if axes else ds
+    return Answer(out, lse, dq, dk, dv, dbias)
+
+
+def error(got, want) -> float:
+    """Return the largest difference, relative to the largest entry of what is wanted (at least 1e-3)."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
+    finite = np.isfinite(want)
+    assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
+    if not finite.any():
+        return 0.0
+    worst = np.abs(got[finite] - want[finite]).max()
+    return float(worst / max(np.abs(want[finite]).max(), 1e-3))
