@@ -97,15 +97,11 @@ def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tupl
 def _known_in_file(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> None:
     """Refuse an override into a section that nobody here reads, unless the file has that very key."""
     here: Any = data
-    for depth, part in enumerate(path):
+    for depth, part in enumerate(path, start=1):
         if not isinstance(here, Mapping) or part not in here:
-            known = (
-                {dotted((*path[:depth], str(key))) for key in here} if isinstance(here, Mapping) and depth else set()
-            )
+            beside = [dotted((*path[: depth - 1], str(key))) for key in here] if isinstance(here, Mapping) else []
             rule = f"{model.__name__} does not read the section '{path[0]}', and the file has no {dotted(path)} in it"
-            remedy = (
-                close(dotted(path[: depth + 1]), known) or f"remove the override, or add {dotted(path)} to the file"
-            )
+            remedy = close(dotted(path[:depth]), beside) or f"remove the override, or write {dotted(path)} in the file"
             raise _refused(dotted(path), value, rule, remedy, where)
         here = here[part]
 

@@ -19,7 +19,7 @@ def schema() -> dict[str, Any]:
     """Return the schema of `AttentionConfig`, with the program's sections as open objects."""
     made = AttentionConfig.model_json_schema()
     section = {"type": ["object", "null"], "description": "Settings of the program around attention."}
-    made["properties"] |= {name: section for name in PROGRAM_SECTIONS}
+    made["properties"] |= dict.fromkeys(PROGRAM_SECTIONS, section)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
