@@ -7,7 +7,8 @@ from dataclasses import fields
 from functools import reduce
 from typing import Any
 
-from maxattn.masks.base import Mask, Span, Spots, leaf, mask_type
+from maxattn.masks.base import Mask, Span, Spots
+from maxattn.masks.tree import leaf, mask_type
 
 
 @mask_type

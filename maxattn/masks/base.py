@@ -7,10 +7,10 @@ which are the leaves of the pytree. The connectives are in `algebra.py`, the kin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,6 @@ BIG = 2**30
 Span = tuple[Any, Any]
 """A half-open interval of key positions; None is an end without a bound."""
 
-M = TypeVar("M", bound="type[Mask]")
-
 
 class Lengths(NamedTuple):
     """The sizes of the call that a mask is bound to; None is a size nobody has named."""
@@ -51,35 +49,6 @@ class Spots(NamedTuple):
     q_pos: Any
     kv_pos: Any
     xp: Any
-
-
-def leaf() -> Any:
-    """Mark a field as an array leaf (or as masks that hold some)."""
-    return field(metadata={"leaf": True})
-
-
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
-def mask_type(cls: M) -> M:
-    """Make a class a frozen dataclass and a pytree; the fields made by `leaf()` are its children."""
-    made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
-    leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
-    static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))
-
-    def flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(mask, n) for n in leaves), tuple(getattr(mask, n) for n in static)
-
-    def flatten_with_keys(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves), flatten(mask)[1]
-
-    def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Mask:
-        # Not through __init__: jax also puts placeholders, specs and batched tracers where the arrays were.
-        mask = object.__new__(made)
-        for name, value in zip(leaves + static, (*children, *aux), strict=True):
-            object.__setattr__(mask, name, value)
-        return mask
-
-    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
-    return made
 
 
 class Mask:

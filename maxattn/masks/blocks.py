@@ -54,7 +54,7 @@ def _add(where: np.ndarray, amount: np.ndarray | int, shape: tuple[int, int]) ->
 
 
 def disjoint(mask: Mask, q_len: int, kv_len: int, data: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Give each query's intervals sorted, clipped to the keys and cut so that none overlap: starts and ends `[T, n]`."""
+    """Give each query's intervals sorted, clipped to the keys and cut so that none overlap: starts, ends `[T, n]`."""
     pairs_ = mask.intervals(np.arange(q_len), np, data)
     if not pairs_:
         nothing = np.zeros((q_len, 0), dtype=np.int64)

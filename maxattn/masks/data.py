@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.base import Lengths, Mask, Span, Spots, leaf, mask_type
+from maxattn.masks.base import Lengths, Mask, Span, Spots
+from maxattn.masks.tree import leaf, mask_type
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int

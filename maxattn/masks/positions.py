@@ -6,9 +6,13 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
+import jax
+import numpy as np
+
 from maxattn.errors import InputError
 from maxattn.masks.algebra import Full
-from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots, mask_type
+from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots
+from maxattn.masks.tree import mask_type
 
 
 class PositionMask(Mask):
@@ -200,17 +204,20 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
     Raises:
         InputError: it is not.
     """
-    value: Any = getattr(mask, name)
-    where = f"{type(mask).__name__}.{name}"
+    value, where = getattr(mask, name), f"{type(mask).__name__}.{name}"
     if value is None and optional:
         return
-    try:
-        number = index(value)
-    except Exception:  # a traced value raises an error of its own
-        number = None
+    number = _int(value)
     rule = f"a whole number from {least} to {BIG}{', or None' if optional else ''}"
-    if number is None or isinstance(value, bool):
+    if number is None:
         raise InputError(where, value, rule, f"give {name} as a Python int, known before tracing")
     if not least <= number <= BIG:
         raise InputError(where, value, rule, f"give {name} within these bounds")
     object.__setattr__(mask, name, number)
+
+
+def _int(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from maxattn.errors import InputError
-from maxattn.masks.base import BIG, Lengths, Mask, Span, mask_type
+from maxattn.masks.base import BIG, Lengths, Mask, Span
 from maxattn.masks.positions import PositionMask, whole
+from maxattn.masks.tree import mask_type
 
 
 @mask_type
