@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 from annotated_types import Ge
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from maxattn import config_rules as rules
@@ -24,19 +24,30 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
+def _broken(rule: str, remedy: str) -> PydanticCustomError:
+    return PydanticCustomError("maxattn", "{rule}", {"rule": rule, "remedy": remedy})
+
+
 def _positive_or_rest(value: int) -> int:
     if value == -1 or value > 0:
         return value
-    raise PydanticCustomError(
-        "maxattn", "{rule}", {"rule": "a positive whole number, or -1", "remedy": "write 1 or more, or -1"}
-    )
+    raise _broken("a positive whole number, or -1", "write 1 or more, or -1")
 
 
-def _each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    if not axes:
+        raise _broken("a mesh has at least one axis", f"write [{', '.join(AXES)}], or some of them")
     twice = [axis for place, axis in enumerate(axes) if axis in axes[:place]]
     if twice:
         raise _broken(f"each axis once; '{twice[0]}' is there twice", "remove one of them")
     return axes
+
+
+def _not_a_strategy(value: Any) -> Any:
+    if isinstance(value, str) and value in rules.PAIRS:
+        kernels = ", ".join(get_args(Kernel))
+        raise _broken(f"one of {kernels}; {value} is a strategy of self-attention", f"write `attention: {value}`")
+    return value
 
 
 Positive = Annotated[int, Ge(1)]
@@ -46,11 +57,11 @@ PositiveOrRest = Annotated[
     AfterValidator(_positive_or_rest),
     WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}),
 ]
+KernelName = Annotated[Kernel, BeforeValidator(_not_a_strategy)]
 Axes = Annotated[
     tuple[Axis, ...],
-    AfterValidator(_each_once),
+    AfterValidator(_some_and_each_once),
     WithJsonSchema({"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}),
-    Field(min_length=1),
 ]
 
 
@@ -86,9 +97,9 @@ class AttentionConfig(Section):
 
     attention: Attention = "auto"
     """Kernel of self-attention, or a context strategy with the best kernel inside it."""
-    attention_kernel: Kernel | None = None
+    attention_kernel: KernelName | None = None
     """Kernel inside a context strategy; unset: the one `attention` names, or the best."""
-    cross_attention: Kernel = "auto"
+    cross_attention: KernelName = "auto"
     """Kernel of cross-attention: its K and V are short and replicated, so it takes no strategy."""
     context_parallel: Strategy = "auto"
     """How self-attention sees the whole sequence when the context axis has more than one device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -165,12 +166,23 @@ def _translate(model: type[Section], detail: ErrorDetails, locate: Locate) -> It
     elif kind == "extra_forbidden":
         yield unknown_key(model, path, detail["input"], locate(path))
     elif kind == "missing":
-        remedy = f"add `{path[-1]}: ...`"
-        yield ConfigError(dotted(path), "not set", "it has no default and must be set", remedy, locate(path))
+        rule, remedy = "it has no default and must be set", _remedy_for_missing(model, path)
+        yield ConfigError(dotted(path), "not set", rule, remedy, locate(path))
     else:
         rule, remedy = _rule_and_remedy(kind, detail["input"], context, detail["msg"])
         write = show if kind in _TYPE_RULES else plain
         yield ConfigError(dotted(path), write(detail["input"]), rule, remedy, locate(path))
+
+
+def _remedy_for_missing(model: type[BaseModel], path: Path) -> str:
+    field = _owner(model, path[:-1]).model_fields.get(str(path[-1]))
+    section = section_type(field) if field else None
+    if isinstance(path[-1], int):
+        return f"write {path[-1] + 1} values or more"
+    if section is None:
+        return f"add a line `{path[-1]}: value`"
+    required = [name for name, inner in section.model_fields.items() if inner.is_required()]
+    return f"add `{path[-1]}:` and below it {', '.join(required) or 'its keys'}"
 
 
 def _rule_and_remedy(kind: str, value: Any, context: Mapping[str, Any], message: str) -> tuple[str, str]:
@@ -182,8 +194,8 @@ def _rule_and_remedy(kind: str, value: Any, context: Mapping[str, Any], message:
         rule, remedy = _TYPE_RULES[kind]
         return rule, "remove the line, or give it a value" if value is None else remedy(value)
     if kind in _LIMITS:
-        words, key = _LIMITS[kind]
-        return f"a number {words} {context[key]}", f"write a number {words} {context[key]}"
+        key, rule, remedy = _LIMITS[kind]
+        return rule.format(context[key]), remedy.format(context[key])
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:], "give it a value that keeps this rule"
 
@@ -205,7 +217,8 @@ def _as_integer(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     digits = value.strip().replace("_", "") if isinstance(value, str) else ""
-    return f"write {int(digits)}, without quotes" if digits.lstrip("-").isdecimal() else "write a number such as 512"
+    plainly = re.fullmatch(r"-?[0-9]+", digits)
+    return f"write {int(digits)}, without quotes" if plainly else "write a number such as 512"
 
 
 def _as_boolean(value: Any) -> str:
@@ -236,8 +249,8 @@ _TYPE_RULES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "dict_type": ("a mapping of keys to values", lambda value: "write its keys indented below it, or as {key: value}"),
 }
 _LIMITS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("of at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("of at most", "le"),
+    "greater_than": ("gt", "a number above {}", "write more than {}"),
+    "greater_than_equal": ("ge", "a number of at least {}", "write {} or more"),
+    "less_than": ("lt", "a number below {}", "write less than {}"),
+    "less_than_equal": ("le", "a number of at most {}", "write {} or less"),
 }

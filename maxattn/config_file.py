@@ -49,7 +49,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Se
             return config
     except ValidationError as error:
         problems += from_pydantic(model, values, error, places)
-    raise ConfigErrors(sorted(problems, key=_order), source) from None
+    raise ConfigErrors(sorted(problems, key=_order), source or "overrides") from None
 
 
 def read(source: str) -> Document:
@@ -62,9 +62,9 @@ def read(source: str) -> Document:
     if document.data is None:
         raise _unusable(source, "(empty)", "it holds at least one `key: value`", "write `attention: auto`")
     if not isinstance(document.data, dict):
-        kind = "a list" if isinstance(document.data, list) else "a single value"
+        kind, dash = ("a list", ", no dash before them") if isinstance(document.data, list) else ("a single value", "")
         rule = f"the file is a mapping of keys to values; this is {kind}"
-        raise _unusable(source, show(document.data), rule, "write `key: value` lines, without a dash before them")
+        raise _unusable(source, show(document.data), rule, f"write `key: value` lines{dash}")
     return document
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from maxattn.config_errors import ConfigErrors, Path, close, dotted, plain, section_type
+from maxattn.config_errors import ConfigErrors, Path, close, dotted, located, plain, section_type
 from maxattn.config_rules import PROGRAM_SECTIONS
-from maxattn.config_yaml import parse
+from maxattn.config_yaml import Document, parse
 from maxattn.errors import ConfigError
 
 
@@ -58,10 +58,18 @@ def _read(model: type[BaseModel], data: Mapping[str, Any], text: str, where: str
         )
     if not all(path):
         raise _refused(key or "(no key)", value, "a key is names joined by dots", "write key=value", where)
-    document = parse(value, lambda line: where)
-    if document.problems:
-        raise ConfigErrors(document.problems)
+    document = _value(path, value, where)
     return _placed(model, data, path, value, where), document.data
+
+
+def _value(path: Path, value: str, where: str) -> Document:
+    try:
+        document = parse(value, lambda line: where)
+    except ConfigErrors as error:
+        raise _refused(dotted(path), value, error.rule, error.remedy, where) from None
+    if document.problems:
+        raise ConfigErrors(located(problem, lambda _: where, path) for problem in document.problems)
+    return document
 
 
 def _placed(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> Path:

@@ -72,6 +72,8 @@ def parse(text: str, where: Where) -> Document:
         node = loader.get_single_node()
         problems = tuple(_checked_keys(node, (), where, ())) if node else ()
         return Document(loader.construct_document(node) if node else None, node, where, problems)
+    except ConfigErrors:
+        raise
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax(error, text, where)]) from None
     except yaml.reader.ReaderError as error:
@@ -115,8 +117,9 @@ def _checked_keys(node: yaml.Node, path: Path, where: Where, above: tuple[yaml.N
 
 def _twice(path: Path, key: yaml.Node, value: yaml.Node, first: int, where: Where) -> ConfigError:
     text = value.value if isinstance(value, yaml.ScalarNode) else "..."
-    rule = f"each key once; it is also on line {first}"
-    return ConfigError(dotted(path), text, rule, "remove one of the two", where(key.start_mark.line + 1))
+    line = key.start_mark.line + 1
+    rule = f"each key once; {'this line has it twice' if line == first else f'it is also on line {first}'}"
+    return ConfigError(dotted(path), text, rule, "remove one of the two", where(line))
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError:
@@ -127,22 +130,25 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
     if at_end and opened:
         line = opened.line
     shown = lines[line].strip() if line < len(lines) else "(end of file)"
-    rule = error.problem or "not YAML"
-    return ConfigError("YAML", shown or "(empty line)", rule, _syntax_remedy(rule, at_end), where(line + 1))
+    rule, remedy = _UNCLOSED if at_end else _in_our_words(error.problem or "this is not YAML")
+    return ConfigError("YAML", shown or "(empty line)", rule, remedy, where(line + 1))
 
 
-def _syntax_remedy(rule: str, at_end: bool) -> str:
-    if "'\\t'" in rule:
-        return "indent with spaces: YAML allows no tabs"
-    if "constructor" in rule:
-        return "remove the tag: only plain values are read"
-    if "another document" in rule or "expected a single document" in rule:
-        return "keep one document a file: remove the `---`"
-    if at_end:
-        return "close the bracket or quote that opens here"
-    if "mapping values are not allowed" in rule:
-        return "write one `key: value` a line, quote text that holds a colon, and align keys that belong together"
-    return "look for a bracket, a quote, a colon or an indentation that is off, here or one line above"
+def _in_our_words(problem: str) -> tuple[str, str]:
+    for words, rule, remedy in _SYNTAX:
+        if words in problem:
+            return rule, remedy
+    return problem, "look for a bracket, a quote, a colon or an indentation that is off, here or one line above"
+
+
+_UNCLOSED = "every bracket and quote is closed", "close the one that opens here"
+_SYNTAX = (
+    ("'\\t'", "YAML allows no tab here", "indent with spaces"),
+    ("constructor", "only plain values are read, and this tag makes something else", "remove the tag"),
+    ("another document", "one document a file", "remove the `---` between the two"),
+    ("mapping values are not", "one `key: value` a line, and keys that belong together aligned",
+     "break the line, mend the indentation, or quote text that holds a colon"),
+)  # fmt: skip
 
 
 def _odd_character(error: yaml.reader.ReaderError, text: str, where: Where) -> ConfigError:

@@ -1,0 +1,92 @@
+"""Every bad YAML file of tests/config/bad gives the message of tests/golden/config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError
+from tests.config.golden import GOLDEN, HERE, check
+from tests.config.settings import Settings
+
+BAD = sorted(path.stem for path in (HERE / "bad").glob("*.yml"))
+OVERRIDES = {
+    "override_without_equals": ["attention"],
+    "override_without_key": ["=flash", "flash_block_sizes.=3"],
+    "override_dashes": ["--attention=flash"],
+    "override_open_bracket": ['flash_block_sizes={"block_q": 512'],
+    "override_repeats_a_key": ["flash_block_sizes={block_q: 512, block_q: 256}"],
+    "override_below_a_value": ["attention=flash", "hardware=gpu", "hardware.kind=h100"],
+    "override_block_size_on_top": ["block_q=512"],
+    "override_misspelt": ["atention=flash", "flash_block_sizes.blockq=512"],
+    "override_wrong_type": ["deterministic=maybe", "profiler_steps=2.5"],
+    "override_contradicts": ["attention=ring", "context_parallel=ulysses"],
+    "override_of_a_foreign_section": ["training.steps=3"],
+}
+SECTIONS = {
+    "section_required_key_missing": ("model: {dim: 8}", []),
+    "section_wrong_values": ("model:\n  dim: 0\n  nme: big\ntraining:\n  steps: 1.0e+3\n  schedule: cosin", []),
+    "section_and_attention": ("attention: rng\nulysses_shards: 0\ntraining:\n  steps: none", []),
+    "section_override_ambiguous": ("training: {steps: 3}", ["seed=1"]),
+    "section_override_misspelt": ("training: {steps: 3}", ["training.step=1", "stepps=4", "patch=[1, 2]"]),
+    "section_override_wrong": ("training: {steps: 3}", ["steps=many", "learning_rate=fast"]),
+    "section_null": ("training:\n#  steps: 3", []),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def message_of(load) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load()
+    for problem in caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]:
+        assert problem.setting and problem.rule and problem.remedy
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file(name: str):
+    check(name, message_of(lambda: AttentionConfig.from_yaml(f"bad/{name}.yml")))
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_bad_override(name: str):
+    check(name, message_of(lambda: AttentionConfig.from_overrides(OVERRIDES[name])))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_bad_section(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text, overrides = SECTIONS[name]
+    monkeypatch.chdir(tmp_path)
+    Path("run.yml").write_text(text)
+    check(name, message_of(lambda: Settings.from_yaml("run.yml", overrides)))
+
+
+def test_missing_file_and_folder():
+    check("file_missing", message_of(lambda: AttentionConfig.from_yaml("bad/kernel_mispelt.yml")))
+    check("folder_missing", message_of(lambda: AttentionConfig.from_yaml("baad/kernel.yml")))
+    check("file_is_a_folder", message_of(lambda: AttentionConfig.from_yaml("../golden")))
+
+
+def test_override_on_a_file_that_is_wrong_elsewhere():
+    load = lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", ["attention=rng", "mesh_axes=[data]"])  # noqa: E731
+    check("file_and_override", message_of(load))
+
+
+def test_constructor():
+    check("constructor", message_of(lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0})))
+
+
+def test_no_golden_file_is_left_over():
+    extra = {"file_missing", "folder_missing", "file_is_a_folder", "file_and_override", "constructor"}
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*BAD, *OVERRIDES, *SECTIONS, *extra}
+
+
+def test_an_override_mends_a_file():
+    assert AttentionConfig.from_yaml("bad/kernel_misspelt.yml", ["attention=flash"]).attention == "flash"

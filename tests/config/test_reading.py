@@ -1,0 +1,146 @@
+"""YAML files and overrides that are right: what is read, and from where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.config_errors import ConfigErrors
+from maxattn.config_yaml import parse
+from tests.config.settings import Settings
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to_file(text: str) -> Path:
+        path = tmp_path / "run.yml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("512", 512), ("-1", -1), ("+3", 3), ("1_000", 1000), ("0", 0),
+        ("0.5", 0.5), ("1e-3", 1e-3), ("1.0e+3", 1000.0), ("5.", 5.0), (".5", 0.5), ("1E6", 1e6),
+        (".inf", float("inf")), ("true", True), ("No", False), ("on", True), ("y", "y"), ("null", None), ("~", None), ("", None),
+        ("010", "010"), ("0x10", "0x10"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("1e", "1e"), ("-", [None]),
+        ("'512'", "512"), ("flash", "flash"), ("[1, a]", [1, "a"]), ('{"a": {b: 1.5}}', {"a": {"b": 1.5}}),
+        ("{on: 1, 2: 3}", {"on": 1, "2": 3}), ("=", "="), ("1.2.3", "1.2.3"), ("٣", "٣"),
+    ],
+)  # fmt: skip
+def test_values(text, value):
+    found = parse(text, str).data
+    assert found == value and type(found) is type(value)
+
+
+def test_values_of_a_file(write):
+    path = write(
+        "attention: ring\nici_context_parallelism: 4  # four\nmesh_axes: [data, context]\n"
+        'flash_block_sizes: {\n  "block_q": 512,\n  "use_fused_bwd_kernel": True\n}\n'
+    )
+    config = AttentionConfig.from_yaml(path)
+    assert config == AttentionConfig.from_yaml(str(path)) == AttentionConfig(
+        attention="ring",
+        ici_context_parallelism=4,
+        mesh_axes=("data", "context"),
+        flash_block_sizes=FlashBlockSizes(block_q=512, use_fused_bwd_kernel=True),
+    )  # fmt: skip
+
+
+def test_anchors_and_merges(write):
+    path = write(
+        "training: &run {steps: 3, seed: 1}\nmodel:\n  <<: {dim: 8, seed: 5}\n  seed: 6\n"
+        "flash_block_sizes: &a {block_q: 256}\n"
+    )
+    settings = Settings.from_yaml(path, ["flash_block_sizes.block_kv=128"])
+    assert (settings.model.dim, settings.model.seed, settings.training.seed) == (8, 6, 1)
+    assert settings.flash_block_sizes == FlashBlockSizes(block_q=256, block_kv=128)
+
+
+def test_an_override_does_not_leak_through_an_alias(write):
+    path = write("model: &m {seed: 1}\ntraining: {<<: *m, steps: 2}\n")
+    settings = Settings.from_yaml(path, ["model.seed=9"])
+    assert (settings.model.seed, settings.training.seed) == (9, 1)
+
+
+def test_the_file_starts_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "bom.yml"
+    path.write_bytes(b"\xef\xbb\xbfattention: flash\r\ndeterministic: true\r\n")
+    assert AttentionConfig.from_yaml(path) == AttentionConfig(attention="flash", deterministic=True)
+
+
+def test_commented_out_sections(write):
+    path = write("flash_block_sizes:\n#  block_q: 512\ntraining:\n#  steps: 3\ndata:\nattention: flash\n")
+    assert AttentionConfig.from_yaml(path) == AttentionConfig(attention="flash")
+
+
+def test_program_sections_are_left_alone(write):
+    path = write(
+        "attention: flash\ntraining: {steps: 3, anything: [1, {a: b}]}\nsampling: {}\nmodel: {x: 1}\ndata: {y: 2}\n"
+    )
+    assert AttentionConfig.from_yaml(path) == AttentionConfig(attention="flash")
+    assert AttentionConfig.from_yaml(path, ["training.steps=9", "x=4"]) == AttentionConfig(attention="flash")
+
+
+def test_a_declared_section_is_read(write):
+    path = write("training: {steps: 3, learning_rate: 1e-4}\nmodel: {patch: [1, 2, 2]}\nsampling: {free: 1}\n")
+    settings = Settings.from_yaml(path)
+    assert settings == Settings(training={"steps": 3, "learning_rate": 1e-4}, model={"patch": (1, 2, 2)})
+
+
+def test_overrides_in_every_form(write):
+    path = write("attention: flash\nflash_block_sizes: {block_q: 256, block_kv: 256}\ntraining: {steps: 3}\n")
+    settings = Settings.from_yaml(
+        path,
+        ["attention=ring", "flash_block_sizes.block_q=1024", "steps=20", "model.dim=8", "patch=[1,2,2]",
+         "mesh_axes=[data, context]", "hardware=null", "fallback=", "learning_rate=1e-2",
+         "training.seed=1", "training.seed=2", " schedule = constant "],
+    )  # fmt: skip
+    assert settings == Settings(
+        attention="ring",
+        flash_block_sizes={"block_q": 1024, "block_kv": 256},
+        mesh_axes=("data", "context"),
+        model={"dim": 8, "patch": (1, 2, 2)},
+        training={"steps": 20, "learning_rate": 1e-2, "seed": 2, "schedule": "constant"},
+    )
+
+
+def test_a_mapping_override_replaces_and_a_dotted_one_adds():
+    sizes = AttentionConfig.from_overrides(
+        ["flash_block_sizes.block_q=1", 'flash_block_sizes={"block_kv": 128}', "flash_block_sizes.block_q_dq=64"]
+    ).flash_block_sizes
+    assert sizes == FlashBlockSizes(block_kv=128, block_q_dq=64)
+
+
+def test_overrides_alone():
+    assert AttentionConfig.from_overrides([]) == AttentionConfig()
+    config = AttentionConfig.from_overrides(["attention=ring", "ici_context_parallelism=4"])
+    assert config == AttentionConfig(attention="ring", ici_context_parallelism=4)
+    assert Settings.from_overrides(["steps=3"]).training.steps == 3
+
+
+def test_a_value_may_hold_an_equals_sign():
+    assert Settings.from_overrides(["steps=3", "name=a=b"]).model.name == "a=b"
+
+
+def test_the_line_of_a_mistake_in_a_merged_mapping(write):
+    path = write("training: &run\n  steps: 3\n  sead: 1\nmodel:\n  <<: {dim: 0}\n")
+    with pytest.raises(ConfigErrors) as caught:
+        Settings.from_yaml(path)
+    assert [p.where for p in caught.value.problems] == [f"{path}:3", f"{path}:5"]
+
+
+def test_a_file_is_not_run(write, monkeypatch):
+    path = write("attention: !!python/object/apply:os.putenv [MAXATTN_TEST, '1']\n")
+    with pytest.raises(ConfigErrors, match="only plain values"):
+        AttentionConfig.from_yaml(path)
+
+
+def test_a_tag_on_text_that_does_not_fit(write):
+    with pytest.raises(ConfigErrors, match="remove the tag"):
+        AttentionConfig.from_yaml(write("profiler_steps: !!int abc\n"))

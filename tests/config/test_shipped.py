@@ -1,0 +1,93 @@
+"""The YAML files in configs/ and the JSON schema agree with the models."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maxattn import config_schema
+from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.config_rules import PROGRAM_SECTIONS
+from maxattn.config_yaml import parse
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yml"))
+MODELINE = "# yaml-language-server: $schema=../maxattn/maxattn.schema.json"
+
+
+def ids(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=ids)
+def test_a_shipped_file_loads_and_says_how_it_is_used(path: Path):
+    AttentionConfig.from_yaml(path)
+    header, body = path.read_text().split("\n\n", 1)
+    assert header.splitlines()[0] == MODELINE
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert re.search(r"^# Needs +\S", header, re.M) and re.search(rf"^# Run .*{path.name}", header, re.M)
+    assert ((path.parent / MODELINE.partition("=")[2]).resolve()) == config_schema.SCHEMA_PATH
+    assert body.strip()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=ids)
+def test_the_python_command_of_a_header_runs(path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command = re.search(r'^# Run +python -c "(.*)"$', path.read_text(), re.M)
+    if command is None:
+        script = re.search(r"^# Run +python (\S+\.py) ", path.read_text(), re.M)
+        assert (script and (ROOT / script[1]).exists()) or re.search(r"^# Run +make \w+", path.read_text(), re.M)
+        return
+    exec(command[1], {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_attention_yml_names_every_key_at_its_default():
+    path = ROOT / "configs" / "attention.yml"
+    config = AttentionConfig.from_yaml(path)
+    assert config == AttentionConfig()
+    assert config.model_fields_set == set(AttentionConfig.model_fields)
+    assert config.flash_block_sizes.model_fields_set == set(FlashBlockSizes.model_fields)
+
+
+def test_every_setting_of_attention_yml_is_explained():
+    for line in (ROOT / "configs" / "attention.yml").read_text().splitlines():
+        if re.match(r" *[a-z_0-9]+: \S", line):
+            assert re.search(r"  # \S.{10,}", line), line
+
+
+def test_our_reading_of_the_shipped_files_is_that_of_any_yaml_reader():
+    for path in SHIPPED:
+        assert parse(path.read_text(), str).data == yaml.safe_load(path.read_text())
+
+
+def test_the_committed_schema_is_the_models():
+    assert config_schema.SCHEMA_PATH.read_text(encoding="utf-8") == config_schema.text(), (
+        "run python -m maxattn.config_schema"
+    )
+
+
+def test_the_schema_holds_every_key_with_words():
+    schema = json.loads(config_schema.text())
+    assert set(schema["properties"]) == {*AttentionConfig.model_fields, *PROGRAM_SECTIONS}
+    assert schema["additionalProperties"] is False
+    defaults = AttentionConfig().resolved()
+    for key, entry in schema["properties"].items():
+        assert entry["description"].endswith("."), key
+        if key in defaults and key != "flash_block_sizes":
+            assert entry["default"] == defaults[key]
+    sizes = schema["$defs"]["FlashBlockSizes"]
+    assert set(sizes["properties"]) == set(FlashBlockSizes.model_fields) and len(sizes["properties"]) == 9
+    assert "cudnn_flash_te" in schema["properties"]["attention"]["enum"]
+    for name in PROGRAM_SECTIONS:
+        assert "object" in schema["properties"][name]["type"]
+
+
+def test_every_setting_has_words_of_its_own():
+    for model in (AttentionConfig, FlashBlockSizes):
+        words = [field.description for field in model.model_fields.values()]
+        assert all(words) and len(set(words)) == len(words)
