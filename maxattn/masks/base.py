@@ -307,14 +307,14 @@ class Mask:
         """Write the mask as the call that makes it, without defaults; arrays as dtype and shape."""
         shown = [(f, getattr(self, f.name)) for f in fields(self)]  # pyright: ignore[reportArgumentType]
         names = (("" if f.default is MISSING else f"{f.name}=", v) for f, v in shown if v is not f.default)
-        return f"{type(self).__name__}({', '.join(name + _text(value) for name, value in names)})"
+        return f"{type(self).__name__}({', '.join(name + text(value) for name, value in names)})"
 
 
 def as_mask(other: object) -> Mask:
     """Return a mask as it is, and refuse anything else."""
     if isinstance(other, Mask):
         return other
-    raise InputError("mask", _text(other), "masks combine with masks", "wrap a bool array in Dense(...)")
+    raise InputError("mask", text(other), "masks combine with masks", "wrap a bool array in Dense(...)")
 
 
 def _is_array(x: object) -> bool:
@@ -325,7 +325,8 @@ def _same(a: object, b: object) -> bool:
     return a is b or (not _is_array(a) and not _is_array(b) and a == b)
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """Write a value for a message: an array as dtype and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"  # pyright: ignore[reportAttributeAccessIssue]
     return repr(value)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.base import Lengths, Mask, Span, Spots
+from maxattn.masks.base import Lengths, Mask, Span, Spots, text
 from maxattn.masks.tree import leaf, mask_type
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class KeyPadding(DataMask):
         if (_is_int(keys), _is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
             remedy = "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S] use Dense"
-            raise InputError("KeyPadding.keys", _text(keys), rule, remedy)
+            raise InputError("KeyPadding.keys", text(keys), rule, remedy)
 
     def at(self, spots: Spots) -> Any:
         """Compare positions with lengths, or look flags up."""
@@ -86,7 +86,7 @@ class Segments(DataMask):
             ids = _array(self, name)
             if not _is_int(ids) or ids.ndim != 2:
                 rule = f"segment ids are whole numbers {dims}"
-                raise InputError(f"Segments.{name}", _text(ids), rule, "cast to int32, for one row add a batch dim")
+                raise InputError(f"Segments.{name}", text(ids), rule, "cast to int32, for one row add a batch dim")
 
     def at(self, spots: Spots) -> Any:
         """Compare the ids looked up."""
@@ -126,10 +126,10 @@ class Dense(DataMask):
         if not _is_bool(table):
             rule = "a mask is bool, True where a query may attend"
             remedy = "for 0/1 numbers use table != 0, pass an additive mask as bias="
-            raise InputError("Dense.table", _text(table), rule, remedy)
+            raise InputError("Dense.table", text(table), rule, remedy)
         if not 2 <= table.ndim <= 4:
             remedy = "for flags of keys use KeyPadding, else add or drop dims"
-            raise InputError("Dense.table", _text(table), "dims are [T, S], [B, T, S] or [B, N, T, S]", remedy)
+            raise InputError("Dense.table", text(table), "dims are [T, S], [B, T, S] or [B, N, T, S]", remedy)
 
     def at(self, spots: Spots) -> Any:
         """Look the pairs up, one gather for both dims."""
@@ -143,7 +143,7 @@ class Dense(DataMask):
     def bound_to(self, lengths: Lengths) -> Mask:
         """Bring to four dims and check all of them."""
         table = _reshaped(self.table, _four(self.table.shape))
-        _fits("Dense.table", table, "BNTS", lengths, broadcast="BNTS")
+        _fits("Dense.table", table, "BNTS", lengths, broadcast="BNTS", given=self.table)
         return self if table is self.table else replace(self, table=table)
 
     def axes(self) -> tuple[str, ...]:
@@ -177,15 +177,17 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     )
 
 
-def _fits(name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B") -> None:
-    """Check every dim of a leaf against the lengths it is bound to."""
+def _fits(name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None) -> None:
+    """Check every dim of a leaf against the lengths it is bound to; `given` is the leaf before it was reshaped."""
     sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
     for letter, size in zip(letters, array.shape, strict=True):
         want = sizes[letter]
         if want is not None and size != want and not (size == 1 and letter in broadcast):
             wanted = ", ".join(f"{x}={'any' if sizes[x] is None else sizes[x]}" for x in letters)
             rule = f"its dims are [{wanted}]" + (f", where {', '.join(broadcast)} may be 1" if broadcast else "")
-            raise InputError(name, _text(array), rule, f"give {letter} of {want}, it has {size}")
+            raise InputError(
+                name, text(array if given is None else given), rule, f"give {letter} of {want}, it has {size}"
+            )
 
 
 def _named(array: Any, letters: str, broadcast: str) -> str:
@@ -198,7 +200,3 @@ def _is_bool(array: Any) -> bool:
 
 def _is_int(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.integer)
-
-
-def _text(array: Any) -> str:
-    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"

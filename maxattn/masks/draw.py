@@ -28,8 +28,9 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
         raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
     least = -(-max(q_len, kv_len) // width)
     cell = _aligned(least, mask.period())
-    # A character is about twice as tall as wide: where no block sets the cell, it holds twice as many queries as keys.
-    tall = cell if cell == 1 or cell != least else 2 * cell
+    # A character is about twice as tall as wide, so a cell holds twice as many queries as keys, unless that mixes blocks.
+    period = mask.period()
+    tall = cell if cell == 1 or (_on_grid(cell, period) and not _on_grid(2 * cell, period, whole=False)) else 2 * cell
     shares = density(mask, tall, cell, q_len, kv_len, batch, head)
     gap = " " if tall == cell and 2 * shares.shape[1] <= width else ""
     lines = [gap.join(map(_character, row)) for row in shares.tolist()]
@@ -39,8 +40,12 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
 
 def _aligned(cell: int, period: int | None) -> int:
     """Widen a cell to a divisor or a multiple of the mask's blocks when at most twice as many tokens do."""
-    fits = (n for n in range(cell, 2 * cell + 1) if period and (period % n == 0 or n % period == 0))
-    return cell if cell == 1 else next(fits, cell)
+    return cell if cell == 1 else next((n for n in range(cell, 2 * cell + 1) if _on_grid(n, period)), cell)
+
+
+def _on_grid(cell: int, period: int | None, whole: bool = True) -> bool:
+    """Tell whether cells tile the mask's blocks, or (where `whole` counts too) are tiled by them."""
+    return period is not None and (period % cell == 0 or (whole and cell % period == 0))
 
 
 def _character(share: float) -> str:
@@ -90,7 +95,7 @@ def _sampled(mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, bat
     out = here.allowed(q_idx, kv_idx)
     for name, index, size in (("batch", batch, out.shape[0]), ("head", head, out.shape[1])):
         if not 0 <= index < size and size > 1:
-            raise InputError(name, index, f"this mask has {name} 0 to {size - 1}", f"give a {name} in this range")
+            raise InputError(name, index, f"the mask has {size} along {name}", f"give {name} from 0 to {size - 1}")
     table = np.broadcast_to(out[batch % out.shape[0], head % out.shape[1]], (len(q_idx), len(kv_idx)))
     sums = np.add.reduceat(np.add.reduceat(table, q_starts, axis=0, dtype=np.int32), kv_starts, axis=1)
     sizes = np.outer(np.diff([*q_starts, len(q_idx)]), np.diff([*kv_starts, len(kv_idx)]))

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxattn.errors import InputError
 from maxattn.masks.algebra import Full
-from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots
+from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots, text
 from maxattn.masks.tree import mask_type
 
 
@@ -208,11 +208,14 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
     if value is None and optional:
         return
     number = _int(value)
-    rule = f"a whole number from {least} to {BIG}{', or None' if optional else ''}"
+    none = ", or None" if optional else ""
     if number is None:
-        raise InputError(where, value, rule, f"give {name} as a Python int, known before tracing")
-    if not least <= number <= BIG:
-        raise InputError(where, value, rule, f"give {name} within these bounds")
+        rule = f"a whole number{none}, known before tracing"
+        raise InputError(where, text(value), rule, f"give {name} as a Python int")
+    if number < least:
+        raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")
+    if number > BIG:
+        raise InputError(where, value, f"at most 2**30 = {BIG}{none}", f"give a smaller {name}")
     object.__setattr__(mask, name, number)
 
 

@@ -1,0 +1,131 @@
+"""Laws of the algebra: as structures, so that equal masks built in different ways are one value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxattn import masks as M
+from maxattn.errors import InputError
+from tests.masks.definitions import build, specs
+
+masks = specs(9, 9).map(build)
+FULL, EMPTY = M.Full(), M.Empty()
+laws = settings(max_examples=60, deadline=None)
+
+
+@laws
+@given(masks, masks)
+def test_de_morgan(a: M.Mask, b: M.Mask) -> None:
+    assert ~(a & b) == ~a | ~b
+    assert ~(a | b) == ~a & ~b
+
+
+@laws
+@given(masks)
+def test_one_mask(a: M.Mask) -> None:
+    a = a.canonical()
+    assert ~~a == a
+    assert a & a == a | a == a
+    assert a & FULL == a | EMPTY == a
+    assert a & EMPTY == EMPTY and a | FULL == FULL
+    assert a.canonical() == a
+
+
+@laws
+@given(masks, masks, masks)
+def test_two_and_three(a: M.Mask, b: M.Mask, c: M.Mask) -> None:
+    assert a & b == b & a and a | b == b | a
+    assert (a & b) & c == a & (b & c)
+    assert (a | b) | c == a | (b | c)
+
+
+def _leaf(spec: tuple) -> bool:
+    return spec[0] not in ("and", "or", "not")
+
+
+@laws
+@given(specs(9, 9).filter(_leaf).map(build), specs(9, 9).filter(_leaf).map(build))
+def test_absorption_and_complement(a: M.Mask, b: M.Mask) -> None:
+    a, b = a.canonical(), b.canonical()
+    assert a & (a | b) == a
+    assert a | (a & b) == a
+    assert a & ~a == EMPTY and a | ~a == FULL
+
+
+@laws
+@given(masks)
+def test_negation_only_wraps_a_leaf(a: M.Mask) -> None:
+    def walk(mask: M.Mask) -> None:
+        if isinstance(mask, M.Not):
+            assert not mask.arg.parts() and not isinstance(mask.arg, (M.Full, M.Empty))
+        for part in mask.parts():
+            assert not (isinstance(mask, (M.And, M.Or)) and type(part) is type(mask))
+            walk(part)
+
+    walk(a.canonical())
+
+
+@laws
+@given(specs(9, 9), st.integers(9, 30))
+def test_bind_is_idempotent(spec: tuple, q_len: int) -> None:
+    bound = build(spec).bind(9, 9)
+    assert bound.is_bound and bound.bind(9, 9) == bound
+
+
+def test_kinds_that_are_another_kind() -> None:
+    assert M.LocalWindow(None, None).canonical() == M.Full()
+    assert M.LocalWindow(None, 0).canonical() == M.Causal()
+    assert M.BlockCausal(1, offset=3).canonical() == M.Causal(3)
+    assert M.BlockSlidingWindow(1, 4).canonical() == M.LocalWindow(3, 0)
+    assert M.LocalWindow(None, None).is_full and not M.Causal().is_full
+
+
+def test_masks_with_arrays() -> None:
+    x, y = M.KeyPadding(np.array([1, 2])), M.KeyPadding(np.array([1, 2]))
+    assert x & x == x and x != y, "arrays are equal when they are the same array"
+    assert (x & y).parts() == (x, y) and (y & x).parts() == (y, x), "equal structures keep the order given"
+    assert x & M.Causal() == M.Causal() & x
+    assert x & ~x == M.Empty()
+    assert x.form() == y.form() and (x & M.Causal()).form() == (M.Causal() & y).form()
+
+
+def test_bind_resolves_offsets_below_connectives() -> None:
+    bound = (~M.Causal() | M.BlockCausal(2, offset=1)).bind(3, 8)
+    assert bound == ~M.Causal(5) | M.BlockCausal(2, 1)
+
+
+def test_names_terms_period() -> None:
+    mask = M.Causal() & M.KeyPadding([3]) & ~M.LocalWindow(0, 0)
+    assert mask.names() == ("Causal", "KeyPadding", "LocalWindow")
+    assert [t.names() for t in mask.terms()] == [("Causal",), ("KeyPadding",), ("LocalWindow",)]
+    assert M.Causal().terms() == (M.Causal(),)
+    assert mask.has_data and not M.Causal().has_data
+    assert mask.period() is None
+    assert M.BlockSlidingWindow(1560, 7).period() == 1560
+    assert (M.BlockCausal(4) & M.Causal() | M.BlockCausal(12)).period() == 12
+    assert (M.BlockCausal(4) & M.BlockCausal(6)).period() is None
+    assert M.VideoMask(21, 1560, 3).period() == 4680
+    assert M.VideoMask(21, 1560, 4, first_frame_alone=True).period() == 1560
+
+
+def test_python_operators_that_would_lose_a_mask_are_refused() -> None:
+    with pytest.raises(InputError, match="truth value"):
+        M.Causal() and M.KeyPadding([3])
+    with pytest.raises(InputError, match="Dense"):
+        M.Causal() & np.ones((2, 2), bool)  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(InputError, match="Dense"):
+        np.ones((2, 2), bool) | M.Causal()  # pyright: ignore[reportOperatorIssue]
+
+
+def test_repr_is_the_call() -> None:
+    space = {name: getattr(M, name) for name in M.__all__}
+    for mask in (
+        M.Causal() & ~M.LocalWindow(0, None),
+        M.BlockSlidingWindow(1560, 7, offset=3) | M.KeyLimit(4) & M.BlockCausal(2),
+        M.VideoMask(21, 1560, 3, window=4, sink=2, first_frame_alone=True),
+    ):
+        assert eval(repr(mask), space) == mask
+    assert repr(M.KeyPadding(np.zeros(2, np.int32)) & M.Causal()) == "Causal() & KeyPadding(int32[2])"

@@ -1,0 +1,90 @@
+"""Golden messages of what masks refuse; MAXATTN_REGOLD=1 rewrites them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn import masks as M
+from maxattn.errors import InputError
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "masks"
+BAD: dict[str, Callable[[], object]] = {
+    "causal_more_queries_than_keys": lambda: M.Causal().bind(8, 4),
+    "below_connectives_more_queries_than_keys": lambda: (M.KeyPadding([3]) & ~M.BlockCausal(2)).bind(8, 4),
+    "unbound_allowed": lambda: M.Causal().allowed(np.arange(3), np.arange(5)),
+    "window_negative": lambda: M.LocalWindow(-1, 0),
+    "window_float": lambda: M.LocalWindow(2, 1.5),  # pyright: ignore[reportArgumentType]
+    "window_of_no_blocks": lambda: M.BlockSlidingWindow(1560, 0),
+    "window_of_too_many_blocks": lambda: M.BlockSlidingWindow(1560, 10**6),
+    "block_zero": lambda: M.BlockCausal(0),
+    "block_bool": lambda: M.BlockCausal(True),
+    "offset_traced": lambda: jax.jit(lambda o: M.Causal(offset=o).allowed(jnp.arange(2), jnp.arange(2)))(1),
+    "sink_beyond_budget": lambda: M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=7),
+    "video_wrong_length": lambda: M.VideoMask(21, 1560).bind(32_760, 32_768),
+    "lengths_float": lambda: M.KeyPadding(np.array([3.0, 4.0])),
+    "lengths_2d": lambda: M.KeyPadding(np.array([[3, 4]])),
+    "flags_1d": lambda: M.KeyPadding(np.array([True, False])),
+    "flags_4d": lambda: M.KeyPadding(np.ones((2, 1, 1, 5), bool)),
+    "flags_wrong_length": lambda: M.KeyPadding(np.ones((2, 5), bool)).bind(4, 6),
+    "lengths_wrong_batch": lambda: M.KeyPadding(np.array([3, 4])).bind(4, 6, batch=3),
+    "segments_float": lambda: M.Segments(np.zeros((2, 4)), np.zeros((2, 6), int)),
+    "segments_1d": lambda: M.Segments(np.zeros((2, 4), int), np.zeros(6, int)),
+    "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(6, 4),
+    "dense_float": lambda: M.Dense(jnp.zeros((4, 6))),
+    "dense_integers": lambda: M.Dense(np.ones((4, 6), int)),
+    "dense_1d": lambda: M.Dense(np.ones(6, bool)),
+    "dense_5d": lambda: M.Dense(np.ones((1, 1, 1, 4, 6), bool)),
+    "dense_wrong_shape": lambda: M.Dense(np.ones((6, 4), bool)).bind(4, 6),
+    "dense_wrong_heads": lambda: M.Dense(np.ones((2, 3, 4, 6), bool)).bind(4, 6, batch=2, heads=8),
+    "array_without_dense": lambda: M.Causal() & np.ones((4, 6), bool),  # pyright: ignore[reportOperatorIssue]
+    "python_and": lambda: M.Causal() and M.KeyPadding([3]),
+    "block_map_of_no_tokens": lambda: M.Causal().block_map(0, 128, 4, 6),
+    "show_too_narrow": lambda: M.Causal().show(4, 4, width=3),
+    "show_batch_beyond": lambda: M.KeyPadding([3, 4]).show(4, 6, batch=2),
+}
+
+
+def check(name: str, text: str) -> None:
+    """Fail unless the text is the golden one, letter for letter."""
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("MAXATTN_REGOLD") == "1":
+        path.write_text(text + "\n", encoding="utf-8")
+    assert text + "\n" == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_message(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        BAD[name]()
+    check(f"error_{name}", str(caught.value))
+
+
+def test_a_message_keeps_its_parts() -> None:
+    with pytest.raises(InputError) as caught:
+        M.VideoMask(21, 1560, window=2, sink=3)
+    error = caught.value
+    assert (
+        (error.setting, error.value) == ("VideoMask.sink", 3) and "2 frames" in error.rule and "larger" in error.remedy
+    )
+
+
+def test_every_golden_error_has_its_case() -> None:
+    assert {p.stem for p in GOLDEN.glob("error_*.txt")} == {f"error_{name}" for name in BAD}
+
+
+def test_what_is_legal_beside_each_edge() -> None:
+    """The nearest value on the other side of a refused one is taken."""
+    M.LocalWindow(0, 0), M.BlockSlidingWindow(1560, 1), M.KeyLimit(0), M.Causal(offset=-3)
+    M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=6)
+    M.Causal(offset=np.int64(2)).bind(8, 4)
+    M.Full().bind(8, 4), M.KeyPadding([3]).bind(8, 4), M.KeyLimit(2).bind(8, 4)
+    M.Dense(np.ones((1, 6), bool)).bind(4, 6, batch=3, heads=2)
+    M.KeyPadding(np.ones((1, 6), bool)).bind(4, 6, batch=3)
+    M.VideoMask(21, 1560).bind(4680, 32_760)

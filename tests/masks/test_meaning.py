@@ -1,0 +1,157 @@
+"""Every mask against pictures drawn by hand, and against its definition one pair at a time."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from maxattn import masks as M
+from tests.masks.definitions import Spec, build, cases, table
+
+PICTURES = {
+    "causal": (M.Causal(), "1... 11.. 111. 1111"),
+    "causal, a chunk at the end": (M.Causal(), "1111. 11111"),
+    "causal, offset 1": (M.Causal(offset=1), "11. 111 111 111"),
+    "causal, queries before the keys": (M.Causal(offset=-2), "... ... 1.. 11."),
+    "window of one before and two after": (M.LocalWindow(1, 2), "111.. 1111. .1111 ..111 ...11"),
+    "window open to the left": (M.LocalWindow(None, 1), "11.. 111. 1111 1111"),
+    "window open to the right": (M.LocalWindow(0, None), "1111 .111 ..11 ...1"),
+    "two blocks of two": (M.BlockSlidingWindow(2, 2), "11.... 11.... 1111.. 1111.. ..1111 ..1111"),
+    "own block of three, ragged": (M.BlockSlidingWindow(3, 1), "111.. 111.. 111.. ...11 ...11"),
+    "blocks of two before and own, ragged": (M.BlockCausal(2), "11... 11... 1111. 1111. 11111"),
+    "limit": (M.KeyLimit(2), "11.. 11.. 11.."),
+    "video, frame by frame": (M.VideoMask(3, 2), "11.... 11.... 1111.. 1111.. 111111 111111"),
+    "video, two frames a block": (M.VideoMask(5, 1, 2), "11... 11... 1111. 1111. 11111"),
+    "video, window of two": (M.VideoMask(4, 1, window=2), "1... 11.. .11. ..11"),
+    "video, the sink is part of the window": (
+        M.VideoMask(6, 1, window=3, sink=1),
+        "1..... 11.... 111... 1.11.. 1..11. 1...11",
+    ),
+    "video, window of two blocks and a sink": (
+        M.VideoMask(7, 1, frames_per_block=2, window=2, sink=1),
+        "11..... 11..... 1111... 1111... 1..111. 1..111. 1...111",
+    ),
+    "video, first frame alone": (
+        M.VideoMask(5, 1, frames_per_block=2, first_frame_alone=True),
+        "1.... 111.. 111.. 11111 11111",
+    ),
+    "video, first frame alone, window of one": (
+        M.VideoMask(5, 1, frames_per_block=2, window=1, first_frame_alone=True),
+        "1.... .11.. .11.. ...11 ...11",
+    ),
+    "video, the last block as a chunk": (M.VideoMask(4, 2, window=2, sink=1), "11....11 11....11"),
+    "lengths": (M.KeyPadding([2]), "11.. 11.."),
+    "flags": (M.KeyPadding([[True, False, True]]), "1.1 1.1"),
+    "segments, negative is padding": (
+        M.Segments([[0, 0, 1, -1]], [[0, 1, 1, -1, 0]]),
+        "1...1 1...1 .11.. .....",
+    ),
+    "dense": (M.Dense([[True, False], [False, True]]), "1. .1"),
+    "dense with one row": (M.Dense([[True, False]]), "1. 1."),
+    "causal without the diagonal": (M.Causal() & ~M.LocalWindow(0, 0), "... 1.. 11."),
+    "sink of a token beside a window": (M.LocalWindow(1, 0) | M.KeyLimit(1), "1... 11.. 111. 1.11"),
+    "not the past": (~M.Causal(), ".11 ..1 ..."),
+}
+
+
+def _drawn(picture: str) -> np.ndarray:
+    return np.array([[c == "1" for c in row] for row in picture.split()])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture(name: str) -> None:
+    mask, picture = PICTURES[name]
+    want = _drawn(picture)
+    got = mask.bind(*want.shape).allowed(np.arange(want.shape[0]), np.arange(want.shape[1]))
+    assert isinstance(got, np.ndarray) and got.dtype == bool and got.ndim == 4
+    np.testing.assert_array_equal(np.broadcast_to(got, (1, 1, *want.shape))[0, 0], want)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
+    spec, q_len, kv_len = case
+    mask = build(spec).bind(q_len, kv_len)
+    got = mask.allowed(np.arange(q_len), np.arange(kv_len))
+    np.testing.assert_array_equal(np.broadcast_to(got[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_allowed_of_a_part_is_the_part(case: tuple[Spec, int, int]) -> None:
+    spec, q_len, kv_len = case
+    mask, q, k = build(spec).bind(q_len, kv_len), q_len // 2, kv_len // 3
+    part = mask.allowed(np.arange(q_len - q), np.arange(kv_len - k), q, k)
+    want = table(spec, q_len, kv_len)[q:, k:]
+    np.testing.assert_array_equal(np.broadcast_to(part[0, 0], want.shape), want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
+    spec, q_len, kv_len = case
+    got = np.zeros((q_len, kv_len), dtype=bool)
+    for lo, hi in build(spec).bind(q_len, kv_len).intervals(np.arange(q_len)):
+        assert lo.dtype == hi.dtype == np.int32 and lo.shape == hi.shape == (q_len,)
+        assert lo.min() >= 0 and hi.min() >= 0 and max(lo.max(), hi.max()) <= M.BIG
+        got |= (np.arange(kv_len) >= lo[:, None]) & (np.arange(kv_len) < hi[:, None])
+    np.testing.assert_array_equal(got, table(spec, q_len, kv_len))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(12))
+def test_jax_agrees_with_numpy(case: tuple[Spec, int, int]) -> None:
+    spec, q_len, kv_len = case
+    mask = build(spec).bind(q_len, kv_len)
+    got = mask.allowed(jnp.arange(q_len), jnp.arange(kv_len))
+    assert not isinstance(got, np.ndarray)
+    np.testing.assert_array_equal(np.broadcast_to(np.asarray(got)[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len))
+    for mine, theirs in zip(mask.intervals(jnp.arange(q_len), jnp), mask.intervals(np.arange(q_len)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_block_window_is_the_seed_definition() -> None:
+    """The block matrix with ones above the diagonal and from `window` below it, repeated per token, is what is forbidden."""
+    for block, blocks, window in ((1, 5, 2), (3, 4, 1), (4, 5, 3), (2, 3, 7)):
+        forbidden = np.triu(np.ones((blocks, blocks)), 1) + np.tril(np.ones((blocks, blocks)), -window)
+        want = np.kron(forbidden, np.ones((block, block))) == 0
+        n = block * blocks
+        got = M.BlockSlidingWindow(block, window).bind(n, n).allowed(np.arange(n), np.arange(n))
+        np.testing.assert_array_equal(got[0, 0], want)
+
+
+def test_no_query_of_a_video_sees_more_than_the_budget() -> None:
+    """Long enough for the window to have moved past the sink, where counting the sink twice would show."""
+    mask = M.VideoMask(21, 3, frames_per_block=3, window=3, sink=2).bind(63, 63)
+    seen = mask.allowed(np.arange(63), np.arange(63))[0, 0].sum(axis=1)
+    assert seen.max() == 9 * 3 and (seen[27:] == 9 * 3).all()
+
+
+def test_data_masks_keep_batch_rows_and_heads_apart() -> None:
+    flags = np.array([[1, 0, 1], [0, 1, 1]], dtype=bool)
+    heads = np.arange(2 * 3 * 2 * 3).reshape(2, 3, 2, 3) % 2 == 0
+    q, kv = np.arange(2), np.arange(3)
+    np.testing.assert_array_equal(M.KeyPadding(flags).allowed(q, kv), flags[:, None, None, :])
+    np.testing.assert_array_equal(M.KeyPadding(np.array([1, 3])).allowed(q, kv)[:, 0, 0], [[1, 0, 0], [1, 1, 1]])
+    np.testing.assert_array_equal(M.Dense(heads).bind(2, 3, 2, 3).allowed(q, kv), heads)
+    np.testing.assert_array_equal(M.Dense(heads[:, 0]).bind(2, 3).allowed(q, kv), heads[:, :1])
+    both = M.Dense(heads) & M.KeyPadding(flags)
+    np.testing.assert_array_equal(both.bind(2, 3).allowed(q, kv), heads & flags[:, None, None, :])
+
+
+def test_leaves_are_indexed_and_lengths_are_positions() -> None:
+    """On a shard of the keys, flags and ids are the shard's own; lengths stay those of the whole sequence."""
+    q, kv = np.arange(2), np.arange(3)
+    flags = np.array([[True, False, True]])
+    np.testing.assert_array_equal(M.KeyPadding(flags).allowed(q, kv, 0, 100)[0, 0, 0], flags[0])
+    np.testing.assert_array_equal(M.KeyPadding([101]).allowed(q, kv, 0, 100)[0, 0, 0], [True, False, False])
+    ids = M.Segments([[5, 6]], [[6, 6, 5]])
+    np.testing.assert_array_equal(ids.allowed(q, kv, 40, 80), ids.allowed(q, kv))
+
+
+def test_a_broadcast_dim_is_broadcast() -> None:
+    rows = M.Dense(np.array([[True], [False]])).bind(2, 7)
+    got = np.broadcast_to(rows.allowed(np.arange(2), np.arange(7)), (1, 1, 2, 7))
+    np.testing.assert_array_equal(got[0, 0], [[True] * 7, [False] * 7])
