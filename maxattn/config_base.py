@@ -25,9 +25,7 @@ class Section(BaseModel):
         ConfigErrors: for every wrong key and value at once, when it is built.
     """
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
 
     def __init__(self, **values: Any) -> None:
         try:

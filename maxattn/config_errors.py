@@ -63,7 +63,8 @@ def located(problem: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigEr
 
 def dotted(path: Sequence[str | int]) -> str:
     """Write a path as the user would: `flash_block_sizes.block_q`, `mesh_axes[2]`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part or '(no name)'}" for part in path)
+    return text.removeprefix(".")
 
 
 def close(word: str, known: Iterable[str]) -> str:

@@ -71,16 +71,20 @@ def parse(text: str, where: Where) -> Document:
         loader = _Loader(text)
         node = loader.get_single_node()
         problems = tuple(_checked_keys(node, (), where, ())) if node else ()
-        return Document(loader.construct_document(node) if node else None, node, where, problems)
-    except ConfigErrors:
-        raise
+        return Document(_built(loader, node, where) if node else None, node, where, problems)
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax(error, text, where)]) from None
     except yaml.reader.ReaderError as error:
         raise ConfigErrors([_odd_character(error, text, where)]) from None
-    except ValueError as error:  # an explicit tag on text that does not fit it, such as `!!int abc`
-        problem = ConfigError("YAML", show(text[:60]), str(error), "remove the tag", where(1))
-        raise ConfigErrors([problem]) from None
+
+
+def _built(loader: _Loader, node: yaml.Node, where: Where) -> Any:
+    try:
+        return loader.construct_document(node)
+    except (ValueError, LookupError, AttributeError, TypeError):  # `!!int abc`, `!!bool x`, `!!timestamp y`
+        line = where(node.start_mark.line + 1)
+        rule = "text after a tag such as !!int is of that kind"
+        raise ConfigErrors([ConfigError("YAML", "a tag", rule, "remove the tags", line)]) from None
 
 
 def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:

@@ -240,3 +240,10 @@ def test_a_programs_own_contradictions():
     with pytest.raises(ConfigErrors) as caught:
         Program(training={"steps": 300}, attention="dot_product", deterministic="yes")
     assert [p.setting for p in caught.value.problems] == ["deterministic", "attention"]
+
+
+def test_a_mesh_of_the_devices_that_are_there():
+    import jax
+
+    mesh = AttentionConfig(mesh_axes=("context", "data")).make_mesh(jax.devices()[:1])
+    assert dict(mesh.shape) == {"context": 1, "data": 1}

@@ -1,0 +1,47 @@
+"""Whatever a file or an override holds, it is a config or a ConfigError with all of its parts, never anything else."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxattn.config_errors import ConfigErrors
+from tests.config.settings import Settings
+
+KEYS = st.sampled_from([*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""])
+PIECES = [
+    "attention", "flash", "ring", "training", "steps", "1e3", "-1", "no", "~", ": ", ":", "\n", "  ", "- ", "[", "]",
+    "{", "}", ",", "!!bool ", "&a ", "*a", "<<", "!!int ", "!x ", "'", '"', "#", "---\n", "\t", "|", ">", "%", "?", "é",
+    "\x01", "\ufeff",
+]  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers(-2, 1024) | st.floats() | st.sampled_from(PIECES)
+VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=5)
+
+
+def load_or_explain(text: str, overrides: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "any.yml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            config = Settings.from_yaml(path, overrides)
+        except ConfigErrors as error:
+            for problem in error.problems:
+                assert problem.setting and problem.rule and problem.remedy and str(problem.value)
+        else:
+            assert hash(config) == hash(config.replace())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.lists(st.text(max_size=8), max_size=2))
+def test_any_text(text: str, overrides: list[str]):
+    load_or_explain(text, overrides)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=5), st.lists(st.tuples(KEYS, VALUES), max_size=3))
+def test_any_values(values: dict, overrides: list[tuple]):
+    load_or_explain(json.dumps(values), [f"{key}={json.dumps(value)}" for key, value in overrides])
