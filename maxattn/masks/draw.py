@@ -27,9 +27,9 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
     if width < 8:
         raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
     least = -(-max(q_len, kv_len) // width)
-    cell = _aligned(least, mask.period())
-    # A character is about twice as tall as wide, so a cell holds twice as many queries as keys, unless that mixes blocks.
     period = mask.period()
+    cell = _aligned(least, period)
+    # A character is about twice as tall as wide: a cell has twice as many queries as keys, unless that mixes blocks.
     tall = cell if cell == 1 or (_on_grid(cell, period) and not _on_grid(2 * cell, period, whole=False)) else 2 * cell
     shares = density(mask, tall, cell, q_len, kv_len, batch, head)
     gap = " " if tall == cell and 2 * shares.shape[1] <= width else ""

@@ -210,8 +210,9 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
     number = _int(value)
     none = ", or None" if optional else ""
     if number is None:
-        rule = f"a whole number{none}, known before tracing"
-        raise InputError(where, text(value), rule, f"give {name} as a Python int")
+        raise InputError(
+            where, text(value), f"a whole number{none}", f"give {name} as a Python int, known before tracing"
+        )
     if number < least:
         raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")
     if number > BIG:

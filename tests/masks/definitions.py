@@ -17,7 +17,7 @@ Spec = tuple[Any, ...]
 
 
 def meaning(spec: Spec, q: int, k: int, shift: int) -> bool:
-    """Tell whether the query at index q may attend to key k; `shift` is kv_len - q_len, the offset when None is given."""
+    """Tell whether the query at index q may attend to key k; `shift` is kv_len - q_len, the offset that None means."""
     kind, *rest = spec
     if kind == "and":
         return all(meaning(s, q, k, shift) for s in rest)
@@ -114,7 +114,8 @@ def table(spec: Spec, q_len: int, kv_len: int) -> np.ndarray:
     return np.array([[meaning(spec, q, k, kv_len - q_len) for k in range(kv_len)] for q in range(q_len)], dtype=bool)
 
 
-def _leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
+def leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
+    """Draw single masks."""
     offset: st.SearchStrategy[int | None] = st.integers(0, 40)
     offset = offset | st.none() if q_len <= kv_len else offset
     side, block = st.none() | st.integers(0, 30), st.integers(1, 17)
@@ -149,7 +150,7 @@ def specs(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
         pairs = st.tuples(st.sampled_from(["and", "or"]), inner, inner)
         return pairs | st.tuples(st.just("not"), inner)
 
-    return st.recursive(_leaves(q_len, kv_len), grow, max_leaves=5)
+    return st.recursive(leaves(q_len, kv_len), grow, max_leaves=5)
 
 
 @st.composite

@@ -91,9 +91,7 @@ LONG = {
     "window of blocks": M.BlockSlidingWindow(1560, 7),
     "window of blocks that no block divides": M.BlockSlidingWindow(3599, 5),
     "video": M.VideoMask(21, 3600, 3, window=2, sink=1),
-    "a combination": M.VideoMask(21, 3600, 3, window=2, sink=1) & ~M.LocalWindow(5, 5)
-    | M.KeyPadding([3])
-    | M.KeyLimit(9),
+    "a combination": M.VideoMask(21, 3600, 3, 2, 1) & ~M.LocalWindow(5, 5) | M.KeyPadding([3]) | M.KeyLimit(9),
 }
 
 

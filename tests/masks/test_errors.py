@@ -23,6 +23,7 @@ BAD: dict[str, Callable[[], object]] = {
     "window_float": lambda: M.LocalWindow(2, 1.5),  # pyright: ignore[reportArgumentType]
     "window_of_no_blocks": lambda: M.BlockSlidingWindow(1560, 0),
     "window_of_too_many_blocks": lambda: M.BlockSlidingWindow(1560, 10**6),
+    "limit_beyond_positions": lambda: M.KeyLimit(2**31),
     "block_zero": lambda: M.BlockCausal(0),
     "block_bool": lambda: M.BlockCausal(True),
     "offset_traced": lambda: jax.jit(lambda o: M.Causal(offset=o).allowed(jnp.arange(2), jnp.arange(2)))(1),

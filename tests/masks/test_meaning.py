@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from maxattn import masks as M
-from tests.masks.definitions import Spec, build, cases, table
+from tests.masks.definitions import Spec, build, cases, specs, table
 
 PICTURES = {
     "causal": (M.Causal(), "1... 11.. 111. 1111"),
@@ -101,9 +101,9 @@ def test_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(cases(12))
-def test_jax_agrees_with_numpy(case: tuple[Spec, int, int]) -> None:
-    spec, q_len, kv_len = case
+@given(specs(7, 10))  # one pair of lengths, so that jax compiles its operations once
+def test_jax_agrees_with_numpy(spec: Spec) -> None:
+    q_len, kv_len = 7, 10
     mask = build(spec).bind(q_len, kv_len)
     got = mask.allowed(jnp.arange(q_len), jnp.arange(kv_len))
     assert not isinstance(got, np.ndarray)
@@ -113,7 +113,7 @@ def test_jax_agrees_with_numpy(case: tuple[Spec, int, int]) -> None:
 
 
 def test_block_window_is_the_seed_definition() -> None:
-    """The block matrix with ones above the diagonal and from `window` below it, repeated per token, is what is forbidden."""
+    """Forbidden is the block matrix with ones above the diagonal and from `window` below it, repeated per token."""
     for block, blocks, window in ((1, 5, 2), (3, 4, 1), (4, 5, 3), (2, 3, 7)):
         forbidden = np.triu(np.ones((blocks, blocks)), 1) + np.tril(np.ones((blocks, blocks)), -window)
         want = np.kron(forbidden, np.ones((block, block))) == 0
