@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -15,11 +16,11 @@ def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
     return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
-def shard_map(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable[..., Any]:
+def shard_map(
+    f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
+) -> Callable[..., Any]:
     """Map `f` over shards, with the varying-axes check off: Pallas kernels raise under it."""
-    return jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
-    )
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
 
 
 def ambient_mesh() -> Any:

@@ -23,8 +23,8 @@ from maxattn.errors import InputError, MeshError
 from maxattn.kernels.base import Bias
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Dense, Full, Mask
-from maxattn.plan import Plan, check_hardware, plan
-from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, to_partition_spec
+from maxattn.plan import Plan, plan
+from maxattn.sharding import AXES, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
 
 log = logging.getLogger("maxattn")
@@ -84,7 +84,6 @@ def attention(
     bound = bind_mask(mask, q, k, config)
     call = Call.of(q, k, bound, bias, scale, role, return_lse)
     target = Target.here()
-    check_hardware(config, target)
     decided = plan(call, config, mesh, target)
     announce(decided)
     out, lse = run(decided, q, k, v, bias, bound, mesh)
@@ -172,9 +171,9 @@ def announce(plan: Plan) -> None:
     if plan in _announced:
         return
     _announced.add(plan)
-    if jax.process_index() == 0:
-        warn = plan.fell_back and plan.fallback == "warn"
-        log.log(logging.WARNING if warn else logging.INFO, "%s", plan.explain())
+    level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
+    if jax.process_index() == 0 and log.isEnabledFor(level):
+        log.log(level, "%s", plan.explain())
 
 
 # ---- execution -------------------------------------------------------------------------------------------------------
@@ -199,9 +198,9 @@ def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mas
 
 
 def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> Any:
-    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    result: Any = _attend(plan, mesh, q, k, v, bias, mask)
     # Named here, inside the rule: a policy that saves both names then has all that the backward needs.
-    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
+    out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
     return (out, lse), (q, k, v, bias, mask, out, lse)
 
 
@@ -212,8 +211,8 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     rows = [pad_axis(x, 1, plan.q_len) for x in (out, dout)]
     stats = [pad_rows(lse, plan.q_len, NEG_INF), pad_rows(dlse, plan.q_len, 0.0)]
     s = _specs(plan, operands[4])
-    body = over_shards(
-        partial(plan.context.backward, plan.kernel), mesh, plan.mesh,
+    body: Any = over_shards(
+        partial(_backward_on_shards, plan), mesh, plan.mesh,
         (*s[:5], s[0], s[5], s[0], s[5]), (s[0], s[1], s[1], s[3]),
     )  # fmt: skip
     dq, dk, dv, dbias = body(*operands, rows[0], stats[0], rows[1], stats[1])
@@ -221,6 +220,12 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
+
+
+def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
+    grads: Any = plan.context.backward(plan.kernel, *operands)
+    dq, dk, dv, dbias = grads
+    return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -238,15 +243,15 @@ def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) ->
     q = pad_axis(q, 1, plan.q_len)
     k, v = (pad_axis(x, 1, plan.kv_len) for x in (k, v))
     if bias is not None:
-        bias = _pad_letters(bias, "..TS", sizes)
+        bias = _pad_letters(bias, "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias.shape, strict=True)), sizes)
     mask = jax.tree.map(lambda x, letters: _pad_letters(x, letters, sizes), mask, mask.leaf_axes())
     return q, k, v, bias, plan.full_mask(mask)
 
 
 def _pad_letters(x: Array, letters: str, sizes: dict[str, int]) -> Array:
-    """Pad the axes that are full T or S; broadcast axes of size 1 stay."""
+    """Pad the axes named T and S; broadcast axes are named 1 and stay."""
     for axis, letter in enumerate(letters):
-        if letter in sizes and x.shape[axis] > 1:
+        if letter in sizes:
             x = pad_axis(x, axis, sizes[letter])
     return x
 

@@ -111,16 +111,22 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
             _check_one(name, x)
     (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
-        raise InputError("k", f"batch {kb}", f"q has batch {b}, and both must be equal", "give q, k and v one batch size")
+        raise InputError(
+            "k", f"batch {kb}", f"q has batch {b}, and both must be equal", "give q, k and v one batch size"
+        )
     if kh != h:
-        raise InputError("k", f"head dim {kh}", f"q has head dim {h}, and both must be equal", "project both to one size")
+        raise InputError(
+            "k", f"head dim {kh}", f"q has head dim {h}, and both must be equal", "project both to one size"
+        )
     if n % kn:
         raise InputError(
             "kv_heads", kn, f"the {n} query heads must be a multiple of the key heads",
             f"use a number of key heads that divides {n}",
         )  # fmt: skip
     if v is not None and tuple(v.shape) != tuple(k.shape):
-        raise InputError("v", tuple(v.shape), f"v must have the shape of k, {tuple(k.shape)}", "pass k and v of one shape")
+        raise InputError(
+            "v", tuple(v.shape), f"v must have the shape of k, {tuple(k.shape)}", "pass k and v of one shape"
+        )
     if len({str(x.dtype) for x in (q, k, v) if x is not None}) > 1:
         found = ", ".join(str(x.dtype) for x in (q, k, v) if x is not None)
         raise InputError("dtype", found, "q, k and v must have one dtype", "cast them to one before the call")
@@ -135,9 +141,13 @@ def _check_one(name: str, x: Any) -> None:
             "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
         )  # fmt: skip
     if 0 in shape:
-        raise InputError(name, f"shape {shape}", "every size must be at least 1", "skip the call when there is nothing to attend")
+        raise InputError(
+            name, f"shape {shape}", "every size must be at least 1", "skip the call when there is nothing to attend"
+        )
     if dtype not in DTYPES:
-        raise InputError(name, dtype, f"dtype must be one of {', '.join(DTYPES)}", f"cast it, e.g. {name}.astype(jnp.float32)")
+        raise InputError(
+            name, dtype, f"dtype must be one of {', '.join(DTYPES)}", f"cast it, e.g. {name}.astype(jnp.float32)"
+        )
 
 
 def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:

@@ -25,15 +25,18 @@ def explain(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
-    return f"{plan.call.role}-attention  {plan.call.shape_text}" + (f"   mesh {mesh}" if mesh else "") + (
-        f"   {plan.target.device_kind}"
+    return (
+        f"{plan.call.role}-attention  {plan.call.shape_text}"
+        + (f"   mesh {mesh}" if mesh else "")
+        + (f"   {plan.target.device_kind}")
     )
 
 
 def _entries(plan: Plan) -> list[tuple[str, str]]:
     local = plan.context.local_call(plan.padded_call)
     kernel = plan.kernel.lines(local)
-    runs = kernel["runs"] if plan.context.name == "none" else f"{plan.context.name} over {_context(plan)} x {kernel['runs']}"
+    strategy = "" if plan.context.name == "none" else f"{plan.context.name} over {ways('T', plan.mesh)} x "
+    runs = strategy + kernel["runs"]
     entries = [("asked", plan.asked), ("runs", runs), ("because", plan.because)]
     if not plan.call.mask.is_full:
         entries.append(("mask", _mask(plan.call)))
@@ -43,10 +46,6 @@ def _entries(plan: Plan) -> list[tuple[str, str]]:
     entries += [("moves", str(c)) for c in plan.collectives] or ([("moves", "nothing")] if plan.mesh else [])
     entries += [("note", note) for note in plan.notes]
     return entries + [("not", str(reason)) for reason in plan.refused]
-
-
-def _context(plan: Plan) -> int:
-    return ways("T", plan.mesh)
 
 
 def _mask(call: Call) -> str:
@@ -61,7 +60,7 @@ def _shards(plan: Plan) -> str:
     local = plan.context.local_call(plan.padded_call)
     parts = [f"{local.batch} of B", f"{local.q_len} queries", f"{local.heads} heads"]
     extra = [
-        f"{padded - real} {what} padded, masked"
+        f"{what}: {padded - real} padded, masked"
         for what, padded, real in (("queries", plan.q_len, plan.call.q_len), ("keys", plan.kv_len, plan.call.kv_len))
         if padded > real
     ]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context import STRATEGIES, Collective, Strategy
+from maxattn.context.base import bias_axes, bias_collectives
 from maxattn.errors import ConfigError, MeshError, Unsupported
 from maxattn.kernels import KERNELS, Kernel
 from maxattn.kernels.auto import order
@@ -76,7 +77,13 @@ class Plan:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
-        return self.context.collectives(self.padded_call)
+        call = self.padded_call
+        return (*self.context.collectives(call), *bias_collectives(call, self.mesh))
+
+    @property
+    def bias_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the gradient of the bias is summed."""
+        return bias_axes(self.call.bias, self.mesh)
 
     def full_mask(self, mask: Mask) -> Mask:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
@@ -101,9 +108,7 @@ class Plan:
         return tuple(f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k))
 
 
-def plan(
-    call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None
-) -> Plan:
+def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None) -> Plan:
     """Decide how a call runs.
 
     Args:
@@ -118,13 +123,13 @@ def plan(
         ConfigError: `hardware` names another platform than the target's.
     """
     config = config or AttentionConfig()
-    return _plan(call, config, mesh_shape(mesh), target or default_target(config))
+    return _plan(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
 
 
 def default_target(config: AttentionConfig) -> Target:
     """Return this machine, or the usual one of the platform that `hardware` names when this is another."""
     here = Target.here()
-    return here if config.hardware in (None, here.platform) else Target.named(config.hardware)
+    return here if not config.hardware or config.hardware == here.platform else Target.named(config.hardware)
 
 
 def check_hardware(config: AttentionConfig, target: Target) -> None:
@@ -274,11 +279,10 @@ _ONLY_FOR = {
     "ulysses_attention_chunks": "read by ulysses alone",
     "attention_sharding_uniform": "every layout here shards queries over context and heads over tensor alike",
 }
-_CHUNK_KEYS = ("query_chunk_size", "key_chunk_size")
 
 
 def _notes(config: AttentionConfig, call: Call, repeat: int) -> tuple[str, ...]:
-    notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.model_fields_set]
+    notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.changed]
     if repeat > 1:
         notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times to divide over tensor")
     asked = config.strategy_for(call.role)
@@ -286,6 +290,5 @@ def _notes(config: AttentionConfig, call: Call, repeat: int) -> tuple[str, ...]:
         notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")
     if not config.mask_padding_tokens:
         notes.append("mask_padding_tokens: false, so padding that the caller marks is attended to")
-    if mapping := config.axis_mapping_note():
-        notes.append(mapping)
+    notes += [note for note in (config.spelling_note(), config.axis_mapping_note()) if note]
     return tuple(notes)

@@ -7,7 +7,7 @@ state and knows nothing of attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ class Rotary:
 
     cos: Any
     sin: Any
-    style: str = "interleaved"
+    style: str = field(default="interleaved", metadata={"static": True})
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -170,32 +170,48 @@ def apply_rotary(x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_em
 
     Args:
         x: queries or keys [B, T, N, H].
-        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin). Arrays are [T, D], [B, T, D],
-            [B, T, 1, D] or [B, 1, T, D], B possibly 1; D is H/2, or H with each number twice where its two channels
-            are: (c0, c0, c1, c1, ...) interleaved, (c0, c1, ..., c0, c1, ...) half. Complex numbers and pairs are of
-            the interleaved style.
+        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the interleaved style.
+            Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B possibly 1. D is H/2; in a pair also H, with
+            each number twice: (c0, c0, c1, c1, ...).
         name: what the argument is called in errors.
 
     Raises:
         InputError: when the table does not fit x.
     """
-    table = as_rotary(rotary, name)
-    cos, sin = (_fit(part, x.shape, table.style, name) for part in (table.cos, table.sin))
+    table = as_rotary(rotary, x.shape, name)
+    # [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D] -> [B, T, 1, D], B possibly 1
+    cos, sin = (jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1]) for a in (table.cos, table.sin))
     turn = _turn_half if table.style == "half" else _turn_interleaved
     return turn(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
 
 
-def as_rotary(value: Any, name: str = "rotary_emb") -> Rotary:
-    """Read a `Rotary` off what models pass around: itself, complex numbers, or (cos, sin).
+def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rotary:
+    """Read a `Rotary` off what models pass around, and check that it fits.
+
+    Args:
+        value: as in `apply_rotary`.
+        shape: of the queries or keys, (B, T, N, H).
+        name: what the argument is called in errors.
 
     Raises:
-        InputError: for anything else.
+        InputError: for anything that `apply_rotary` does not take.
     """
+    if shape[-1] % 2:
+        raise InputError(
+            "dim_head", shape[-1], f"{name} turns channels in pairs: it must be even", "use an even dim_head"
+        )
+    table = _read(value, shape[-1], name)
+    for part in (table.cos, table.sin):
+        _check_fit(part, shape, name)
+    return table
+
+
+def _read(value: Any, head_dim: int, name: str) -> Rotary:
     if isinstance(value, Rotary):
         return value
     if isinstance(value, tuple | list):
         if len(value) == 2 and all(hasattr(part, "shape") for part in value):
-            return Rotary(*value)
+            return Rotary(*(_once(part, head_dim, name) for part in value))
         found = f"{type(value).__name__} of {len(value)}"
     elif not hasattr(value, "dtype"):
         found = type(value).__name__
@@ -209,26 +225,32 @@ def as_rotary(value: Any, name: str = "rotary_emb") -> Rotary:
     )  # fmt: skip
 
 
-def _fit(part: Any, shape: Sequence[int], style: str, name: str) -> Array:
-    """Bring cos or sin to [B | 1, T, 1, H/2], or say why it cannot be."""
+def _once(part: Any, head_dim: int, name: str) -> Any:
+    """Drop every second number of a cos or sin that holds each twice."""
+    if not part.shape or part.shape[-1] != head_dim:
+        return part
+    # A table for heads of twice the size, or of the half style, has this width too; numpy's entries can be looked at.
+    if isinstance(part, np.ndarray) and not np.array_equal(part[..., ::2], part[..., 1::2]):
+        raise InputError(
+            name, f"(cos, sin) of width {head_dim}", "at the full head dim each number stands twice: c0, c0, c1, c1",
+            "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
+        )  # fmt: skip
+    return part[..., ::2]
+
+
+def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
     b, t, _, h = shape
-    if h % 2:
-        raise InputError("dim_head", h, f"{name} turns channels in pairs: it must be even", "use an even dim_head")
     dims = tuple(part.shape)
     if len(dims) == 2:
         dims = (1, *dims)
     elif len(dims) == 4 and 1 in dims[1:3]:
         dims = (dims[0], dims[1] * dims[2], dims[3])
-    if len(dims) != 3 or dims[0] not in (1, b) or dims[1] != t or dims[2] not in (h // 2, h):
+    if len(dims) != 3 or dims[0] not in (1, b) or dims[1:] != (t, h // 2):
         raise InputError(
             name, f"shape {tuple(part.shape)}",
             f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or with 1 for heads",
             "make it for these tokens and this head dim, or slice it to them",
         )  # fmt: skip
-    part = jnp.asarray(part, jnp.float32).reshape(dims)
-    if dims[2] == h:
-        part = part[..., : h // 2] if style == "half" else part[..., ::2]
-    return part[:, :, None, :]
 
 
 def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:

@@ -86,7 +86,9 @@ def to_partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def over_shards(f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def over_shards(
+    f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """Run `f` on each device's shard, over the axes of `shape` alone; without axes, just run it.
 
     Args:
@@ -230,7 +232,7 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
 def place(module: Any, mesh: Mesh | None) -> None:
     """Move the parameters of an NNX module (or optimiser) onto the mesh, in place.
 
-    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated. Without a mesh nothing moves.
+    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated. No mesh, no move.
     """
     from flax import nnx
 

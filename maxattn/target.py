@@ -84,7 +84,7 @@ def _here(env: tuple[tuple[str, str], ...]) -> Target:
 
     backend = jax.default_backend()
     platform: Platform = "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
-    kind = jax.devices()[0].device_kind
+    kind = str(jax.devices()[0].device_kind)
     return Target(platform, _DEVICE_KIND_ALIASES.get(kind, kind), _installed(), env)
 
 

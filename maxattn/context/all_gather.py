@@ -7,14 +7,13 @@ positions. Whoever holds copies of K and V on several devices sums their gradien
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import ClassVar
 
 import jax
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context.base import Collective, Specs, bias_axes, itemsize, operand_specs, sum_bias
+from maxattn.context.base import Collective, Specs, itemsize, operand_specs
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
@@ -46,8 +45,10 @@ class WholeKeys:
         )  # fmt: skip
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the sums of the backward."""
-        return (*self._key_collectives(call), *self._bias_collectives(call))
+        """Name the transfers of K and V and of their gradients."""
+        if CONTEXT not in dict(self.shape):
+            return ()
+        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4)),)
 
     def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
@@ -61,7 +62,7 @@ class WholeKeys:
         dq, dk, dv, dbias = kernel.backward(
             q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0, out, lse, dout, dlse
         )
-        return dq, self._sum(dk).astype(k.dtype), self._sum(dv).astype(v.dtype), sum_bias(dbias, self.shape)
+        return dq, self._sum(dk).astype(k.dtype), self._sum(dv).astype(v.dtype), dbias
 
     def _q_offset(self, q: Array) -> int | Array:
         return axis_offset(CONTEXT, self.shape, q.shape[1])
@@ -71,15 +72,6 @@ class WholeKeys:
 
     def _sum(self, x: Array) -> Array:
         return sum_over(x, (CONTEXT,), self.shape)
-
-    def _key_collectives(self, call: Call) -> tuple[Collective, ...]:
-        if CONTEXT not in dict(self.shape):
-            return ()
-        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4)),)
-
-    def _bias_collectives(self, call: Call) -> tuple[Collective, ...]:
-        axes = bias_axes(call.bias, self.shape) if call.bias else ()
-        return (Collective("psum", axes, "dbias", "backward", 4 * prod(call.bias or ())),) if axes else ()
 
     def _kv_bytes(self, call: Call, size: int) -> int:
         local = self.local_call(call)
@@ -102,7 +94,8 @@ class AllGather(WholeKeys):
     def _sum(self, x: Array) -> Array:
         return jax.lax.psum_scatter(x, CONTEXT, scatter_dimension=1, tiled=True)
 
-    def _key_collectives(self, call: Call) -> tuple[Collective, ...]:
+    def collectives(self, call: Call) -> tuple[Collective, ...]:
+        """Name the transfers of K and V and of their gradients."""
         n = ways("S", self.shape)
         share = self._kv_bytes(call, itemsize(call.dtype)) * (n - 1) // n
         summed = self._kv_bytes(call, 4) * (n - 1) // n

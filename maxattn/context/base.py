@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from math import prod
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array
@@ -11,7 +12,16 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
-from maxattn.sharding import BATCH_AXES, MeshShape, Spec, spec_of, sum_over
+from maxattn.sharding import BATCH_AXES, MeshShape, Spec, spec_of
+
+
+def readable(size: float) -> str:
+    """Write a number of bytes with a unit, as `160 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Collective:
 
     def __str__(self) -> str:
         times = f" {self.hops} hops," if self.hops > 1 else ""
-        return f"{self.what} {self.kind} over {'+'.join(self.axes)},{times} {self.bytes / 2**20:.3g} MiB, {self.when}"
+        return f"{self.what} {self.kind} over {'+'.join(self.axes)},{times} {readable(self.bytes)}, {self.when}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Strategy(Protocol):
         self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
         out: Array, lse: Array, dout: Array, dlse: Array,
     ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
-        """Return this device's (dq, dk, dv, dbias), summed over every axis that its operand is replicated on."""
+        """Return this device's (dq, dk, dv, dbias); dk and dv summed over the context axis, dbias its own share."""
         ...
 
 
@@ -88,18 +98,21 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
     return "".join(c if n > 1 else "1" for c, n in zip("BNT.", bias or (1, 1, 1, 1), strict=True))
 
 
-def sum_bias(dbias: Bias, shape: MeshShape) -> Bias:
-    """Sum a bias gradient over the mesh axes that its broadcast axes were split on."""
-    if dbias is None:
-        return None
-    split = {0: BATCH_AXES, 1: ("tensor",), 2: ("context",)}
-    return sum_over(dbias, [a for i, axes in split.items() if dbias.shape[i] == 1 for a in axes], shape)
+def bias_axes(bias: tuple[int, ...] | None, shape: MeshShape) -> tuple[str, ...]:
+    """Name the mesh axes over which a bias gradient is summed: those that its broadcast axes are split on.
+
+    Args:
+        bias: the global shape; a local one cannot tell a broadcast axis from a share of size 1.
+    """
+    split = (BATCH_AXES, ("tensor",), ("context",))
+    sizes = (bias or ())[:3]
+    return tuple(a for size, axes in zip(sizes, split, strict=False) if size == 1 for a in axes if a in dict(shape))
 
 
-def bias_axes(bias: tuple[int, ...], shape: MeshShape) -> tuple[str, ...]:
-    """Name the mesh axes that `sum_bias` sums over."""
-    split = {0: BATCH_AXES, 1: ("tensor",), 2: ("context",)}
-    return tuple(a for i, axes in split.items() if bias[i] == 1 for a in axes if a in dict(shape))
+def bias_collectives(call: Call, shape: MeshShape) -> tuple[Collective, ...]:
+    """Name the sum of the bias gradient, where there is one."""
+    axes = bias_axes(call.bias, shape)
+    return (Collective("psum", axes, "dbias", "backward", 4 * prod(call.bias or ())),) if axes else ()
 
 
 def operand_specs(call: Call, shape: MeshShape, kv_letter: str) -> Specs:
@@ -108,11 +121,6 @@ def operand_specs(call: Call, shape: MeshShape, kv_letter: str) -> Specs:
         spec_of("BTNH", shape), spec_of(f"B{kv_letter}KH", shape), spec_of("BNT", shape),
         spec_of(bias_letters(call.bias), shape),
     )  # fmt: skip
-
-
-def is_none(x: Any) -> bool:
-    """Say whether a subtree is absent."""
-    return x is None
 
 
 def itemsize(dtype: str) -> int:

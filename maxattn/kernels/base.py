@@ -6,7 +6,7 @@ was decided about it (scale, chunk sizes, flags), and its methods compute with t
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
@@ -69,8 +69,3 @@ class Kernel(Protocol):
     def lines(self, call: Call) -> dict[str, str]:
         """Return what `explain` prints about the kernel, by heading ("runs", "blocks", ...)."""
         ...
-
-
-def unused(config: AttentionConfig, **why: Any) -> tuple[str, ...]:
-    """Say which settings the user gave that this kernel has no use for, each with the reason."""
-    return tuple(f"{key}: {reason}" for key, reason in why.items() if key in config.model_fields_set)

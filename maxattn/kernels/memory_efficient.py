@@ -106,7 +106,7 @@ class MemoryEfficient:
 
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 s = tiles.scores(i, q_i, j, mixed)
-                return _backward_step(tiles, i, q_i, j, s, xs[5:], *state)
+                return _backward_step(tiles, i, q_i, j, s, (xs[5], xs[6], xs[7]), *state)
 
             zero = jnp.zeros(q_i.shape, jnp.float32)
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
@@ -117,9 +117,7 @@ class MemoryEfficient:
         dk, dv = (sm.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
         return sm.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
 
-    def _tiles(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]
-    ) -> Tiles:
+    def _tiles(self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]) -> Tiles:
         if self.float32_qk_product:
             q, k = q.astype(jnp.float32), k.astype(jnp.float32)
         return Tiles.of(q, k, v, bias, mask, offsets, (self.query_chunk, self.key_chunk), self.scale)
@@ -146,7 +144,7 @@ def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple
     return m_new, l * decay + jnp.sum(p, axis=-1), acc
 
 
-def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, ...]:
+def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, Array, Array]:
     stats = (sm.split_stats(x, kv_heads) for x in (lse, dlse))
     rows = (sm.split_queries(x, kv_heads) for x in (out, dout))
     return sm.row_gradient(*rows, *stats)
@@ -158,7 +156,7 @@ def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
 
 
 def _backward_step(
-    tiles: Tiles, i: Any, q_i: Array, j: Any, s: Array, given: tuple[Array, ...],
+    tiles: Tiles, i: Any, q_i: Array, j: Any, s: Array, given: tuple[Array, Array, Array],
     dq_i: Array, dk: Array, dv: Array, dbias: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """Add one tile's share to (dq of this chunk, dk, dv, dbias)."""

@@ -12,6 +12,8 @@ Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1, with the g
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -58,7 +60,7 @@ def merge_stats(x: Stats) -> Float[Array, "B N T"]:
     return rearrange(x, "B K G T -> B (K G) T")
 
 
-def split_heads(x: Array, kv_heads: int) -> Array:
+def split_heads(x: Any, kv_heads: int) -> Array:
     """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G]; a broadcast axis becomes two of size 1."""
     if x.shape[1] == 1:
         return x[:, :, None]

@@ -113,7 +113,7 @@ def _pad_bias(bias: Array, t: int, s: int) -> Array:
     return pad_axis(bias, 4, s) if bias.shape[4] > 1 else bias
 
 
-def for_visits(lists: Visits, row: tuple[Any, Any, Any], step: Any, carry: Any) -> Any:
+def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
     """Fold `step(j, mixed, carry)` over the key chunks that one query chunk visits.
 
     Args:

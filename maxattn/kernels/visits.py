@@ -43,8 +43,8 @@ def visits(
         q_offset, kv_offset: position of the first local query and key; ints or traced.
     """
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-    kinds = chunk_kinds(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, jnp if traced else np)
-    xp = jnp if traced else np
+    xp: Any = jnp if traced else np
+    kinds = chunk_kinds(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, xp)
     visited = kinds != EMPTY
     count = visited.sum(axis=1).astype(np.int32)
     order = xp.argsort(~visited, axis=1, stable=True).astype(np.int32)
