@@ -7,6 +7,7 @@ attention names its own output and log-sum-exp ("attn_out", "attn_lse"); the mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[..., Any]
+PLAIN = (bool, int, float, str, type(None))
 
 POLICIES = ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH")
 
@@ -52,16 +54,29 @@ def remat_policy(name: str) -> Policy | None:
     )
 
 
-def remat(f: F, config: AttentionConfig | None = None, *, static_argnums: int | tuple[int, ...] = ()) -> F:
+def remat(f: F, config: AttentionConfig | None = None) -> F:
     """Wrap a layer's call so that its backward recomputes what `config.remat_policy` does not keep.
 
     Args:
-        f: a function of (module, arrays...), or an unbound method such as `Block.__call__`.
+        f: a function of modules, arrays and plain values, such as the unbound method `Block.__call__`.
         config: its `remat_policy` decides; None, or NONE, returns `f` as it is.
-        static_argnums: positions of arguments that are plain Python values, counting the module as 0.
 
     Returns:
-        A function of the same arguments.
+        A function of the same arguments. Python's own values (bool, int, float, str, None) stay what they are.
     """
     policy = remat_policy("NONE" if config is None else config.remat_policy)
-    return f if policy is None else nnx.remat(f, policy=policy, static_argnums=static_argnums)
+    if policy is None:
+        return f
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Traced, a `deterministic=True` could not be branched on: only what holds arrays goes through nnx.remat.
+        traced_args = {i: a for i, a in enumerate(args) if not isinstance(a, PLAIN)}
+        traced_kwargs = {k: a for k, a in kwargs.items() if not isinstance(a, PLAIN)}
+
+        def inner(some: dict[int, Any], named: dict[str, Any]) -> Any:
+            return f(*(some.get(i, a) for i, a in enumerate(args)), **(kwargs | named))
+
+        return nnx.remat(inner, policy=policy)(traced_args, traced_kwargs)
+
+    return call  # type: ignore[return-value]

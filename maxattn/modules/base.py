@@ -11,17 +11,19 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxattn import sharding
-from maxattn.attention import attention
+from maxattn.attention import attention, bind_mask
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
 from maxattn.norms import QKNorm, check_qk_norm, make_qk_norm, normalise
-from maxattn.rope import apply_rotary
+from maxattn.rope import Rotary, apply_rotary, as_rotary
 
 Heads = Float[Array, "B T N H"]
 
@@ -92,6 +94,16 @@ class AttentionBase(nnx.Module):
         norm = make_qk_norm(self.qk_norm, heads, self.dim_head, self.eps, param_dtype=param_dtype, rngs=rngs)
         return nnx.data(norm)
 
+    def _check_attention(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> None:
+        """Refuse a mask or bias that does not fit before anything is projected."""
+        q = jax.ShapeDtypeStruct((batch, q_len, self.heads, self.dim_head), jnp.float32)
+        k = jax.ShapeDtypeStruct((batch, kv_len, self.kv_heads, self.dim_head), jnp.float32)
+        bound = bind_mask(mask, q, k, self.config or AttentionConfig())  # type: ignore[arg-type]
+        Call.of(q, k, bound, bias, self.scale, self.role)
+
+    def _check_rotary(self, rotary: Any, batch: int, length: int, name: str) -> Rotary | None:
+        return None if rotary is None else as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
+
     # ---- the steps of a call -----------------------------------------------------------------------------------------
 
     def _scope(self, name: str) -> AbstractContextManager[Any]:
@@ -109,15 +121,15 @@ class AttentionBase(nnx.Module):
                 return split_heads(normalise(norm, x), heads)
             return normalise(norm, split_heads(x, heads))
 
-    def _rotate(self, x: Heads, rotary: Any, name: str = "rotary_emb") -> Heads:
+    def _rotate(self, x: Heads, rotary: Rotary | None) -> Heads:
         if rotary is None:
             return x
         with self._scope("rope"):
-            return apply_rotary(x, rotary, name)
+            return apply_rotary(x, rotary)
 
-    def _queries(self, hidden_states: Array, rotary_emb: Any) -> Heads:
+    def _queries(self, hidden_states: Array, rotary: Rotary | None) -> Heads:
         q = self._to_heads(self._project(hidden_states, self.to_q, "query_proj"), self.heads, self.norm_q)
-        return sharding.constrain(self._rotate(q, rotary_emb), self.mesh, "BTNH")
+        return sharding.constrain(self._rotate(q, rotary), self.mesh, "BTNH")
 
     def _attend(self, q: Heads, k: Heads, v: Heads, mask: Any = None, bias: Any = None) -> Heads:
         return attention(

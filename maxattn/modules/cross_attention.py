@@ -134,10 +134,13 @@ class CrossAttention(AttentionBase):
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
-        self._check_source(hidden_states.shape[0], encoder_hidden_states, kv, encoder_hidden_states_image, rotary_emb_k)
-        q = self._queries(hidden_states, rotary_emb)
-        if kv is None:
-            kv = self.compute_kv(encoder_hidden_states, encoder_hidden_states_image, rotary_emb_k)  # type: ignore[arg-type]
+        b, t, _ = hidden_states.shape
+        self._check_source(b, encoder_hidden_states, kv, encoder_hidden_states_image, rotary_emb_k)
+        rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
+        text: Any = encoder_hidden_states
+        self._check_attention(b, t, (text if kv is None else kv.k).shape[1], mask, bias)
+        kv = self.compute_kv(text, encoder_hidden_states_image, rotary_emb_k) if kv is None else kv
+        q = self._queries(hidden_states, rotary_q)
         out = self._attend(q, kv.k, kv.v, mask, bias)
         if kv.image_k is not None and kv.image_v is not None:
             out = out + self._attend(q, kv.image_k, kv.image_v)
@@ -160,9 +163,11 @@ class CrossAttention(AttentionBase):
             InputError: for shapes or dtypes that do not fit.
         """
         checks.states("encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim")
-        self._check_image(image, text.shape[0])
+        b, s, _ = text.shape
+        self._check_image(image, b)
+        rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k")
         k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k)
-        k = self._rotate(k, rotary_emb_k, "rotary_emb_k")
+        k = self._rotate(k, rotary_k)
         if image is None:
             return KV(k, v)
         return KV(k, v, *self._keys_values(image, self.add_k_proj, self.add_v_proj, self.norm_added_k))
@@ -194,9 +199,9 @@ class CrossAttention(AttentionBase):
         if (image is None) != (self.added_kv_proj_dim is None):
             raise InputError(
                 "encoder_hidden_states_image", "None" if image is None else f"shape {tuple(image.shape)}",
-                f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}: an image goes with a width, "
-                "and None with None",
-                "pass the image's states" if image is None else "build the module with added_kv_proj_dim",
+                f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}, so it "
+                + ("attends to an image too" if image is None else "has no projections for an image"),
+                "pass the image's states" if image is None else "build it with added_kv_proj_dim, or pass no image",
             )  # fmt: skip
         if image is not None and self.added_kv_proj_dim is not None:
             checks.states("encoder_hidden_states_image", image, self.added_kv_proj_dim, "added_kv_proj_dim", batch)

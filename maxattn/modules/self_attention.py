@@ -14,6 +14,7 @@ from maxattn import sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase
+from maxattn.rope import Rotary
 
 
 class FlaxAttention(AttentionBase):
@@ -105,12 +106,16 @@ class FlaxAttention(AttentionBase):
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
-        q = self._queries(hidden_states, rotary_emb)
-        k, v = self._keys_values(hidden_states, rotary_emb if rotary_emb_k is None else rotary_emb_k)
+        b, t, _ = hidden_states.shape
+        rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
+        rotary_k = rotary_q if rotary_emb_k is None else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
+        self._check_attention(b, t, t, mask, bias)
+        q = self._queries(hidden_states, rotary_q)
+        k, v = self._keys_values(hidden_states, rotary_k)
         return self._output(self._attend(q, k, v, mask, bias), deterministic, rngs)
 
-    def _keys_values(self, x: Array, rotary: Any) -> tuple[Array, Array]:
+    def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         k = self._to_heads(self._project(x, self.to_k, "key_proj"), self.kv_heads, self.norm_k)
         v = self._to_heads(self._project(x, self.to_v, "value_proj"), self.kv_heads)
-        k = self._rotate(k, rotary, "rotary_emb_k")
+        k = self._rotate(k, rotary)
         return sharding.constrain(k, self.mesh, "BSKH"), sharding.constrain(v, self.mesh, "BSKH")

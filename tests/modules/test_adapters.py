@@ -1,0 +1,171 @@
+"""`attention_fn` inside `nnx.MultiHeadAttention`, against flax's own attention: outputs, gradients, cache, weights."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn import masks
+from maxattn.attention import attention
+from maxattn.config import AttentionConfig
+from maxattn.errors import InputError, Unsupported
+from maxattn.modules import adapters, attention_fn
+
+C, N, T = 16, 4, 7
+X = jax.random.normal(jax.random.key(0), (2, T, C))
+DENSE, EFFICIENT = AttentionConfig(attention="dot_product"), AttentionConfig(use_memory_efficient_attention=True)
+
+
+def mha(fn: Any, decode: bool = False, **how: Any) -> nnx.MultiHeadAttention:
+    return nnx.MultiHeadAttention(num_heads=N, in_features=C, attention_fn=fn, decode=decode, rngs=nnx.Rngs(0), **how)
+
+
+def pair(config: AttentionConfig = DENSE, **how: Any) -> tuple[nnx.MultiHeadAttention, nnx.MultiHeadAttention]:
+    return mha(attention_fn(config), **how), mha(nnx.dot_product_attention, **how)
+
+
+BUILDS = {"plain": {}, "gqa": {"num_kv_heads": 2}, "normed": {"normalize_qk": True}}
+CALLS = {
+    "full": {}, "causal": {"is_causal": True}, "float_mask": {"mask": nnx.make_causal_mask(jnp.ones((2, T)))},
+    "padding": {"mask": (jnp.arange(T) < jnp.asarray([[3], [T]]))[:, None, None]},
+    "both": {"mask": (jnp.arange(T) < jnp.asarray([[3], [T]]))[:, None, None] & jnp.ones((T, 1), bool),
+             "is_causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "call", "config"),
+    [("plain", call, DENSE) for call in CALLS]
+    + [("gqa", call, EFFICIENT) for call in ("full", "causal", "both")]
+    + [("normed", "padding", EFFICIENT)],
+)
+def test_outputs_and_gradients_are_flaxs(build: str, call: str, config: AttentionConfig) -> None:
+    def run(module: nnx.MultiHeadAttention, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = module(x, **CALLS[call])
+        return jnp.sum(jnp.sin(y) * jnp.arange(C)), y
+
+    results = [nnx.jit(nnx.grad(run, argnums=(0, 1), has_aux=True))(m, X) for m in pair(config, **BUILDS[build])]
+    (ours, our_y), (theirs, their_y) = results
+    np.testing.assert_allclose(our_y, their_y, atol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, T, C), (1, 2, 3, T, C), (T, C)])
+def test_any_number_of_batch_axes(shape: tuple[int, ...]) -> None:
+    ours, theirs = pair()
+    x = jax.random.normal(jax.random.key(1), shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((T, T))), (*shape[:-2], 1, T, T))
+    want = theirs(x[None], mask=mask[None])[0] if len(shape) == 2 else theirs(x, mask=mask)
+    np.testing.assert_allclose(ours(x, mask=mask), want, atol=2e-6)
+
+
+def test_a_mask_may_lack_or_share_batch_axes() -> None:
+    fn, q = attention_fn(DENSE), jax.random.normal(jax.random.key(2), (2, 3, T, N, 4))
+    full = jnp.broadcast_to(jax.random.bernoulli(jax.random.key(3), 0.7, (3, 1, T, T)), (2, 3, 1, T, T))
+    want = fn(q, q, q, mask=full)
+    for mask in (full[0], full[:1], full[:, :, :, :, :].astype(jnp.int32)):
+        np.testing.assert_array_equal(fn(q, q, q, mask=mask), want)
+    bias = jnp.where(full, 0.0, -1e9)
+    np.testing.assert_allclose(fn(q, q, q, bias=bias[0]), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_decoding_token_by_token_is_the_causal_call(is_causal: bool) -> None:
+    ours, theirs = pair(num_kv_heads=2)
+    decoder = mha(attention_fn(DENSE), decode=True, num_kv_heads=2)
+    decoder.init_cache((2, T, C))
+    steps = [decoder(X[:, i : i + 1], is_causal=is_causal) for i in range(T)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), theirs(X, is_causal=True), atol=2e-6)
+    np.testing.assert_allclose(ours(X, is_causal=True), theirs(X, is_causal=True), atol=2e-6)
+
+
+def test_dtype_and_precision_are_honoured() -> None:
+    module = mha(attention_fn(DENSE), dtype=jnp.bfloat16, precision="highest")
+    assert module(X).dtype == jnp.bfloat16
+    q = jax.random.normal(jax.random.key(4), (1, T, N, 8))
+    assert attention_fn(DENSE)(q.astype(jnp.bfloat16), q, q).dtype == jnp.float32  # promoted, as flax does
+    assert attention_fn(DENSE)(q, q, q, dtype=jnp.float16).dtype == jnp.float16
+    text = str(jax.make_jaxpr(lambda q: attention_fn(DENSE)(q, q, q, precision="default"))(q))
+    assert text.count("Precision.HIGHEST") >= 2  # never less than asked: float32 products are whole
+
+
+def sown(module: nnx.MultiHeadAttention, mask: Any) -> tuple[jax.Array, jax.Array]:
+    out, state = nnx.capture(lambda m: m(X, mask=mask, sow_weights=True), nnx.Intermediate)(module)
+    (weights,) = state["attention_weights"].get_value()
+    return out, weights
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_weights_are_sown_and_said_to_be_dense(kv_heads: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    adapters._say_dense.cache_clear()
+    mask = nnx.make_causal_mask(jnp.ones((2, T)))
+    with caplog.at_level(logging.WARNING, logger="maxattn"):
+        ours, theirs = (sown(module, mask) for module in pair(num_kv_heads=kv_heads))
+        sown(pair()[0], mask)
+    np.testing.assert_allclose(ours[0], theirs[0], atol=2e-6)
+    np.testing.assert_allclose(ours[1], theirs[1], atol=2e-6)
+    assert [r.getMessage() for r in caplog.records if "sow_weights" in r.getMessage()] == [
+        "attention weights were asked for (sow_weights): computed densely, 7 x 7 scores a head, "
+        "and not by the kernel of the config"
+    ]
+
+
+def test_sown_weights_of_a_query_without_keys_are_zero() -> None:
+    _, weights = sown(mha(attention_fn(DENSE)), jnp.zeros((2, 1, T, T)))
+    assert weights.shape == (2, N, T, T) and (weights == 0.0).all()
+
+
+def test_the_role_chooses_the_setting() -> None:
+    q, k = jax.random.normal(jax.random.key(5), (1, T, N, 8)), jax.random.normal(jax.random.key(6), (1, 3, N, 8))
+    config = AttentionConfig(cross_attention="dot_product")
+    want = attention(q, k, k, config=config, role="cross")
+    np.testing.assert_array_equal(attention_fn(config, role="cross")(q, k, k), want)
+
+
+def test_equal_settings_make_equal_functions_and_trace_once() -> None:
+    again = AttentionConfig(attention="dot_product")
+    assert attention_fn(DENSE) == attention_fn(again) and hash(attention_fn(DENSE)) == hash(attention_fn(again))
+    traces = []
+
+    @nnx.jit
+    def call(module: nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return module(x)
+
+    call(mha(attention_fn(DENSE)), X)
+    call(mha(attention_fn(again)), X)
+    assert len(traces) == 1
+
+
+def test_dropout_on_probabilities_is_refused_unless_deterministic() -> None:
+    module = mha(attention_fn(DENSE), dropout_rate=0.1)
+    with pytest.raises(Unsupported) as caught:
+        module(X, deterministic=False, rngs=nnx.Rngs(dropout=0))
+    assert caught.value.setting == "dropout_rate"
+    np.testing.assert_allclose(module(X, deterministic=True), mha(nnx.dot_product_attention)(X), atol=2e-6)
+
+
+def test_operands_and_masks_that_do_not_fit_are_refused() -> None:
+    q, fn = jnp.ones((2, T, N, 4)), attention_fn(DENSE)
+    for args, how, setting in (
+        ((q, q[:1], q), {}, "key"),
+        ((q[0, 0], q, q), {}, "query"),
+        ((q, q, q), {"mask": jnp.ones((3, 1, T, T))}, "mask"),
+        ((q, q, q), {"bias": jnp.ones((5, 2, 1, T, T))}, "bias"),
+        ((q, q[:, :3], q[:, :3]), {"is_causal": True}, "mask"),
+    ):
+        with pytest.raises(InputError) as caught:
+            fn(*args, **how)
+        assert setting in caught.value.setting
+
+
+def test_masks_of_maxattn_and_of_flax_agree() -> None:
+    ours, _ = pair()
+    mask = masks.Causal().bind(T, T).allowed(np.arange(T), np.arange(T))
+    np.testing.assert_allclose(ours(X, mask=jnp.asarray(mask)), ours(X, is_causal=True), atol=1e-6)

@@ -1,0 +1,201 @@
+"""The modules under jit, vmap, scan, remat and on meshes; their state and their static side."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn import masks, sharding
+from maxattn.config import AttentionConfig
+from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
+from maxattn.remat import remat
+from maxattn.rope import rope_1d
+from tests.modules.reference import randomise
+
+C, N, H, T, S = 16, 4, 8, 24, 10
+X = jax.random.normal(jax.random.key(0), (8, T, C))
+TEXT = jax.random.normal(jax.random.key(1), (8, S, C))
+ROPE = rope_1d(H, T)
+
+
+def attn(**how: Any) -> FlaxAttention:
+    how = {"qk_norm": "rms_norm_across_heads", "bias": True, **how}
+    return FlaxAttention(C, heads=N, dim_head=H, rngs=nnx.Rngs(0), **how)
+
+
+def cross(**how: Any) -> CrossAttention:
+    how = {"qk_norm": "rms_norm_across_heads", "bias": True, **how}
+    return CrossAttention(C, heads=N, dim_head=H, rngs=nnx.Rngs(0), **how)
+
+
+# ---- jit and the static side -----------------------------------------------------------------------------------------
+
+
+def test_a_second_call_traces_nothing() -> None:
+    traces = []
+
+    @nnx.jit
+    def step(a: FlaxAttention, c: CrossAttention, x: jax.Array, text: jax.Array) -> jax.Array:
+        traces.append(1)
+        return c(a(x, ROPE, mask=masks.KeyPadding(jnp.full(8, 20))), text)
+
+    module, other = attn(), cross()
+    first = step(module, other, X, TEXT)
+    second = step(module, other, X + 1.0, TEXT)
+    step(attn(), cross(), X, TEXT)  # modules built alike share the trace
+    assert len(traces) == 1
+    assert (first != second).any()
+
+
+def test_the_static_side_is_hashed_quickly() -> None:
+    config = AttentionConfig.from_overrides(["attention=dot_product", "flash_block_sizes.block_q=1024"])
+    graphdef, _ = nnx.split(attn(config=config, mesh=jax.make_mesh((8,), ("fsdp",))))
+    hash(graphdef)
+    start = time.perf_counter()
+    for _ in range(200):
+        hash(graphdef)
+    assert (time.perf_counter() - start) / 200 < 2e-3
+
+
+def test_jit_agrees_with_eager() -> None:
+    module = attn()
+    np.testing.assert_allclose(
+        nnx.jit(lambda m, x: m(x, ROPE, mask=masks.Causal()))(module, X),
+        module(X, ROPE, mask=masks.Causal()),
+        atol=1e-5,
+    )
+
+
+# ---- vmap, scan, remat -----------------------------------------------------------------------------------------------
+
+
+def test_vmap_over_inputs_and_over_modules() -> None:
+    module, xs = attn(), X.reshape(2, 4, T, C)
+    np.testing.assert_allclose(jax.vmap(lambda x: module(x, ROPE))(xs).reshape(X.shape), module(X, ROPE), atol=1e-5)
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> FlaxAttention:
+        return FlaxAttention(C, heads=N, dim_head=H, rngs=rngs)
+
+    many = build(nnx.Rngs(jax.random.split(jax.random.key(0), 3)))
+    assert many.to_q.kernel.get_value().shape == (3, C, N * H)
+    ys = nnx.vmap(lambda m, x: m(x), in_axes=(0, None), out_axes=0)(many, X)
+    graphdef, state = nnx.split(many)
+    for i in range(3):
+        one = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))
+        np.testing.assert_allclose(ys[i], one(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["NONE", "SAVE_ATTENTION"])
+def test_layers_in_a_scan_are_layers_in_a_loop(policy: str) -> None:
+    config = AttentionConfig(remat_policy=policy)  # type: ignore[arg-type]
+
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def build(rngs: nnx.Rngs) -> FlaxAttention:
+        return FlaxAttention(C, heads=N, dim_head=H, config=config, rngs=rngs)
+
+    layers = build(nnx.Rngs(jax.random.split(jax.random.key(0), 3)))
+    assert layers.to_q.kernel.get_metadata()["out_sharding"] == (None, "fsdp", "tensor")
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+    def scanned(x: jax.Array, layer: FlaxAttention) -> jax.Array:
+        return remat(lambda m, x: x + m(x, ROPE), config)(layer, x)
+
+    def run(layers: FlaxAttention, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(scanned(x, layers)))
+
+    def loop(state: Any, x: jax.Array) -> jax.Array:
+        for i in range(3):
+            x = x + nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))(x, ROPE)
+        return jnp.sum(jnp.sin(x))
+
+    graphdef, state = nnx.split(layers)
+    got, got_grad = nnx.jit(nnx.value_and_grad(run))(layers, X)
+    want, want_grad = jax.jit(jax.value_and_grad(loop))(state, X)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    got_leaves, want_leaves = (jax.tree.leaves(nnx.to_pure_dict(g)) for g in (got_grad, want_grad))
+    assert len(got_leaves) == len(want_leaves) == 5
+    for a, b in zip(got_leaves, want_leaves, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3, rtol=1e-3)
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def test_state_goes_out_and_comes_back() -> None:
+    source, target = cross(added_kv_proj_dim=C), cross(added_kv_proj_dim=C)
+    randomise(source, seed=7)
+    saved = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(source)))
+    state = nnx.state(target)
+    nnx.replace_by_pure_dict(state, saved)
+    nnx.update(target, state)
+    call = {"encoder_hidden_states_image": TEXT}
+    np.testing.assert_array_equal(target(X, TEXT, **call), source(X, TEXT, **call))
+    assert set(saved) == {
+        "to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj", "norm_q", "norm_k", "norm_added_k"
+    }  # fmt: skip
+
+
+def test_abstract_modules_need_no_memory() -> None:
+    abstract = nnx.eval_shape(lambda: FlaxAttention(1 << 14, heads=128, dim_head=128, rngs=nnx.Rngs(0)))
+    assert abstract.to_q.kernel.get_value().shape == (1 << 14, 1 << 14)
+    assert isinstance(abstract.to_q.kernel.get_value(), jax.ShapeDtypeStruct)
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_say_where_they_go() -> None:
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(attn())))
+    spec = jax.sharding.PartitionSpec
+    inward = {"kernel": spec("fsdp", "tensor"), "bias": spec("tensor")}
+    assert specs == {
+        "to_q": inward, "to_k": inward, "to_v": inward,
+        "to_out": {"kernel": spec("tensor", "fsdp"), "bias": spec(None)},
+        "norm_q": {"scale": spec("tensor")}, "norm_k": {"scale": spec("tensor")},
+    }  # fmt: skip
+
+
+MESHES = {"fsdp8": {"fsdp": 8}, "context8": {"context": 8}, "all2": {"tensor": 2, "context": 2, "fsdp": 2}}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_changes_neither_output_nor_gradients(name: str) -> None:
+    overrides = [f"ici_{axis}_parallelism={size}" for axis, size in MESHES[name].items()]
+    config = AttentionConfig.from_overrides(overrides)
+    mesh = config.make_mesh()
+
+    def run(pair: tuple[FlaxAttention, CrossAttention], x: jax.Array, text: jax.Array) -> jax.Array:
+        y = pair[0](x, ROPE, mask=masks.KeyPadding(jnp.arange(8) + 3))
+        return jnp.mean(jnp.square(pair[1](y, text)))
+
+    results = []
+    for where in (None, mesh):
+        modules = nnx.List([attn(config=config, mesh=where), cross(config=config, mesh=where)])
+        sharding.place(modules, where)
+        results.append(nnx.jit(nnx.value_and_grad(run))(modules, X, TEXT))
+        kernel = modules[0].to_q.kernel.get_value()
+    shard = kernel.addressable_shards[0].data.shape
+    assert shard == (C // dict(mesh.shape)["fsdp"], N * H // dict(mesh.shape)["tensor"])
+    (want, want_grad), (got, got_grad) = results
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        nnx.to_pure_dict(got_grad), nnx.to_pure_dict(want_grad),
+    )  # fmt: skip
+
+
+def test_flaxs_own_module_on_a_mesh() -> None:
+    config = AttentionConfig.from_overrides(["ici_context_parallelism=4", "ici_fsdp_parallelism=2"])
+
+    def mha(fn: Any) -> nnx.MultiHeadAttention:
+        return nnx.MultiHeadAttention(num_heads=N, in_features=C, attention_fn=fn, decode=False, rngs=nnx.Rngs(0))
+
+    ours, theirs = mha(attention_fn(config, config.make_mesh())), mha(nnx.dot_product_attention)
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(ours, X), theirs(X), atol=1e-5)

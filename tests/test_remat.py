@@ -1,0 +1,107 @@
+"""Remat policies: the same gradients whatever is kept, and what is kept is not computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import ConfigError
+from maxattn.modules import FlaxAttention
+from maxattn.remat import POLICIES, remat, remat_policy
+
+T = 24
+X = jax.random.normal(jax.random.key(0), (2, T, 16))
+
+
+class Block(nnx.Module):
+    """Attention, then a projection, so that something comes after the attention to need its output."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.attn = FlaxAttention(16, heads=2, dim_head=8, config=config, qk_norm="rms_norm", rngs=nnx.Rngs(0))
+        self.up = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array, causal: bool = False) -> jax.Array:
+        return x + jnp.tanh(self.up(self.attn(x, mask=jnp.tril(jnp.ones((T, T), bool)) if causal else None)))
+
+
+def made(policy: str) -> tuple[Block, Any]:
+    config = AttentionConfig(attention="dot_product", remat_policy=policy)  # type: ignore[arg-type]
+    block = Block(config)
+
+    def loss(block: Block, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(remat(Block.__call__, config)(block, x)))
+
+    return block, loss
+
+
+def equations(jaxpr: Any) -> Any:
+    """Walk every equation of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def count(policy: str) -> tuple[int, int]:
+    """Count, over forward and backward, exponentials of [.., T, T] scores and products without batch axes."""
+    block, loss = made(policy)
+    graphdef, state = nnx.split(block)
+    grad = jax.grad(lambda s, x: loss(nnx.merge(graphdef, s), x), argnums=(0, 1))
+    eqns = list(equations(jax.make_jaxpr(grad)(state, X).jaxpr))
+    scores = [e for e in eqns if e.primitive.name == "exp" and e.outvars[0].aval.shape[-2:] == (T, T)]
+    products = [e for e in eqns if e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0]]
+    return len(scores), len(products)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_do_not_depend_on_the_policy(policy: str) -> None:
+    (block, loss), (plain, plain_loss) = made(policy), made("NONE")
+    got = nnx.jit(nnx.grad(loss))(block, X)
+    want = nnx.jit(nnx.grad(plain_loss))(plain, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+def test_what_a_policy_keeps_is_not_computed_again() -> None:
+    none, full, saved, matmuls = (count(p) for p in ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH"))
+    assert none[0] == 2  # once forward, once from the log-sum-exp in the backward
+    assert full[0] == 3  # the forward again
+    assert saved[0] == 2
+    assert full[1] == saved[1] > none[1]  # both recompute the projections, and only FULL the attention between them
+    assert matmuls[1] == none[1]
+
+
+def test_none_wraps_nothing() -> None:
+    assert remat(Block.__call__, None) is Block.__call__
+    assert remat(Block.__call__, AttentionConfig()) is Block.__call__
+    assert remat_policy("NONE") is None
+
+
+def test_plain_arguments_stay_plain_and_randomness_moves_on() -> None:
+    config = AttentionConfig(remat_policy="FULL")
+    block = Block(config)
+    wrapped = remat(Block.__call__, config)
+    want = block(X, causal=True)
+    np.testing.assert_allclose(wrapped(block, X, True), want, atol=1e-6)
+    np.testing.assert_allclose(wrapped(block, x=X, causal=True), want, atol=1e-6)
+
+    attn = FlaxAttention(16, heads=2, dim_head=8, dropout=0.5, rngs=nnx.Rngs(0))
+    rngs, same = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
+    for _ in range(2):  # the stream advances outside the wrapper too
+        got = remat(FlaxAttention.__call__, config)(attn, X, None, deterministic=False, rngs=rngs)
+        np.testing.assert_allclose(got, attn(X, deterministic=False, rngs=same), atol=1e-6)
+
+
+def test_the_names_are_those_of_the_config() -> None:
+    for policy in POLICIES:
+        assert AttentionConfig(remat_policy=policy).remat_policy == policy  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        remat_policy("SAVE_ATTN")
+    assert caught.value.setting == "remat_policy" and caught.value.remedy == "did you mean 'SAVE_ATTENTION'?"

@@ -1,0 +1,160 @@
+"""Rotary embeddings against literal complex multiplication."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn.errors import InputError
+from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d, rope_nd, split_3d
+
+RNG = np.random.default_rng(0)
+
+
+def heads(b: int, t: int, n: int, h: int) -> np.ndarray:
+    return RNG.standard_normal((b, t, n, h)).astype(np.float32)
+
+
+def as_complex(x: np.ndarray, style: str) -> np.ndarray:
+    half = x.shape[-1] // 2
+    return x[..., ::2] + 1j * x[..., 1::2] if style == "interleaved" else x[..., :half] + 1j * x[..., half:]
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+@pytest.mark.parametrize("h", [2, 16, 40])
+def test_1d_is_multiplication_by_unit_complex_numbers(style: str, h: int) -> None:
+    x = heads(2, 7, 3, h)
+    y = np.asarray(apply_rotary(jnp.asarray(x), rope_1d(h, 7, theta=500.0, style=style)))
+    for t in range(7):
+        for i in range(h // 2):
+            factor = np.exp(1j * t * 500.0 ** (-2 * i / h))
+            np.testing.assert_allclose(
+                as_complex(y, style)[:, t, :, i], as_complex(x, style)[:, t, :, i] * factor, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_products_of_queries_and_keys_depend_on_the_distance_alone(style: str) -> None:
+    q, k = heads(1, 1, 1, 32), heads(1, 1, 1, 32)
+    table = rope_1d(32, 12, style=style)
+    rq, rk = (np.asarray(apply_rotary(jnp.asarray(np.repeat(x, 12, 1)), table))[0, :, 0] for x in (q, k))
+    scores = rq @ rk.T
+    for distance in range(-11, 12):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(scores[0]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "split"), [(128, (44, 42, 42)), (64, (24, 20, 20)), (16, (8, 4, 4)), (12, (4, 4, 4)), (6, (2, 2, 2))]
+)
+def test_3d_splits_the_head_as_wan(head_dim: int, split: tuple[int, ...]) -> None:
+    assert split_3d(head_dim) == split
+
+
+def wan_table(h: int, frames: int, height: int, width: int) -> np.ndarray:
+    """Angles [T, H/2] by loops over tokens and channels."""
+    t_dim, s_dim = h - 4 * (h // 6), 2 * (h // 6)
+    rows = []
+    for f in range(frames):
+        for y in range(height):
+            for x in range(width):
+                row = [f * 1e4 ** (-2 * i / t_dim) for i in range(t_dim // 2)]
+                row += [y * 1e4 ** (-2 * i / s_dim) for i in range(s_dim // 2)]
+                row += [x * 1e4 ** (-2 * i / s_dim) for i in range(s_dim // 2)]
+                rows.append(row)
+    return np.asarray(rows)
+
+
+def test_3d_table_is_wans() -> None:
+    table = rope_3d(128, 3, 4, 5)
+    angles = wan_table(128, 3, 4, 5)
+    assert table.cos.shape == (60, 64)
+    np.testing.assert_allclose(table.cos + 1j * table.sin, np.exp(1j * angles), atol=1e-7)
+
+
+def test_2d_gives_rows_the_first_half_and_columns_the_second() -> None:
+    table = rope_2d(8, 2, 3)
+    angle = np.arctan2(table.sin, table.cos)
+    np.testing.assert_allclose(angle[:, 0], [0, 0, 0, 1, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(angle[:, 2], [0, 1, 2, 0, 1, 2], atol=1e-6)
+    np.testing.assert_allclose(angle[:, 3], np.asarray([0, 1, 2, 0, 1, 2]) * 1e4**-0.5, atol=1e-6)
+
+
+def test_tables_are_numpy_float32_rounded_once() -> None:
+    table = rope_1d(64, 76_000)
+    assert isinstance(table.cos, np.ndarray) and table.cos.dtype == table.sin.dtype == np.float32
+    exact = np.cos(75_999 * 1e4 ** (-np.arange(0, 64, 2) / 64))
+    assert np.abs(table.cos[-1] - exact).max() < 6.1e-8  # half a unit in the last place below 1
+
+
+def test_every_spelling_gives_the_same() -> None:
+    x = jnp.asarray(heads(2, 6, 3, 8))
+    table = rope_1d(8, 6)
+    wide = [np.repeat(part, 2, axis=-1) for part in (table.cos, table.sin)]
+    complex_table = table.cos + 1j * table.sin
+    want = np.asarray(apply_rotary(x, table))
+    spellings = [
+        (table.cos, table.sin), tuple(wide), list(wide), complex_table, complex_table[None], complex_table[None, None],
+        complex_table[None, :, None], jnp.asarray(complex_table), complex_table.astype(np.complex128),
+        (wide[0][None, :, None], wide[1][None, :, None]), np.repeat(complex_table[None], 2, 0),
+    ]  # fmt: skip
+    for spelling in spellings:
+        np.testing.assert_array_equal(apply_rotary(x, spelling), want)
+
+
+def test_examples_may_have_positions_of_their_own() -> None:
+    x = jnp.asarray(heads(2, 4, 1, 8))
+    positions = np.asarray([[0, 1, 2, 3], [7, 5, 0, 2]])[..., None]
+    y = apply_rotary(x, rope_nd((8,), positions))
+    line = rope_1d(8, 8)
+    for b in range(2):
+        picked = Rotary(line.cos[positions[b, :, 0]], line.sin[positions[b, :, 0]])
+        np.testing.assert_array_equal(y[b], apply_rotary(x[b : b + 1], picked)[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_low_precision_is_rotated_in_float32_and_rounded_once(dtype: jnp.dtype, style: str) -> None:
+    x, table = jnp.asarray(heads(2, 50, 2, 16)).astype(dtype), rope_1d(16, 50, style=style)
+    y = apply_rotary(x, table)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, apply_rotary(x.astype(jnp.float32), table).astype(dtype))
+
+
+def test_tables_pass_through_jit_and_the_gradient_turns_back() -> None:
+    x, table = jnp.asarray(heads(1, 5, 2, 8)), rope_1d(8, 5)
+    y, pull = jax.vjp(lambda x: jax.jit(apply_rotary)(x, table), x)
+    np.testing.assert_allclose(pull(y)[0], x, atol=1e-6)
+    np.testing.assert_allclose(jnp.linalg.norm(y), jnp.linalg.norm(x), rtol=1e-6)
+
+
+TABLE = rope_1d(8, 6)
+BAD = {
+    "rotary_length": (lambda x: apply_rotary(x, rope_1d(8, 30)), "rotary_emb"),
+    "rotary_width": (lambda x: apply_rotary(x, rope_1d(16, 6)), "rotary_emb"),
+    "rotary_pair_of_wider_heads": (lambda x: apply_rotary(x, (rope_1d(16, 6).cos, rope_1d(16, 6).sin)), "rotary_emb"),
+    "rotary_pair_doubled_by_halves": (lambda x: apply_rotary(x, (np.tile(TABLE.cos, 2),) * 2), "rotary_emb"),
+    "rotary_batch": (lambda x: apply_rotary(x, np.ones((3, 6, 4), np.complex64)), "rotary_emb"),
+    "rotary_real_array": (lambda x: apply_rotary(x, TABLE.cos, "rotary_emb_k"), "rotary_emb_k"),
+    "rotary_tuple_of_three": (lambda x: apply_rotary(x, (TABLE.cos, TABLE.sin, TABLE.cos)), "rotary_emb"),
+    "rotary_string": (lambda x: apply_rotary(x, "wan"), "rotary_emb"),
+    "rotary_odd_head": (lambda x: apply_rotary(x[..., :7], TABLE), "dim_head"),
+    "rotary_style": (lambda x: rope_1d(8, 6, style="interleave"), "style"),
+    "rope_1d_odd": (lambda x: rope_1d(7, 6), "head_dim"),
+    "rope_2d_odd_half": (lambda x: rope_2d(6, 2, 2), "head_dim"),
+    "rope_3d_small": (lambda x: rope_3d(4, 1, 2, 2), "head_dim"),
+    "rope_3d_no_frames": (lambda x: rope_3d(12, 0, 2, 2), "frames"),
+    "rope_positions": (lambda x: rope_nd((4, 4), np.zeros((6, 3))), "positions"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    call, setting = BAD[name]
+    with pytest.raises(InputError) as caught:
+        call(jnp.ones((2, 6, 1, 8)))
+    assert caught.value.setting == setting
+    assert caught.value.rule and caught.value.remedy
