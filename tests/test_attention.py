@@ -1,0 +1,283 @@
+"""What `attention()` promises around the numbers: no retrace, no T x S array, remat, transforms, logs."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.attention import announce
+from maxattn.kernels.visits import visits
+
+BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)
+DENSE = ma.AttentionConfig(attention="dot_product")
+
+
+def qkv(t: int = 40, s: int | None = None, batch: int = 2, dtype: str = "float32") -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = ((batch, t, 4, 16), (batch, s or t, 2, 16), (batch, s or t, 2, 16))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def array_sizes(jaxpr) -> set[int]:
+    """Collect the sizes of all arrays in a jaxpr and everything nested in it."""
+    text = str(jaxpr)
+    found = re.findall(r"\b(?:f32|bf16|f16|bool|i32|s32|i8|u8)\[([\d,]+)\]", text)
+    return {int(np.prod([int(d) for d in dims.split(",")])) for dims in found}
+
+
+def count_primitive(jaxpr, name: str) -> int:
+    """Count the equations of one primitive, those of nested jaxprs as often as they are called."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += eqn.primitive.name == name
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            total += count_primitive(inner, name) if hasattr(inner, "eqns") else 0
+    return total
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_block_window_makes_no_square_array_and_visits_the_window_alone() -> None:
+    t, block, window = 32_760, 1560, 7
+    mask = M.BlockSlidingWindow(block, window)
+    x = jax.ShapeDtypeStruct((1, t, 1, 16), jnp.float32)
+
+    def loss(q, k, v):
+        return ma.attention(q, k, v, mask=mask, config=BLOCKWISE).sum()
+
+    largest = max(array_sizes(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)))
+    assert largest <= 2**21, "an array of more than 2 Mi entries, for 1 Gi pairs"
+    kernel = ma.plan(ma.Call.of(x, x, mask=mask), BLOCKWISE).kernel
+    bound = mask.bind(t, t)
+    lists = visits(bound, kernel.query_chunk, kernel.key_chunk, t, t)
+    visited = int(lists.count.sum()) * kernel.query_chunk * kernel.key_chunk
+    assert visited == bound.allowed_pairs(t, t), "chunks line up with the frames, so nothing else is computed"
+    assert not lists.mixed[np.arange(lists.index.shape[1]) < lists.count[:, None]].any()
+
+
+@pytest.mark.parametrize("window", [2, 4, 8])
+def test_visited_chunks_grow_with_the_window(window: int) -> None:
+    mask = M.BlockSlidingWindow(512, window).bind(16_384, 16_384)
+    count = visits(mask, 512, 512, 16_384, 16_384).count
+    assert count.tolist() == [min(i + 1, window) for i in range(32)]
+
+
+def test_visits_agree_with_the_exact_block_map_and_with_traced_offsets() -> None:
+    mask = (M.BlockSlidingWindow(24, 3) & ~M.LocalWindow(2, 2) | M.KeyLimit(5)).bind(200, 200)
+    exact = mask.block_map(16, 20, 200, 200)
+    for offset in (0, 48, 96):
+        rows = 200 - offset
+        static = visits(mask, 16, 20, rows, 200, offset, 0)
+        traced = jax.jit(lambda o, rows=rows: visits(mask, 16, 20, rows, 200, o, 0))(offset)
+        for i in range(static.count.shape[0]):
+            n = int(static.count[i])
+            seen = set(static.index[i, :n].tolist())
+            assert seen == set(np.flatnonzero(exact[i + offset // 16] != M.EMPTY).tolist())
+            assert int(traced.count[i]) == n
+            assert set(np.asarray(traced.index[i, :n]).tolist()) == seen
+            unmasked = [j for j, mixed in zip(static.index[i, :n], static.mixed[i, :n], strict=True) if not mixed]
+            assert all(exact[i + offset // 16, j] == M.FULL for j in unmasked)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_blockwise_memory_is_a_twentieth_of_dense(backward: bool) -> None:
+    x = jax.ShapeDtypeStruct((1, 16_384, 4, 64), jnp.float32)
+
+    def peak(config: ma.AttentionConfig) -> int:
+        def run(q, k, v):
+            return ma.attention(q, k, v, config=config)
+
+        def run_back(q, k, v, dout):
+            return jax.vjp(run, q, k, v)[1](dout)
+
+        compiled = jax.jit(run_back if backward else run).lower(*(x,) * (4 if backward else 3)).compile()
+        m = compiled.memory_analysis()
+        return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+
+    assert peak(BLOCKWISE) * 20 <= peak(DENSE)
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_traces_nothing() -> None:
+    q, k, v = qkv(t=41)
+    lengths = jnp.array([41, 20])
+    ma.attention(q, k, v, mask=M.KeyPadding(lengths))
+    with jax.log_compiles(), _caught("jax") as records:
+        ma.attention(q + 1, k, v, mask=M.KeyPadding(lengths - 3))
+        fresh = [r for r in records if "_run" in r.getMessage()]
+    assert not fresh
+
+
+class _caught:
+    """Collect the log records of a logger."""
+
+    def __init__(self, name: str) -> None:
+        self.logger, self.records = logging.getLogger(name), []
+
+    def __enter__(self) -> list[logging.LogRecord]:
+        self.handler = logging.Handler()
+        self.handler.emit = self.records.append  # type: ignore[method-assign]
+        self.logger.addHandler(self.handler)
+        self.level = self.logger.level
+        self.logger.setLevel(logging.DEBUG)
+        return self.records
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self.handler)
+        self.logger.setLevel(self.level)
+
+
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+def test_remat_that_saves_attention_runs_it_once(config: ma.AttentionConfig) -> None:
+    """The forward takes 2 matmuls and the backward 5; running the forward again would add 2."""
+    q, k, v = qkv()
+    policy = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
+
+    def block(q, k, v):
+        return ma.attention(q * 2, k * 2, v * 2, config=config)
+
+    def matmuls(f) -> int:
+        step = jax.value_and_grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))
+        return count_primitive(jax.make_jaxpr(step)(q, k, v).jaxpr, "dot_general")
+
+    assert matmuls(block) == 7
+    assert matmuls(jax.checkpoint(block, policy=policy)) == 7
+    assert matmuls(jax.checkpoint(block)) == 9
+
+
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+def test_inside_jit_vmap_scan_and_grad(config: ma.AttentionConfig) -> None:
+    q, k, v = qkv()
+    mask = M.Causal()
+
+    def f(q, k, v):
+        return ma.attention(q, k, v, mask=mask, config=config)
+
+    want = f(q, k, v)
+    batched = jax.vmap(f)(*(jnp.stack([x, x * 2]) for x in (q, k, v)))
+    assert jnp.allclose(batched[0], want, atol=1e-6)
+    assert jnp.allclose(batched[1], f(q * 2, k * 2, v * 2), atol=1e-6)
+    scanned = jax.lax.scan(lambda c, _: (f(c, k, v), c), q, None, length=3)[0]
+    assert jnp.allclose(scanned, f(f(f(q, k, v), k, v), k, v), atol=1e-6)
+    one = jax.grad(lambda x: (f(x, k, v) ** 2).sum())(q)
+    many = jax.vmap(jax.grad(lambda x: (f(x, k, v) ** 2).sum()))(jnp.stack([q, q]))
+    assert jnp.allclose(many[1], one, atol=1e-5)
+    assert jnp.allclose(jax.jit(f)(q, k, v), want, atol=1e-6)
+
+
+# ---- semantics that kernels share ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+def test_a_flipped_key_moves_only_what_may_see_it(config: ma.AttentionConfig) -> None:
+    q, k, v = qkv()
+    mask = M.BlockSlidingWindow(8, 2)
+    before = ma.attention(q, k, v, mask=mask, config=config)
+    after = ma.attention(q, k.at[:, 13].add(1.0), v.at[:, 13].add(1.0), mask=mask, config=config)
+    moved = np.abs(np.asarray(after - before)).max((0, 2, 3)) > 1e-6
+    assert np.flatnonzero(moved).tolist() == list(range(8, 24))
+
+
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+@pytest.mark.parametrize("shift", [-3e4, 3e4])
+def test_strongly_shifted_logits_change_nothing(config: ma.AttentionConfig, shift: float) -> None:
+    q, k, v = qkv()
+    bias = jnp.full((1, 1, 1, 40), shift)
+    mask = M.KeyPadding(jnp.array([40, 17]))
+    got, lse = ma.attention(q, k, v, mask=mask, bias=bias, config=config, return_lse=True)
+    want, plain = ma.attention(q, k, v, mask=mask, config=config, return_lse=True)
+    assert jnp.allclose(got, want, atol=2e-2)  # float32 keeps 2e-3 of a score at 3e4
+    assert jnp.allclose(lse - shift, plain, atol=2e-2)
+
+
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+def test_rows_with_nothing_to_attend_to(config: ma.AttentionConfig) -> None:
+    q, k, v = qkv()
+    mask = M.KeyPadding(jnp.array([40, 0]))
+
+    def f(q, k, v):
+        return ma.attention(q, k, v, mask=mask, config=config, return_lse=True)
+
+    (out, lse), vjp = jax.vjp(f, q, k, v)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -jnp.inf).all()
+    # Whatever comes back for such a row, even NaN and infinity, it has no gradient.
+    dout = jnp.ones_like(out).at[1].set(jnp.nan)
+    dlse = jnp.zeros_like(lse).at[1].set(jnp.inf)
+    dq, dk, dv = vjp((dout, dlse))
+    assert all((g[1] == 0).all() and jnp.isfinite(g).all() for g in (dq, dk, dv))
+
+
+def test_layout_switches_change_no_result() -> None:
+    q, k, v = qkv()
+    want = ma.attention(q, k, v, config=DENSE)
+    for change in ({"split_head_dim": False}, {"float32_qk_product": True}):
+        assert jnp.allclose(ma.attention(q, k, v, config=DENSE.replace(**change)), want, atol=1e-6)
+
+
+def test_mask_padding_tokens_false_attends_to_the_callers_padding_alone() -> None:
+    q, k, v = qkv()
+    off = DENSE.replace(mask_padding_tokens=False)
+    padding = M.KeyPadding(jnp.array([40, 9]))
+    got = ma.attention(q, k, v, mask=padding & M.Causal(), config=off)
+    assert jnp.allclose(got, ma.attention(q, k, v, mask=M.Causal(), config=DENSE), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (1, 1, 40, 40), (2, 1, 1, 40), (2, 4, 40, 40)])
+def test_boolean_arrays_are_masks(shape: tuple[int, ...]) -> None:
+    q, k, v = qkv()
+    table = jax.random.bernoulli(jax.random.key(3), 0.6, shape).at[..., 0].set(True)
+    got = ma.attention(q, k, v, mask=table)
+    assert jnp.allclose(got, ma.attention(q, k, v, bias=jnp.where(table, 0.0, -1e30)), atol=1e-5)
+
+
+def test_auto_is_dense_when_short_and_blockwise_when_long() -> None:
+    def kernel(t: int) -> str:
+        x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
+        return ma.plan(ma.Call.of(x, x), target=ma.Target.named("cpu")).kernel.name
+
+    assert [kernel(t) for t in (45, 512, 1024, 8192)] == [
+        "dot_product",
+        "dot_product",
+        "memory_efficient",
+        "memory_efficient",
+    ]
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = qkv(t=23)
+    with caplog.at_level(logging.INFO, logger="maxattn"):
+        for _ in range(3):
+            ma.attention(q, k, v)
+        ma.attention(q, k, v, mask=M.Causal())
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
+    assert "T=S=23" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(("fallback", "level"), [("warn", logging.WARNING), ("allow", logging.INFO)])
+def test_a_fallback_is_never_silent(fallback: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    config = ma.AttentionConfig(attention="cudnn_flash_te", fallback=fallback)
+    x = jax.ShapeDtypeStruct((1, 24, 4, 16), jnp.float32)
+    plan = ma.plan(ma.Call.of(x, x), config)
+    with caplog.at_level(logging.INFO, logger="maxattn"):
+        announce(plan)
+    assert plan.fell_back
+    assert plan.kernel.name == "dot_product"
+    assert [r.levelno for r in caplog.records] == [level]
+    assert "cudnn_flash_te: it needs an NVIDIA GPU" in caplog.text
