@@ -127,7 +127,7 @@ def bind_mask(mask: MaskLike, q: Query, k: Key, config: AttentionConfig) -> Mask
 def _dense(mask: Any, q: Query, k: Key) -> Mask:
     if not hasattr(mask, "shape") or not hasattr(mask, "dtype"):
         raise InputError(
-            "mask", type(mask).__name__, "a mask is a mask of maxattn.masks or a boolean array",
+            "mask", repr(mask) if isinstance(mask, str | bool) else type(mask).__name__, "a mask is a mask of maxattn.masks or a boolean array",
             "write for example masks.Causal() or masks.KeyPadding(lengths)",
         )  # fmt: skip
     if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:

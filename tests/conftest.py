@@ -8,3 +8,15 @@ _FLAG = "--xla_force_host_platform_device_count=8"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+_MATRICES = {"test_matrix.py": "kernels against float64", "test_meshes.py": "kernels on meshes against float64"}
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how many cases of each matrix ran."""
+    passed = terminalreporter.stats.get("passed", [])
+    for file, what in _MATRICES.items():
+        count = sum(file in report.nodeid and "[" in report.nodeid for report in passed)
+        if count:
+            terminalreporter.write_line(f"matrix: {count} cases of {what}")

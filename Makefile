@@ -1,0 +1,35 @@
+# Every target sets up what it needs in .venv, from nothing but python3.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+.PHONY: demo test test-all lint clean help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("maxattn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+demo: $(READY)  ## train the small video model on moving digits, then draw samples (out/wan_tiny)
+	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(ARGS)
+
+test: $(READY)  ## the tests, on two cores
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: $(READY)  ## the tests and the full products of the matrices
+	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:  ## remove the environment and everything that was made
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
