@@ -5,7 +5,29 @@ from __future__ import annotations
 from maxattn import masks
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
+from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
 from maxattn.plan import Call, Plan, Reason, Target, plan
+from maxattn.remat import remat, remat_policy
+from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
 
-__all__ = ["AttentionConfig", "Call", "Plan", "Reason", "Target", "attention", "masks", "plan"]
+__all__ = [
+    "AttentionConfig",
+    "Call",
+    "CrossAttention",
+    "FlaxAttention",
+    "Plan",
+    "Reason",
+    "Rotary",
+    "Target",
+    "apply_rotary",
+    "attention",
+    "attention_fn",
+    "masks",
+    "plan",
+    "remat",
+    "remat_policy",
+    "rope_1d",
+    "rope_2d",
+    "rope_3d",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,37 @@
+"""`import maxattn` is light, touches no backend, and exports what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import maxattn as ma
+
+PROBE = """
+import time
+start = time.process_time()
+import jax, flax.nnx
+base = time.process_time()
+import maxattn
+done = time.process_time()
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "a backend was initialised"
+import sys
+heavy = {"matplotlib", "rich", "optax", "orbax", "sklearn", "grain", "transformer_engine", "tokamax"} & set(sys.modules)
+assert not heavy - set(before), heavy
+print(done - base)
+""".replace("import maxattn\ndone", "before = list(__import__('sys').modules)\nimport maxattn\ndone")
+
+
+def test_importing_costs_under_a_second_and_starts_no_backend() -> None:
+    # CPU seconds, the best of three: other tests run beside this one.
+    runs = [
+        subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120) for _ in range(3)
+    ]
+    assert all(r.returncode == 0 for r in runs), runs[0].stderr
+    assert min(float(r.stdout) for r in runs) < 1.0
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in ma.__all__:
+        assert getattr(ma, name).__doc__, name
