@@ -65,7 +65,7 @@ class AttentionBase(nnx.Module):
     ) -> None:
         self.query_dim, self.out_dim = query_dim, query_dim if out_dim is None else out_dim
         self.heads, self.kv_heads, self.dim_head = heads, heads if kv_heads is None else kv_heads, dim_head
-        self.qk_norm, self.eps, self.scale = qk_norm, eps, scale
+        self.qk_norm, self.eps, self.scale = qk_norm, eps, None if scale is None else float(scale)
         self.config, self.mesh = config, mesh
         self._check(dropout, dtype, param_dtype)
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}

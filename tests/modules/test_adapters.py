@@ -39,24 +39,24 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("build", "call", "config"),
-    [("plain", call, DENSE) for call in CALLS]
-    + [("gqa", call, EFFICIENT) for call in ("full", "causal", "both")]
-    + [("normed", "padding", EFFICIENT)],
-)
-def test_outputs_and_gradients_are_flaxs(build: str, call: str, config: AttentionConfig) -> None:
-    def run(module: nnx.MultiHeadAttention, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = module(x, **CALLS[call])
-        return jnp.sum(jnp.sin(y) * jnp.arange(C)), y
+@pytest.mark.parametrize("config", [DENSE, EFFICIENT], ids=["dense", "efficient"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_outputs_are_flaxs(build: str, config: AttentionConfig) -> None:
+    ours, theirs = pair(config, **BUILDS[build])
+    for call in CALLS.values():
+        np.testing.assert_allclose(ours(X, **call), theirs(X, **call), atol=2e-6)
 
-    results = [nnx.jit(nnx.grad(run, argnums=(0, 1), has_aux=True))(m, X) for m in pair(config, **BUILDS[build])]
-    (ours, our_y), (theirs, their_y) = results
-    np.testing.assert_allclose(our_y, their_y, atol=2e-6)
+
+@pytest.mark.parametrize(("build", "call"), [("normed", "padding"), ("gqa", "both")])
+def test_gradients_are_flaxs(build: str, call: str) -> None:
+    def loss(module: nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module(x, **CALLS[call])) * jnp.arange(C))
+
+    ours, theirs = (nnx.jit(nnx.grad(loss, argnums=(0, 1)))(m, X) for m in pair(EFFICIENT, **BUILDS[build]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), ours, theirs)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, T, C), (1, 2, 3, T, C), (T, C)])
+@pytest.mark.parametrize("shape", [(1, 2, 3, T, C), (T, C)])
 def test_any_number_of_batch_axes(shape: tuple[int, ...]) -> None:
     ours, theirs = pair()
     x = jax.random.normal(jax.random.key(1), shape)

@@ -27,8 +27,7 @@ def built(image: bool = False, **how: Any) -> CrossAttention:
     return module
 
 
-@pytest.mark.parametrize("kv_heads", [None, 2])
-@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize(("image", "kv_heads"), [(False, None), (True, 2)])
 @pytest.mark.parametrize("qk_norm", [None, "rms_norm", "rms_norm_across_heads", "layer_norm"])
 def test_forward_is_the_numpy_module(qk_norm: str | None, image: bool, kv_heads: int | None) -> None:
     module = built(image, qk_norm=qk_norm, kv_heads=kv_heads)
