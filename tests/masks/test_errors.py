@@ -34,6 +34,8 @@ BAD: dict[str, Callable[[], object]] = {
     "flags_1d": lambda: M.KeyPadding(np.array([True, False])),
     "flags_4d": lambda: M.KeyPadding(np.ones((2, 1, 1, 5), bool)),
     "flags_wrong_length": lambda: M.KeyPadding(np.ones((2, 5), bool)).bind(4, 6),
+    "flags_of_one_key": lambda: M.KeyPadding(np.ones((2, 1), bool)).bind(4, 6),
+    "segments_of_one_key": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 1), int)).bind(4, 6),
     "lengths_wrong_batch": lambda: M.KeyPadding(np.array([3, 4])).bind(4, 6, batch=3),
     "segments_float": lambda: M.Segments(np.zeros((2, 4)), np.zeros((2, 6), int)),
     "segments_1d": lambda: M.Segments(np.zeros((2, 4), int), np.zeros(6, int)),
