@@ -274,7 +274,7 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_fallback_is_never_silent(fallback: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
     config = ma.AttentionConfig(attention="cudnn_flash_te", fallback=fallback)
     x = jax.ShapeDtypeStruct((1, 24, 4, 16), jnp.float32)
-    plan = ma.plan(ma.Call.of(x, x), config)
+    plan = ma.plan(ma.Call.of(x, x), config, target=ma.Target.named("cpu"))
     with caplog.at_level(logging.INFO, logger="maxattn"):
         announce(plan)
     assert plan.fell_back

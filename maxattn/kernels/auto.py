@@ -5,8 +5,13 @@ from __future__ import annotations
 from maxattn.call import Call
 from maxattn.target import Target
 
-# Scores up to this many entries (B N T S of one device) are faster dense than in chunks. Measured on 2 CPU cores.
-DENSE_SCORES = 4_000_000
+# Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that was measured. On the
+# GPU dense is faster beyond this too, but its float32 scores would take more than 4 GB.
+DENSE_SCORES: dict[str, tuple[float, str]] = {
+    "cpu": (4e6, "measured on 2 CPU cores"),
+    "gpu": (1e9, "measured on an H200"),
+    "tpu": (4e6, "a rule, not measured on this machine"),
+}
 
 
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
@@ -17,10 +22,12 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         target: the machine.
     """
     scores = call.batch * call.heads * call.q_len * call.kv_len
-    size, limit = f"{scores / 1e6:,.3g} million scores", f"{DENSE_SCORES / 1e6:.3g} million"
-    if scores >= 1e9:
-        size = f"{scores / 1e6:,.0f} million scores"
-    measured = "measured on a CPU" if target.platform == "cpu" else "a rule, not measured on this machine"
-    if scores <= DENSE_SCORES:
-        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} a device ({measured})"
-    return ("memory_efficient", "dot_product"), f"blockwise, since {size} > {limit} a device ({measured})"
+    most, measured = DENSE_SCORES[target.platform]
+    size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
+    if scores <= most:
+        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
+    return ("memory_efficient", "dot_product"), f"blockwise, since {size} > {limit} ({measured})"
+
+
+def _millions(n: float) -> str:
+    return f"{n / 1e6:,.0f} million" if n >= 1e9 else f"{n / 1e6:.3g} million"
