@@ -28,7 +28,7 @@ class VideoMask(PositionMask):
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
-        InputError: a number is out of range, or `sink` is more than the budget.
+        InputError: a number is out of range, or `sink` leaves no room in the budget for a query's own block.
     """
 
     frames: int
@@ -40,7 +40,7 @@ class VideoMask(PositionMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that the sink fits the budget."""
+        """Check the numbers, and that the sink leaves room for a query's own block."""
         for name in ("frames", "tokens_per_frame", "frames_per_block"):
             whole(self, name, least=1)
         whole(self, "window", least=1, optional=True)
@@ -48,9 +48,10 @@ class VideoMask(PositionMask):
         whole(self, "offset", least=-BIG, optional=True)
         object.__setattr__(self, "first_frame_alone", bool(self.first_frame_alone))
         budget = self.budget
-        if budget is not None and self.sink > budget:
-            rule = f"the sink is part of the window's budget of {budget} frames (window * frames_per_block)"
-            raise InputError("VideoMask.sink", self.sink, rule, f"give sink of at most {budget}, or a larger window")
+        most = self.sink if budget is None else budget - self.frames_per_block
+        if self.sink > most:
+            rule = f"sink and a query's own block both fit the budget of {budget} frames (window * frames_per_block)"
+            raise InputError("VideoMask.sink", self.sink, rule, f"give sink of at most {most}, or a larger window")
 
     @property
     def budget(self) -> int | None:

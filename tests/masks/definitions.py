@@ -137,7 +137,7 @@ def _videos(kv_len: int, offset: st.SearchStrategy[int | None]) -> list[st.Searc
     for tokens in (n for n in (1, 2, 3, 5, 8) if kv_len % n == 0):
         for size in (1, 2, 3):
             for window in (None, 1, 2, 4):
-                sink = st.integers(0, 3 if window is None else min(3, window * size))
+                sink = st.integers(0, 3 if window is None else min(3, (window - 1) * size))
                 numbers = (st.just(x) for x in ("video", kv_len // tokens, tokens, size, window))
                 out.append(st.tuples(*numbers, sink, st.booleans(), offset))
     return [st.one_of(out)] if out else []

@@ -27,7 +27,7 @@ BAD: dict[str, Callable[[], object]] = {
     "block_zero": lambda: M.BlockCausal(0),
     "block_bool": lambda: M.BlockCausal(True),
     "offset_traced": lambda: jax.jit(lambda o: M.Causal(offset=o).allowed(jnp.arange(2), jnp.arange(2)))(1),
-    "sink_beyond_budget": lambda: M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=7),
+    "sink_beyond_budget": lambda: M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=4),
     "video_wrong_length": lambda: M.VideoMask(21, 1560).bind(32_760, 32_768),
     "lengths_float": lambda: M.KeyPadding(np.array([3.0, 4.0])),
     "lengths_2d": lambda: M.KeyPadding(np.array([[3, 4]])),
@@ -85,7 +85,7 @@ def test_every_golden_error_has_its_case() -> None:
 def test_what_is_legal_beside_each_edge() -> None:
     """The nearest value on the other side of a refused one is taken."""
     M.LocalWindow(0, 0), M.BlockSlidingWindow(1560, 1), M.KeyLimit(0), M.Causal(offset=-3)
-    M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=6)
+    M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=3)
     M.Causal(offset=np.int64(2)).bind(8, 4)
     M.Full().bind(8, 4), M.KeyPadding([3]).bind(8, 4), M.KeyLimit(2).bind(8, 4)
     M.Dense(np.ones((1, 6), bool)).bind(4, 6, batch=3, heads=2)

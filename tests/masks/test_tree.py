@@ -20,7 +20,7 @@ TABLE = jnp.arange(4 * 6).reshape(4, 6) % 5 > 0
 MASKS = {
     "full": M.Full(),
     "causal": M.Causal(),
-    "video": M.VideoMask(3, 2, 2, window=1, sink=1),
+    "video": M.VideoMask(3, 2, 2, window=2, sink=1),
     "lengths": M.KeyPadding(LENGTHS),
     "flags": M.KeyPadding(FLAGS),
     "segments": M.Segments(IDS, KV_IDS),
