@@ -71,8 +71,7 @@ class Plan:
     @property
     def padded_call(self) -> Call:
         """The call after repeating key heads and padding to whole shards: what the strategy lays out."""
-        heads = self.call.kv_heads * self.kv_repeat
-        return replace(self.call, q_len=self.q_len, kv_len=self.kv_len, kv_heads=heads)
+        return pad_call(self.call, self.q_len, self.kv_len, self.kv_repeat)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -87,7 +86,7 @@ class Plan:
 
     def full_mask(self, mask: Mask) -> Mask:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
-        return mask & KeyLimit(self.call.kv_len) if self.kv_len > self.call.kv_len else mask
+        return limit_keys(mask, self.call.kv_len, self.kv_len)
 
     def explain(self) -> str:
         """Say what runs, why, what moves and what was refused, in a few lines."""
@@ -106,6 +105,17 @@ class Plan:
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
         keys = [*mine, *(k for k in theirs if k not in mine)]
         return tuple(f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k))
+
+
+def limit_keys(mask: Mask, real: int, padded: int) -> Mask:
+    """Hide the keys that padding added."""
+    return mask & KeyLimit(real) if padded > real else mask
+
+
+def pad_call(call: Call, q_len: int, kv_len: int, kv_repeat: int) -> Call:
+    """Describe a call after padding to whole shards and repeating key heads."""
+    mask = limit_keys(call.mask, call.kv_len, kv_len)
+    return replace(call, q_len=q_len, kv_len=kv_len, kv_heads=call.kv_heads * kv_repeat, mask=mask)
 
 
 def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None) -> Plan:
@@ -153,13 +163,13 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     n = ways("T", shape)
     q_len = -(-call.q_len // n) * n
     kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
-    padded = replace(call, q_len=q_len, kv_len=kv_len, kv_heads=call.kv_heads * repeat)
+    padded = pad_call(call, q_len, kv_len, repeat)
     local = context.local_call(padded)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
     role = call.role
     return Plan(
         call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because,
-        _notes(config, call, repeat), (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
+        _notes(config, call, shape, repeat), (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
     )  # fmt: skip
 
 
@@ -281,12 +291,12 @@ _ONLY_FOR = {
 }
 
 
-def _notes(config: AttentionConfig, call: Call, repeat: int) -> tuple[str, ...]:
+def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int) -> tuple[str, ...]:
     notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.changed]
     if repeat > 1:
         notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times to divide over tensor")
     asked = config.strategy_for(call.role)
-    if asked not in ("auto", "none") and config.axis_parallelism().get("context", (1, 1)) == (1, 1):
+    if asked not in ("auto", "none") and "context" not in dict(shape):
         notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")
     if not config.mask_padding_tokens:
         notes.append("mask_padding_tokens: false, so padding that the caller marks is attended to")

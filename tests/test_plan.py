@@ -59,6 +59,12 @@ EXPLAINED = {
         call(), config(use_base2_exp=True, flash_block_sizes={"block_q": 512}, mask_padding_tokens=False), target=CPU
     ),
     "one_key_head_over_tensor": lambda: ma.plan(call(k=1), mesh={"tensor": 4}, target=CPU),
+    "ring": lambda: ma.plan(
+        call(t=32_760, n=40, h=128), config(attention="ring"), {"fsdp": 2, "context": 4}, V5P
+    ),
+    "ring_window": lambda: ma.plan(
+        call(t=32_760, n=40, h=128, mask=M.BlockSlidingWindow(1560, 7)), config(attention="ring"), {"context": 8}, V5P
+    ),
     "gpu_spelling": lambda: ma.plan(
         call(), config(ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=2), {"fsdp": 2, "context": 2}, H200
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from maxattn.context.all_gather import AllGather, WholeKeys
 from maxattn.context.base import Collective, Specs, Strategy
+from maxattn.context.ring import Ring
 
 STRATEGIES: dict[str, type] = {
     "none": WholeKeys,
     "all_gather": AllGather,
+    "ring": Ring,
 }
 
-__all__ = ["STRATEGIES", "AllGather", "Collective", "Specs", "Strategy", "WholeKeys"]
+__all__ = ["STRATEGIES", "AllGather", "Collective", "Ring", "Specs", "Strategy", "WholeKeys"]

@@ -25,8 +25,10 @@ KERNELS = {
         "attention": "dot_product", "use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24,
     },
 }  # fmt: skip
+STRATEGIES = ["all_gather", "ring"]
 AXES = {
     "mesh": list(MESHES),
+    "strategy": STRATEGIES,
     "kernel": list(KERNELS),
     "mask": list(MASKS),
     "heads": ["mha", "gqa", "one key head"],
@@ -51,7 +53,8 @@ def make_config(case: dict) -> ma.AttentionConfig:
     kernel = KERNELS[case["kernel"]]
     if case["role"] == "cross":
         kernel = {k: v for k, v in kernel.items() if k != "attention"} | {"cross_attention": "dot_product"}
-    return ma.AttentionConfig(**sizes, **kernel)
+    strategy = {} if case["role"] == "cross" else {"context_parallel": case["strategy"]}
+    return ma.AttentionConfig(**sizes, **kernel, **strategy)
 
 
 def check(case: dict) -> None:
