@@ -77,12 +77,12 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
         call = self.padded_call
-        return (*self.context.collectives(call), *bias_collectives(call, self.mesh))
+        return (*self.context.collectives(call), *bias_collectives(call, self.mesh, self.context))
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the gradient of the bias is summed."""
-        return bias_axes(self.call.bias, self.mesh)
+        return bias_axes(self.call.bias, self.mesh, self.context)
 
     def full_mask(self, mask: Mask) -> Mask:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
@@ -158,8 +158,9 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
 @lru_cache(maxsize=4096)
 def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     check_hardware(config, target)
-    repeat = _check_divides(call, shape)
+    _check_divides(call, shape)
     context, unmet = _choose_strategy(call, config, shape)
+    repeat = lcm(call.kv_heads, context.head_ways()) // call.kv_heads
     n = ways("T", shape)
     q_len = -(-call.q_len // n) * n
     kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
@@ -184,8 +185,8 @@ def _asked(config: AttentionConfig, role: Role) -> str:
 # ---- what must divide ------------------------------------------------------------------------------------------------
 
 
-def _check_divides(call: Call, shape: MeshShape) -> int:
-    """Refuse what cannot be split; return how often key heads must be repeated to divide over tensor."""
+def _check_divides(call: Call, shape: MeshShape) -> None:
+    """Refuse a batch or heads that cannot be split over the mesh."""
     sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
@@ -199,7 +200,6 @@ def _check_divides(call: Call, shape: MeshShape) -> int:
             "heads", call.heads, f"they must be a multiple of the mesh axis tensor={tensor}",
             f"set ici_tensor_parallelism to one of {divisors}",
         )  # fmt: skip
-    return lcm(call.kv_heads, tensor) // call.kv_heads
 
 
 # ---- the strategy ----------------------------------------------------------------------------------------------------
@@ -208,17 +208,14 @@ def _check_divides(call: Call, shape: MeshShape) -> int:
 def _choose_strategy(call: Call, config: AttentionConfig, shape: MeshShape) -> tuple[Strategy, tuple[Reason, ...]]:
     asked = config.strategy_for(call.role)
     if "context" not in dict(shape):
-        return STRATEGIES["none"](shape), ()
+        return STRATEGIES["none"].build(shape, config, call), ()
     default = "none" if call.role == "cross" else "all_gather"
-    name = default if asked == "auto" else asked
-    if name in STRATEGIES:
-        return STRATEGIES[name](shape), ()
-    reason = Reason(
-        name, "strategy", f"this version of maxattn has the strategies {', '.join(STRATEGIES)}, and not {name}",
-        "set context_parallel: all_gather",
-    )  # fmt: skip
+    chosen = STRATEGIES[default if asked == "auto" else asked].build(shape, config, call)
+    reason = chosen.supports(call)
+    if reason is None:
+        return chosen, ()
     _refuse_if_asked(config, call.role, _asked(config, call.role), reason)
-    return STRATEGIES[default](shape), (reason,)
+    return STRATEGIES[default].build(shape, config, call), (reason,)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -294,7 +291,7 @@ _ONLY_FOR = {
 def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int) -> tuple[str, ...]:
     notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.changed]
     if repeat > 1:
-        notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times to divide over tensor")
+        notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the devices")
     asked = config.strategy_for(call.role)
     if asked not in ("auto", "none") and "context" not in dict(shape):
         notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")

@@ -18,7 +18,7 @@ from tests.reference import attention64, error
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 LENGTHS = {"64": (64, 64), "odd": (37, 37), "one": (1, 33), "cross": (45, 130), "short": (129, 77), "prime": (131, 131)}
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1), "one key head": (4, 1)}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1), "8 of 8": (8, 8), "8 of 2": (8, 2), "8 of 1": (8, 1)}
 
 
 def _rng(b: int, t: int, s: int) -> np.random.Generator:

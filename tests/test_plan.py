@@ -52,8 +52,10 @@ EXPLAINED = {
     "min_seq_length": lambda: ma.plan(call(t=64), config(flash_min_seq_length=4096), target=CPU),
     "fallback_warn": lambda: ma.plan(call(), config(attention="cudnn_flash_te", fallback="warn"), target=CPU),
     "fallback_strategy": lambda: ma.plan(
-        call(), config(attention="ulysses_ring", fallback="allow", ici_data_parallelism=1, ici_context_parallelism=4),
-        {"context": 4}, CPU,
+        call(n=6), config(attention="ulysses", fallback="allow"), {"context": 4}, CPU
+    ),
+    "ulysses_ring": lambda: ma.plan(
+        call(t=75_600, n=40, h=128), config(attention="ulysses_ring"), {"fsdp": 2, "context": 16}, V5P
     ),
     "keys_without_effect": lambda: ma.plan(
         call(), config(use_base2_exp=True, flash_block_sizes={"block_q": 512}, mask_padding_tokens=False), target=CPU
@@ -173,7 +175,7 @@ def test_an_error_policy_refuses_and_the_others_run_something_else() -> None:
     with pytest.raises(Unsupported):
         ma.plan(call(), config(**named), target=CPU)
     with pytest.raises(Unsupported):
-        ma.plan(call(), config(attention="auto", context_parallel="ulysses", fallback="error"), {"context": 2}, CPU)
+        ma.plan(call(n=3), config(attention="auto", context_parallel="ulysses", fallback="error"), {"context": 2}, CPU)
     for policy in ("warn", "allow"):
         plan = ma.plan(call(), config(**named, fallback=policy), target=CPU)
         assert plan.fell_back

@@ -5,11 +5,14 @@ from __future__ import annotations
 from maxattn.context.all_gather import AllGather, WholeKeys
 from maxattn.context.base import Collective, Specs, Strategy
 from maxattn.context.ring import Ring
+from maxattn.context.ulysses import Ulysses, UlyssesRing
 
 STRATEGIES: dict[str, type] = {
     "none": WholeKeys,
     "all_gather": AllGather,
     "ring": Ring,
+    "ulysses": Ulysses,
+    "ulysses_ring": UlyssesRing,
 }
 
-__all__ = ["STRATEGIES", "AllGather", "Collective", "Ring", "Specs", "Strategy", "WholeKeys"]
+__all__ = ["STRATEGIES", "AllGather", "Collective", "Ring", "Specs", "Strategy", "Ulysses", "UlyssesRing", "WholeKeys"]

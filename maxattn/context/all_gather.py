@@ -7,12 +7,13 @@ positions. Whoever holds copies of K and V on several devices sums their gradien
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 from jaxtyping import Array
 
-from maxattn.call import Call
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
 from maxattn.context.base import Collective, Specs, itemsize, operand_specs
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
@@ -28,13 +29,30 @@ class WholeKeys:
     name: ClassVar[str] = "none"
     shape: MeshShape
 
+    @classmethod
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> Self:
+        """Take the mesh; there is nothing to choose."""
+        return cls(shape)
+
+    def supports(self, call: Call) -> Reason | None:
+        """Accept every call."""
+        return None
+
+    def head_ways(self) -> int:
+        """Heads are split over tensor alone."""
+        return ways("N", self.shape)
+
     def kv_letter(self) -> str:
         """Keys are replicated over context."""
         return "."
 
+    def mask_letters(self, letters: str) -> str:
+        """The key axis of a mask or bias stays whole, its query axis is split like the queries."""
+        return letters.replace("S", ".")
+
     def specs(self, call: Call) -> Specs:
         """Return the layout of the operands."""
-        return operand_specs(call, self.shape, self.kv_letter())
+        return operand_specs(call, self.shape, self)
 
     def local_call(self, call: Call) -> Call:
         """Return the call that the kernel sees: all keys, this device's share of the rest."""

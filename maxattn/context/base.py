@@ -9,10 +9,11 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array
 
-from maxattn.call import Call
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
-from maxattn.sharding import BATCH_AXES, MeshShape, Spec, spec_of
+from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of
 
 
 def readable(size: float) -> str:
@@ -69,8 +70,25 @@ class Strategy(Protocol):
         """Return the layout of the operands of the global call."""
         ...
 
+    @classmethod
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> Strategy:
+        """Decide everything about the strategy for one (global) call."""
+        ...
+
+    def supports(self, call: Call) -> Reason | None:
+        """Return None when the strategy can lay out the call, else the reason why not."""
+        ...
+
+    def head_ways(self) -> int:
+        """Return over how many devices the key heads are split while attention is computed."""
+        ...
+
     def kv_letter(self) -> str:
         """Return "S" where the key axis is sharded over context, "." where each device gets all keys."""
+        ...
+
+    def mask_letters(self, letters: str) -> str:
+        """Replace by "." those axes of a mask or bias that stay whole on every device."""
         ...
 
     def local_call(self, call: Call) -> Call:
@@ -94,32 +112,34 @@ class Strategy(Protocol):
 
 
 def bias_letters(bias: tuple[int, ...] | None) -> str:
-    """Name the axes of a bias: its letter where it is full, "1" where it broadcasts; keys are whole everywhere."""
-    return "".join(c if n > 1 else "1" for c, n in zip("BNT.", bias or (1, 1, 1, 1), strict=True))
+    """Name the axes of a bias: its letter where it is full, "1" where it broadcasts."""
+    return "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias or (1, 1, 1, 1), strict=True))
 
 
-def bias_axes(bias: tuple[int, ...] | None, shape: MeshShape) -> tuple[str, ...]:
-    """Name the mesh axes over which a bias gradient is summed: those that its broadcast axes are split on.
+def bias_axes(bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy) -> tuple[str, ...]:
+    """Name the mesh axes over which a bias gradient is summed: those that split the call and not the bias.
 
     Args:
         bias: the global shape; a local one cannot tell a broadcast axis from a share of size 1.
     """
-    split = (BATCH_AXES, ("tensor",), ("context",))
-    sizes = (bias or ())[:3]
-    return tuple(a for size, axes in zip(sizes, split, strict=False) if size == 1 for a in axes if a in dict(shape))
+    if bias is None:
+        return ()
+    split = strategy.mask_letters(bias_letters(bias))
+    kept = {a for letter in split for a in LETTERS.get(letter, ())}
+    return tuple(a for a, _ in shape if a in {*BATCH_AXES, "context", "tensor"} - kept)
 
 
-def bias_collectives(call: Call, shape: MeshShape) -> tuple[Collective, ...]:
+def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[Collective, ...]:
     """Name the sum of the bias gradient, where there is one."""
-    axes = bias_axes(call.bias, shape)
+    axes = bias_axes(call.bias, shape, strategy)
     return (Collective("psum", axes, "dbias", "backward", 4 * prod(call.bias or ())),) if axes else ()
 
 
-def operand_specs(call: Call, shape: MeshShape, kv_letter: str) -> Specs:
-    """Lay q, out and lse over batch, context and tensor axes, and k and v as `kv_letter` says."""
+def operand_specs(call: Call, shape: MeshShape, strategy: Strategy) -> Specs:
+    """Lay q, out and lse over batch, context and tensor axes, and keys, masks and biases as the strategy says."""
     return Specs(
-        spec_of("BTNH", shape), spec_of(f"B{kv_letter}KH", shape), spec_of("BNT", shape),
-        spec_of(bias_letters(call.bias), shape),
+        spec_of("BTNH", shape), spec_of(f"B{strategy.kv_letter()}KH", shape), spec_of("BNT", shape),
+        spec_of(strategy.mask_letters(bias_letters(call.bias)), shape),
     )  # fmt: skip
 
 

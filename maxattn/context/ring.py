@@ -33,6 +33,12 @@ class Ring(WholeKeys):
     """Attend to one device's keys after the other's, while the next ones travel."""
 
     name: ClassVar[str] = "ring"
+    inner: int = 1  # neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py)
+
+    @property
+    def places(self) -> int:
+        """The places of the ring."""
+        return ways("S", self.shape) // self.inner
 
     def kv_letter(self) -> str:
         """Keys stay split over context."""
@@ -40,7 +46,7 @@ class Ring(WholeKeys):
 
     def local_call(self, call: Call) -> Call:
         """Return the call of one hop: this device's queries against one device's keys."""
-        return replace(super().local_call(call), kv_len=-(-call.kv_len // ways("S", self.shape)))
+        return replace(super().local_call(call), kv_len=-(-call.kv_len // self.places))
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the hops of K and V, and of their gradients on the way home."""
@@ -92,22 +98,23 @@ class Ring(WholeKeys):
         return dq, dk.astype(k.dtype), dv.astype(v.dtype), dbias
 
     def _empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Say for [device, hop] whether the device's queries see nothing of the block that the hop brings."""
-        n = ways("S", self.shape)
+        """Say for [place, hop] whether the queries there see nothing of the block that the hop brings."""
+        n = self.places
         kinds = mask.block_map(q_len // n, kv_len // n, q_len, kv_len) == EMPTY
-        device, hop = np.mgrid[:n, :n]
-        return kinds[device, (device - hop) % n]
+        place, hop = np.mgrid[:n, :n]
+        return kinds[place, (place - hop) % n]
 
 
 class _Round:
     """One trip round the ring: whose block is here, where it goes next, and which hops are made."""
 
     def __init__(self, ring: Ring, q: Array, k: Array, mask: Mask) -> None:
-        self.n, self.local, self.whole = ways("S", ring.shape), k.shape[1], mask
+        self.n, self.inner, self.local, self.whole = ring.places, ring.inner, k.shape[1], mask
         lengths = self.n * q.shape[1], self.n * self.local
         self.made, self.empty = ring.hops(mask, *lengths), ring._empty(mask, *lengths)
-        self.device = jax.lax.axis_index(CONTEXT)
-        self.q_offset = self.device * q.shape[1]
+        # One place alone has static offsets, so that a kernel's lists of visits are constants.
+        self.place = jax.lax.axis_index(CONTEXT) // self.inner if self.n > 1 else 0
+        self.q_offset = self.place * q.shape[1]
 
     def blocks(self, k: Array, v: Array) -> Any:
         """Yield (hop, the K and V that are here); the next ones are sent before these are used."""
@@ -123,14 +130,15 @@ class _Round:
         shift = (after[0] - hop) % self.n
         if shift == 0:
             return arrays
-        to = [(i, (i + shift) % self.n) for i in range(self.n)]
+        devices = self.n * self.inner
+        to = [(i, (i + shift * self.inner) % devices) for i in range(devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to), arrays)
 
-    def first_key(self, hop: int) -> Array:
+    def first_key(self, hop: int) -> int | Array:
         """Return the position of the first key of the block that is here."""
-        return (self.device - hop) % self.n * self.local
+        return (self.place - hop) % self.n * self.local
 
-    def offsets(self, hop: int) -> tuple[Array, Array]:
+    def offsets(self, hop: int) -> tuple[int | Array, int | Array]:
         """Return the positions of the first query and the first key."""
         return self.q_offset, self.first_key(hop)
 
@@ -140,7 +148,7 @@ class _Round:
         if not idle.any():
             return compute(*operands)
         shapes = jax.eval_shape(compute, *operands)
-        return jax.lax.cond(jnp.asarray(idle)[self.device], lambda *_: _of_nothing(shapes), compute, *operands)
+        return jax.lax.cond(jnp.asarray(idle)[self.place], lambda *_: _of_nothing(shapes), compute, *operands)
 
     def mask(self, hop: int) -> Mask:
         """Cut the mask's arrays to the keys that are here."""

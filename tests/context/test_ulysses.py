@@ -1,0 +1,84 @@
+"""Ulysses: what is exchanged, in how many groups, and what cannot be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.errors import Unsupported
+from tests.reference import attention64
+from tests.test_attention import count_primitive
+
+
+def config(strategy: str, context: int = 8, **more) -> ma.AttentionConfig:
+    sizes = {"ici_data_parallelism": 8 // context, "ici_context_parallelism": context}
+    return ma.AttentionConfig(attention=strategy, attention_kernel="dot_product", **sizes, **more)
+
+
+def qkv(batch: int = 1, length: int = 64, heads: int = 16, kv_heads: int = 16) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(
+        jax.random.normal(key, (batch, length, n, 8)) for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+
+
+CASES = {
+    "ulysses": (config("ulysses"), 1),
+    "ulysses, 2 groups of heads": (config("ulysses", ulysses_attention_chunks=2), 1),
+    "ulysses, more groups asked than heads allow": (config("ulysses", ulysses_attention_chunks=5), 1),
+    "2 x 4": (config("ulysses_ring", ulysses_shards=4), 1),
+    "4 x 2": (config("ulysses_ring", ulysses_shards=2), 1),
+    "4 x 2 in 2 groups of heads": (config("ulysses_ring", ulysses_shards=2, ulysses_attention_chunks=2), 1),
+    "8 x 1, a plain ring": (config("ulysses_ring", ulysses_shards=1), 1),
+    "2 x 2 beside data": (config("ulysses_ring", context=4, ulysses_shards=2), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_names_every_transfer(name: str) -> None:
+    cfg, batch = CASES[name]
+    mesh, x = cfg.make_mesh(), qkv(batch)
+    plan = ma.plan(ma.Call.of(x[0], x[1]), cfg, mesh)
+
+    def train(*x):
+        return jax.value_and_grad(lambda *x: (ma.attention(*x, config=cfg, mesh=mesh) ** 2).sum(), (0, 1, 2))(*x)
+
+    jaxpr = jax.make_jaxpr(train)(*x).jaxpr
+    named = {"all_to_all": 0, "ppermute": 0}
+    for c in plan.collectives:
+        # One hop of the ring moves K and V, or their gradients: two arrays.
+        named[c.kind] += c.hops * (2 if c.kind == "ppermute" else 1)
+    assert {kind: count_primitive(jaxpr, kind) for kind in named} == named
+    assert count_primitive(jaxpr, "all_gather") == count_primitive(jaxpr, "psum") == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_with_heads_and_a_full_bias(name: str) -> None:
+    """Each device attends with some heads over some queries: it must take that part of a table and of a bias."""
+    cfg, batch = CASES[name]
+    q, k, v = qkv(batch, length=37, kv_heads=4)
+    rng = np.random.default_rng(0)
+    table = rng.random((batch, 16, 37, 37)) < 0.6
+    bias = jnp.asarray(rng.normal(size=(batch, 16, 37, 37)), jnp.float32)
+    mesh = cfg.make_mesh()
+
+    def run(q, k, v, bias):
+        return ma.attention(q, k, v, mask=M.Dense(table) & M.Causal(), bias=bias, config=cfg, mesh=mesh)
+
+    out, vjp = jax.vjp(jax.jit(run), q, k, v, bias)
+    want = attention64(q, k, v, table & np.tri(37, dtype=bool), bias, dout=np.ones(out.shape))
+    for got, expected in zip((out, *vjp(jnp.ones_like(out))), (want.out, *want[2:]), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    cfg = config("ulysses_ring", ulysses_shards=4)
+    q, k, _ = qkv(heads=6, kv_heads=6)
+    with pytest.raises(Unsupported, match=r"6 heads must be a multiple of 4.*\n.*among 1, 2, 3, 6 devices"):
+        ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
+    with pytest.raises(Unsupported, match=r"ulysses_shards=4 must divide the context axis, 6\n.*1, 2, 3, 6"):
+        ma.plan(ma.Call.of(*qkv()[:2]), config("ulysses_ring", ulysses_shards=4), {"context": 6})
