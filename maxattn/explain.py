@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
-from maxattn.sharding import ways
 
 if TYPE_CHECKING:
     from maxattn.plan import Plan
@@ -35,7 +34,7 @@ def _headline(plan: Plan) -> str:
 def _entries(plan: Plan) -> list[tuple[str, str]]:
     local = plan.context.local_call(plan.padded_call)
     kernel = plan.kernel.lines(local)
-    strategy = "" if plan.context.name == "none" else f"{plan.context.name} over {ways('T', plan.mesh)} x "
+    strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
     runs = strategy + kernel["runs"]
     entries = [("asked", plan.asked), ("runs", runs), ("because", plan.because)]
     if not plan.call.mask.is_full:

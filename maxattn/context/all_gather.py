@@ -34,6 +34,10 @@ class WholeKeys:
         """Take the mesh; there is nothing to choose."""
         return cls(shape)
 
+    def label(self) -> str:
+        """Name the strategy and its devices for `explain`."""
+        return f"{self.name} over {ways('T', self.shape)}"
+
     def supports(self, call: Call) -> Reason | None:
         """Accept every call."""
         return None

@@ -75,6 +75,10 @@ class Strategy(Protocol):
         """Decide everything about the strategy for one (global) call."""
         ...
 
+    def label(self) -> str:
+        """Return the strategy's name and devices, for `explain`."""
+        ...
+
     def supports(self, call: Call) -> Reason | None:
         """Return None when the strategy can lay out the call, else the reason why not."""
         ...

@@ -48,6 +48,11 @@ class UlyssesRing(Ring):
         inner = config.ulysses_shards if config.ulysses_shards > 0 else max(parts, default=1)
         return cls(shape, inner, _chunks(config.ulysses_attention_chunks, call, ways("N", shape) * inner))
 
+    def label(self) -> str:
+        """Name the groups too, where there are several."""
+        groups = f" ({self.places} groups of {self.inner})" if self.places > 1 else ""
+        return super().label() + groups
+
     def supports(self, call: Call) -> Reason | None:
         """Refuse groups that divide neither the context axis nor the heads, naming sizes that do."""
         n, heads, tensor = ways("S", self.shape), call.heads, ways("N", self.shape)
