@@ -26,6 +26,7 @@ from maxattn.masks import Dense, Full, Mask
 from maxattn.plan import Plan, plan
 from maxattn.sharding import AXES, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
+from maxattn.varying import vary_over, varying_axes
 
 log = logging.getLogger("maxattn")
 
@@ -181,6 +182,7 @@ def announce(plan: Plan) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
     return _attend(plan, mesh, q, k, v, bias, mask)
@@ -193,7 +195,8 @@ def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mas
     body = over_shards(
         partial(plan.context.forward, plan.kernel), mesh, plan.mesh, tuple(specs[:5]), (specs[0], specs[5])
     )
-    out, lse = body(*operands)
+    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding one its results do.
+    out, lse = vary_over(body(*operands), varying_axes(q))
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
 
 
@@ -209,13 +212,13 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     dout, dlse = cotangents
     operands = _padded(plan, q, k, v, bias, mask)
     rows = [pad_axis(x, 1, plan.q_len) for x in (out, dout)]
-    stats = [pad_rows(lse, plan.q_len, NEG_INF), pad_rows(dlse, plan.q_len, 0.0)]
+    stats = [pad_axis(lse, 2, plan.q_len, NEG_INF), pad_axis(dlse, 2, plan.q_len)]
     s = _specs(plan, operands[4])
     body: Any = over_shards(
         partial(_backward_on_shards, plan), mesh, plan.mesh,
         (*s[:5], s[0], s[5], s[0], s[5]), (s[0], s[1], s[1], s[3]),
     )  # fmt: skip
-    dq, dk, dv, dbias = body(*operands, rows[0], stats[0], rows[1], stats[1])
+    dq, dk, dv, dbias = vary_over(body(*operands, rows[0], stats[0], rows[1], stats[1]), varying_axes(q))
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
@@ -229,12 +232,6 @@ def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def pad_rows(x: Array, q_len: int, value: float) -> Array:
-    """Pad [B, N, T] with a value up to `q_len` rows."""
-    extra = q_len - x.shape[2]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=value) if extra else x
 
 
 def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:

@@ -115,10 +115,11 @@ def sum_over(x: jax.Array, axes: Sequence[str], shape: MeshShape) -> jax.Array:
     return jax.lax.psum(x, present) if present else x
 
 
-def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad one axis with zeros at its end up to `size`."""
+def pad_axis(x: jax.Array, axis: int, size: int, fill: float = 0.0) -> jax.Array:
+    """Pad one axis with `fill` at its end up to `size`."""
     extra = size - x.shape[axis]
-    return x if extra <= 0 else jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)])
+    widths = [(0, extra if i == axis else 0) for i in range(x.ndim)]
+    return x if extra <= 0 else jnp.pad(x, widths, constant_values=fill)
 
 
 # ---- making a mesh ---------------------------------------------------------------------------------------------------

@@ -99,7 +99,10 @@ class MemoryEfficient:
     ) -> tuple[Array, Array, Array, Bias]:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
-        given = (cut(x, 3, tiles.q.shape[4]) for x in _row_gradient(out, lse, dout, dlse, k.shape[2]))
+        # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s - lse) overflow.
+        fills = (sm.BIG_LSE, 0.0, 0.0)
+        rows = _row_gradient(out, lse, dout, dlse, k.shape[2])
+        given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(rows, fills, strict=True))
 
         def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
             i, q_i, *row = xs[:5]
@@ -108,7 +111,7 @@ class MemoryEfficient:
                 s = tiles.scores(i, q_i, j, mixed)
                 return _backward_step(tiles, i, q_i, j, s, (xs[5], xs[6], xs[7]), *state)
 
-            zero = jnp.zeros(q_i.shape, jnp.float32)
+            zero = jnp.zeros_like(q_i, jnp.float32)
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
             return tuple(carry), dq_i.astype(q.dtype)
 
@@ -130,8 +133,9 @@ def _rows(tiles: Tiles) -> tuple[Any, ...]:
 
 def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
-    stats = q_i.shape[:-1]
-    return jnp.full(stats, sm.NEG_INF, jnp.float32), jnp.zeros(stats, jnp.float32), jnp.zeros(q_i.shape, jnp.float32)
+    # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i varies over.
+    acc = jnp.zeros_like(q_i, jnp.float32)
+    return jnp.full_like(acc[..., 0], sm.NEG_INF), acc[..., 0], acc
 
 
 def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple[Array, Array, Array]:
@@ -151,8 +155,8 @@ def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: in
 
 
 def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
-    zeros = jnp.zeros(tiles.k.shape, jnp.float32)
-    return zeros, zeros, None if tiles.bias is None else jnp.zeros(tiles.bias.shape, jnp.float32)
+    zeros = jnp.zeros_like(tiles.k, jnp.float32)
+    return zeros, zeros, None if tiles.bias is None else jnp.zeros_like(tiles.bias, jnp.float32)
 
 
 def _backward_step(

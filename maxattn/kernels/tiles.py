@@ -17,10 +17,10 @@ from maxattn.masks import Mask
 from maxattn.sharding import pad_axis
 
 
-def cut(x: Array, axis: int, size: int) -> Array:
-    """Cut an axis into chunks, zero-padded to whole ones, and put the chunk number first."""
+def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
+    """Cut an axis into chunks, padded with `fill` to whole ones, and put the chunk number first."""
     count = -(-x.shape[axis] // size)
-    x = pad_axis(x, axis, count * size)
+    x = pad_axis(x, axis, count * size, fill)
     x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
@@ -87,7 +87,7 @@ class Tiles:
         bq, bk = self.q.shape[4], self.k.shape[3]
         q_idx, kv_idx = i * bq + np.arange(bq), j * bk + np.arange(bk)
         allowed = sm.split_heads(self.mask.allowed(q_idx, kv_idx, self.q_offset, self.kv_offset), self.k.shape[2])
-        return allowed & (kv_idx < self.kv_len) if self.ragged else allowed
+        return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
     def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
         """Slice the bias for one pair of chunks; broadcast axes stay of size 1."""
@@ -104,7 +104,9 @@ class Tiles:
         bq, bk = self.q.shape[4], self.k.shape[3]
         t, s = bias.shape[3] > 1, bias.shape[4] > 1
         zero = jnp.zeros((), jnp.int32)
-        starts = (zero, zero, zero, i * bq if t else zero, j * bk if s else zero)
+        # Under jax_enable_x64 the chunk numbers may be of two widths, and a slice takes one.
+        row, column = (jnp.asarray(x, jnp.int32) for x in (i * bq, j * bk))
+        starts = (zero, zero, zero, row if t else zero, column if s else zero)
         return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
 
 

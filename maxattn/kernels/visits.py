@@ -64,16 +64,18 @@ def chunk_kinds(
     start = np.arange(0, kv_len, block_kv)
     end = np.minimum(start + block_kv, kv_len)
     q_pos = rows + q_offset
+    # Three axes for what is compared with [query chunks, rows, 1]: some users forbid that ranks are promoted.
+    span = (start + kv_offset)[None, None, :], (end + kv_offset)[None, None, :]
     tiles = (rows.shape[0], start.shape[0])
-    some = _any_overlap(mask.intervals(q_pos, xp), start + kv_offset, end + kv_offset, tiles, xp)
-    full = _all_inside(mask.intervals_lower(q_pos, xp), start + kv_offset, end + kv_offset, tiles, xp)
+    some = _any_overlap(mask.intervals(q_pos, xp), *span, tiles, xp)
+    full = _all_inside(mask.intervals_lower(q_pos, xp), *span, tiles, xp)
     return xp.where(full, FULL, xp.where(some, MIXED, EMPTY)).astype(np.int8)
 
 
 def _any_overlap(intervals: Any, start: Any, end: Any, tiles: tuple[int, int], xp: Any) -> Any:
     found = xp.zeros(tiles, bool)
     for lo, hi in intervals:
-        # [query chunks, rows, 1] against [key chunks]
+        # [query chunks, rows, 1] against [1, 1, key chunks]
         hit = (lo[..., None] < end) & (hi[..., None] > start) & (lo < hi)[..., None]
         found = found | hit.any(axis=1)
     return found

@@ -1,0 +1,25 @@
+"""Inside a user's `shard_map` that checks them, types say over which mesh axes a value varies: making those agree."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Name the mesh axes over which any array of a tree varies; none outside of such a `shard_map`."""
+    axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return frozenset[str]().union(*axes)
+
+
+def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
+    """Let every array vary over all of `axes`: its gradient is then summed over those that it did not vary over."""
+
+    def one(x: Any) -> Any:
+        more = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, more, to="varying") if more else x
+
+    return jax.tree.map(one, tree) if axes else tree

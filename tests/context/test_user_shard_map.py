@@ -1,0 +1,56 @@
+"""Inside a user's `shard_map` the arrays are local, whether or not it checks what varies over its axes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import maxattn as ma
+from maxattn import masks as M
+
+KERNELS = {
+    "dense": ma.AttentionConfig(attention="dot_product"),
+    "blockwise": ma.AttentionConfig(
+        attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=5, key_chunk_size=4
+    ),
+}
+
+
+def operands() -> tuple[jax.Array, ...]:
+    """Make q, and k, v and a bias that every device shares."""
+    keys = jax.random.split(jax.random.key(4), 4)
+    shapes = ((4, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), (1, 4, 12, 12))
+    q, k, v, bias = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return q, k, v, bias
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("axes", [{"data"}, {"data", "context"}], ids=["context is left to us", "all are the user's"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> None:
+    mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
+    q, k, v, bias = operands()
+    spec, whole = PartitionSpec("data"), PartitionSpec()
+    tile = (lambda x: x) if checked else (lambda x: jnp.concatenate([x, x]))
+
+    def local(q, k, v, bias):
+        return ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS[kernel], mesh=mesh)
+
+    # Unchecked, jax does not sum the gradient of what is shared: there every device has its own k and v.
+    shared = whole if checked else spec
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, shared, shared, whole), out_specs=spec, axis_names=axes, check_vma=checked
+    )
+
+    def loss(q, k, v):
+        return (mapped(q, tile(k), tile(v), bias) ** 2).sum()
+
+    def same(q, k, v):
+        k, v = (jnp.concatenate([x, x]) for x in (k, v))
+        return (ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS["dense"]) ** 2).sum()
+
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (loss, same))
+    assert jnp.allclose(got[0], want[0], rtol=1e-5)
+    assert all(jnp.allclose(g, w, atol=2e-5) for g, w in zip(got[1], want[1], strict=True))
