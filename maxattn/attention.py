@@ -257,10 +257,9 @@ def _specs(plan: Plan, mask: Mask) -> tuple[Any, ...]:
     """Return the partition specs of (q, k, v, bias, mask, lse)."""
     specs = plan.context.specs(plan.padded_call)
     q, kv, lse, bias = (to_partition_spec(s) for s in (specs.q, specs.kv, specs.lse, specs.bias))
-    # Every device evaluates its mask against all keys, so the key axis of a mask's arrays stays whole.
     masks = jax.tree.map(lambda letters: _mask_spec(letters, plan), mask.leaf_axes())
     return q, kv, kv, bias if plan.call.bias else None, masks, lse
 
 
 def _mask_spec(letters: str, plan: Plan) -> PartitionSpec:
-    return to_partition_spec(spec_of(letters.replace("S", "."), plan.mesh))
+    return to_partition_spec(spec_of(plan.context.mask_letters(letters), plan.mesh))
