@@ -165,12 +165,14 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     q_len = -(-call.q_len // n) * n
     kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
     padded = pad_call(call, q_len, kv_len, repeat)
-    local = context.local_call(padded)
+    # A strategy's local call says nothing of a bias; that there is one decides which kernels can run.
+    local = replace(context.local_call(padded), bias=padded.bias)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
     role = call.role
     return Plan(
         call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because,
-        _notes(config, call, shape, repeat), (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
+        _notes(config, call, shape, repeat, {kernel.name, context.name}), (*unmet, *refused), fell or bool(unmet),
+        config.fallback_for(role),
     )  # fmt: skip
 
 
@@ -283,13 +285,19 @@ _ONLY_FOR = {
     "use_experimental_scheduler": "read by tokamax_flash alone",
     "flash_block_sizes": "read by flash and tokamax_flash alone",
     "ulysses_shards": "read by ulysses_ring alone",
-    "ulysses_attention_chunks": "read by ulysses alone",
+    "ulysses_attention_chunks": "read by ulysses and ulysses_ring alone",
     "attention_sharding_uniform": "every layout here shards queries over context and heads over tensor alike",
+}
+_READ_BY = {
+    "flash_block_sizes": {"flash", "tokamax_flash"},
+    "ulysses_shards": {"ulysses_ring"},
+    "ulysses_attention_chunks": {"ulysses", "ulysses_ring"},
 }
 
 
-def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int) -> tuple[str, ...]:
-    notes = [f"{key} has no effect: {why}" for key, why in _ONLY_FOR.items() if key in config.changed]
+def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str]) -> tuple[str, ...]:
+    unread = (key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set()))
+    notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
     if repeat > 1:
         notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the devices")
     asked = config.strategy_for(call.role)
