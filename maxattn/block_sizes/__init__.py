@@ -1,0 +1,29 @@
+"""Block sizes of the TPU flash kernels: rules as data, an adjuster that applies them, and what a size costs."""
+
+from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
+from maxattn.block_sizes.padding import Padding, nearest_with_less_padding, padding
+from maxattn.block_sizes.recommend import Row, recommend
+from maxattn.block_sizes.rules import RULES, Rule
+from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts
+from maxattn.block_sizes.vmem import vmem_bytes
+
+__all__ = [
+    "DKV",
+    "DQ",
+    "FORWARD",
+    "RULES",
+    "BlockSizes",
+    "Change",
+    "Facts",
+    "Padding",
+    "Row",
+    "Rule",
+    "adjust",
+    "facts_of",
+    "is_legal",
+    "log_lines",
+    "nearest_with_less_padding",
+    "padding",
+    "recommend",
+    "vmem_bytes",
+]

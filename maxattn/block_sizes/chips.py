@@ -1,0 +1,41 @@
+"""The TPUs whose VMEM is known: what the compiler gives one kernel."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from maxattn.target import Target
+
+MIB = 2**20
+Family = Literal["v4", "v5p", "v6e"]
+
+
+class Chip(NamedTuple):
+    """Hold what the block sizes need to know of a TPU.
+
+    Args:
+        name: jax's name of the device kind.
+        limit: bytes of VMEM that the compiler gives one kernel unless told otherwise.
+        family: whose constants of `vmem` it follows: the compiler keeps more of the scores in registers on v5e,
+            v6e and v7x than on v4 and v5p.
+    """
+
+    name: str
+    limit: int
+    family: Family
+
+
+# Limits as libtpu 0.0.42 states them in the message of a kernel that needs more.
+CHIPS = {
+    "TPU v4": Chip("TPU v4", 16 * MIB, "v4"),
+    "TPU v5e": Chip("TPU v5e", 16 * MIB, "v6e"),
+    "TPU v5p": Chip("TPU v5p", 16 * MIB, "v5p"),
+    "TPU v6e": Chip("TPU v6e", 32 * MIB, "v6e"),
+    "TPU v7x": Chip("TPU v7x", 32 * MIB, "v6e"),
+}
+SMALLEST = "TPU v4"
+
+
+def chip_of(target: Target) -> Chip | None:
+    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is no TPU."""
+    return CHIPS.get(target.device_kind, CHIPS[SMALLEST]) if target.platform == "tpu" else None

@@ -1,0 +1,119 @@
+"""Block sizes to start from, each with the source it comes from and what it pads."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from maxattn.block_sizes.adjust import adjust
+from maxattn.block_sizes.chips import chip_of
+from maxattn.block_sizes.padding import padding
+from maxattn.block_sizes.sizes import LANES, BlockSizes, Change
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
+
+KIB = 1024
+ELEMENT = 2  # bytes, of bfloat16
+SHORTEST, LONGEST = 256, 2048  # tokens, of the blocks tried for the least padding
+
+# Shared memory that one multiprocessor gives a block of threads, from NVIDIA's CUDA programming guide, compute
+# capabilities 8.0, 9.0 and 10.0.
+SHARED_MEMORY = {
+    "NVIDIA A100": 163 * KIB,
+    "NVIDIA H100": 227 * KIB,
+    "NVIDIA H200": 227 * KIB,
+    "NVIDIA B200": 227 * KIB,
+}
+
+# (longest sequence, block q, block kv), head dim 64; beyond the last row, the last row.
+LDS_TABLE = ((512, 64, 64), (2048, 64, 64), (8192, 32, 128))
+LDS_SOURCE = "table for 64 KiB of LDS, head dim 64 (AMD MI100)"
+
+
+class Row(NamedTuple):
+    """Hold one recommendation.
+
+    Args:
+        source: where the sizes come from.
+        block_q, block_kv: tokens.
+        padding_q, padding_kv: tokens that they add, as a share of the sequence.
+        for_target: whether the target's kernels take these sizes as they are.
+        note: what to know before using them, or empty.
+    """
+
+    source: str
+    block_q: int
+    block_kv: int
+    padding_q: float
+    padding_kv: float
+    for_target: bool
+    note: str = ""
+
+
+def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
+    """Compute FlashAttention's blocks: B_c = ceil(M / 4d), B_r = min(B_c, d).
+
+    Args:
+        memory: M, elements that fit the on-chip memory of one multiprocessor (not bytes, and not of the whole chip).
+        head_dim: d.
+
+    Returns:
+        (B_r, B_c): rows of queries, columns of keys.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135), algorithm 1, line 1.
+    """
+    columns = ceil(memory / (4 * head_dim))
+    return min(columns, head_dim), columns
+
+
+def recommend(seq: int, head_dim: int, target: Target) -> tuple[Row, ...]:
+    """List block sizes for self-attention over `seq` tokens, what suits the target first.
+
+    Args:
+        seq: tokens on one device.
+        head_dim: H.
+        target: the machine.
+    """
+    return (*_tpu_rows(seq, head_dim, target), *_formula_rows(seq, head_dim, target), _table_row(seq, target))
+
+
+def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
+    """Give the TPU kernels' default, and the square blocks that pad least."""
+    if target.platform != "tpu":
+        return []
+    call = Call(1, seq, seq, 1, 1, head_dim, "bfloat16")
+    default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
+    fitting = [n for n in range(SHORTEST, LONGEST + 1, LANES) if not _asked(n, call, target)[1]]
+    best = min(fitting, key=lambda n: (padding(seq, n).padded, -n), default=default.block_q)
+    source = f"least padding of the multiples of {LANES} that fit in training"
+    return [
+        _row("default of the TPU kernels", default.block_q, default.block_kv, seq, True, ""),
+        _row(source, best, _asked(best, call, target)[0].block_kv, seq, True, ""),
+    ]
+
+
+def _asked(size: int, call: Call, target: Target) -> tuple[BlockSizes, tuple[Change, ...]]:
+    return adjust(FlashBlockSizes(block_q=size, block_kv=size), call, "flash", target, True)
+
+
+def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
+    chip = chip_of(target)
+    memory = chip.limit if chip else SHARED_MEMORY.get(target.device_kind)
+    if memory is None:
+        return []
+    rows, columns = flash_attention_blocks(memory // ELEMENT, head_dim)
+    note = f"B_c = ceil(M/4d), B_r = min(B_c, d), M = {memory // ELEMENT:,} elements of bfloat16"
+    if chip:
+        note += "; ignores lanes, double buffers and the float32 scores"
+    return [_row("FlashAttention, algorithm 1 (arXiv 2205.14135)", rows, columns, seq, False, note)]
+
+
+def _table_row(seq: int, target: Target) -> Row:
+    _, q, kv = next((row for row in LDS_TABLE if seq <= row[0]), LDS_TABLE[-1])
+    note = "" if seq <= LDS_TABLE[-1][0] else f"the table ends at {LDS_TABLE[-1][0]:,} tokens"
+    return _row(LDS_SOURCE, q, kv, seq, False, note)
+
+
+def _row(source: str, q: int, kv: int, seq: int, for_target: bool, note: str) -> Row:
+    return Row(source, q, kv, padding(seq, q).share, padding(seq, kv).share, for_target, note)

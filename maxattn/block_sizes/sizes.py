@@ -1,0 +1,129 @@
+"""The values that block sizes are made of: the sizes, a change to one of them, and the facts that the rules look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from maxattn.block_sizes.chips import Chip
+
+KernelKind = Literal["flash", "tokamax_flash"]
+LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
+SUBLANES = 8
+FORWARD = ("block_q", "block_kv", "block_kv_compute")
+DKV = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+DQ = ("block_q_dq", "block_kv_dq")
+Q_KEYS = ("block_q", "block_q_dkv", "block_q_dq")
+KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Hold the sizes that a kernel runs with, in tokens; a key that the kernel does not read is None.
+
+    Args:
+        block_q, block_kv, block_kv_compute: tiles of the forward kernel.
+        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of K and V (of Q too when fused).
+        block_q_dq, block_kv_dq: tiles of the separate backward kernel of Q.
+        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None where there is no backward.
+    """
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    block_q_dkv: int | None = None
+    block_kv_dkv: int | None = None
+    block_kv_dkv_compute: int | None = None
+    block_q_dq: int | None = None
+    block_kv_dq: int | None = None
+    use_fused_bwd_kernel: bool | None = None
+
+    def part(self, keys: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None where it does not run."""
+        found = tuple(getattr(self, key) for key in keys)
+        return None if None in found else found
+
+    def given(self) -> dict[str, int | bool]:
+        """Return the keys that are not None: what to write under `flash_block_sizes`."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def __str__(self) -> str:
+        q, kv, compute = self.block_q, self.block_kv, self.block_kv_compute
+        text = f"q {q}, kv {kv} by {compute}"
+        if (dkv := self.part(DKV)) is not None:
+            text += f"; backward {'fused' if self.use_fused_bwd_kernel else 'dkv'} q {dkv[0]}, kv {dkv[1]} by {dkv[2]}"
+        if (dq := self.part(DQ)) is not None:
+            text += f"; dq q {dq[0]}, kv {dq[1]}"
+        return text
+
+
+@dataclass(frozen=True)
+class Change:
+    """Say that a size was changed: from what, to what (None: not used), and why."""
+
+    key: str
+    asked: int | bool | None
+    used: int | bool | None
+    reason: str
+
+    def __str__(self) -> str:
+        used = "not used" if self.used is None else self.used
+        return f"{self.key}: {self.asked} → {used}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold what the rules look at beside the sizes.
+
+    Args:
+        q_len, kv_len: local tokens, T and S, before padding.
+        head_dim: H.
+        itemsize: bytes of an element of q, k and v as the kernel takes them.
+        cross: whether the keys are a text or another second sequence.
+        kernel: "flash" or "tokamax_flash".
+        training: whether the backward kernels run too.
+        ring: whether the kernel is one hop of a ring.
+        chip: the TPU, or None where no VMEM limits the sizes (interpret mode on a CPU).
+    """
+
+    q_len: int
+    kv_len: int
+    head_dim: int
+    itemsize: int
+    cross: bool
+    kernel: KernelKind
+    training: bool
+    ring: bool
+    chip: Chip | None
+
+    @property
+    def q_step(self) -> int:
+        """Tokens that Q blocks are a multiple of."""
+        return LANES if self.training else SUBLANES
+
+    @property
+    def q_most(self) -> int:
+        """Queries after padding to the step: the longest Q block."""
+        return round_up(self.q_len, self.q_step)
+
+    @property
+    def kv_most(self) -> int:
+        """Keys after padding to the lanes: the longest KV block."""
+        return round_up(self.kv_len, LANES)
+
+
+def round_up(length: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not less than `length`."""
+    return -(-length // step) * step
+
+
+def round_near(length: int, step: int) -> int:
+    """Return the multiple of `step` nearest to `length`, at least one step; the longer of two as near."""
+    return max(step, (length + step // 2) // step * step)
+
+
+def divisors(length: int, step: int) -> list[int]:
+    """Return the multiples of `step` that divide `length`, itself a multiple, in rising order."""
+    whole = length // step
+    small = [n for n in range(1, int(whole**0.5) + 1) if whole % n == 0]
+    return [n * step for n in sorted({*small, *(whole // n for n in small)})]

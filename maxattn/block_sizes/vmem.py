@@ -1,0 +1,128 @@
+"""How much VMEM one Pallas kernel of splash attention takes, as a formula, and the longest Q block that fits.
+
+    bytes = windows + spill
+    windows: every operand's and result's tile twice (one is fetched or written while the other is used), scratch once
+    spill:   what the compiler keeps of the scores and of the operands beside the registers:
+             4 bytes * (q * (a * compute + b * kv + c * H) + d * kv * H)
+
+The windows are exact: they follow from the kernels' tiles, a row of 128 lanes at least. The constants a to d are
+fitted from above to what the TPU compiler says a kernel needs (`docs/block_sizes.md`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from maxattn.block_sizes.chips import Family
+from maxattn.block_sizes.sizes import LANES, SUBLANES, Facts, round_up
+
+Part = Literal["forward", "dkv", "fused", "dq"]
+FLOAT = 4  # bytes of a float32 or an int32
+ROW = FLOAT * LANES  # bytes of one token's statistics, spread over the lanes
+COLUMN = FLOAT * SUBLANES  # bytes of one token's statistics, spread over the sublanes
+
+
+class Spill(NamedTuple):
+    """Hold the four constants of the spill, as shares of four float32 tiles.
+
+    Args:
+        compute: of the computed scores, q x kv_compute.
+        fetched: of the scores of the fetched keys, q x kv.
+        query: of the Q tile, q x H.
+        key: of the K tile, kv x H.
+    """
+
+    compute: float
+    fetched: float
+    query: float
+    key: float
+
+
+# (family, kernel, bytes of an element) -> constants, fitted from above.
+SPILL: dict[tuple[Family, Part, int], Spill] = {
+    ("v4", "forward", 2): Spill(0.53, 0.6, 0.43, 0.24),
+    ("v4", "forward", 4): Spill(1.78, 0.0, 2.32, 4.54),
+    ("v4", "dkv", 2): Spill(1.87, 0.13, 0.31, 0.0),
+    ("v4", "dkv", 4): Spill(2.88, 0.0, 12.61, 0.0),
+    ("v4", "fused", 2): Spill(1.31, 0.0, 1.78, 0.36),
+    ("v4", "fused", 4): Spill(3.4, 0.0, 17.73, 0.0),
+    ("v4", "dq", 2): Spill(0.0, 0.71, 1.36, 1.93),
+    ("v4", "dq", 4): Spill(0.0, 3.41, 6.27, 0.0),
+    ("v5p", "forward", 2): Spill(0.22, 0.86, 0.83, 0.0),
+    ("v5p", "forward", 4): Spill(1.41, 0.0, 2.32, 4.54),
+    ("v5p", "dkv", 2): Spill(0.87, 0.0, 0.89, 2.79),
+    ("v5p", "dkv", 4): Spill(2.29, 0.0, 12.61, 0.0),
+    ("v5p", "fused", 2): Spill(1.24, 0.0, 1.36, 1.36),
+    ("v5p", "fused", 4): Spill(1.79, 0.0, 17.73, 0.0),
+    ("v5p", "dq", 2): Spill(0.0, 1.39, 1.01, 0.0),
+    ("v5p", "dq", 4): Spill(0.0, 3.23, 6.27, 0.0),
+    ("v6e", "forward", 2): Spill(0.69, 0.13, 0.0, 0.0),
+    ("v6e", "forward", 4): Spill(0.75, 0.13, 0.0, 2.26),
+    ("v6e", "dkv", 2): Spill(0.94, 0.0, 0.22, 0.0),
+    ("v6e", "dkv", 4): Spill(1.44, 0.0, 9.32, 0.0),
+    ("v6e", "fused", 2): Spill(1.39, 0.0, 0.0, 0.0),
+    ("v6e", "fused", 4): Spill(1.35, 0.0, 13.63, 0.0),
+    ("v6e", "dq", 2): Spill(0.0, 1.32, 0.0, 0.0),
+    ("v6e", "dq", 4): Spill(0.0, 1.27, 9.0, 0.0),
+}
+
+
+class Cost(NamedTuple):
+    """Hold bytes per query token and per key token of a tile."""
+
+    query: int
+    key: int
+
+
+def windows(part: Part, facts: Facts, looped: bool) -> Cost:
+    """Count the tiles of one kernel in bytes per token: operands, segment ids, codes, statistics, results, scratch.
+
+    Args:
+        part: the kernel.
+        facts: head dim, dtype and which library.
+        looped: whether the kernel computes its fetched tile in several steps.
+    """
+    head = round_up(facts.head_dim, LANES)
+    twice, kept = 2 * head * facts.itemsize, FLOAT * head  # an operand in two buffers; a float32 accumulator
+    tokamax = facts.kernel == "tokamax_flash"
+    if part == "forward":  # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
+        return Cost(2 * twice + (8 if tokamax else 6) * ROW + 2 * ROW + kept, 2 * twice + 2 * COLUMN)
+    if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
+        return Cost(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
+    query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
+    if part == "fused":
+        query += (2 if tokamax else 1) * twice + (kept if looped else 0)  # dq, in tokamax added to what is there
+    return Cost(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
+
+
+def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Family) -> float:
+    """Bound the bytes of VMEM that a kernel takes.
+
+    Args:
+        part: the kernel.
+        tiles: q, kv and kv_compute, in tokens.
+        facts: head dim, dtype and which library.
+        family: the chip's.
+    """
+    query, key = _linear(part, tiles[1], tiles[2], facts, family)
+    return tiles[0] * query + tiles[1] * key
+
+
+def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
+    """Return whether a kernel's tiles fit the chip; always where there is no chip."""
+    chip = facts.chip
+    return chip is None or vmem_bytes(part, tiles, facts, chip.family) <= chip.limit
+
+
+def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
+    """Return the longest Q block, in tokens, that fits beside the KV blocks; 0 or less where none does."""
+    assert facts.chip is not None
+    query, key = _linear(part, kv, compute, facts, facts.chip.family)
+    return int((facts.chip.limit - kv * key) // query)
+
+
+def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> tuple[float, float]:
+    """Return bytes per query token, the scores' spill among them, and per key token."""
+    cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
+    query = spill.compute * compute + spill.fetched * kv + spill.query * facts.head_dim
+    return cost.query + FLOAT * query, cost.key + FLOAT * spill.key * facts.head_dim

@@ -1,0 +1,120 @@
+"""What becomes of requests that are known: the documented examples, presets, and every log line."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxattn.block_sizes import BlockSizes, Change, adjust, log_lines
+from maxattn.config import FlashBlockSizes
+from tests.block_sizes.asks import CPU, CROSS_LENGTHS, V5P, call, uniform
+from tests.golden_text import check_golden
+
+
+def test_text_of_77_tokens_clips_the_kv_blocks_as_documented():
+    asked = FlashBlockSizes(block_q=512, block_kv=512, block_kv_compute=512)
+    sizes, changes = adjust(asked, call(4096, 77), "flash", V5P, training=False)
+    assert sizes == BlockSizes(512, 128, 128)
+    expected = (
+        "Modified block sizes for cross-attention:\n"
+        "  block_kv: 512 → 128 (text sequence length 77)\n"
+        "  block_kv_compute: 512 → 128"
+    )
+    assert log_lines("cross", changes) == expected
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("length", CROSS_LENGTHS)
+def test_cross_attention_clips_to_the_text_rounded_up_to_128(length, kernel):
+    sizes, changes = adjust(uniform(512), call(32760, length), kernel, V5P, training=True)
+    most = min(512, -(-length // 128) * 128)
+    assert {sizes.block_kv, sizes.block_kv_compute, sizes.block_kv_dkv, sizes.block_kv_dkv_compute} == {most}
+    assert (sizes.block_q, sizes.block_q_dkv) == (512, 512)
+    clipped = [c for c in changes if c.reason == f"text sequence length {length}"]
+    assert bool(clipped) == (length <= 384)
+
+
+def test_3024_is_kept_in_inference_and_mended_in_training():
+    asked = FlashBlockSizes(block_q=3024, block_kv=512, block_kv_compute=512)
+    assert adjust(asked, call(), "flash", CPU, training=False) == (BlockSizes(3024, 512, 512), ())
+    sizes, changes = adjust(asked, call(), "flash", CPU, training=True)
+    assert sizes.block_q == sizes.block_q_dkv == sizes.block_q_dq == 3072
+    assert changes == (Change("block_q", 3024, 3072, "must be a multiple of 128"),)
+
+
+def test_inference_keeps_the_three_forward_sizes_alone():
+    sizes, changes = adjust(uniform(512), call(), "flash", V5P, training=False)
+    assert sizes == BlockSizes(512, 512, 512)
+    assert changes == ()
+
+
+def test_fused_drops_the_dq_sizes_and_block_q_wins():
+    asked = FlashBlockSizes(block_q=1024, block_kv=512, block_q_dkv=512, block_q_dq=512, block_kv_dq=256,
+                            use_fused_bwd_kernel=True)  # fmt: skip
+    sizes, changes = adjust(asked, call(), "flash", V5P, training=True)
+    assert (sizes.block_q, sizes.block_q_dkv, sizes.block_q_dq, sizes.block_kv_dq) == (1024, 1024, None, None)
+    assert [(c.key, c.used) for c in changes] == [("block_q_dkv", 1024), ("block_q_dq", None), ("block_kv_dq", None)]
+
+
+@pytest.mark.parametrize(("kernel", "ring"), [("tokamax_flash", False), ("flash", True), ("tokamax_flash", True)])
+def test_tokamax_and_rings_are_fused(kernel, ring):
+    sizes, changes = adjust(uniform(512), call(), kernel, V5P, training=True, ring=ring)
+    assert sizes.use_fused_bwd_kernel is True
+    assert (sizes.block_q_dq, sizes.block_kv_dq) == (None, None)
+    assert {c.key for c in changes} == {"use_fused_bwd_kernel", "block_q_dq", "block_kv_dq"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "used"),
+    [
+        ({"block_kv": 1024, "block_kv_compute": 384}, {"block_kv": 1024, "block_kv_compute": 512}),
+        ({"block_kv": 1000}, {"block_kv": 1024}),
+        ({"block_kv": 130}, {"block_kv": 128}),
+        ({"block_kv": 1}, {"block_kv": 128}),
+        ({"block_q": 768, "block_q_dkv": 512}, {"block_q": 768, "block_q_dkv": 384}),
+        ({"block_kv": 512, "block_kv_dkv": 1024}, {"block_kv": 512, "block_kv_dkv": 512}),
+        ({"block_kv": 768, "block_kv_dq": 640}, {"block_kv": 768, "block_kv_dq": 768}),
+    ],
+)
+def test_the_nearest_size_that_obeys(keys, used):
+    sizes, _ = adjust(FlashBlockSizes(**keys), call(), "flash", V5P, training=True)
+    assert {key: getattr(sizes, key) for key in used} == used
+
+
+def test_nothing_asked_is_nothing_changed():
+    sizes, changes = adjust(FlashBlockSizes(), call(), "flash", V5P, training=True)
+    assert (sizes, changes) == (BlockSizes(512, 512, 512, 512, 512, 512, 512, 512, False), ())
+    assert log_lines("self", changes) == ""
+
+
+def test_sizes_that_are_set_choose_those_that_are_not():
+    asked = FlashBlockSizes(block_q_dkv=384, block_q_dq=256, block_kv_compute=384)
+    sizes, changes = adjust(asked, call(), "flash", V5P, training=True)
+    assert (sizes.block_q, sizes.block_kv, changes) == (768, 768, ())
+
+
+def test_vmem_limits_a_tpu_and_no_cpu():
+    asked = FlashBlockSizes(block_q=2048, block_kv=4096, block_kv_compute=2048)
+    assert adjust(asked, call(), "flash", CPU, training=False)[1] == ()
+    sizes, changes = adjust(asked, call(), "flash", V5P, training=False)
+    assert sizes.block_q * sizes.block_kv < 2048 * 4096
+    assert {c.reason for c in changes} == {"16 MiB of VMEM on TPU v5p"}
+
+
+GOLDEN = {
+    "cross_77": (uniform(512), call(32760, 77), "flash", True),
+    "cross_333_tokamax": (uniform(512), call(32760, 333), "tokamax_flash", True),
+    "self_3024_2048": (
+        FlashBlockSizes(block_q=3024, block_kv=2048, block_kv_compute=1024, block_q_dkv=3024, block_kv_dkv=2048,
+                        block_kv_dkv_compute=1024, use_fused_bwd_kernel=True), call(), "flash", True),
+    "self_tokamax": (uniform(1024), call(), "tokamax_flash", True),
+    "self_odd": (FlashBlockSizes(block_q=1000, block_kv=1000, block_kv_compute=300, block_q_dkv=300), call(),
+                 "flash", True),
+    "self_short": (uniform(2048), call(1000), "flash", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_log_lines(name):
+    asked, what, kernel, training = GOLDEN[name]
+    sizes, changes = adjust(asked, what, kernel, V5P, training)
+    check_golden(f"block_sizes/{name}", f"{log_lines(what.role, changes)}\n\nruns with {sizes}")

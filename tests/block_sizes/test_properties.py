@@ -1,0 +1,98 @@
+"""What holds of every request: it becomes legal, a legal one stays, and nothing raises."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxattn.block_sizes import DKV, DQ, FORWARD, adjust, facts_of, is_legal, log_lines, vmem_bytes
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
+from tests.block_sizes.asks import CPU, KEYS, TPUS, asking
+
+SIZES = st.one_of(
+    st.none(),
+    st.integers(1, 64).map(lambda n: n * 128),
+    st.integers(1, 5000),
+    st.sampled_from((1, 3024, 2048, 512, 10**9)),
+)
+LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from((77, 257, 1024, 32760, 75600, 183600)))
+FUSED = st.sampled_from((None, False, True))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple:
+    """Draw (asked, call, kernel, target, training, ring)."""
+    asked = FlashBlockSizes(**{key: draw(SIZES) for key in KEYS}, use_fused_bwd_kernel=draw(FUSED))
+    role = draw(st.sampled_from(("self", "cross")))
+    q_len = draw(LENGTHS)
+    kv_len = q_len if role == "self" else draw(LENGTHS)
+    head_dim = draw(st.sampled_from((40, 64, 72, 80, 128, 160, 256)))
+    call = Call(1, q_len, kv_len, 2, 2, head_dim, draw(st.sampled_from(("float32", "bfloat16"))), role=role)
+    target = draw(st.sampled_from((*TPUS, CPU)))
+    return (asked, call, draw(st.sampled_from(("flash", "tokamax_flash"))), target, draw(st.booleans()),
+            draw(st.booleans()))  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests())
+def test_every_request_becomes_legal_and_stays(request):
+    asked, call, kernel, target, training, ring = request
+    sizes, changes = adjust(*request)
+    facts = facts_of(call, kernel, target, training, ring)
+    assert is_legal(sizes, facts)
+    assert all(change.reason and change.asked != change.used for change in changes)
+    assert bool(log_lines(call.role, changes)) == bool(changes)
+    again, none = adjust(asking(sizes), call, kernel, target, training, ring)
+    assert (again, none) == (sizes, ())
+    # What was asked for and not reported as changed is what runs.
+    changed = {change.key for change in changes}
+    for key in (*FORWARD, *(KEYS if training else ())):
+        if getattr(asked, key) is not None and key not in changed:
+            assert getattr(sizes, key) == getattr(asked, key)
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests())
+def test_the_result_obeys_the_rules_as_written_down_here(request):
+    _, call, kernel, target, training, ring = request
+    sizes, _ = adjust(*request)
+    q_step = 128 if training else 8
+    for key in KEYS:
+        size, step = getattr(sizes, key), 128 if key.startswith("block_kv") else q_step
+        length = call.kv_len if key.startswith("block_kv") else call.q_len
+        if size is not None:
+            assert size > 0 and size % step == 0 and size < length + step
+    assert sizes.block_kv % sizes.block_kv_compute == 0
+    if not training:
+        assert sizes.part(DKV) is None and sizes.part(DQ) is None and sizes.use_fused_bwd_kernel is None
+        return
+    q, kv, compute = sizes.part(DKV)
+    assert (sizes.block_q % q, sizes.block_kv % kv, kv % compute) == (0, 0, 0)
+    if kernel == "tokamax_flash" or ring:
+        assert sizes.use_fused_bwd_kernel
+    if sizes.use_fused_bwd_kernel:
+        assert q == sizes.block_q and (sizes.block_q_dq, sizes.block_kv_dq) == (None, None)
+    else:
+        assert (sizes.block_q % sizes.block_q_dq, sizes.block_kv % sizes.block_kv_dq) == (0, 0)
+    facts = facts_of(call, kernel, target, training, ring)
+    if facts.chip is not None:
+        part = "fused" if sizes.use_fused_bwd_kernel else "dkv"
+        assert vmem_bytes(part, (q, kv, compute), facts, facts.chip.family) <= facts.chip.limit
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_a_legal_request_is_never_changed(q, kv, q_parts, kv_parts, fused):
+    """Build sizes that divide as they must and are small enough for any chip."""
+    whole_q, whole_kv = q * q_parts * 128, kv * kv_parts * 128
+    backward_q = whole_q if fused else q * 128
+    asked = FlashBlockSizes(
+        block_q=whole_q, block_kv=whole_kv, block_kv_compute=kv * 128, block_q_dkv=backward_q, block_kv_dkv=whole_kv,
+        block_kv_dkv_compute=kv * 128, block_q_dq=None if fused else q * 128,
+        block_kv_dq=None if fused else kv * 128, use_fused_bwd_kernel=fused,
+    )  # fmt: skip
+    call = Call(1, 75600, 75600, 2, 2, 128, "bfloat16")
+    sizes, changes = adjust(asked, call, "flash", CPU, True)
+    assert changes == ()
+    assert asking(sizes) == asked
