@@ -1,0 +1,85 @@
+"""Draws videos from trained parameters, writes their pictures and says how good they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from maxattn import sharding
+
+from . import evaluate, pictures, text
+from .digits import from_model
+from .flow import sample
+from .model import WanTransformer
+from .settings import Settings
+from .words import all_prompts
+
+Videos = Float[np.ndarray, "n F H W"]
+
+
+def draw(model: WanTransformer, prompts: Sequence[str], settings: Settings) -> Videos:
+    """Draw one video for each prompt.
+
+    Args:
+        model: trained.
+        prompts: any words of the vocabulary, at most four a prompt.
+        settings: how to draw.
+
+    Returns:
+        Ink from 0 to 16.
+    """
+    # A batch divides over the mesh: what fills it up is drawn and thrown away.
+    ways = math.prod(dict(sharding.mesh_shape(model.mesh)).get(axis, 1) for axis in sharding.BATCH_AXES)
+    filled = [*prompts, *[""] * (-len(prompts) % ways)]
+    key = jax.random.key(settings.sampling.seed)
+    noise = jax.random.normal(key, (len(filled), *settings.video_shape))
+    videos = sample(model, jnp.asarray(text.encode(filled)), noise, settings.sampling)
+    return from_model(np.asarray(videos))[: len(prompts)]
+
+
+def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Score]:
+    """Draw every prompt `per_prompt` times, judge the videos, and write pictures and figures.
+
+    Args:
+        model: trained.
+        settings: how to draw, and `training.output_dir`.
+    """
+    folder, held_out = Path(settings.training.output_dir), settings.data.held_out
+    forty, each = list(all_prompts()), settings.sampling.per_prompt
+    prompts = [prompt for prompt in forty for _ in range(each)]
+    videos = draw(model, prompts, settings)
+    sheet = pictures.contact_sheet(videos[::each], forty, folder / "contact_sheet.png", held_out)
+    gif = pictures.moving(videos[::each], forty, folder / "samples.gif", held_out)
+    judge = evaluate.Judge(settings.data)
+    found = evaluate.scores(judge, videos, prompts, held_out)
+    real = {"real, kept aside": judge.score_of_real()}
+    print(f"{len(videos)} videos drawn, {each} a prompt; * marks the prompts never trained on\n  {sheet}\n  {gif}")
+    print(f"right, as a classifier of real digits and the centre of ink see it\n{evaluate.as_text(found | real)}")
+    (folder / "figures.json").write_text(json.dumps(evaluate.as_values(found | real), indent=2) + "\n")
+    return found
+
+
+def draw_prompt(model: WanTransformer, prompt: str, settings: Settings) -> Videos:
+    """Draw one prompt `per_prompt` times, write its pictures, and say what a judge sees where it can.
+
+    Args:
+        model: trained.
+        prompt: any words of the vocabulary, at most four.
+        settings: how to draw, and `training.output_dir`.
+    """
+    folder = Path(settings.training.output_dir)
+    prompts = [prompt] * settings.sampling.per_prompt
+    videos = draw(model, prompts, settings)
+    name = prompt.replace(" ", "_") or "no_prompt"
+    print(pictures.contact_sheet(videos, prompts, folder / f"{name}.png", settings.data.held_out, scale=6))
+    print(pictures.moving(videos, prompts, folder / f"{name}.gif", settings.data.held_out, scale=12))
+    if prompt in all_prompts():
+        print(evaluate.as_text({"right": evaluate.Judge(settings.data).score(videos, prompts)}))
+    return videos

@@ -1,0 +1,174 @@
+"""The settings of the demo: those of attention, and four sections of its own.
+
+A YAML file holds both; `configs/wan_tiny.yml` says what each key is worth and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Lt
+
+import maxattn as ma
+from maxattn.config_base import Section
+from maxattn.errors import ConfigError
+
+from . import words
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+
+class ModelSettings(Section):
+    """Hold the sizes of the transformer."""
+
+    dim: Count = 96
+    """Width of a token."""
+    layers: Count = 4
+    """Blocks."""
+    heads: Count = 4
+    """Attention heads of a block."""
+    dim_head: Annotated[int, Ge(6)] = 24
+    """Channels of a head; even, since RoPE turns pairs."""
+    ffn_dim: Count = 384
+    """Width inside the feed-forward layer."""
+    patch: tuple[Count, Count, Count] = (1, 6, 6)
+    """Frames, rows and columns in a patch."""
+    time_dim: Annotated[int, Ge(2)] = 64
+    """Cosines and sines of the time; even."""
+    rope_theta: Positive = 1e4
+    """Base of RoPE's frequencies."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse odd sizes of what comes in pairs."""
+        for key in ("dim_head", "time_dim"):
+            if values[key] % 2:
+                yield ConfigError(key, values[key], "it holds pairs, so it is even", f"use {values[key] + 1}")
+
+
+class DataSettings(Section):
+    """Hold what the videos are."""
+
+    frames: Annotated[int, Ge(2)] = 5
+    """Frames of a video."""
+    canvas: Annotated[int, Ge(words.SIDE)] = 12
+    """Pixels along a side of a frame."""
+    lane_spread: Whole = 2
+    """Furthest that a digit's path lies from the middle, in pixels."""
+    held_out: tuple[str, ...] = ()
+    """Prompts never trained on."""
+
+    @property
+    def lanes(self) -> range:
+        """Pixels between the edge and the digit, across its movement."""
+        middle = (self.canvas - words.SIDE) // 2
+        return range(middle - self.lane_spread, middle + self.lane_spread + 1)
+
+    @property
+    def ends(self) -> range:
+        """Pixels left between the edge it moves to and the digit, in the last frame."""
+        return range(self.canvas - words.SIDE - self.frames + 2)
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse paths that leave the canvas, and held-out prompts that do not exist."""
+        canvas, frames, spread = values["canvas"], values["frames"], values["lane_spread"]
+        room = canvas - words.SIDE
+        if frames - 1 > room:
+            rule = f"a digit of {words.SIDE} pixels moves {frames - 1} more on a canvas of {canvas}"
+            yield ConfigError("frames", frames, rule, f"use at most {room + 1} frames, or a larger canvas")
+        if spread > room // 2:
+            rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
+            yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")
+        for prompt in sorted(set(values["held_out"]) - set(words.all_prompts())):
+            yield ConfigError("held_out", repr(prompt), "it is one of the forty prompts", words.suggest(prompt))
+
+
+class TrainingSettings(Section):
+    """Hold how the model learns, and where that is kept."""
+
+    steps: Count = 2000
+    """Updates of the parameters."""
+    batch_size: Count = 64
+    """Videos a step."""
+    learning_rate: Positive = 4e-3
+    """Its peak: reached after the warm-up, then down along a cosine to a hundredth."""
+    warmup_steps: Whole = 50
+    """Steps from zero to the peak."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Pull of every weight towards zero."""
+    ema_decay: Share = 0.99
+    """Memory of the averaged parameters, which are the ones that draw."""
+    prompt_dropout: Share = 0.1
+    """Share of prompts left empty, for guidance to lean against."""
+    timestep_shift: Positive = 3.0
+    """Above 1: more of the noisy times, where digit and direction are decided."""
+    checkpoint_every: Count = 200
+    """Steps between checkpoints."""
+    log_every: Count = 100
+    """Steps between lines, where there is no terminal to draw a bar on."""
+    seed: Whole = 0
+    """Of parameters, order of videos, times and noise."""
+    resume: bool = True
+    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again."""
+    output_dir: str = "out/wan_tiny"
+    """Where checkpoints, pictures and figures go."""
+
+
+class SamplingSettings(Section):
+    """Hold how videos are drawn."""
+
+    num_inference_steps: Count = 16
+    """Steps from noise to video."""
+    guidance_scale: Annotated[float, Ge(0)] = 1.8
+    """Classifier-free guidance; 1 is the model as it is, in half the time."""
+    timestep_shift: Positive = 2.0
+    """Above 1: smaller steps near the noise."""
+    per_prompt: Annotated[int, Ge(0)] = 10
+    """Videos of each prompt; 0 draws nothing after training."""
+    prompt: str | None = None
+    """The one prompt to draw; unset: all forty, judged by a classifier."""
+    seed: Whole = 0
+    """Of the noise."""
+
+
+class Settings(ma.AttentionConfig):
+    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and `sampling`."""
+
+    model: ModelSettings = ModelSettings()
+    """Sizes of the transformer."""
+    data: DataSettings = DataSettings()
+    """The videos."""
+    training: TrainingSettings = TrainingSettings()
+    """How the model learns."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How videos are drawn."""
+
+    @property
+    def video_shape(self) -> tuple[int, int, int, int]:
+        """Frames, height, width and channels of a video."""
+        return (self.data.frames, self.data.canvas, self.data.canvas, 1)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches along frames, height and width."""
+        f, h, w = (size // patch for size, patch in zip(self.video_shape, self.model.patch, strict=False))
+        return f, h, w
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse patches that do not tile the video, on top of attention's own rules."""
+        yield from super().contradictions(values)
+        data, patch = values["data"], values["model"].patch
+        for size, side, what in zip((data.frames, data.canvas, data.canvas), patch, PATCH_SIDES, strict=True):
+            if size % side:
+                rule = f"patches tile the video: {what} of the patch divides {size}"
+                divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+                yield ConfigError("model.patch", list(patch), rule, f"use one of {divisors} there")
+
+
+PATCH_SIDES = ("the first number", "the second number", "the third number")

@@ -1,0 +1,44 @@
+"""Puts `examples/` on the path, as it is for a user who runs a script in it, and a model small enough to test with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from wan.settings import Settings  # noqa: E402
+
+HELD_OUT = ["a seven moving left", "a two moving right", "a four moving up", "a nine moving down"]
+SMALL = {"dim": 32, "layers": 1, "heads": 4, "dim_head": 8, "ffn_dim": 32, "time_dim": 8}
+SHORT = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each program once a session: most tests here train the same small model."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Settings:
+    """A model of one narrow block, three steps of training, and a folder of its own."""
+    training = SHORT | {"output_dir": str(tmp_path / "run")}
+    return Settings.model_validate(
+        {"model": SMALL, "data": {"held_out": HELD_OUT}, "training": training, "sampling": {"num_inference_steps": 2}}
+    )

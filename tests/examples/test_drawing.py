@@ -1,0 +1,139 @@
+"""Pictures, figures and the two commands' errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+from wan import pictures
+from wan.drawing import draw, draw_all, draw_prompt
+from wan.model import WanTransformer
+from wan.settings import Settings
+from wan.words import all_prompts
+
+from .conftest import HELD_OUT, ROOT
+
+
+@pytest.fixture
+def model(small: Settings) -> WanTransformer:
+    Path(small.training.output_dir).mkdir()
+    return WanTransformer(small, rngs=nnx.Rngs(0))
+
+
+def test_videos_are_ink_and_repeat_with_the_seed(small: Settings, model: WanTransformer):
+    prompts = ["a seven moving left", "a two moving up"]
+    videos = draw(model, prompts, small)
+    assert videos.shape == (2, 5, 12, 12)
+    assert (videos.min() >= 0, videos.max() <= 16) == (True, True)
+    np.testing.assert_array_equal(videos, draw(model, prompts, small))
+    other = small.replace(sampling=small.sampling.replace(seed=1))
+    assert (videos != draw(model, prompts, other)).any()
+
+
+def test_any_number_of_videos_on_any_mesh(small: Settings, model: WanTransformer):
+    spread = small.replace(ici_fsdp_parallelism=8)
+    on_mesh = WanTransformer(spread, spread.make_mesh(), rngs=nnx.Rngs(0))
+    videos = draw(on_mesh, ["a seven moving left"] * 3, spread)
+    assert videos.shape == (3, 5, 12, 12)
+
+
+def test_all_forty_are_drawn_judged_and_written(
+    small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]
+):
+    settings = small.replace(sampling=small.sampling.replace(per_prompt=2))
+    found = draw_all(model, settings)
+    assert found["all prompts"].videos == 80
+    assert found["never trained on"].videos == 2 * len(HELD_OUT)
+    assert found["all prompts"].digit < 40, "an untrained model draws no digits"
+    folder = Path(settings.training.output_dir)
+    figures = json.loads((folder / "figures.json").read_text())
+    assert figures["all prompts"] == {
+        "videos": 80,
+        "digit": found["all prompts"].digit,
+        "direction": found["all prompts"].direction,
+    }
+    assert figures["real, kept aside"]["videos"] == 4 * 359
+    printed = capsys.readouterr().out
+    assert "80 videos drawn, 2 a prompt" in printed
+    assert str(found["never trained on"]) in printed
+    with Image.open(folder / "samples.gif") as gif:
+        assert gif.n_frames == 5
+
+
+def test_one_prompt_is_drawn_and_named(small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]):
+    assert len(draw_prompt(model, "a seven moving left", small)) == 10
+    folder = Path(small.training.output_dir)
+    assert (folder / "a_seven_moving_left.png").exists()
+    assert (folder / "a_seven_moving_left.gif").exists()
+    assert "digit" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_none_of_the_forty_is_drawn_without_a_verdict(
+    small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]
+):
+    draw_prompt(model, "three", small)
+    assert "digit" not in capsys.readouterr().out
+
+
+def test_a_contact_sheet_shows_each_frame_in_its_place(tmp_path: Path):
+    videos = np.zeros((8, 5, 12, 12))
+    videos[:, 2] = 16.0  # the third frame is all ink
+    path = pictures.contact_sheet(videos, list(all_prompts())[:8], tmp_path / "sheet.png", scale=4)
+    pixels = np.asarray(Image.open(path).convert("L"))
+    dark = pixels < 10
+    assert dark.sum() == pytest.approx(8 * 48 * 48, rel=0.05)
+    columns = np.flatnonzero(dark[16 + 8 :].sum(0) > 40)
+    assert columns.min() == 8 + 2 * 50 + 1, "two frames of 48 pixels and their lines come before it"
+
+
+def test_held_out_prompts_are_red(tmp_path: Path):
+    videos = np.zeros((4, 5, 12, 12))
+    prompts = list(all_prompts())[:4]
+    path = pictures.contact_sheet(videos, prompts, tmp_path / "sheet.png", marked=[prompts[1]])
+    pixels = np.asarray(Image.open(path)).astype(int)
+    red = (pixels[..., 0] - pixels[..., 1] > 100).any(0)
+    width = pixels.shape[1] // 4
+    assert red[width : 2 * width].any()
+    assert not red[:width].any() and not red[2 * width + 8 :].any()
+
+
+def test_a_gif_moves(tmp_path: Path):
+    videos = np.zeros((1, 3, 12, 12))
+    for frame in range(3):
+        videos[0, frame, 6, 3 + frame] = 16.0
+    path = pictures.moving(videos, ["a one moving right"], tmp_path / "m.gif", scale=8)
+    places = []
+    with Image.open(path) as gif:
+        for frame in range(gif.n_frames):
+            gif.seek(frame)
+            dark = np.asarray(gif.convert("L"))[24:] < 10
+            places.append(np.flatnonzero(dark.any(0)).min())
+    assert np.diff(places).tolist() == [8, 8]
+
+
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_a_loss_curve_of_any_length(count: int, tmp_path: Path):
+    path = pictures.loss_curve(list(np.geomspace(2.0, 0.2, count)), tmp_path / "loss.png")
+    with Image.open(path) as image:
+        assert image.size == (840, 480)
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "words"),
+    [
+        ("train_wan.py", ["attention=cudn"], ("error: override 1: attention: cudn", "did you mean 'cudnn'?")),
+        ("generate_wan.py", ["output_dir=nowhere"], ("error: training.output_dir: nowhere", "train_wan.py")),
+    ],
+)
+def test_a_mistake_ends_with_a_message_and_no_traceback(script: str, overrides: list[str], words: tuple[str, ...]):
+    command = [sys.executable, str(ROOT / "examples" / script), str(ROOT / "configs" / "wan_tiny.yml"), *overrides]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert all(word in found.stderr for word in words), found.stderr

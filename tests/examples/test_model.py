@@ -1,0 +1,143 @@
+"""The transformer: shapes, what its output depends on, and the same numbers on every mesh and under every remat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from wan import text
+from wan.flow import loss_of
+from wan.model import WanTransformer, patchify, sinusoids, unpatchify
+from wan.settings import Settings
+
+BATCH = 8
+
+
+def built(settings: Settings, mesh: Any = None) -> WanTransformer:
+    """Build a model whose head is not zero, so that its output says something."""
+    model = WanTransformer(settings, mesh, rngs=nnx.Rngs(0))
+    kernel = model.head.proj_out.kernel
+    kernel[...] = jax.random.normal(jax.random.key(1), kernel[...].shape) / 4
+    return model
+
+
+def inputs(settings: Settings) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draw noisy videos, times and prompts, one of them short and one empty."""
+    video = jax.random.normal(jax.random.key(2), (BATCH, *settings.video_shape))
+    prompts = ["a seven moving left", "three", "", "an eight moving up"] * (BATCH // 4)
+    return video, jnp.linspace(0.1, 1.0, BATCH), jnp.asarray(text.encode(prompts))
+
+
+@nnx.jit
+def run(model: WanTransformer, video: jax.Array, t: jax.Array, words: jax.Array) -> jax.Array:
+    return model(video, t, words)
+
+
+def test_a_video_goes_in_and_one_of_its_shape_comes_out(small: Settings):
+    video, t, words = inputs(small)
+    assert run(built(small), video, t, words).shape == video.shape
+
+
+def test_the_size_of_the_default_model():
+    shapes = nnx.eval_shape(lambda: WanTransformer(Settings(), rngs=nnx.Rngs(0)))
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))) == 700_356
+
+
+def test_an_untrained_model_predicts_zero(small: Settings):
+    assert not run(WanTransformer(small, rngs=nnx.Rngs(0)), *inputs(small)).any()
+
+
+def test_output_depends_on_time_and_prompt_and_each_video_alone(small: Settings):
+    model, (video, t, words) = built(small), inputs(small)
+    base = run(model, video, t, words)
+
+    def changed(*args: jax.Array) -> list[int]:
+        return np.flatnonzero(np.abs(run(model, *args) - base).max((1, 2, 3, 4)) > 1e-6).tolist()
+
+    assert changed(video.at[2].add(1.0), t, words) == [2]
+    assert changed(video, t.at[3].set(0.0), words) == [3]
+    assert changed(video, t, words.at[0, 3].set(6)) == [0]
+
+
+def test_padding_of_a_prompt_is_not_read(small: Settings):
+    model, (video, t, words) = built(small), inputs(small)
+    base = run(model, video, t, words)
+    # The table's row for padding is changed: nothing that is attended to moves.
+    table = model.text_encoder.table.embedding
+    table[...] = table[...].at[text.PAD].add(10.0)
+    np.testing.assert_allclose(run(model, video, t, words), base, atol=1e-6)
+
+
+def test_keys_and_values_of_a_prompt_made_once_are_the_same(small: Settings):
+    model, (video, t, words) = built(small), inputs(small)
+    at_once = nnx.jit(lambda m, *args: m(*args, m.encode(args[2])))(model, video, t, words)
+    np.testing.assert_allclose(at_once, run(model, video, t, words), atol=1e-6)
+
+
+def test_patches_come_back():
+    video = jnp.arange(2 * 4 * 6 * 6 * 3.0).reshape(2, 4, 6, 6, 3)
+    tokens = patchify(video, (2, 3, 2))
+    assert tokens.shape == (2, 2 * 2 * 3, 2 * 3 * 2 * 3)
+    # The second token is the box one step to the right, first frames and first rows.
+    np.testing.assert_array_equal(tokens[0, 1], video[0, :2, :3, 2:4].reshape(-1))
+    np.testing.assert_array_equal(unpatchify(tokens, (2, 2, 3), (2, 3, 2)), video)
+
+
+def test_times_are_told_apart():
+    rows = np.asarray(sinusoids(1000.0 * jnp.linspace(0, 1, 50), 64))
+    apart = np.abs(rows[:, None] - rows[None]).max(-1) + np.eye(50)
+    assert apart.min() > 0.1
+    np.testing.assert_allclose(rows[0], [1.0] * 32 + [0.0] * 32)
+
+
+def loss_and_gradient(settings: Settings, mesh: Any = None) -> tuple[jax.Array, jax.Array, Any]:
+    model, (video, t, words) = built(settings, mesh), inputs(settings)
+
+    @nnx.jit
+    def both(model: WanTransformer) -> tuple[jax.Array, jax.Array, Any]:
+        loss, gradient = nnx.value_and_grad(loss_of)(model, video, words, jax.random.key(3), settings.training)
+        return model(video, t, words), loss, gradient
+
+    return both(model)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> Any:
+    from .conftest import SMALL
+
+    return loss_and_gradient(Settings.model_validate({"model": SMALL}))
+
+
+@pytest.mark.parametrize("overrides", [{"remat_policy": "FULL"}, {"use_memory_efficient_attention": True}], ids=str)
+def test_the_keys_of_attention_change_no_number(overrides: dict[str, Any], small: Settings, on_one_device: Any):
+    assert_same(loss_and_gradient(small.replace(**overrides)), on_one_device)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str)
+def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], small: Settings, on_one_device: Any):
+    from maxattn import sharding
+
+    settings = small.replace(**{f"ici_{axis}_parallelism": size for axis, size in axes.items()})
+    mesh = settings.make_mesh()
+    model = built(settings, mesh)
+    sharding.place(model, mesh)
+    video, t, words = inputs(settings)
+
+    @nnx.jit
+    def both(model: WanTransformer) -> tuple[jax.Array, jax.Array, Any]:
+        loss, gradient = nnx.value_and_grad(loss_of)(model, video, words, jax.random.key(3), settings.training)
+        return model(video, t, words), loss, gradient
+
+    assert_same(both(model), on_one_device)
+    if "context" not in axes:
+        kernel = model.blocks[0].ffn.up.kernel[...]
+        assert kernel.addressable_shards[0].data.size == kernel.size // 8

@@ -1,0 +1,233 @@
+"""Training in this process: what a step changes, checkpoints, and what they refuse."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from io import StringIO
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+from wan import digits
+from wan.checkpoint import Checkpoints
+from wan.progress import Progress, recent
+from wan.settings import Settings
+from wan.training import TrainState, plans_of, train, train_step, trained
+
+from maxattn.errors import ConfigError
+
+from .conftest import HELD_OUT, SMALL
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A run of three steps that is complete; tests may read its folder, not change it."""
+    training = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
+    folder = str(tmp_path_factory.mktemp("done") / "run")
+    values = {"model": SMALL, "data": {"held_out": HELD_OUT}, "training": training | {"output_dir": folder}}
+    settings = Settings.model_validate(values | {"enable_profiler": True, "profiler_steps": 1} | skip(1))
+    train(settings)
+    return settings
+
+
+def skip(steps: int) -> dict[str, int]:
+    return {"skip_first_n_steps_for_profiler": steps}
+
+
+def with_training(settings: Settings, **changes: object) -> Settings:
+    return settings.replace(training=settings.training.replace(**changes))
+
+
+def parameters(state: TrainState) -> dict:
+    return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(state)))
+
+
+def test_the_loss_goes_down(small: Settings):
+    settings = with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2)
+    state = TrainState(settings)
+    batches = digits.batches(settings.data, 8, seed=0)
+    step = nnx.cached_partial(train_step, state)
+    losses = []
+    for _ in range(60):
+        batch = next(batches)
+        losses.append(float(step(batch["video"], batch["tokens"], training=settings.training)))
+    # An untrained model predicts 0: its loss is mean |noise - x|^2, about 1.9.
+    assert np.mean(losses[:3]) == pytest.approx(1.9, abs=0.2)
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:3])
+    assert state.step == 60
+
+
+def test_a_step_moves_parameters_and_their_average(small: Settings):
+    state = TrainState(small)
+    before = parameters(state)
+    assert not jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any() or None, before["model"], before["average"]))
+    batch = next(digits.batches(small.data, 8, seed=0))
+    for _ in range(3):  # The rate of the first step is 0.
+        train_step(state, jnp.asarray(batch["video"]), jnp.asarray(batch["tokens"]), small.training)
+    after = parameters(state)
+    moved = np.abs(after["model"]["position"] - before["model"]["position"]).max()
+    followed = np.abs(after["average"]["position"] - before["model"]["position"]).max()
+    assert moved > 1e-4
+    assert 0.1 * moved < followed
+    assert np.abs(after["average"]["position"] - after["model"]["position"]).max() > 0
+
+
+def test_what_is_planned_is_what_runs(
+    small: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    # A plan that another test has met would not be announced again.
+    monkeypatch.setattr(sys.modules["maxattn.attention"], "_announced", set())
+    with caplog.at_level(logging.INFO, logger="maxattn"):
+        train(small)
+    announced = {record.getMessage() for record in caplog.records if record.name == "maxattn"}
+    assert announced == {plan.explain() for plan in plans_of(small).values()}
+
+
+def test_a_complete_run_says_so_and_takes_no_step(done: Settings, capsys: pytest.CaptureFixture[str]):
+    state, losses = train(done)
+    printed = capsys.readouterr().out
+    assert "training is complete: 3 of 3 steps" in printed
+    assert "step 1/" not in printed
+    assert (state.step, len(losses)) == (3, 3)
+
+
+def test_plans_are_told_before_the_first_step(small: Settings, capsys: pytest.CaptureFixture[str]):
+    train(small)
+    lines = capsys.readouterr().out.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith(("self-attention", "cross-attention"))]
+    begun = next(i for i, line in enumerate(lines) if line.startswith("training 3 steps from the start"))
+    assert len(heads) == 2
+    assert max(heads) < begun
+    assert sum("runs    dot_product" in line for line in lines) == 2
+    assert lines[-1].startswith("step 3/3  loss ")
+
+
+def test_what_was_trained_is_loaded_bit_for_bit(done: Settings):
+    first, again = trained(done), trained(done)
+    assert first.step == 3
+    for ours, theirs in zip(jax.tree.leaves(parameters(first)), jax.tree.leaves(parameters(again)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    untrained = parameters(TrainState(done))["average"]["position"]
+    assert (parameters(first)["average"]["position"] != untrained).any()
+
+
+def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
+    spread = done.replace(ici_fsdp_parallelism=8)
+    state = trained(spread, spread.make_mesh())
+    kernel = state.model.blocks[0].ffn.up.kernel[...]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+    np.testing.assert_array_equal(kernel, trained(done).model.blocks[0].ffn.up.kernel[...])
+
+
+def test_training_goes_on_over_eight_devices(small: Settings, capsys: pytest.CaptureFixture[str]):
+    _, alone = train(small)
+    spread = with_training(small.replace(ici_fsdp_parallelism=8), steps=5)
+    state, losses = train(spread, spread.make_mesh())
+    printed = capsys.readouterr().out
+    assert "going on from step 3 of 5" in printed
+    assert "training.steps was 3" in printed
+    assert "self-attention changed: mesh: {} -> {'fsdp': 8}" in printed
+    assert losses[:3] == alone
+    assert state.step == 5
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("model", {"dim": 48}, ("model.dim: 48", "was made with 32", "training.resume=false")),
+        ("model", {"patch": (1, 4, 4)}, ("model.patch: [1, 4, 4]", "was made with [1, 6, 6]")),
+        ("data", {"held_out": ()}, ("data.held_out: []", "a seven moving left")),
+        ("training", {"batch_size": 16}, ("training.batch_size: 16", "was made with 8")),
+        ("training", {"seed": 1}, ("training.seed: 1", "was made with 0")),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    done: Settings, section: str, changes: dict[str, object], words: tuple[str, ...]
+):
+    other = done.replace(**{section: getattr(done, section).replace(**changes)})
+    for begin in (train, trained):
+        with pytest.raises(ConfigError) as error:
+            begin(other)
+        assert all(word in str(error.value) for word in (*words, done.training.output_dir)), str(error.value)
+    assert len(train(done)[1]) == 3, "nothing was lost"
+
+
+def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.CaptureFixture[str]):
+    _, first = train(small)
+    begun = "training 3 steps from the start"
+    assert begun in capsys.readouterr().out
+    left_over = Path(small.training.output_dir) / "checkpoints" / "2"
+    assert left_over.is_dir()
+    with Checkpoints(small, start_again=True) as checkpoints:
+        assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
+    _, again = train(with_training(small, resume=False))
+    assert begun in capsys.readouterr().out
+    assert again == first
+    train(with_training(small, resume=False))
+    assert begun in capsys.readouterr().out
+
+
+def test_drawing_before_training_is_refused(small: Settings):
+    with pytest.raises(ConfigError, match=r"run examples/train_wan\.py with the same config first"):
+        trained(small)
+    assert not Path(small.training.output_dir).exists()
+
+
+def test_a_half_written_checkpoint_is_never_read(small: Settings):
+    train(small)
+    folder = Path(small.training.output_dir) / "checkpoints"
+    half = folder / "9.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "state").write_text("half")
+    with Checkpoints(small) as checkpoints:
+        assert checkpoints.step == 3
+    assert trained(small).step == 3
+
+
+def test_a_profile_of_the_steps_asked_for(done: Settings):
+    profile = Path(done.training.output_dir) / "profile"
+    assert list(profile.rglob("*.xplane.pb"))
+
+
+def test_no_profile_unless_asked(small: Settings):
+    train(small)
+    assert not (Path(small.training.output_dir) / "profile").exists()
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
+    settings = with_training(small, steps=250, log_every=100)
+    losses = [1.0] * 90
+    with Progress(settings, 90, Console(file=StringIO(), force_terminal=False)) as progress:
+        for _ in range(160):
+            losses.append(0.5)
+            progress.advance(losses)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["100/250", "200/250", "250/250"]
+    assert "loss 0.9000" in lines[0]
+    assert "loss 0.5000" in lines[1]
+    assert all(line.endswith("tokens/s") for line in lines)
+
+
+def test_a_bar_where_there_is_one(small: Settings, capsys: pytest.CaptureFixture[str]):
+    screen = StringIO()
+    settings = with_training(small, steps=4)
+    with Progress(settings, 0, Console(file=screen, force_terminal=True, width=120)) as progress:
+        for step in range(1, 5):
+            progress.advance([0.25] * step)
+    assert "4/4" in screen.getvalue()
+    assert "loss 0.2500" in screen.getvalue()
+    assert "tokens/s" in screen.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_loss_shown_is_of_the_last_fifty():
+    assert recent([9.0] * 10 + [1.0] * 50) == 1.0
