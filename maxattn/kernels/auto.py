@@ -26,7 +26,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
     if scores <= most:
         return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
-    return ("memory_efficient", "dot_product"), f"blockwise, since {size} > {limit} ({measured})"
+    tiled = ("flash",) if target.platform == "tpu" else ()
+    return (*tiled, "memory_efficient", "dot_product"), f"blockwise, since {size} > {limit} ({measured})"
 
 
 def _millions(n: float) -> str:

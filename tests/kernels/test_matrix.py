@@ -51,3 +51,22 @@ PRODUCT = product(AXES | {"length": ["odd"], "head_dim": [64], "bias": ["none"],
 def test_product(case: dict) -> None:
     config = ma.AttentionConfig(**KERNELS[case["kernel"]])
     judge(case, run_case(case, config))
+
+
+# Splash in interpret mode is slow, so it has a selection of its own, of what it does not refuse (test_flash.py does).
+FLASH = {
+    "flash": {"attention": "flash"},
+    "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True, "block_kv_compute": 128}},
+    "flash float32": {"attention": "flash", "float32_qk_product": True},
+}
+FLASH_AXES = AXES | {
+    "kernel": list(FLASH),
+    "mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")],
+    "bias": ["none"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", pairwise(FLASH_AXES, legal), ids=name)
+def test_flash_pairs(case: dict) -> None:
+    config = ma.AttentionConfig(**FLASH[case["kernel"]])
+    judge(case, run_case(case, config))

@@ -1,0 +1,147 @@
+"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time under `vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn import _compat
+from maxattn.kernels import splash_mask as sm
+from maxattn.kernels.base import Offset
+from maxattn.kernels.softmax import BIG_LSE
+from maxattn.kernels.splash_blocks import Tiles
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hold what every kernel of one call shares.
+
+    Args:
+        q: [B, N, T, H], scaled.
+        k, v: [B, K, S, H].
+        parts: the mask.
+        q_offset, kv_offset: position of the first local query and key.
+        interpret: run in Pallas' interpreter.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    parts: sm.Split
+    q_offset: Offset
+    kv_offset: Offset
+    interpret: bool
+
+    def forward(self, blocks: tuple[int, int, int]) -> tuple[Array, Array]:
+        """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
+        setup = self._setup(blocks[0], blocks[1])
+
+        def row(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
+            return _compat.splash_forward(q, k, v, ids, setup.info(), setup.code, blocks, self.interpret)
+
+        out, lse = jax.vmap(row)(*setup.operands(self))
+        return out[:, :, : self.q_len], lse[:, :, : self.q_len]
+
+    def backward(self, tiles: Tiles, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
+        """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H]) in the operands' dtype.
+
+        Args:
+            tiles: block sizes.
+            lse, delta: [B, N, T] float32, finite.
+            dout: [B, N, T, H], 0 in rows with nothing to attend to.
+        """
+        fused = tiles.use_fused_bwd_kernel
+        dkv = self._setup(*tiles.dkv[:2])
+
+        def keys(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Any:
+            # The fused kernel writes a part of dq at every step, so its grid keeps the steps that compute nothing.
+            info = dkv.info(by_key=True, shrink=not fused)
+            rows = lse, dout, delta
+            return _compat.splash_dkv(q, k, v, ids, rows, info, dkv.code, tiles.dkv, fused, self.interpret)
+
+        dq, dk, dv = jax.vmap(keys)(*dkv.operands(self), *dkv.rows(lse, dout, delta))
+        if not fused:
+            dq = self._dq(tiles, lse, dout, delta)
+        return dq[:, :, : self.q_len], dk[:, :, : self.kv_len], dv[:, :, : self.kv_len]
+
+    def _dq(self, tiles: Tiles, *given: Array) -> Array:
+        setup = self._setup(*tiles.dq)
+
+        def queries(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Array:
+            rows = lse, dout, delta
+            return _compat.splash_dq(q, k, v, ids, rows, setup.info(), setup.code, tiles.dq, self.interpret)
+
+        return jax.vmap(queries)(*setup.operands(self), *setup.rows(*given))
+
+    @property
+    def q_len(self) -> int:
+        """Real local queries."""
+        return self.q.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        """Real local keys."""
+        return self.k.shape[2]
+
+    def checked(self, x: Array) -> Array:
+        """Turn a result into NaN where the offsets did not fit the codes that carry them: never a wrong number."""
+        valid = self._setup(self.q_len, self.kv_len).valid
+        return x if valid is None else jnp.where(valid, x, jnp.nan)
+
+    def _setup(self, block_q: int, block_kv: int) -> Setup:
+        offsets = self.q_offset, self.kv_offset
+        padded = -(-self.q_len // block_q) * block_q, -(-self.kv_len // block_kv) * block_kv
+        kinds = sm.tile_kinds(self.parts.positions, block_q, block_kv, self.q_len, self.kv_len, *offsets)
+        # Segment ids hide padded keys as well, and then the positions need not.
+        shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
+        rows = sm.rows_of(self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets)
+        ids = sm.segment_ids(self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset)
+        return Setup(kinds, rows, ids, padded)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Hold what one kernel with its own block sizes takes beside q, k and v."""
+
+    kinds: sm.Kinds
+    codes: Any
+    ids: tuple[Array, Array] | None
+    padded: tuple[int, int]
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        """The function that the kernel calls, or None where every pair is allowed."""
+        return None if self.codes is None else self.codes.code
+
+    @property
+    def valid(self) -> Array | None:
+        """Whether the codes could hold the offsets; None: known to."""
+        return None if self.codes is None else self.codes.valid
+
+    def info(self, by_key: bool = False, shrink: bool = True) -> Any:
+        """Build splash's `MaskInfo`."""
+        return sm.mask_info(self.kinds, self.codes, self.padded[0], by_key, shrink)
+
+    def operands(self, problem: Problem) -> tuple[Array, Array, Array, Any]:
+        """Pad (q, k, v, segment ids) to whole tiles; ids that pad match nothing."""
+        t, s = self.padded
+        ids = None
+        if self.ids is not None:
+            ids = _compat.splash_segment_ids(_pad(self.ids[0], 1, t, sm.QUERY_PAD), _pad(self.ids[1], 1, s, sm.KEY_PAD))
+        return _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), ids
+
+    def rows(self, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
+        """Pad (lse, dout, delta) so that the rows added have no gradient."""
+        t = self.padded[0]
+        return _pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t)
+
+
+def _pad(x: Array, axis: int, length: int, value: float = 0) -> Array:
+    extra = length - x.shape[axis]
+    widths = [(0, extra if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if extra else x

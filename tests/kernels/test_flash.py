@@ -1,0 +1,280 @@
+"""What is splash's own: codes of masks, schedules of tiles, offsets that are traced, a given LSE, what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.context.merge import merge
+from maxattn.errors import Unsupported
+from maxattn.kernels.flash import Flash
+from maxattn.kernels.splash_blocks import Tiles, choose
+from maxattn.kernels.splash_mask import mask_info, rows_of, schedule, tile_kinds
+from maxattn.kernels.splash_rows import OneInterval, Positions, Shards, encode
+from tests.golden_text import check_golden
+from tests.reference import attention64, error
+
+CPU, V5P, H200 = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p", "NVIDIA H200"))
+FUSED, UNFUSED = Tiles(128, 128, 128, 128, 256, 128, 128, 128, True), Tiles(128, 256, 128, 128, 128, 128, 128, 256)
+VIDEO = M.VideoMask(8, 32, 2, window=2, sink=1, offset=0)
+POSITIONS = {
+    "full": M.Full(), "causal": M.Causal(0), "window": M.LocalWindow(20, 9, 0), "from": M.LocalWindow(9, None, 0),
+    "blocks": M.BlockSlidingWindow(24, 3, 0), "limit": M.BlockCausal(24, 0) & M.KeyLimit(200), "video": VIDEO,
+    "hole": ~M.LocalWindow(20, 30, 0), "either": M.BlockSlidingWindow(24, 2, 0) | M.KeyLimit(9), "none": M.Empty(),
+}  # fmt: skip
+CODES = {
+    "video": (Positions, Shards),
+    "hole": (Positions, Shards),
+    "either": (Positions, Shards),
+    "none": (Positions, Shards),
+}
+LENGTH, SHARD = 256, 128
+
+
+def call(t: int = 256, s: int | None = None, n: int = 4, h: int = 64, dtype: str = "bfloat16", **rest) -> ma.Call:
+    shape = jax.ShapeDtypeStruct
+    return ma.Call.of(shape((1, t, n, h), dtype), shape((1, s or t, n, h), dtype), **rest)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_code_says_what_the_mask_says(name: str, traced: bool) -> None:
+    mask, kv_len = POSITIONS[name], SHARD
+    for q_offset, kv_offset in ((0, 0), (SHARD, 0), (0, SHARD), (SHARD, SHARD)):
+        offsets = (jnp.int32(q_offset), jnp.int32(kv_offset)) if traced else (q_offset, kv_offset)
+        rows = encode(mask, 100, kv_len, *offsets)
+        kind = CODES.get(name, (OneInterval, OneInterval))[traced]
+        assert isinstance(rows.code, kind)
+        # Keys past the real ones are padding, and never allowed.
+        kv = np.broadcast_to(np.arange(kv_len + 40, dtype=np.int32), (100, kv_len + 40))
+        got = np.asarray(rows.code(jnp.broadcast_to(rows.values[:, None], kv.shape), jnp.asarray(kv)))
+        want = np.asarray(mask.allowed(np.arange(100), np.arange(kv_len), q_offset, kv_offset))
+        assert (got[:, :kv_len] == np.broadcast_to(want[0, 0], (100, kv_len))).all()
+        assert not got[:, kv_len:].any()
+
+
+def test_codes_are_equal_by_structure() -> None:
+    first, again = (encode(M.BlockSlidingWindow(24, 3, 0), 8, 512, 0, 0).code for _ in range(2))
+    assert first == again
+    assert hash(first) == hash(again)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
+def test_a_schedule_visits_each_tile_once(density: float) -> None:
+    visited = np.random.default_rng(3).random((9, 13)) < density
+    for shrink in (True, False):
+        data, runs = schedule(visited, shrink)
+        for row in range(9):
+            assert data[row][runs[row] == 1].tolist() == np.flatnonzero(visited[row]).tolist()
+        flat, on = data.reshape(-1), runs.reshape(-1)
+        for step in range(flat.shape[0]):
+            ahead = np.flatnonzero(on[step:])
+            assert not ahead.size or flat[step] == flat[step + ahead[0]], "a step that idles fetches what comes next"
+    traced = jax.jit(partial(schedule, shrink=True))(jnp.asarray(visited))
+    for mine, theirs in zip(schedule(visited, shrink=False), traced, strict=True):
+        assert (mine == np.asarray(theirs)).all()
+
+
+def test_mask_info_of_75600_tokens_takes_no_second() -> None:
+    mask, n = M.BlockSlidingWindow(1560, 7, 0), 75_600
+
+    def trace() -> tuple:
+        kinds = tile_kinds(mask, 512, 512, n, n, 0, 0)
+        return kinds, mask_info(kinds, rows_of(mask, kinds, n, n, True, 0, 0), 148 * 512)
+
+    # As in use: the lists of tiles are made while tracing, the codes of the rows are left to the device. The time of
+    # this thread, since other work on the machine is not its own.
+    seconds = []
+    for _ in range(2):
+        start = time.thread_time()
+        jax.make_jaxpr(lambda: trace()[1].q_sequence)()
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 1.0
+    kinds, info = trace()
+    # 7 frames of 1560 touch at most 23 key tiles of 512 from one query tile that lies across two frames.
+    assert info.block_mask.shape[2] <= 26
+    assert int(info.block_mask.sum()) == int((kinds != M.EMPTY).sum())
+
+
+def whole(mask: M.Mask, fused: bool) -> tuple:
+    """Compute attention of 2 x 2 shards with traced offsets: merged forward, then a backward given the merge."""
+    kernel = Flash(64**-0.5, FUSED if fused else UNFUSED, interpret=True)
+    rng = np.random.default_rng(5)
+    q, dout = (jnp.asarray(rng.normal(size=(1, LENGTH, 4, 64)), "float32") for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), "float32") for _ in range(2))
+    ok = np.asarray(mask.allowed(np.arange(LENGTH), np.arange(LENGTH)))
+    dlse = jnp.where(ok.any(-1), jnp.asarray(rng.normal(size=(1, 4, LENGTH)), "float32"), 0.0)
+    forward = jax.jit(lambda q, k, v, i, j: kernel.forward(q, k, v, None, mask, i, j))
+    backward = jax.jit(lambda q, k, v, i, j, *rows: kernel.backward(q, k, v, None, mask, i, j, *rows)[:3])
+    cut = [slice(0, SHARD), slice(SHARD, LENGTH)]
+    grads = [jnp.zeros_like(x) for x in (q, k, v)]
+    outs, lses = [], []
+    for i, mine in enumerate(cut):
+        parts = [forward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD) for j, c in enumerate(cut)]
+        out, lse = merge(*parts)
+        outs, lses = [*outs, out], [*lses, lse]
+        rows = out, lse, dout[:, mine], dlse[:, :, mine]
+        for j, c in enumerate(cut):
+            dq, dk, dv = backward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD, *rows)
+            for n, (where, g) in enumerate(((mine, dq), (c, dk), (c, dv))):
+                grads[n] = grads[n].at[:, where].add(g)
+    got = jnp.concatenate(outs, 1), jnp.concatenate(lses, 2), *grads
+    return got, attention64(q, k, v, ok, None, dout=dout, dlse=dlse)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("full", True), ("blocks", False), ("blocks", True), ("video", False)])
+def test_shards_with_traced_offsets_and_a_merged_lse(name: str, fused: bool) -> None:
+    got, want = whole(POSITIONS[name], fused)
+    errors = [error(g, w) for g, w in zip(got, want, strict=False)]
+    assert max(errors) < 2e-5, errors
+
+
+def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
+    kernel, x = Flash(0.125, UNFUSED, interpret=True), jnp.ones((1, SHARD, 1, 64))
+    forward = jax.jit(lambda offset: kernel.forward(x, x, x, None, VIDEO, 0, offset)[0])
+    assert np.isfinite(np.asarray(forward(SHARD))).all()
+    assert np.isnan(np.asarray(forward(SHARD - 1))).all()
+
+
+def test_very_negative_scores_and_rows_with_nothing() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 40, 2, 64)), "float32") for _ in range(3))
+    q, k = jnp.abs(q) * 1e3, -jnp.abs(k) * 1e3
+    mask = M.LocalWindow(0, 8, 0) & ~M.KeyLimit(20)  # the first 12 queries see nothing
+    config = ma.AttentionConfig(attention="flash")
+    grads = jax.grad(lambda *x: ma.attention(*x, mask=mask, config=config).sum(), argnums=(0, 1, 2))(q, k, v)
+    out, lse = ma.attention(q, k, v, mask=mask, config=config, return_lse=True)
+    want = attention64(q, k, v, np.asarray(mask.allowed(np.arange(40), np.arange(40))), None)
+    assert error(out, want[0]) < 2e-5
+    assert error(lse, want[1]) < 2e-5
+    assert np.isneginf(np.asarray(lse[:, :, :12])).all()
+    assert not np.asarray(out[:, :12]).any()
+    assert all(np.isfinite(np.asarray(g)).all() for g in grads)
+    assert not np.asarray(grads[0][:, :12]).any()
+    assert not np.asarray(grads[1][:, :20]).any()
+
+
+def test_float32_products_stay_whole_on_a_tpu() -> None:
+    kernel = Flash(0.125, UNFUSED)
+    for dtype, count in (("float32", 0), ("bfloat16", 2)):
+        x = jnp.ones((1, 128, 1, 64), dtype)
+        text = str(jax.make_jaxpr(lambda x: kernel.forward(x, x, x, None, M.Full(), 0, 0))(x))
+        products = [line for line in text.splitlines() if "dot_general[" in line]
+        highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert text.count("dot_general[") == 2, products
+        assert highest == 2 - count
+
+
+def test_a_second_call_traces_nothing() -> None:
+    traces = []
+    config = ma.AttentionConfig(attention="flash")
+
+    @jax.jit
+    def run(q: jax.Array, mask: M.Mask) -> jax.Array:
+        traces.append(1)
+        return ma.attention(q, q, q, mask=mask, config=config)
+
+    x = jnp.ones((1, 32, 2, 64))
+    for lengths in ([5], [7]):
+        run(x, M.BlockSlidingWindow(8, 2) & M.KeyPadding(jnp.asarray(lengths)))
+    assert len(traces) == 1
+
+
+def test_sizes_are_multiples_of_128_within_the_lengths() -> None:
+    def sizes(t: int, s: int, **asked) -> Tiles:
+        return choose(call(t, s), ma.AttentionConfig(flash_block_sizes=asked).flash_block_sizes)
+
+    assert sizes(32_760, 77) == Tiles(512, 128, 128, 512, 128, 128, 512, 128)
+    assert sizes(1, 4096).block_q == 128
+    assert sizes(4096, 4096, block_kv=1000, block_kv_compute=300).forward == (512, 1024, 1024)
+    assert sizes(4096, 4096, block_kv=1024, block_kv_compute=256, use_fused_bwd_kernel=True).use_fused_bwd_kernel
+
+
+REFUSED = {
+    "dense": (call(mask=M.Dense(np.ones((256, 256), bool))), CPU),
+    "data_under_or": (call(mask=M.KeyPadding(np.array([9])) | M.Causal(0)), CPU),
+    "data_negated": (call(mask=~M.KeyPadding(np.array([9]))), CPU),
+    "two_segments": (call(mask=M.Segments(*[np.zeros((1, 256), np.int32)] * 2) & M.Segments(
+        *[np.ones((1, 256), np.int32)] * 2)), CPU),
+    "bias": (call(bias=jnp.zeros((256, 256))), CPU),
+    "gpu": (call(), H200),
+    "float16_on_tpu": (call(dtype="float16"), V5P),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    asked, target = REFUSED[name]
+    with pytest.raises(Unsupported) as caught:
+        ma.plan(asked, ma.AttentionConfig(attention="flash"), target=target)
+    check_golden(f"refused/flash_{name}", f"{type(caught.value).__name__}\n{caught.value}")
+
+
+@pytest.mark.parametrize(("name", "target"), [("cpu", CPU), ("tpu", V5P)])
+def test_explain(name: str, target: ma.Target) -> None:
+    sizes = {"block_kv": 1024, "block_kv_compute": 512, "use_fused_bwd_kernel": True}
+    config = ma.AttentionConfig(attention="flash", flash_block_sizes=sizes)
+    wan = call(32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7))
+    check_golden(f"explain/flash_{name}", ma.plan(wan, config, target=target).explain())
+
+
+def test_auto_takes_it_on_a_tpu_and_never_in_interpret_mode() -> None:
+    assert ma.plan(call(32_760), target=V5P).kernel.name == "flash"
+    assert ma.plan(call(32_760, dtype="float16"), target=V5P).kernel.name == "memory_efficient"
+    assert ma.plan(call(64), target=V5P).kernel.name == "dot_product"
+    assert ma.plan(call(32_760), target=CPU).kernel.name == "memory_efficient"
+
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.attention import run
+
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
+place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices[:1]), "x"), jax.sharding.PartitionSpec())
+spec = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+q, kv, lengths = spec(2, 300, 4, 72), spec(2, 300, 2, 72), spec(2, dtype="int32")
+mask = ((M.BlockSlidingWindow(60, 2, 0) | M.KeyLimit(9)) & M.KeyPadding(lengths)).bind(300, 300, 2, 4)
+plan = ma.plan(ma.Call.of(q, kv, mask=mask), ma.AttentionConfig(attention="flash"), target=ma.Target.named("TPU v5p"))
+loss = lambda q, k, v, mask: run(plan, q, k, v, None, mask)[0].astype(jnp.float32).sum()
+jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv, mask).lower(lowering_platforms=("tpu",)).compile()
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: the TPU's compiler")
+def test_the_tpus_compiler_takes_it() -> None:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_inside_a_strategy(strategy: str) -> None:
+    """Traced positions, hops that are empty for some devices, gradients that travel: against float64."""
+    mesh = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=4).make_mesh(jax.devices()[:4])
+    config = ma.AttentionConfig(attention="flash", context_parallel=strategy)
+    rng, n = np.random.default_rng(2), 203
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(3))
+    mask = M.BlockSlidingWindow(30, 2) & M.KeyPadding(np.array([n, 61], np.int32))
+    both = jax.jit(
+        jax.value_and_grad(lambda *x: ma.attention(*x, mask=mask, config=config, mesh=mesh).sum(), (0, 1, 2))
+    )
+    ok = np.asarray(mask.bind(n, n).allowed(np.arange(n), np.arange(n)))
+    want = attention64(q, k, v, ok, None, dout=jnp.ones_like(q), dlse=jnp.zeros((2, 2, n)))
+    total, grads = both(q, k, v)
+    assert abs(float(total) - want[0].sum()) < 1e-2
+    assert max(error(g, w) for g, w in zip(grads, want[2:5], strict=True)) < 2e-5
