@@ -6,6 +6,7 @@ It decides nothing: `plan.py` does, and this file executes what the plan says.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -13,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
-from maxattn.call import Call, Role, check_operands
+from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, MeshError
 from maxattn.kernels.base import Bias
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.masks import Dense, Full, Mask
-from maxattn.plan import Plan, plan
-from maxattn.sharding import AXES, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
+from maxattn.masks import Mask
+from maxattn.plan import Plan, checked_config, plan, without_padding
+from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
 from maxattn.varying import vary_over, varying_axes
 
@@ -66,7 +67,8 @@ def attention(
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
         k, v: keys and values [B, S, K, H], K divides N: query heads n*N/K ... share key head n.
-        mask: a mask of `maxattn.masks`, or a boolean array that broadcasts to [B, N, T, S], True = attend.
+        mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each axis full or 1,
+            True = attend.
         bias: added to the scores, broadcasts to [B, N, T, S]; differentiable.
         scale: a number; default H ** -0.5.
         config: default `AttentionConfig()`.
@@ -79,9 +81,11 @@ def attention(
         MeshError: batch or heads do not divide over the mesh.
         Unsupported: what the config names cannot compute this call here.
     """
-    config = config or AttentionConfig()
+    config = checked_config(config)
     check_operands(q, k, v)
-    mesh = _usable_mesh(mesh)
+    if v is None:
+        raise InputError("v", "None", "v must be an array [B, S, K, H]", "pass the values beside the keys")
+    mesh = _usable_mesh(mesh, q)
     bound = bind_mask(mask, q, k, config)
     call = Call.of(q, k, bound, bias, scale, role, return_lse)
     target = Target.here()
@@ -116,50 +120,49 @@ def bind_mask(mask: MaskLike, q: Query, k: Key, config: AttentionConfig) -> Mask
     Raises:
         InputError: an array that is not boolean, or does not broadcast.
     """
-    if mask is None:
-        return Full()
-    if not isinstance(mask, Mask):
-        mask = _dense(mask, q, k)
     (b, t, n, _), s = q.shape, k.shape[1]
-    bound = mask.bind(t, s, b, n)
-    return bound if config.mask_padding_tokens else _without_padding(bound)
+    bound = as_mask(mask, q, k).bind(t, s, b, n)
+    return bound if config.mask_padding_tokens else without_padding(bound)
 
 
-def _dense(mask: Any, q: Query, k: Key) -> Mask:
-    if not hasattr(mask, "shape") or not hasattr(mask, "dtype"):
-        raise InputError(
-            "mask", repr(mask) if isinstance(mask, str | bool) else type(mask).__name__, "a mask is a mask of maxattn.masks or a boolean array",
-            "write for example masks.Causal() or masks.KeyPadding(lengths)",
-        )  # fmt: skip
-    if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
-        raise InputError(
-            "mask", f"shape {tuple(mask.shape)}", "an array of two axes is [T, S], and this looks like [B, S]",
-            "say masks.KeyPadding(mask) for keys that are padding",
-        )  # fmt: skip
-    return Dense(mask)
-
-
-def _without_padding(mask: Mask) -> Mask:
-    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
-    kept = [term for term in mask.terms() if term.names() != ("KeyPadding",)]
-    full: Mask = Full()
-    for term in kept:
-        full = full & term
-    return full
-
-
-def _usable_mesh(mesh: Any) -> Any:
-    """Return the mesh to map over: the one given, else the surrounding one; refuse Explicit axes of ours."""
-    mesh = _compat.ambient_mesh() if mesh is None else mesh
-    if mesh is None:
+def _usable_mesh(mesh: Any, q: Any) -> Any:
+    """Return the mesh to map over: the one given, else the surrounding one; refuse what cannot be mapped over."""
+    ambient = _compat.ambient_mesh()
+    if mesh is None and (ambient is None or not set(AXES) & set(ambient.axis_names)):
         return None
+    mesh = ambient if mesh is None else mesh
+    if isinstance(mesh, Mapping):
+        raise MeshError(
+            "mesh", mesh, "attention runs on devices; sizes alone are for plan()", "pass config.make_mesh()"
+        )
+    if not mesh_shape(mesh):
+        return mesh
     explicit = sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES))
     if explicit:
         raise MeshError(
             "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
             "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
         )  # fmt: skip
+    _check_devices(mesh, ambient, q)
     return mesh
+
+
+def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
+    """Refuse a mesh that jax cannot map over here: not the surrounding one, without devices, not where q is."""
+    if ambient is not None and dict(ambient.shape) != dict(mesh.shape):
+        raise MeshError(
+            "mesh", dict(mesh.shape), f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
+            "leave out mesh=, or call outside of the other mesh",
+        )  # fmt: skip
+    if _compat.is_tracer(q):
+        return
+    if ambient is None and isinstance(mesh, AbstractMesh):
+        raise MeshError("mesh", "AbstractMesh", "it has no devices to run on", "pass a Mesh; plan() takes either")
+    if isinstance(mesh, Mesh) and getattr(q, "committed", False) and q.sharding.device_set != set(mesh.devices.flat):
+        raise MeshError(
+            "mesh", dict(mesh.shape), "q was put on other devices than those of the mesh",
+            "put the arrays on the mesh, e.g. with jax.device_put(q, NamedSharding(mesh, PartitionSpec()))",
+        )  # fmt: skip
 
 
 # ---- one record per distinct plan ------------------------------------------------------------------------------------
@@ -169,11 +172,12 @@ _announced: set[Plan] = set()
 
 def announce(plan: Plan) -> None:
     """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the user named."""
-    if plan in _announced:
+    level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
+    # A plan met before logging was set up is not spent: it is logged once somebody listens.
+    if not log.isEnabledFor(level) or plan in _announced:
         return
     _announced.add(plan)
-    level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
-    if jax.process_index() == 0 and log.isEnabledFor(level):
+    if jax.process_index() == 0:
         log.log(level, "%s", plan.explain())
 
 
@@ -221,7 +225,7 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     dq, dk, dv, dbias = vary_over(body(*operands, rows[0], stats[0], rows[1], stats[1]), varying_axes(q))
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
     if bias is not None:
-        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]]
+        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
 
 

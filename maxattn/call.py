@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from maxattn.errors import InputError
-from maxattn.masks import Full, Mask
+from maxattn.masks import Dense, Full, Mask
 
 Role = Literal["self", "cross"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,7 +69,7 @@ class Call:
     def of(
         q: Any,
         k: Any,
-        mask: Mask | None = None,
+        mask: Any = None,
         bias: Any = None,
         scale: float | None = None,
         role: Role = "self",
@@ -79,7 +80,7 @@ class Call:
         Args:
             q: [B, T, N, H].
             k: [B, S, K, H]; v must have the same shape.
-            mask: a mask, bound or not; None attends to everything.
+            mask: a mask, bound or not, or a boolean array as for `attention`; None attends to everything.
             bias: additive, each axis 1 or full size of [B, N, T, S].
 
         Raises:
@@ -87,7 +88,7 @@ class Call:
         """
         check_operands(q, k)
         (b, t, n, h), (s, kh) = q.shape, (k.shape[1], k.shape[2])
-        bound = (Full() if mask is None else mask).bind(t, s, b, n).form()
+        bound = as_mask(mask, q, k).bind(t, s, b, n).form()
         return Call(
             b, t, s, n, kh, h, str(q.dtype), bound, _bias_shape(bias, (b, n, t, s)), _scale(scale, h), role, return_lse
         )
@@ -100,6 +101,34 @@ class Call:
         return f"B={self.batch} {lengths} {heads} H={self.head_dim} {SHORT_DTYPE.get(self.dtype, self.dtype)}"
 
 
+def as_mask(mask: Any, q: Any, k: Any) -> Mask:
+    """Return a mask as it is, None as `Full`, and a boolean array as `Dense`.
+
+    Raises:
+        InputError: neither a mask nor an array, or an array that looks like flags of keys.
+    """
+    if mask is None:
+        return Full()
+    if isinstance(mask, Mask):
+        return mask
+    if not _is_array(mask):
+        raise InputError(
+            "mask", repr(mask) if isinstance(mask, str | bool) else type(mask).__name__,
+            "a mask is a mask of maxattn.masks or a boolean array",
+            "write for example masks.Causal() or masks.KeyPadding(lengths)",
+        )  # fmt: skip
+    if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
+        raise InputError(
+            "mask", f"shape {tuple(mask.shape)}", "an array of two axes is [T, S], and this looks like [B, S]",
+            "say masks.KeyPadding(mask) for keys that are padding",
+        )  # fmt: skip
+    return Dense(mask)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def check_operands(q: Any, k: Any, v: Any = None) -> None:
     """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
 
@@ -107,7 +136,7 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
         InputError: naming the operand, what it is, and the rule.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None:
+        if x is not None or name != "v":
             _check_one(name, x)
     (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
@@ -133,9 +162,13 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
 
 
 def _check_one(name: str, x: Any) -> None:
+    axes = "[B, T, N, H]" if name == "q" else "[B, S, K, H]"
+    if not _is_array(x):
+        raise InputError(
+            name, "None" if x is None else type(x).__name__, f"{name} must be an array {axes}", f"pass {name} as one"
+        )
     shape, dtype = tuple(x.shape), str(x.dtype)
     if len(shape) != 4:
-        axes = "[B, T, N, H]" if name == "q" else "[B, S, K, H]"
         raise InputError(
             name, f"shape {shape}", f"{name} must be {axes}, four axes",
             "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
@@ -153,6 +186,11 @@ def _check_one(name: str, x: Any) -> None:
 def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
     if bias is None:
         return None
+    if not _is_array(bias):
+        raise InputError(
+            "bias", type(bias).__name__, f"it is an array that broadcasts to [B, N, T, S] = {full}",
+            "pass an array; a mask goes to mask=",
+        )  # fmt: skip
     shape = tuple(bias.shape)
     shape = (1,) * (4 - len(shape)) + shape
     if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
@@ -173,10 +211,12 @@ def _scale(scale: float | None, head_dim: int) -> float:
         return float(head_dim) ** -0.5
     try:
         value = float(scale)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise InputError(
-            "scale", type(scale).__name__, "scale is a static number", "multiply q by a learned or traced scale instead"
-        ) from e
-    if value == 0.0 or value != value:
-        raise InputError("scale", scale, "scale must be a number other than 0", "leave it out for head_dim ** -0.5")
+            "scale", repr(scale) if isinstance(scale, str) else type(scale).__name__, "scale is a static number",
+            "multiply q by a learned or traced scale instead",
+        ) from e  # fmt: skip
+    if value == 0.0 or not isfinite(value):
+        rule = "scale must be a finite number other than 0"
+        raise InputError("scale", scale, rule, "leave it out for head_dim ** -0.5")
     return value

@@ -14,12 +14,12 @@ from typing import Any, cast
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context import STRATEGIES, Collective, Strategy
-from maxattn.context.base import bias_axes, bias_collectives
-from maxattn.errors import ConfigError, MeshError, Unsupported
+from maxattn.context.base import bias_axes, bias_collectives, itemsize
+from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import KERNELS, Kernel
 from maxattn.kernels.auto import order
 from maxattn.kernels.requirements import REQUIREMENTS, missing
-from maxattn.masks import KeyLimit, Mask
+from maxattn.masks import Full, KeyLimit, Mask
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
 
@@ -77,7 +77,8 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
         call = self.padded_call
-        return (*self.context.collectives(call), *bias_collectives(call, self.mesh, self.context))
+        moved = (*self.context.collectives(call), *bias_collectives(call, self.mesh, self.context))
+        return (*moved, *_repeat_collectives(self.call, self.context.local_call(call), self.mesh))
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
@@ -118,6 +119,41 @@ def pad_call(call: Call, q_len: int, kv_len: int, kv_repeat: int) -> Call:
     return replace(call, q_len=q_len, kv_len=kv_len, kv_heads=call.kv_heads * kv_repeat, mask=mask)
 
 
+def _repeat_collectives(call: Call, local: Call, shape: MeshShape) -> tuple[Collective, ...]:
+    """Name the sum of dK and dV over devices that hold copies of one key head."""
+    tensor = ways("K", shape)
+    if call.kv_heads % tensor == 0:
+        return ()
+    heads = lcm(call.kv_heads, tensor) // tensor
+    size = 2 * local.batch * local.kv_len * heads * call.head_dim * itemsize(call.dtype)
+    return (Collective("psum", ("tensor",), "dK,dV of repeated heads", "backward", size),)
+
+
+def without_padding(mask: Mask) -> Mask:
+    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
+    kept = [term for term in mask.terms() if term.names() != ("KeyPadding",)]
+    full: Mask = Full()
+    for term in kept:
+        full = full & term
+    return full
+
+
+def checked_config(config: AttentionConfig | None) -> AttentionConfig:
+    """Return the config, the default one for None.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if config is None:
+        return AttentionConfig()
+    if isinstance(config, AttentionConfig):
+        return config
+    raise ConfigError(
+        "config", type(config).__name__, "it must be an AttentionConfig",
+        "make one with AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides",
+    )  # fmt: skip
+
+
 def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None) -> Plan:
     """Decide how a call runs.
 
@@ -130,9 +166,15 @@ def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, ta
     Raises:
         MeshError: a batch or heads that do not divide over the mesh.
         Unsupported: the kernel or strategy that the user named cannot compute this call, under `fallback: error`.
-        ConfigError: `hardware` names another platform than the target's.
+        ConfigError: `hardware` names another platform than the target's, or what is no config or target.
     """
-    config = config or AttentionConfig()
+    config = checked_config(config)
+    if not isinstance(call, Call):
+        raise InputError("call", type(call).__name__, "a plan is made for a Call", "write plan(Call.of(q, k), ...)")
+    if not isinstance(target, Target | None):
+        raise ConfigError("target", repr(target), "it must be a Target", f"write Target.named({target!r})")
+    if not config.mask_padding_tokens:
+        call = replace(call, mask=without_padding(call.mask))
     return _plan(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
 
 
@@ -216,7 +258,7 @@ def _choose_strategy(call: Call, config: AttentionConfig, shape: MeshShape) -> t
     reason = chosen.supports(call)
     if reason is None:
         return chosen, ()
-    _refuse_if_asked(config, call.role, _asked(config, call.role), reason)
+    _refuse_if_asked(config, call.role, "context_parallel", reason)
     return STRATEGIES[default].build(shape, config, call), (reason,)
 
 
@@ -236,7 +278,7 @@ def _choose_kernel(
             return KERNELS[name].build(local, config, target), because, tuple(refused), False
         refused.append(reason)
         if name == named or named != "auto":
-            _refuse_if_asked(config, call.role, _asked(config, call.role), reason)
+            _refuse_if_asked(config, call.role, "attention_kernel", reason)
     names, because = order(local, target)
     usable = next(n for n in names if refusal(n, local, target) is None)
     return KERNELS[usable].build(local, config, target), because, tuple(refused), True
@@ -247,7 +289,8 @@ def _candidates(
 ) -> tuple[tuple[str, ...], str]:
     """Return the kernels to try, in order, and why the first comes first."""
     if call.q_len < config.flash_min_seq_length:
-        return ("dot_product",), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
+        dot_product = "memory_efficient" if config.use_memory_efficient_attention else "dot_product"
+        return (dot_product,), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
     if config.use_memory_efficient_attention and named in ("auto", "dot_product"):
         return ("memory_efficient",), "use_memory_efficient_attention: true"
     if named == "auto":
@@ -267,20 +310,23 @@ def refusal(name: str, local: Call, target: Target) -> Reason | None:
     return KERNELS[name].supports(local, target)
 
 
-def _refuse_if_asked(config: AttentionConfig, role: Role, asked: str, reason: Reason) -> None:
-    """Raise under `fallback: error`; under `warn` and `allow` the plan keeps the reason."""
+def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reason) -> None:
+    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the reason."""
     if config.fallback_for(role) != "error":
         return
-    key, _, value = asked.partition(": ")
-    raise Unsupported(
-        key, value, reason.rule, f"{reason.remedy}; or set fallback: warn to let another one run" if reason.remedy
-        else "set fallback: warn to let another one run",
-    )  # fmt: skip
+    if role == "cross":
+        key = "cross_attention"
+    elif getattr(config, key) != reason.who:
+        key = "attention"
+    remedy = reason.remedy.replace("attention: auto", f"{key}: auto") + "; or " if reason.remedy else ""
+    raise Unsupported(key, getattr(config, key), reason.rule, f"{remedy}set fallback: warn to let another one run")
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
 
+_BLOCKWISE = ("use_memory_efficient_attention", "query_chunk_size", "key_chunk_size")
 _ONLY_FOR = {
+    **dict.fromkeys(_BLOCKWISE, "read by the blockwise dot_product alone"),
     "use_base2_exp": "read by tokamax_flash alone",
     "use_experimental_scheduler": "read by tokamax_flash alone",
     "flash_block_sizes": "read by flash and tokamax_flash alone",
@@ -289,6 +335,7 @@ _ONLY_FOR = {
     "attention_sharding_uniform": "every layout here shards queries over context and heads over tensor alike",
 }
 _READ_BY = {
+    **{key: {"memory_efficient"} for key in _BLOCKWISE},
     "flash_block_sizes": {"flash", "tokamax_flash"},
     "ulysses_shards": {"ulysses_ring"},
     "ulysses_attention_chunks": {"ulysses", "ulysses_ring"},
@@ -298,6 +345,11 @@ _READ_BY = {
 def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str]) -> tuple[str, ...]:
     unread = (key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set()))
     notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
+    if call.q_len % ways("T", shape):
+        notes.append(
+            f"T={call.q_len} is no multiple of {ways('T', shape)}: outside attention the sequence is not split, "
+            "and the compiler gathers the output"
+        )
     if repeat > 1:
         notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the devices")
     asked = config.strategy_for(call.role)

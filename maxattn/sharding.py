@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxattn import _compat
 from maxattn.errors import MeshError, did_you_mean
@@ -37,14 +37,27 @@ def mesh_shape(mesh: Any) -> MeshShape:
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None.
 
     Raises:
-        MeshError: for an axis name in a mapping that attention does not know, or a size below 1.
+        MeshError: for an axis name in a mapping that attention does not know, a size below 1, a mesh of several
+            devices whose every axis has another name, or what is no mesh.
     """
     if mesh is None:
         return ()
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            "mesh", repr(mesh) if isinstance(mesh, str) else type(mesh).__name__,
+            "a mesh is a jax.sharding.Mesh, or for a plan a mapping such as {'context': 4}",
+            "make one with config.make_mesh()",
+        )  # fmt: skip
+    if mesh.size > 1 and not set(AXES) & set(mesh.axis_names):
+        raise MeshError(
+            "mesh", f"axes {', '.join(map(str, mesh.axis_names))}", f"attention is spread over {', '.join(AXES)}",
+            "name the axes so, or pass no mesh",
+        )  # fmt: skip
     manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
-    return tuple((a, s) for a, s in mesh.shape.items() if a in AXES and s > 1 and a not in manual)
+    sizes = dict(mesh.shape)
+    return tuple((a, sizes[a]) for a in AXES if sizes.get(a, 1) > 1 and a not in manual)
 
 
 def _surrounding_manual_axes() -> frozenset[str]:
@@ -58,8 +71,8 @@ def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
             raise MeshError(
                 "mesh", axis, f"a mesh axis is one of {', '.join(AXES)}", did_you_mean(axis, AXES) or "rename the axis"
             )
-        if size < 1:
-            raise MeshError("mesh", f"{axis}={size}", "an axis has at least one device", "give it a positive size")
+        if not isinstance(size, int) or size < 1:
+            raise MeshError("mesh", f"{axis}={size!r}", "an axis has at least one device", "give it a positive size")
     return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
 
 

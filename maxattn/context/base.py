@@ -13,7 +13,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
-from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of
+from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of, ways
 
 
 def readable(size: float) -> str:
@@ -136,7 +136,9 @@ def bias_axes(bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[Collective, ...]:
     """Name the sum of the bias gradient, where there is one."""
     axes = bias_axes(call.bias, shape, strategy)
-    return (Collective("psum", axes, "dbias", "backward", 4 * prod(call.bias or ())),) if axes else ()
+    split = strategy.mask_letters(bias_letters(call.bias))
+    share = prod(-(-n // ways(letter, shape)) for n, letter in zip(call.bias or (), split, strict=False))
+    return (Collective("psum", axes, "dbias", "backward", 4 * share),) if axes else ()
 
 
 def operand_specs(call: Call, shape: MeshShape, strategy: Strategy) -> Specs:

@@ -60,7 +60,7 @@ class Kernel(Protocol):
         dout: Array,
         dlse: Array,
     ) -> tuple[Array, Array, Array, Bias]:
-        """Return (dq, dk, dv, dbias) of these local arrays' part, in float32 for dk and dv.
+        """Return (dq, dk, dv, dbias) of these local arrays' part, in float32 for all but dq: they are yet to be summed.
 
         `out` and `lse` may be global ones, merged over many calls: the gradients are then this call's share.
         """

@@ -128,4 +128,4 @@ class DotProduct:
 
     def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
         full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        return sm.fold_like(full, bias.shape).astype(bias.dtype)
+        return sm.fold_like(full, bias.shape)

@@ -171,8 +171,8 @@ def _backward_step(
 
 
 def _bias_like(dbias: Array | None, bias: Bias) -> Bias:
-    """Cut a padded bias gradient [B|1, K|1, G|1, T, S] back to the bias's own shape and dtype."""
+    """Cut a padded bias gradient [B|1, K|1, G|1, T, S] back to the bias's own shape."""
     if dbias is None or bias is None:
         return None
     dbias = dbias[:, :, :, : bias.shape[2], : bias.shape[3]]
-    return dbias.reshape(bias.shape).astype(bias.dtype)
+    return dbias.reshape(bias.shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import reduce
 from typing import Any
+
+import jax
 
 from maxattn.masks.base import Mask, Span, Spots
 from maxattn.masks.tree import leaf, mask_type
@@ -157,9 +159,9 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     flat: list[Mask] = []
     for arg in args:
         for part in arg.args if isinstance(arg, kind) else (arg,):
-            if part != unit and part not in flat:
+            if part != unit and not _among(part, flat):
                 flat.append(part)
-    if zero in flat or any(isinstance(arg, Not) and arg.arg in flat for arg in flat):
+    if zero in flat or any(isinstance(arg, Not) and _among(arg.arg, flat) for arg in flat):
         return zero
     kept = [arg for arg in flat if not _absorbed(arg, flat, other)]
     if len(kept) < 2:
@@ -171,7 +173,14 @@ def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> boo
     """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a | b)`."""
     mine = mask.args if isinstance(mask, other) else (mask,)
     rivals = ((x.args if isinstance(x, other) else (x,)) for x in among if x is not mask)
-    return any(all(part in mine for part in rival) for rival in rivals)
+    return any(all(_among(part, mine) for part in rival) for rival in rivals)
+
+
+def _among(mask: Mask, others: Iterable[Mask]) -> bool:
+    """Tell whether a mask is one of others, with the very same arrays: forms of two arrays are equal, not the same."""
+    mine, shape = jax.tree.flatten(mask)
+    found = ((leaves, other) for leaves, other in map(jax.tree.flatten, others) if other == shape)
+    return any(all(a is b for a, b in zip(mine, leaves, strict=True)) for leaves, _ in found)
 
 
 def _order(mask: Mask) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxattn.config import AttentionConfig
-from maxattn.errors import ConfigError, InputError
+from maxattn.errors import InputError
+from maxattn.plan import checked_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,11 +52,7 @@ def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
 
 def config(value: Any) -> None:
     """Refuse a config that has not been read and checked."""
-    if value is not None and not isinstance(value, AttentionConfig):
-        raise ConfigError(
-            "config", type(value).__name__, "it must be an AttentionConfig",
-            "make one with AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides",
-        )  # fmt: skip
+    checked_config(value)
 
 
 def rank_3(name: str, x: Any) -> None:

@@ -1,0 +1,89 @@
+"""What a user may hand over by mistake: each is refused by us, with a golden text, and not by jax from within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.errors import MaxattnError
+from tests.golden_text import check_golden
+
+Q = jnp.zeros((2, 8, 4, 16))
+CPU = ma.Target.named("cpu")
+
+
+def make_mesh(**sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def attend(**changes: Any) -> Any:
+    given: dict[str, Any] = {"q": Q, "k": Q, "v": Q} | changes
+    return ma.attention(**given)
+
+
+def under_another_mesh() -> None:
+    with jax.set_mesh(make_mesh(data=4)):
+        attend(mesh=make_mesh(data=2))
+
+
+def plan(config: Any = None, mesh: Any = None, target: Any = CPU, **call: Any) -> ma.Plan:
+    return ma.plan(ma.Call.of(Q, Q, **call), config, mesh, target)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "config_dict": lambda: attend(config={"attention": "dot_product"}),
+    "config_empty_dict": lambda: plan({}),
+    "config_path": lambda: plan("attention.yml"),
+    "q_list": lambda: attend(q=[[1.0]]),
+    "k_none": lambda: attend(k=None),
+    "v_none": lambda: attend(v=None),
+    "bias_number": lambda: attend(bias=1.0),
+    "bias_mask": lambda: attend(bias=M.Causal()),
+    "scale_text": lambda: attend(scale="half"),
+    "scale_infinite": lambda: attend(scale=float("inf")),
+    "mesh_sizes_alone": lambda: attend(mesh={"data": 2}),
+    "mesh_text": lambda: plan(mesh="data"),
+    "mesh_list": lambda: attend(mesh=[1, 2]),
+    "mesh_size_text": lambda: plan(mesh={"data": "2"}),
+    "mesh_other_names": lambda: attend(mesh=make_mesh(dp=2, mp=4)),
+    "mesh_without_devices": lambda: attend(mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))),
+    "mesh_not_the_surrounding": under_another_mesh,
+    "mesh_not_where_q_is": lambda: attend(q=jax.device_put(Q, jax.devices()[0]), mesh=make_mesh(data=2)),
+    "target_text": lambda: plan(target="TPU v5p"),
+    "call_arrays": lambda: ma.plan(Q),  # type: ignore[arg-type]
+    "call_mask_like_padding": lambda: ma.Call.of(Q, Q, mask=jnp.ones((2, 8), bool)),
+    "kernel_inside_a_strategy": lambda: plan(ma.AttentionConfig(attention="ring", attention_kernel="cudnn")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        REFUSED[name]()
+    check_golden(f"inputs/{name}", f"{type(caught.value).__name__}\n{caught.value}")
+
+
+def test_a_mesh_may_have_axes_of_others_beside_ours() -> None:
+    mesh = make_mesh(pipe=4, data=2)
+    assert ma.plan(ma.Call.of(Q, Q), mesh=mesh).mesh == (("data", 2),)
+    grads = jax.jit(jax.grad(lambda q: ma.attention(q, Q, Q + 1, mesh=mesh).sum()))(Q + 1)
+    assert jnp.isfinite(grads).all()
+
+
+def test_a_surrounding_mesh_of_others_is_left_alone() -> None:
+    with jax.set_mesh(make_mesh(dp=2, mp=4)):
+        assert ma.attention(Q, Q, Q).shape == Q.shape
+
+
+def test_the_order_of_a_meshs_axes_is_no_part_of_the_plan() -> None:
+    mesh = make_mesh(tensor=2, data=2)
+    assert ma.plan(ma.Call.of(Q, Q), mesh=mesh) == ma.plan(ma.Call.of(Q, Q), mesh={"data": 2, "tensor": 2})
