@@ -1,0 +1,69 @@
+"""The demo's whole model on meshes: output, loss and gradients as on one device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn.sharding import batch_sharding, place
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from wan.flow import loss_of
+from wan.model import WanTransformer
+from wan.settings import Settings
+from wan.text import encode
+
+MESHES = {
+    "fsdp 8": {"fsdp": 8},
+    "context 8": {"context": 8},
+    "tensor 2, context 2, fsdp 2": {"tensor": 2, "context": 2, "fsdp": 2},
+}
+PROMPTS = ["a seven moving left", "an eight moving up"] * 4
+
+
+def settings(sizes: dict[str, int]) -> Settings:
+    return Settings(**{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()})
+
+
+def results(config: Settings, mesh: jax.sharding.Mesh | None):
+    """Return the output, the loss and the gradients of one training step's loss, in float32."""
+    model = WanTransformer(config, mesh, rngs=nnx.Rngs(0))
+    # The head starts at zero, and would hide everything below it.
+    kernel = model.head.proj_out.kernel
+    kernel[...] = 0.02 * jax.random.normal(jax.random.key(5), kernel.shape)
+    place(model, mesh)
+    video = jax.random.normal(jax.random.key(1), (8, *config.video_shape))
+    words = jnp.asarray(encode(PROMPTS))
+    if mesh is not None:
+        video, words = (jax.device_put(x, batch_sharding(mesh, x.ndim)) for x in (video, words))
+    out = nnx.jit(lambda m, v, w: m(v, jnp.full(8, 0.3), w))(model, video, words)
+    step = nnx.jit(nnx.value_and_grad(lambda m: loss_of(m, video, words, jax.random.key(2), config.training)))
+    loss, grads = step(model)
+    return out, loss, nnx.to_pure_dict(grads), model
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return results(settings({}), None)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_output_loss_and_gradients_are_those_of_one_device(name: str, one_device) -> None:
+    config = settings(MESHES[name])
+    out, loss, grads, model = results(config, config.make_mesh())
+    want_out, want_loss, want_grads, _ = one_device
+    np.testing.assert_allclose(out, want_out, atol=2e-5 * float(jnp.abs(want_out).max()))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+        scale = max(float(jnp.abs(want).max()), 1e-3)
+        np.testing.assert_allclose(got, want, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
+    if "fsdp" in MESHES[name]:
+        kernel = model.blocks[0].attn1.to_q.kernel.get_value()
+        assert kernel.sharding.shard_shape(kernel.shape)[0] == kernel.shape[0] // MESHES[name]["fsdp"]
