@@ -45,7 +45,7 @@ class Checkpoints:
         self.settings = settings
         self.folder = Path(settings.training.output_dir).absolute() / "checkpoints"
         if start_again:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _forget(self.folder)
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self.step = self._manager.latest_step() or 0
@@ -86,6 +86,15 @@ class Checkpoints:
         arrays = nnx.to_pure_dict(nnx.state(state))
         args = ocp.args.Composite(state=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts))
         self._manager.save(len(losses), args=args)
+
+
+def _forget(folder: Path) -> None:
+    """Delete a folder of checkpoints, never leaving half of one under its name."""
+    doomed = folder.with_name(f"{folder.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def differences(saved: Mapping[str, Any], settings: Settings, folder: str) -> Iterator[ConfigError]:

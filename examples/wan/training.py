@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,20 +9,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import ConfigError
-from maxattn.masks import KeyPadding
 
-from . import digits, text
+from . import digits
 from .checkpoint import Checkpoints
 from .flow import loss_of
 from .model import Video, WanTransformer, Words
+from .opening import opening, plans_of
 from .progress import Progress
 from .settings import Settings, TrainingSettings
 
@@ -154,44 +151,6 @@ def _run(
             progress.advance(losses)
             if (step + 1) % training.checkpoint_every == 0 or step + 1 == training.steps:
                 save()
-
-
-# ---- what is said before the first step ------------------------------------------------------------------------------
-
-
-def plans_of(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> dict[str, ma.Plan]:
-    """Plan self- and cross-attention of a training step, as the model will call them.
-
-    Args:
-        settings: sizes, batch and the keys of attention.
-        mesh: devices to train on.
-    """
-    model, batch = settings.model, settings.training.batch_size
-    heads = (model.heads, model.dim_head)
-    video = jax.ShapeDtypeStruct((batch, math.prod(settings.grid), *heads), jnp.float32)
-    words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
-    mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-    calls = {"self": ma.Call.of(video, video), "cross": ma.Call.of(video, words, mask, role="cross")}
-    return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}
-
-
-def opening(settings: Settings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]) -> Iterator[str]:
-    """Say what will run, where it goes on from, and what has changed since."""
-    yield from (plan.explain() for plan in plans.values())
-    done, wanted = checkpoints.step, settings.training.steps
-    if not done:
-        yield f"training {wanted} steps from the start; checkpoints in {checkpoints.folder}"
-        return
-    if done >= wanted:
-        yield f"training is complete: {done} of {wanted} steps in {checkpoints.folder}"
-        yield "going straight to drawing; training.resume=false trains anew"
-        return
-    yield f"going on from step {done} of {wanted}, in {checkpoints.folder}"
-    before = checkpoints.facts["settings"]["training"]["steps"]
-    if before != wanted:
-        yield f"  training.steps was {before}: the learning rate follows the new schedule from here"
-    for role, plan in plans.items():
-        yield from (f"  {role}-attention changed: {line}" for line in plan.diff(checkpoints.facts["plans"][role]))
 
 
 def on_devices(array: object, mesh: jax.sharding.Mesh | None) -> Array:

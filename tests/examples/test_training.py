@@ -15,9 +15,10 @@ from flax import nnx
 from rich.console import Console
 from wan import digits
 from wan.checkpoint import Checkpoints
+from wan.opening import plans_of
 from wan.progress import Progress, recent
 from wan.settings import Settings
-from wan.training import TrainState, plans_of, train, train_step, trained
+from wan.training import TrainState, train, train_step, trained
 
 from maxattn.errors import ConfigError
 
