@@ -65,7 +65,7 @@ def splash_segment_ids(q: Any, kv: Any) -> Any:
 
 
 def splash_forward(
-    q: Any, k: Any, v: Any, ids: Any, info: Any, mask_function: Any, blocks: tuple[int, int, int], interpret: bool
+    q: Any, k: Any, v: Any, ids: Any, info: Any, mask_function: Any, blocks: tuple[int, ...], interpret: bool
 ) -> tuple[Any, Any]:
     """Run the forward kernel on one batch row: (out [N, T, H], lse [N, T]); blocks are (q, kv, kv_compute)."""
     splash = _splash()
@@ -79,7 +79,7 @@ def splash_forward(
 
 def splash_dkv(
     q: Any, k: Any, v: Any, ids: Any, rows: tuple[Any, Any, Any], info: Any, mask_function: Any,
-    blocks: tuple[int, int, int], fused: bool, interpret: bool,
+    blocks: tuple[int, ...], fused: bool, interpret: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Run the backward kernel of K and V on one batch row: (dq when fused else None, dk, dv).
 
@@ -94,7 +94,7 @@ def splash_dkv(
 
 def splash_dq(
     q: Any, k: Any, v: Any, ids: Any, rows: tuple[Any, Any, Any], info: Any, mask_function: Any,
-    blocks: tuple[int, int], interpret: bool,
+    blocks: tuple[int, ...], interpret: bool,
 ) -> Any:  # fmt: skip
     """Run the backward kernel of Q on one batch row."""
     return _splash()._splash_attention_bwd_dq(

@@ -13,19 +13,19 @@ Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAtten
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.block_sizes import BlockSizes, Change, adjust
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
 from maxattn.kernels.softmax import NEG_INF, row_gradient
-from maxattn.kernels.splash_blocks import Tiles, choose
 from maxattn.kernels.splash_calls import Problem
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -43,13 +43,15 @@ class Flash:
         blocks: tile sizes of the forward and backward kernels.
         interpret: run the kernels in Pallas' interpreter, on a CPU.
         float32_qk_product: cast q, k and v to float32 before the kernel.
+        changes: how the block sizes differ from those that were asked for.
     """
 
     name: ClassVar[str] = "flash"
     scale: float
-    blocks: Tiles
+    blocks: BlockSizes
     interpret: bool = False
     float32_qk_product: bool = False
+    changes: tuple[Change, ...] = ()
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -68,14 +70,16 @@ class Flash:
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Flash:
-        """Choose the block sizes; interpret on a CPU."""
-        blocks = choose(call, config.flash_block_sizes)
-        return Flash(call.scale, blocks, target.platform == "cpu", config.float32_qk_product)
+        """Adjust the block sizes, those of the backward too; interpret on a CPU."""
+        dtype = "float32" if config.float32_qk_product else call.dtype
+        blocks, changes = adjust(config.flash_block_sizes, replace(call, dtype=dtype), "flash", target, training=True)
+        return Flash(call.scale, blocks, target.platform == "cpu", config.float32_qk_product, changes)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
         how = "interpret mode: for tests" if self.interpret else "Pallas"
-        return {"runs": f"flash (JAX splash attention, {how})", "blocks": self.blocks.text()}
+        changes = "".join(f"; changed {change} ({change.reason})" for change in self.changes)
+        return {"runs": f"flash (JAX splash attention, {how})", "blocks": f"{self.blocks}{changes}"}
 
     def forward(
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
@@ -83,7 +87,7 @@ class Flash:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
-            out, lse = problem.forward(self.blocks.forward)
+            out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
         out = jnp.where(empty[..., None], 0, out).astype(q.dtype)
         return problem.checked(out.swapaxes(1, 2)), jnp.where(empty, NEG_INF, lse)

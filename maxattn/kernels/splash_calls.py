@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn import _compat
+from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Offset
 from maxattn.kernels.softmax import BIG_LSE
-from maxattn.kernels.splash_blocks import Tiles
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Problem:
     kv_offset: Offset
     interpret: bool
 
-    def forward(self, blocks: tuple[int, int, int]) -> tuple[Array, Array]:
+    def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
+        blocks = _of(sizes, FORWARD)
         setup = self._setup(blocks[0], blocks[1])
 
         def row(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
@@ -47,34 +48,34 @@ class Problem:
         out, lse = jax.vmap(row)(*setup.operands(self))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
-    def backward(self, tiles: Tiles, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
+    def backward(self, sizes: BlockSizes, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
         """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H]) in the operands' dtype.
 
         Args:
-            tiles: block sizes.
+            sizes: block sizes.
             lse, delta: [B, N, T] float32, finite.
             dout: [B, N, T, H], 0 in rows with nothing to attend to.
         """
-        fused = tiles.use_fused_bwd_kernel
-        dkv = self._setup(*tiles.dkv[:2])
+        fused, blocks = bool(sizes.use_fused_bwd_kernel), _of(sizes, DKV)
+        dkv = self._setup(*blocks[:2])
 
         def keys(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Any:
             # The fused kernel writes a part of dq at every step, so its grid keeps the steps that compute nothing.
             info = dkv.info(by_key=True, shrink=not fused)
             rows = lse, dout, delta
-            return _compat.splash_dkv(q, k, v, ids, rows, info, dkv.code, tiles.dkv, fused, self.interpret)
+            return _compat.splash_dkv(q, k, v, ids, rows, info, dkv.code, blocks, fused, self.interpret)
 
         dq, dk, dv = jax.vmap(keys)(*dkv.operands(self), *dkv.rows(lse, dout, delta))
         if not fused:
-            dq = self._dq(tiles, lse, dout, delta)
+            dq = self._dq(_of(sizes, DQ), lse, dout, delta)
         return dq[:, :, : self.q_len], dk[:, :, : self.kv_len], dv[:, :, : self.kv_len]
 
-    def _dq(self, tiles: Tiles, *given: Array) -> Array:
-        setup = self._setup(*tiles.dq)
+    def _dq(self, blocks: tuple[int, ...], *given: Array) -> Array:
+        setup = self._setup(*blocks)
 
         def queries(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Array:
             rows = lse, dout, delta
-            return _compat.splash_dq(q, k, v, ids, rows, setup.info(), setup.code, tiles.dq, self.interpret)
+            return _compat.splash_dq(q, k, v, ids, rows, setup.info(), setup.code, blocks, self.interpret)
 
         return jax.vmap(queries)(*setup.operands(self), *setup.rows(*given))
 
@@ -139,6 +140,12 @@ class Setup:
         """Pad (lse, dout, delta) so that the rows added have no gradient."""
         t = self.padded[0]
         return _pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t)
+
+
+def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> tuple[int, ...]:
+    found = sizes.part(keys)
+    assert found is not None, (sizes, keys)  # build() asks for the sizes of training
+    return found
 
 
 def _pad(x: Array, axis: int, length: int, value: float = 0) -> Array:

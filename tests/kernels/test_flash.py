@@ -16,17 +16,18 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.block_sizes import BlockSizes
 from maxattn.context.merge import merge
 from maxattn.errors import Unsupported
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.splash_blocks import Tiles, choose
 from maxattn.kernels.splash_mask import mask_info, rows_of, schedule, tile_kinds
 from maxattn.kernels.splash_rows import OneInterval, Positions, Shards, encode
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
 
 CPU, V5P, H200 = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p", "NVIDIA H200"))
-FUSED, UNFUSED = Tiles(128, 128, 128, 128, 256, 128, 128, 128, True), Tiles(128, 256, 128, 128, 128, 128, 128, 256)
+FUSED = BlockSizes(128, 128, 128, 128, 256, 128, use_fused_bwd_kernel=True)
+UNFUSED = BlockSizes(128, 256, 128, 128, 128, 128, 128, 256, False)
 VIDEO = M.VideoMask(8, 32, 2, window=2, sink=1, offset=0)
 POSITIONS = {
     "full": M.Full(), "causal": M.Causal(0), "window": M.LocalWindow(20, 9, 0), "from": M.LocalWindow(9, None, 0),
@@ -191,14 +192,13 @@ def test_a_second_call_traces_nothing() -> None:
     assert len(traces) == 1
 
 
-def test_sizes_are_multiples_of_128_within_the_lengths() -> None:
-    def sizes(t: int, s: int, **asked) -> Tiles:
-        return choose(call(t, s), ma.AttentionConfig(flash_block_sizes=asked).flash_block_sizes)
-
-    assert sizes(32_760, 77) == Tiles(512, 128, 128, 512, 128, 128, 512, 128)
-    assert sizes(1, 4096).block_q == 128
-    assert sizes(4096, 4096, block_kv=1000, block_kv_compute=300).forward == (512, 1024, 1024)
-    assert sizes(4096, 4096, block_kv=1024, block_kv_compute=256, use_fused_bwd_kernel=True).use_fused_bwd_kernel
+def test_sizes_are_adjusted_and_say_so() -> None:
+    asked = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
+    config = ma.AttentionConfig(cross_attention="flash", flash_block_sizes=asked)
+    plan = ma.plan(call(32_760, 77, role="cross"), config, target=V5P)
+    assert plan.kernel.blocks.block_kv == 128
+    assert "changed block_kv: 512 → 128" in plan.explain()
+    assert ma.plan(call(), ma.AttentionConfig(attention="flash"), target=V5P).kernel.changes == ()
 
 
 REFUSED = {
