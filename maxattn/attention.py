@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
@@ -137,12 +137,6 @@ def _usable_mesh(mesh: Any, q: Any) -> Any:
         )
     if not mesh_shape(mesh):
         return mesh
-    explicit = sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES))
-    if explicit:
-        raise MeshError(
-            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
-            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
-        )  # fmt: skip
     _check_devices(mesh, ambient, q)
     return mesh
 

@@ -38,7 +38,7 @@ def mesh_shape(mesh: Any) -> MeshShape:
 
     Raises:
         MeshError: for an axis name in a mapping that attention does not know, a size below 1, a mesh of several
-            devices whose every axis has another name, or what is no mesh.
+            devices whose every axis has another name, an Explicit axis, or what is no mesh.
     """
     if mesh is None:
         return ()
@@ -56,8 +56,13 @@ def mesh_shape(mesh: Any) -> MeshShape:
             "name the axes so, or pass no mesh",
         )  # fmt: skip
     manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
-    sizes = dict(mesh.shape)
-    return tuple((a, sizes[a]) for a in AXES if sizes.get(a, 1) > 1 and a not in manual)
+    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
+    if explicit := sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
+        raise MeshError(
+            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
+            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
+        )  # fmt: skip
+    return tuple((a, sizes[a]) for a in AXES if a in sizes)
 
 
 def _surrounding_manual_axes() -> frozenset[str]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import maxattn as ma
@@ -35,6 +36,11 @@ def under_another_mesh() -> None:
         attend(mesh=make_mesh(data=2))
 
 
+def explicit_module() -> ma.FlaxAttention:
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    return ma.FlaxAttention(32, heads=2, dim_head=16, mesh=mesh, rngs=nnx.Rngs(0))
+
+
 def plan(config: Any = None, mesh: Any = None, target: Any = CPU, **call: Any) -> ma.Plan:
     return ma.plan(ma.Call.of(Q, Q, **call), config, mesh, target)
 
@@ -55,6 +61,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mesh_list": lambda: attend(mesh=[1, 2]),
     "mesh_size_text": lambda: plan(mesh={"data": "2"}),
     "mesh_other_names": lambda: attend(mesh=make_mesh(dp=2, mp=4)),
+    "mesh_explicit": lambda: plan(mesh=jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])),
+    "mesh_explicit_in_a_module": lambda: explicit_module()(jnp.ones((2, 4, 32))),
     "mesh_without_devices": lambda: attend(mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))),
     "mesh_not_the_surrounding": under_another_mesh,
     "mesh_not_where_q_is": lambda: attend(q=jax.device_put(Q, jax.devices()[0]), mesh=make_mesh(data=2)),

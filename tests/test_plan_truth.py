@@ -114,3 +114,20 @@ def test_a_plan_met_before_logging_is_set_up_is_logged_after(caplog: pytest.LogC
     for _ in range(2):
         ma.attention(q, k, v)
     assert [r.levelname for r in caplog.records] == ["INFO"]
+
+
+def test_process_0_alone_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with caplog.at_level(logging.INFO, logger="maxattn"):
+        ma.attention(*qkv(length=28))
+    assert not caplog.records
+
+
+def test_float32_products_are_whole_on_every_matmul_unit() -> None:
+    """A CPU has no other precision, so only the program shows that an accelerator is asked for the highest."""
+    q, k, v = qkv()
+    for blockwise in (False, True):
+        config = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=blockwise)
+        step = jax.grad(lambda q, k, v, c=config: ma.attention(q, k, v, config=c).sum(), (0, 1, 2))
+        text = str(jax.make_jaxpr(step)(q, k, v))
+        assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
