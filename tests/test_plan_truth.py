@@ -119,7 +119,8 @@ def test_a_plan_met_before_logging_is_set_up_is_logged_after(caplog: pytest.LogC
 def test_process_0_alone_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with caplog.at_level(logging.INFO, logger="maxattn"):
-        ma.attention(*qkv(length=28))
+        q, k, v = qkv(length=28)
+        ma.attention(q, k, v)
     assert not caplog.records
 
 
