@@ -1,9 +1,10 @@
 """Block sizes of the TPU flash kernels: rules as data, an adjuster that applies them, and what a size costs."""
 
 from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
+from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.padding import Padding, nearest_with_less_padding, padding
 from maxattn.block_sizes.recommend import Row, recommend
-from maxattn.block_sizes.rules import RULES, Rule
+from maxattn.block_sizes.rules import RULES, Rule, rules_table
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts
 from maxattn.block_sizes.vmem import vmem_bytes
 
@@ -20,10 +21,12 @@ __all__ = [
     "Rule",
     "adjust",
     "facts_of",
+    "fused_partials_bytes",
     "is_legal",
     "log_lines",
     "nearest_with_less_padding",
     "padding",
     "recommend",
+    "rules_table",
     "vmem_bytes",
 ]

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from math import lcm
 
 from maxattn.block_sizes.chips import chip_of
+from maxattn.block_sizes.hbm import ITEMSIZE
 from maxattn.block_sizes.rules import RULES, fused_is_forced
 from maxattn.block_sizes.sizes import LANES, BlockSizes, Change, Facts, KernelKind, round_up
 from maxattn.call import Call, Role
@@ -16,7 +17,6 @@ from maxattn.target import Target
 DEFAULT = 512  # tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256
 LONGEST_COMMON = 4096  # a common multiple of two asked sizes beyond this is no block
 ROUNDS = 100  # far more than any request needs; a rule that undoes another would show as a request left illegal
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def adjust(

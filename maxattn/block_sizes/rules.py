@@ -143,8 +143,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KV blocks within the keys", KV_KEYS, "always", f"no KV block is longer than the keys rounded up to {LANES}",
          "text keys are fewer than most blocks, and the rest would be padding", _always, _clip_kv,
          lambda f: f"{'text sequence' if f.cross else 'key'} length {f.kv_len}"),
-    Rule("Q blocks in steps", Q_KEYS, "always", f"Q blocks are multiples of {LANES} in training, of 8 (float32) or 16 "
-         "(bfloat16) in inference", "the backward lays queries, LSE and segment ids along the lanes; "
+    Rule("Q blocks in steps", Q_KEYS, "always", f"Q blocks are multiples of {LANES} in training, of 8 in "
+         "inference", "the backward lays queries, LSE and segment ids along the lanes; "
          "the forward lays them along the sublanes", _always, _step_q, lambda f: f"must be a multiple of {f.q_step}"),
     Rule("KV blocks in steps", KV_KEYS, "always", f"KV blocks are multiples of {LANES}", _LANES_WHY, _always, _step_kv,
          lambda f: f"must be a multiple of {LANES}"),
@@ -162,3 +162,10 @@ RULES: tuple[Rule, ...] = (
     _fits("dkv", DKV, "training on a TPU", _training, fit.dkv),
     _fits("dq", DQ, "training on a TPU with the separate backward", _training, fit.dq),
 )  # fmt: skip
+
+
+def rules_table() -> str:
+    """Write the rules as a Markdown table, in the order in which they are applied."""
+    rows = ["| when | what must hold | why |", "|---|---|---|"]
+    rows += [f"| {rule.when} | {rule.needs} | {rule.why} |" for rule in RULES]
+    return "\n".join(rows)

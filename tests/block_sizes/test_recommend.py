@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxattn.block_sizes import adjust, nearest_with_less_padding, padding, recommend
+from maxattn.block_sizes import adjust, fused_partials_bytes, nearest_with_less_padding, padding, recommend, rules_table
 from maxattn.block_sizes.recommend import flash_attention_blocks
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
@@ -69,3 +71,16 @@ def test_every_row_names_its_source():
     for kind in ("TPU v5p", "NVIDIA H200", "cpu"):
         rows = recommend(4096, 64, Target.named(kind))
         assert rows and all(row.source for row in rows)
+
+
+def test_hbm_of_the_fused_backward():
+    wan = call(75_600)
+    sizes, _ = adjust(FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True), wan, "flash", V5P, True)
+    assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
+    separate, _ = adjust(FlashBlockSizes(), wan, "flash", V5P, True)
+    assert fused_partials_bytes(wan, separate) == 0
+
+
+def test_the_documentation_states_the_rules_as_they_are():
+    page = (Path(__file__).parents[2] / "docs" / "block_sizes.md").read_text()
+    assert rules_table() in page
