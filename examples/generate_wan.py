@@ -8,19 +8,32 @@ Without a prompt all forty are drawn and judged.
 
 from __future__ import annotations
 
+from wan import text
 from wan.command import settings_of, tell
 from wan.drawing import draw_all, draw_prompt
 from wan.settings import Settings
 from wan.training import trained
 
+from maxattn.errors import ConfigError
+
 
 def main(settings: Settings) -> None:
-    """Load the last checkpoint and draw."""
+    """Load the last checkpoint and draw.
+
+    Raises:
+        ConfigError: nothing is to be drawn, or there is no checkpoint of these settings.
+        InputError: the prompt has words outside the vocabulary.
+    """
+    prompt, each = settings.sampling.prompt, settings.sampling.per_prompt
+    if not each:
+        raise ConfigError("sampling.per_prompt", each, "at least one video of a prompt is drawn", "use 1 or more")
+    if prompt is not None:
+        text.encode([prompt])
     state = trained(settings, settings.make_mesh())
-    if settings.sampling.prompt is None:
+    if prompt is None:
         draw_all(state.average, settings)
     else:
-        draw_prompt(state.average, settings.sampling.prompt, settings)
+        draw_prompt(state.average, prompt, settings)
 
 
 if __name__ == "__main__":

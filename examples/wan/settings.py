@@ -91,7 +91,7 @@ class DataSettings(Section):
 class TrainingSettings(Section):
     """Hold how the model learns, and where that is kept."""
 
-    steps: Count = 2000
+    steps: Count = 2600
     """Updates of the parameters."""
     batch_size: Count = 64
     """Videos a step."""
@@ -126,7 +126,7 @@ class SamplingSettings(Section):
     """Steps from noise to video."""
     guidance_scale: Annotated[float, Ge(0)] = 1.8
     """Classifier-free guidance; 1 is the model as it is, in half the time."""
-    timestep_shift: Positive = 2.0
+    timestep_shift: Positive = 4.0
     """Above 1: smaller steps near the noise."""
     per_prompt: Annotated[int, Ge(0)] = 10
     """Videos of each prompt; 0 draws nothing after training."""

@@ -129,6 +129,8 @@ def test_a_loss_curve_of_any_length(count: int, tmp_path: Path):
     [
         ("train_wan.py", ["attention=cudn"], ("error: override 1: attention: cudn", "did you mean 'cudnn'?")),
         ("generate_wan.py", ["output_dir=nowhere"], ("error: training.output_dir: nowhere", "train_wan.py")),
+        ("generate_wan.py", ["output_dir=nowhere", "per_prompt=0"], ("error: sampling.per_prompt: 0", "use 1 or more")),
+        ("generate_wan.py", ["output_dir=nowhere", "prompt=a cat"], ("error: prompt: 'a cat'", "use the words a, an")),
     ],
 )
 def test_a_mistake_ends_with_a_message_and_no_traceback(script: str, overrides: list[str], words: tuple[str, ...]):
