@@ -221,6 +221,17 @@ def test_rows_with_nothing_to_attend_to(config: ma.AttentionConfig) -> None:
     assert all((g[1] == 0).all() and jnp.isfinite(g).all() for g in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
+def test_the_backward_repeats_bit_for_bit(config: ma.AttentionConfig) -> None:
+    """What `deterministic: true` asks for: these kernels have it always."""
+    x = qkv(t=300)
+    deterministic = config.replace(deterministic=True)
+    step = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=deterministic) ** 2).sum(), (0, 1, 2)))
+    first = step(*x)
+    for _ in range(5):
+        assert all((a == b).all() for a, b in zip(first, step(*x), strict=True))
+
+
 def test_layout_switches_change_no_result() -> None:
     q, k, v = qkv()
     want = ma.attention(q, k, v, config=DENSE)
