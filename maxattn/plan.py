@@ -300,14 +300,13 @@ def _candidates(
 
 def refusal(name: str, local: Call, target: Target) -> Reason | None:
     """Return why a kernel cannot compute a local call on the target, or None."""
-    if name in REQUIREMENTS and (lacks := missing(name, target)):
-        return lacks
-    if name not in KERNELS:
-        return Reason(
-            name, "kernel", f"this version of maxattn has the kernels {', '.join(KERNELS)}, and not {name}",
-            "set attention: auto",
-        )  # fmt: skip
-    return KERNELS[name].supports(local, target)
+    lacks = missing(name, target) if name in REQUIREMENTS else None
+    if name not in KERNELS and (lacks is None or lacks.feature == "package"):
+        # Installing the package would not help yet, so the remedy must not say so.
+        also = f"; {lacks.rule} either" if lacks else ""
+        has = f"this version of maxattn has the kernels {', '.join(KERNELS)}, and not {name}"
+        return Reason(name, "kernel", has + also, "set attention: auto")
+    return lacks or KERNELS[name].supports(local, target)
 
 
 def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reason) -> None:
