@@ -112,14 +112,17 @@ def over_shards(
     Args:
         f: a function of local arrays.
         mesh: the concrete mesh, or None where `shape` is empty.
-        shape: the axes that become manual; axes that a surrounding `shard_map` made manual are not among them.
+        shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not among them.
         in_specs, out_specs: trees of `PartitionSpec`.
     """
     if not shape:
         return f
     ambient = _compat.ambient_mesh()
     inside = ambient is not None and bool(_compat.axis_names_of_type(ambient, AxisType.Manual))
-    return _compat.shard_map(f, ambient if inside else mesh, in_specs, out_specs, {a for a, _ in shape})
+    mesh = ambient if inside else mesh
+    # Axes that attention does not use become manual too: a TPU kernel is refused while any is left to the compiler.
+    names = {a for a, _ in shape} | _compat.axis_names_of_type(mesh, AxisType.Auto)
+    return _compat.shard_map(f, mesh, in_specs, out_specs, names)
 
 
 def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
