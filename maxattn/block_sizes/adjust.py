@@ -20,7 +20,7 @@ ROUNDS = 100  # far more than any request needs; a rule that undoes another woul
 
 
 def adjust(
-    asked: FlashBlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool, ring: bool = False
+    asked: FlashBlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
     """Return sizes that the kernel compiles with, and each change that this took.
 
@@ -33,9 +33,8 @@ def adjust(
         kernel: "flash" or "tokamax_flash".
         target: the machine; its VMEM limits the tiles where it is a TPU.
         training: whether the backward kernels must run too.
-        ring: whether the kernel is one hop of a ring, which needs the fused backward.
     """
-    facts = facts_of(call, kernel, target, training, ring)
+    facts = facts_of(call, kernel, target, training)
     filled = fill(asked, facts)
     sizes = filled
     reasons: dict[str, list[str]] = {}
@@ -49,10 +48,10 @@ def adjust(
     return sizes, tuple(_changes(asked, sizes, reasons, facts))
 
 
-def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool, ring: bool = False) -> Facts:
+def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
     """Gather what the rules look at."""
     return Facts(
-        call.q_len, call.kv_len, call.head_dim, ITEMSIZE[call.dtype], call.role == "cross", kernel, training, ring,
+        call.q_len, call.kv_len, call.head_dim, ITEMSIZE[call.dtype], call.role == "cross", kernel, training,
         chip_of(target),
     )  # fmt: skip
 

@@ -41,8 +41,8 @@ class Rule:
 
 
 def fused_is_forced(facts: Facts) -> bool:
-    """Whether the kernel or the ring has no backward but the fused one."""
-    return facts.training and (facts.kernel == "tokamax_flash" or facts.ring)
+    """Whether the kernel has no backward but the fused one."""
+    return facts.training and facts.kernel == "tokamax_flash"
 
 
 def _always(facts: Facts) -> bool:
@@ -109,10 +109,6 @@ def _divide(part: str, whole: str) -> Callable[[BlockSizes, Facts], Values]:
     return mend
 
 
-def _ring_or_kernel(facts: Facts) -> str:
-    return "tokamax has the fused backward alone" if facts.kernel == "tokamax_flash" else "a ring needs it"
-
-
 def _divides(part: str, whole: str, when: str, applies: Callable[[Facts], bool], why: str) -> Rule:
     name = f"{part} divides {whole}"
     return Rule(name, (part, whole), when, name, why, applies, _divide(part, whole), lambda f: f"must divide {whole}")
@@ -132,9 +128,9 @@ _DIVIDES_WHY = "one padded length must be a whole number of both blocks"
 RULES: tuple[Rule, ...] = (
     Rule("forward alone", (*DKV, *DQ, "use_fused_bwd_kernel"), "inference", "the three forward sizes alone are kept",
          "no backward kernel runs", _inference, _forward_only, lambda f: "no backward in inference"),
-    Rule("fused backward", ("use_fused_bwd_kernel",), "training with tokamax_flash, or in a ring",
-         "use_fused_bwd_kernel is true", "tokamax has no other backward, and a ring carries dK and dV of one kernel",
-         fused_is_forced, _force_fused, _ring_or_kernel),
+    Rule("fused backward", ("use_fused_bwd_kernel",), "training with tokamax_flash",
+         "use_fused_bwd_kernel is true", "tokamax has no other backward",
+         fused_is_forced, _force_fused, lambda f: "tokamax has the fused backward alone"),
     Rule("no dq blocks", DQ, "training with the fused backward", "block_q_dq and block_kv_dq are not used",
          "the fused kernel computes dQ beside dK and dV", _training, _drop_dq,
          lambda f: "the fused backward computes dQ too"),

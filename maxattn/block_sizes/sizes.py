@@ -82,7 +82,6 @@ class Facts:
         cross: whether the keys are a text or another second sequence.
         kernel: "flash" or "tokamax_flash".
         training: whether the backward kernels run too.
-        ring: whether the kernel is one hop of a ring.
         chip: the TPU, or None where no VMEM limits the sizes (interpret mode on a CPU).
     """
 
@@ -93,7 +92,6 @@ class Facts:
     cross: bool
     kernel: KernelKind
     training: bool
-    ring: bool
     chip: Chip | None
 
     @property

@@ -22,7 +22,7 @@ FUSED = st.sampled_from((None, False, True))
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple:
-    """Draw (asked, call, kernel, target, training, ring)."""
+    """Draw (asked, call, kernel, target, training)."""
     asked = FlashBlockSizes(**{key: draw(SIZES) for key in KEYS}, use_fused_bwd_kernel=draw(FUSED))
     role = draw(st.sampled_from(("self", "cross")))
     q_len = draw(LENGTHS)
@@ -30,20 +30,19 @@ def requests(draw: st.DrawFn) -> tuple:
     head_dim = draw(st.sampled_from((40, 64, 72, 80, 128, 160, 256)))
     call = Call(1, q_len, kv_len, 2, 2, head_dim, draw(st.sampled_from(("float32", "bfloat16"))), role=role)
     target = draw(st.sampled_from((*TPUS, CPU)))
-    return (asked, call, draw(st.sampled_from(("flash", "tokamax_flash"))), target, draw(st.booleans()),
-            draw(st.booleans()))  # fmt: skip
+    return asked, call, draw(st.sampled_from(("flash", "tokamax_flash"))), target, draw(st.booleans())
 
 
 @settings(max_examples=250, deadline=None)
 @given(requests())
 def test_every_request_becomes_legal_and_stays(request):
-    asked, call, kernel, target, training, ring = request
+    asked, call, kernel, target, training = request
     sizes, changes = adjust(*request)
-    facts = facts_of(call, kernel, target, training, ring)
+    facts = facts_of(call, kernel, target, training)
     assert is_legal(sizes, facts)
     assert all(change.reason and change.asked != change.used for change in changes)
     assert bool(log_lines(call.role, changes)) == bool(changes)
-    again, none = adjust(asking(sizes), call, kernel, target, training, ring)
+    again, none = adjust(asking(sizes), call, kernel, target, training)
     assert (again, none) == (sizes, ())
     # What was asked for and not reported as changed is what runs.
     changed = {change.key for change in changes}
@@ -55,7 +54,7 @@ def test_every_request_becomes_legal_and_stays(request):
 @settings(max_examples=250, deadline=None)
 @given(requests())
 def test_the_result_obeys_the_rules_as_written_down_here(request):
-    _, call, kernel, target, training, ring = request
+    _, call, kernel, target, training = request
     sizes, _ = adjust(*request)
     q_step = 128 if training else 8
     for key in KEYS:
@@ -69,13 +68,13 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
         return
     q, kv, compute = sizes.part(DKV)
     assert (sizes.block_q % q, sizes.block_kv % kv, kv % compute) == (0, 0, 0)
-    if kernel == "tokamax_flash" or ring:
+    if kernel == "tokamax_flash":
         assert sizes.use_fused_bwd_kernel
     if sizes.use_fused_bwd_kernel:
         assert q == sizes.block_q and (sizes.block_q_dq, sizes.block_kv_dq) == (None, None)
     else:
         assert (sizes.block_q % sizes.block_q_dq, sizes.block_kv % sizes.block_kv_dq) == (0, 0)
-    facts = facts_of(call, kernel, target, training, ring)
+    facts = facts_of(call, kernel, target, training)
     if facts.chip is not None:
         part = "fused" if sizes.use_fused_bwd_kernel else "dkv"
         assert vmem_bytes(part, (q, kv, compute), facts, facts.chip.family) <= facts.chip.limit
