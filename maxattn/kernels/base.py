@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float
 
+from maxattn.block_sizes import Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.masks import Mask
@@ -33,6 +34,11 @@ class Kernel(Protocol):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Return None when the call can be computed exactly on the target, else the reason why not."""
+        ...
+
+    @staticmethod
+    def repeats(call: Call, target: Target) -> Reason | None:
+        """Return None when the backward gives the same bits every time, else the reason: for `deterministic: true`."""
         ...
 
     @staticmethod
@@ -69,3 +75,24 @@ class Kernel(Protocol):
     def lines(self, call: Call) -> dict[str, str]:
         """Return what `explain` prints about the kernel, by heading ("runs", "blocks", ...)."""
         ...
+
+
+@runtime_checkable
+class OtherForInference(Protocol):
+    """A kernel that computes a forward otherwise where no backward will follow, and what was changed for it."""
+
+    changes: tuple[Change, ...]
+
+    def for_inference(self) -> Kernel:
+        """Return the kernel of a forward that is not differentiated."""
+        ...
+
+
+def inference_kernel(kernel: Kernel) -> Kernel:
+    """Return the kernel of a forward that is not differentiated: the same for most."""
+    return kernel.for_inference() if isinstance(kernel, OtherForInference) else kernel
+
+
+def changes_of(kernel: Kernel) -> tuple[Change, ...]:
+    """Return how the sizes that a kernel runs with differ from those that were asked for."""
+    return kernel.changes if isinstance(kernel, OtherForInference) else ()

@@ -42,6 +42,11 @@ class DotProduct:
         return None
 
     @staticmethod
+    def repeats(call: Call, target: Target) -> Reason | None:
+        """Repeat always: matmuls and sums, and nothing that adds in the order in which it comes."""
+        return None
+
+    @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> DotProduct:
         """Take scale and layout from the call and the config."""
         return DotProduct(call.scale, config.float32_qk_product, config.split_head_dim)

@@ -55,6 +55,11 @@ class MemoryEfficient:
         return None
 
     @staticmethod
+    def repeats(call: Call, target: Target) -> Reason | None:
+        """Repeat always: matmuls and sums, and nothing that adds in the order in which it comes."""
+        return None
+
+    @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
         """Choose the chunk sizes: the config's, else by length and mask."""
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn import _compat
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Offset
 from maxattn.kernels.softmax import BIG_LSE
+
+Blocks = tuple[int, ...]  # (q, kv, kv_compute), or (q, kv) for the separate kernel of dq
+Ids = tuple[Array, Array] | None  # segment ids of one batch row's queries and keys
+Rows = tuple[Array, Array, Array]  # (lse, dout, delta) of one batch row
+
+
+class Library(Protocol):
+    """The kernels of one splash attention, on one batch row: q [N, T, H], k and v [K, S, H], padded to tiles."""
+
+    def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
+        """Return (out [N, T, H], lse [N, T] float32, natural); an LSE below -1e37 marks rows that saw nothing."""
+        ...
+
+    def dkv(
+        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks, fused: bool
+    ) -> tuple[Array | None, Array, Array]:
+        """Return (dq when fused else None, dk, dv)."""
+        ...
+
+    def dq(self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks) -> Array:
+        """Return dq, where the backward is not fused."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +47,7 @@ class Problem:
         k, v: [B, K, S, H].
         parts: the mask.
         q_offset, kv_offset: position of the first local query and key.
-        interpret: run in Pallas' interpreter.
+        library: the kernels.
     """
 
     q: Array
@@ -35,7 +56,7 @@ class Problem:
     parts: sm.Split
     q_offset: Offset
     kv_offset: Offset
-    interpret: bool
+    library: Library
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
@@ -43,7 +64,7 @@ class Problem:
         setup = self._setup(blocks[0], blocks[1])
 
         def row(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
-            return _compat.splash_forward(q, k, v, ids, setup.info(), setup.code, blocks, self.interpret)
+            return self.library.forward(q, k, v, ids, setup, blocks)
 
         out, lse = jax.vmap(row)(*setup.operands(self))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
@@ -60,10 +81,7 @@ class Problem:
         dkv = self._setup(*blocks[:2])
 
         def keys(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Any:
-            # The fused kernel writes a part of dq at every step, so its grid keeps the steps that compute nothing.
-            info = dkv.info(by_key=True, shrink=not fused)
-            rows = lse, dout, delta
-            return _compat.splash_dkv(q, k, v, ids, rows, info, dkv.code, blocks, fused, self.interpret)
+            return self.library.dkv(q, k, v, ids, (lse, dout, delta), dkv, blocks, fused)
 
         dq, dk, dv = jax.vmap(keys)(*dkv.operands(self), *dkv.rows(lse, dout, delta))
         if not fused:
@@ -74,8 +92,7 @@ class Problem:
         setup = self._setup(*blocks)
 
         def queries(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Array:
-            rows = lse, dout, delta
-            return _compat.splash_dq(q, k, v, ids, rows, setup.info(), setup.code, blocks, self.interpret)
+            return self.library.dq(q, k, v, ids, (lse, dout, delta), setup, blocks)
 
         return jax.vmap(queries)(*setup.operands(self), *setup.rows(*given))
 
@@ -102,7 +119,7 @@ class Problem:
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
         rows = sm.rows_of(self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets)
         ids = sm.segment_ids(self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset)
-        return Setup(kinds, rows, ids, padded)
+        return Setup(kinds, rows, ids, padded, shows_padding)
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,7 @@ class Setup:
     codes: Any
     ids: tuple[Array, Array] | None
     padded: tuple[int, int]
+    shows_padding: bool = False  # padded keys are hidden by the code, so tiles that hold them must evaluate it
 
     @property
     def code(self) -> Callable[..., Any] | None:
@@ -124,16 +142,12 @@ class Setup:
         """Whether the codes could hold the offsets; None: known to."""
         return None if self.codes is None else self.codes.valid
 
-    def info(self, by_key: bool = False, shrink: bool = True) -> Any:
-        """Build splash's `MaskInfo`."""
-        return sm.mask_info(self.kinds, self.codes, self.padded[0], by_key, shrink)
-
     def operands(self, problem: Problem) -> tuple[Array, Array, Array, Any]:
         """Pad (q, k, v, segment ids) to whole tiles; ids that pad match nothing."""
         t, s = self.padded
         ids = None
         if self.ids is not None:
-            ids = _compat.splash_segment_ids(_pad(self.ids[0], 1, t, sm.QUERY_PAD), _pad(self.ids[1], 1, s, sm.KEY_PAD))
+            ids = _pad(self.ids[0], 1, t, sm.QUERY_PAD), _pad(self.ids[1], 1, s, sm.KEY_PAD)
         return _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), ids
 
     def rows(self, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
