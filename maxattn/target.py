@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -51,8 +54,8 @@ class Target:
 
     @staticmethod
     def here() -> Target:
-        """Describe this machine. Initialises jax's backend."""
-        return _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
+        """Describe this machine, or the target of a surrounding `assumed()`. Initialises jax's backend."""
+        return _ASSUMED.get() or _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
 
     @staticmethod
     def named(kind: str, packages: tuple[tuple[str, str], ...] = ()) -> Target:
@@ -73,9 +76,21 @@ class Target:
             )
         return Target(KNOWN[kind], kind, packages)
 
+    @contextmanager
+    def assumed(self) -> Iterator[None]:
+        """Make plans for this target inside a `with`: to trace and compile for a machine that is not there."""
+        token = _ASSUMED.set(self)
+        try:
+            yield
+        finally:
+            _ASSUMED.reset(token)
+
     def version(self, package: str) -> str | None:
         """Return the version of an optional package, or None where it is not installed."""
         return dict(self.packages).get(package)
+
+
+_ASSUMED: ContextVar[Target | None] = ContextVar("the target of a surrounding assumed()", default=None)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,9 @@
+"""`python -m maxattn`: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from maxattn.cli import main
+
+sys.exit(main())
