@@ -72,7 +72,7 @@ def shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=("self", "cross"), help="default self where T = S, else cross")
     parser.add_argument("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
     parser.add_argument("--batch", type=int, help="B in place of the shape's")
-    parser.add_argument("--mask", help="full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:BLOCK, "
+    parser.add_argument("--mask", help="full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
                         "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)")  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _read_mesh(text: str) -> dict[str, int]:
 
 
 def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, int]:
-    sizes = {axis: [n for n in pair] for axis, pair in config.axis_parallelism().items()}
+    sizes = {axis: list(pair) for axis, pair in config.axis_parallelism().items()}
     fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
     if devices is not None and (devices < 1 or devices % fixed):
         raise MeshError(
