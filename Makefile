@@ -16,8 +16,13 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-demo: $(READY)  ## train the small video model on moving digits, then draw samples (out/wan_tiny)
-	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(ARGS)
+# MESH="fsdp=2 context=4" spreads the demo over so many devices, which a CPU plays.
+SPREAD := $(foreach axis,$(MESH),ici_$(subst =,_parallelism=,$(axis)))
+COUNT  := $(shell echo $$(( 1 $(foreach axis,$(MESH),* $(lastword $(subst =, ,$(axis)))) )) 2>/dev/null)
+
+demo: $(READY)  ## train the small video model on moving digits, then draw samples (out/wan_tiny); MESH="fsdp=2 context=4"
+	$(if $(MESH),XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=$(COUNT)") \
+	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
 
 test: $(READY)  ## the tests, on two cores
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -8,7 +8,7 @@ Without a prompt all forty are drawn and judged.
 
 from __future__ import annotations
 
-from wan import text
+from wan import hosts, text
 from wan.command import settings_of, tell
 from wan.drawing import draw_all, draw_prompt
 from wan.settings import Settings
@@ -38,4 +38,6 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     with tell():
-        main(settings_of(__doc__))
+        settings = settings_of(__doc__)
+        with hosts.first_speaks():
+            main(settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from wan import pictures
+from wan import hosts, pictures
 from wan.command import settings_of, tell
 from wan.drawing import draw_all
 from wan.settings import Settings
@@ -23,7 +23,8 @@ def main(settings: Settings) -> None:
     began = time.perf_counter()
     state, losses = train(settings, settings.make_mesh())
     trained = time.perf_counter()
-    print(f"loss curve: {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}")
+    if hosts.is_first():
+        print(f"loss curve: {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}")
     if settings.sampling.per_prompt:
         draw_all(state.average, settings)
     done = time.perf_counter()
@@ -32,4 +33,6 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     with tell():
-        main(settings_of(__doc__))
+        settings = settings_of(__doc__)
+        with hosts.first_speaks():
+            main(settings)

@@ -21,6 +21,7 @@ from flax import nnx
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
+from . import hosts
 from .settings import Settings
 
 KEPT = 2
@@ -45,7 +46,9 @@ class Checkpoints:
         self.settings = settings
         self.folder = Path(settings.training.output_dir).absolute() / "checkpoints"
         if start_again:
-            _forget(self.folder)
+            if hosts.is_first():
+                _forget(self.folder)
+            hosts.wait("old checkpoints deleted")
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self.step = self._manager.latest_step() or 0

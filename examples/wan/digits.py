@@ -18,6 +18,7 @@ from .words import SIDE, STEPS, all_prompts, prompt_of
 
 Scan = UInt8[np.ndarray, "8 8"]
 Split = Literal["train", "test"]
+Rows = Int[np.ndarray, " rows"]
 
 INK = 16.0  # the darkest value of a scan
 
@@ -107,17 +108,40 @@ def from_model(video: Float[np.ndarray, "... 1"]) -> Float[np.ndarray, "..."]:
     return np.clip((np.asarray(video)[..., 0] + 1.0) * (INK / 2), 0.0, INK)
 
 
-def batches(data: DataSettings, batch_size: int, seed: int) -> grain.DatasetIterator:
+class Batches:
+    """Offer the batches of a run one after the other, of each the rows that are asked for.
+
+    Args:
+        videos: in the order in which they are learned from.
+        batch_size: rows of a whole batch.
+        rows: those that this process loads.
+    """
+
+    def __init__(self, videos: grain.MapDataset, batch_size: int, rows: Rows) -> None:
+        self._videos, self._size, self._rows = videos, batch_size, rows
+
+    def __len__(self) -> int:
+        return len(self._videos) // self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        found = [self._videos[int(index) * self._size + int(row)] for row in self._rows]
+        return {key: np.stack([one[key] for one in found]) for key in found[0]}
+
+
+def batches(data: DataSettings, batch_size: int, seed: int, rows: Rows | None = None) -> grain.DatasetIterator:
     """Shuffle the training videos anew each epoch and batch them, without end.
 
     Args:
         data: what the videos are.
         batch_size: videos a batch.
         seed: of the order.
+        rows: those of each batch that are loaded; default all.
 
     Returns:
-        An iterator over `Batch`, whose place `get_state()` tells.
+        An iterator over `Batch`, whose place `get_state()` tells: the same on every process.
     """
     source: grain.MapDataset = grain.MapDataset.source(DigitVideos(data))  # pyright: ignore[reportArgumentType]
-    dataset = source.seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
+    videos = source.seed(seed).shuffle().repeat()
+    wanted = Batches(videos, batch_size, np.arange(batch_size) if rows is None else rows)
+    dataset: grain.MapDataset = grain.MapDataset.source(wanted)  # pyright: ignore[reportArgumentType]
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from maxattn import sharding
 
-from . import evaluate, pictures, text
+from . import evaluate, hosts, pictures, text
 from .digits import from_model
 from .flow import sample
 from .model import WanTransformer
@@ -41,7 +41,7 @@ def draw(model: WanTransformer, prompts: Sequence[str], settings: Settings) -> V
     key = jax.random.key(settings.sampling.seed)
     noise = jax.random.normal(key, (len(filled), *settings.video_shape))
     videos = sample(model, jnp.asarray(text.encode(filled)), noise, settings.sampling)
-    return from_model(np.asarray(videos))[: len(prompts)]
+    return from_model(hosts.whole(videos))[: len(prompts)]
 
 
 def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Score]:
@@ -50,11 +50,16 @@ def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Sc
     Args:
         model: trained.
         settings: how to draw, and `training.output_dir`.
+
+    Returns:
+        Scores by the kind of prompt; empty on every process but the first, which judges.
     """
     folder, held_out = Path(settings.training.output_dir), settings.data.held_out
     forty, each = list(all_prompts()), settings.sampling.per_prompt
     prompts = [prompt for prompt in forty for _ in range(each)]
     videos = draw(model, prompts, settings)
+    if not hosts.is_first():
+        return {}
     sheet = pictures.contact_sheet(videos[::each], forty, folder / "contact_sheet.png", held_out)
     gif = pictures.moving(videos[::each], forty, folder / "samples.gif", held_out)
     judge = evaluate.Judge(settings.data)
@@ -77,6 +82,8 @@ def draw_prompt(model: WanTransformer, prompt: str, settings: Settings) -> Video
     folder = Path(settings.training.output_dir)
     prompts = [prompt] * settings.sampling.per_prompt
     videos = draw(model, prompts, settings)
+    if not hosts.is_first():
+        return videos
     name = prompt.replace(" ", "_") or "no_prompt"
     print(pictures.contact_sheet(videos, prompts, folder / f"{name}.png", settings.data.held_out, scale=6))
     print(pictures.moving(videos, prompts, folder / f"{name}.gif", settings.data.held_out, scale=12))

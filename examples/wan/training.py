@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.errors import ConfigError
 
-from . import digits
+from . import digits, hosts
 from .checkpoint import Checkpoints
 from .flow import loss_of
 from .model import Video, WanTransformer, Words
@@ -100,13 +101,15 @@ def train(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> tuple[Tr
         for line in opening(settings, checkpoints, plans):
             print(line)
         state = TrainState(settings, mesh)
-        data = digits.batches(settings.data, training.batch_size, training.seed)
+        rows = hosts.rows_here(training.batch_size, mesh)
+        data = digits.batches(settings.data, training.batch_size, training.seed, rows)
         if checkpoints.step:
             checkpoints.load(state, data)
         losses = checkpoints.losses
         if len(losses) < training.steps:
             facts = {role: plan.to_dict() for role, plan in plans.items()}
-            _run(state, data, losses, settings, mesh, lambda: checkpoints.save(state, data, losses, facts))
+            place = partial(hosts.on_devices, rows=rows, batch_size=training.batch_size, mesh=mesh)
+            _run(state, data, losses, settings, place, lambda: checkpoints.save(state, data, losses, facts))
     return state, losses
 
 
@@ -135,7 +138,7 @@ def _run(
     data: Iterator[digits.Batch],
     losses: list[float],
     settings: Settings,
-    mesh: jax.sharding.Mesh | None,
+    place: Callable[[np.ndarray], Array],
     save: Callable[[], None],
 ) -> None:
     training, first = settings.training, len(losses)
@@ -146,17 +149,11 @@ def _run(
         for step in range(first, training.steps):
             with profiler.around(step):
                 batch = next(data)
-                video, words = on_devices(batch["video"], mesh), on_devices(batch["tokens"], mesh)
+                video, words = place(batch["video"]), place(batch["tokens"])
                 losses.append(float(step_of_state(video, words, training=training)))
             progress.advance(losses)
             if (step + 1) % training.checkpoint_every == 0 or step + 1 == training.steps:
                 save()
-
-
-def on_devices(array: object, mesh: jax.sharding.Mesh | None) -> Array:
-    """Put a batch on the devices, its first axis over data and fsdp."""
-    array = jnp.asarray(array)
-    return array if mesh is None else jax.device_put(array, sharding.batch_sharding(mesh, array.ndim))
 
 
 class Profiler:

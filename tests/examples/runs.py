@@ -1,8 +1,9 @@
-"""Runs the training command as a user does, in a process of its own with one device."""
+"""Runs the training command as a user does, in processes of its own; one device each, unless more are asked for."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,12 +32,13 @@ def config(folder: Path, **training: Any) -> Path:
     return path
 
 
-def start(path: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
     """Start the command; its lines come out as they are printed."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     # Processes that run the same program compile it once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(path.parents[1] / "compiled")}
     compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    compiled["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [*COMMAND, str(path), *overrides],
         stdout=subprocess.PIPE,
@@ -46,11 +48,24 @@ def start(path: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(path: Path, *overrides: str) -> str:
+def finish(path: Path, *overrides: str, devices: int = 1) -> str:
     """Run the command to its end and return what it printed."""
-    process = start(path, *overrides)
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, printed
+    return finish_all([start(path, *overrides, devices=devices)])[0]
+
+
+def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> list[str]:
+    """Run the command in several processes that join each other, and return what each printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    who = ("--coordinator", f"localhost:{port}", "--num-processes", str(processes), "--process-id")
+    return finish_all([start(path, *overrides, *who, str(i), devices=devices) for i in range(processes)])
+
+
+def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for processes to end, and return what each printed."""
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(printed)
     return printed
 
 
@@ -59,5 +74,10 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     import jax
     import orbax.checkpoint as ocp
 
-    tree = ocp.StandardCheckpointer().restore((folder / "run" / "checkpoints" / str(step) / "state").absolute())
+    path = (folder / "run" / "checkpoints" / str(step) / "state").absolute()
+    with ocp.PyTreeCheckpointer() as reader:
+        found = reader.metadata(path).item_metadata.tree
+        # As numpy, whatever devices wrote it.
+        how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
+        tree = reader.restore(path, restore_args=how)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

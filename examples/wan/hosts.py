@@ -1,0 +1,121 @@
+"""Many hosts as one: joining them, which rows of a batch a process loads, and who speaks.
+
+Each process runs the same program over the same mesh. What is theirs together is `jax.distributed`'s; this file asks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Int
+
+from maxattn import sharding
+from maxattn.errors import ConfigError
+
+Rows = Int[np.ndarray, " rows"]
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False) -> None:
+    """Join the processes of a run. Call it before anything asks for a device; alone, it does nothing.
+
+    Args:
+        coordinator: host:port of process 0.
+        num_processes: how many there are.
+        process_id: which one this is, from 0.
+        detect: let jax find all three, as it can on a TPU pod, under SLURM, Open MPI and Kubernetes.
+
+    Raises:
+        ConfigError: some of the three are missing, or do not fit together.
+    """
+    told = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
+    if detect:
+        jax.distributed.initialize()
+    elif any(value is not None for value in told.values()):
+        _check(told)
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+
+
+def _check(told: dict[str, Any]) -> None:
+    remedy = "give --coordinator HOST:PORT --num-processes N --process-id I, or --distributed where a cluster says them"
+    for name, value in told.items():
+        if value is None:
+            raise ConfigError(name, "not given", "a process of many needs all three", remedy)
+    address, count, index = told.values()
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError("--coordinator", address, "it is the host and port of process 0", "write HOST:PORT")
+    if not 0 <= index < count:
+        rule = f"processes of {count} are numbered from 0 to {count - 1}"
+        raise ConfigError("--process-id", index, rule, "give each process its own number")
+
+
+def is_first() -> bool:
+    """Say whether this is process 0, the one that speaks and writes pictures."""
+    return jax.process_index() == 0
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """Silence what every process but the first prints. Errors, on standard error, are heard from all."""
+    if is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def wait(where: str) -> None:
+    """Wait until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
+
+
+def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
+    """List the rows of a batch that this process' devices hold: some are on other processes as well.
+
+    Args:
+        batch_size: rows of the whole batch.
+        mesh: its axes data and fsdp split them; None keeps all here.
+    """
+    if mesh is None:
+        return np.arange(batch_size)
+    places = sharding.batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,))
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in places.values()]))
+
+
+def on_devices(local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.sharding.Mesh | None) -> Array:
+    """Put a batch on the devices, its first axis over data and fsdp.
+
+    Args:
+        local: the rows that `rows_here` names, in that order.
+        rows: those.
+        batch_size: rows of the whole batch.
+        mesh: None puts them on this process' device.
+    """
+    if mesh is None:
+        return jax.numpy.asarray(local)
+    shape = (batch_size, *local.shape[1:])
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+
+    return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh, local.ndim), shard)
+
+
+def whole(array: Array) -> np.ndarray:
+    """Bring an array that is spread over processes to each of them."""
+    if jax.process_count() == 1:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def name() -> str:
+    """Say which process this is, for its errors; empty where there is one alone."""
+    joined = jax.distributed.is_initialized()
+    return f"process {jax.process_index()} of {jax.process_count()}: " if joined else ""

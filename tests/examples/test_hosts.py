@@ -1,0 +1,121 @@
+"""Several processes as one: which rows each loads, that they learn what one process learns, and who speaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from wan import digits, hosts
+from wan.command import settings_of
+from wan.settings import DataSettings, Settings
+from wan.training import trained
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+
+from .runs import arrays, config, finish, finish_many
+
+STEPS = 20
+
+
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+    return ma.AttentionConfig(**{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}).make_mesh()
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_loads_the_rows_it_is_asked_for():
+    data = DataSettings()
+    whole, some = digits.batches(data, 8, seed=3), digits.batches(data, 8, seed=3, rows=np.array([1, 6]))
+    for _ in range(3):
+        everything, part = next(whole), next(some)
+        assert everything["video"].shape[0] == 8
+        for key in ("video", "tokens"):
+            np.testing.assert_array_equal(part[key], everything[key][[1, 6]])
+    assert whole.get_state() == some.get_state(), "a checkpoint tells every process the same place"
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "context": 4}, {"context": 8}, {"data": 2, "fsdp": 4}])
+def test_a_batch_lies_on_the_mesh_as_it_was(sizes: dict[str, int]):
+    mesh, batch = mesh_of(**sizes), np.arange(48).reshape(16, 3)
+    rows = hosts.rows_here(16, mesh)
+    np.testing.assert_array_equal(rows, np.arange(16))  # one process holds every row
+    placed = hosts.on_devices(batch[rows], rows, 16, mesh)
+    np.testing.assert_array_equal(placed, batch)
+    ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(16 // ways, 3)}
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--process-id", "0"], ("--coordinator: not given", "--num-processes N")),
+        (["--coordinator", "localhost:1", "--process-id", "0"], ("--num-processes: not given",)),
+        (["--coordinator", "here", "--num-processes", "2", "--process-id", "0"], ("--coordinator: here", "HOST:PORT")),
+        (["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"], ("--process-id: 2", "0 to 1")),
+    ],
+)
+def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...], tmp_path: Path):
+    path = tmp_path / "config.yml"
+    path.write_text("attention: auto\n")
+    with pytest.raises(ConfigError) as error:
+        settings_of("", [str(path), *flags])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+def losses(folder: Path, steps: int = STEPS) -> np.ndarray:
+    facts = folder / "run" / "checkpoints" / str(steps) / "facts" / "metadata"
+    return np.array(json.loads(facts.read_text())["losses"])
+
+
+def plain(name: str) -> str:
+    """Spell a place in a tree without saying whether a list or a mapping holds it."""
+    return name.replace("'", "")
+
+
+# The sequence over the four devices of a process, the batch over both processes.
+SPREAD = ("ici_data_parallelism=1", "ici_fsdp_parallelism=2", "ici_context_parallelism=4")
+# The demo's own warm-up: a large rate at once would blow up the last bits, in which sums over devices differ.
+HOW = {"steps": STEPS, "checkpoint_every": 10, "warmup_steps": 50}
+
+
+def test_two_processes_learn_what_one_learns(tmp_path: Path):
+    alone, two = (config(tmp_path / name, **HOW) for name in ("alone", "two"))
+    finish(alone, *SPREAD, devices=8)
+    first, second = finish_many(two, *SPREAD, processes=2, devices=4)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "alone"), rtol=1e-6)
+    assert f"step {STEPS}/{STEPS}" in first
+    assert "all_gather over 4" in first
+    assert not [line for line in second.splitlines() if line and "Gloo" not in line], "only process 0 speaks"
+
+    # What two processes with four devices each wrote is read here, bit for bit, onto another mesh.
+    settings = Settings.from_yaml(two, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"])
+    state = trained(settings, settings.make_mesh())
+    wrote = {plain(name): array for name, array in arrays(tmp_path / "two", STEPS).items()}
+    for path, array in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(state))):
+        np.testing.assert_array_equal(array, wrote[plain(jax.tree_util.keystr(path))])
+    kernel = state.model.blocks[0].ffn.up.kernel[...]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_what_one_wrote(tmp_path: Path):
+    alone, two = (config(tmp_path / name, **HOW) for name in ("alone", "two"))
+    finish(alone)
+    finish(two)
+    # On another mesh: the sequence over both processes, which load every row.
+    more = ("steps=24", "ici_data_parallelism=1", "ici_context_parallelism=8", "attention=ring")
+    assert f"going on from step {STEPS} of 24" in finish_many(two, *more, processes=2, devices=4)[0]
+    finish(alone, "steps=24")
+    np.testing.assert_allclose(losses(tmp_path / "two", 24), losses(tmp_path / "alone", 24), rtol=5e-6)
