@@ -46,6 +46,7 @@ class Call:
         scale: multiplies the scores; default head_dim ** -0.5.
         role: "self" or "cross": which setting of the config governs it.
         return_lse: whether the log-sum-exp is asked for.
+        sharded: whether this is one device's share, whose positions are known only where it runs.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class Call:
     scale: float = 0.0
     role: Role = "self"
     return_lse: bool = False
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.scale == 0.0:

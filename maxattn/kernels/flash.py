@@ -1,5 +1,7 @@
 """JAX's splash attention (Pallas, for TPU): tiles in VMEM, empty tiles skipped, O(T) memory both ways.
 
+On an NVIDIA GPU the same name is FlashAttention-4 (`fa4.py`).
+
 Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
 """
 
@@ -11,11 +13,12 @@ from typing import Any, ClassVar
 from jaxtyping import Array
 
 from maxattn import _compat
-from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import splash
 from maxattn.kernels import splash_mask as sm
+from maxattn.kernels.base import Kernel
+from maxattn.kernels.fa4 import Fa4
 from maxattn.kernels.splash_calls import Blocks, Ids, Library, Rows, Setup
 from maxattn.target import Target
 
@@ -24,17 +27,22 @@ from maxattn.target import Target
 class Flash(splash.Splash):
     """Compute attention with JAX's splash; the backward in one kernel ("fused") or in two."""
 
-    name: ClassVar[KernelKind] = "flash"
+    name: ClassVar[str] = "flash"
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, NVIDIA GPUs, and float16 on a TPU."""
-        return splash.not_on_gpu("flash", target) if target.platform == "gpu" else splash.refusal("flash", call, target)
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has FlashAttention-4."""
+        return Fa4.supports(call, target) if target.platform == "gpu" else splash.refusal("flash", call, target)
 
     @staticmethod
-    def build(call: Call, config: AttentionConfig, target: Target) -> Flash:
+    def repeats(call: Call, target: Target) -> Reason | None:
+        """Say for the kernel of the platform whether its backward repeats."""
+        return Fa4.repeats(call, target) if target.platform == "gpu" else splash.Splash.repeats(call, target)
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
-        return Flash.of(call, config, target)
+        return Fa4.build(call, config, target) if target.platform == "gpu" else Flash.of(call, config, target)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
@@ -51,6 +59,10 @@ class JaxSplash:
     """Call the kernels of JAX's splash attention on one batch row."""
 
     interpret: bool
+
+    def query_factor(self, dtype: Any) -> float:
+        """Take the queries as they are."""
+        return 1.0
 
     def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""

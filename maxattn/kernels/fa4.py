@@ -1,0 +1,195 @@
+"""FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
+
+Bands skip the tiles they leave empty. Any other mask of positions, and segment ids, are tested pair by pair in the
+tiles of the narrowest band around them.
+
+Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels import fa4_calls as fa4
+from maxattn.kernels import fused_masks as fm
+from maxattn.kernels import splash_mask as sm
+from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.fused import Fused, Lengths, Pairs
+from maxattn.kernels.fused_pieces import Piece, too_many
+from maxattn.kernels.softmax import NEG_INF
+from maxattn.masks import Mask
+from maxattn.target import Target
+
+HEAD_LIMIT, HEAD_LIMIT_BLACKWELL = 256, 128
+
+
+@dataclass(frozen=True)
+class Fa4(Fused):
+    """Compute out = softmax(scale * q k^T) v with FlashAttention-4.
+
+    Args:
+        version: of fa4-jax.
+    """
+
+    name: ClassVar[str] = "flash"
+    version: str = ""
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        """Refuse where fa4-jax is missing, float32, head dims over 256, a bias, tables of pairs."""
+        if target.version("fa4-jax") is None:
+            rule = "fa4-jax is not installed, and flash on an NVIDIA GPU is FlashAttention-4 through it"
+            return Reason("flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)')
+        limit = HEAD_LIMIT_BLACKWELL if "B200" in target.device_kind else HEAD_LIMIT
+        reason = fm.refuse_call("flash", call, limit)
+        if reason is not None or fm.refuse_mask("flash", fm.split(call.mask)) is None:
+            return reason
+        parts = sm.split(call.mask)
+        return parts if isinstance(parts, Reason) else None
+
+    @staticmethod
+    def repeats(call: Call, target: Target) -> Reason | None:
+        """Refuse: gradients are added up in no fixed order."""
+        rule = "FlashAttention-4 adds up dQ in the order in which its tiles finish"
+        return Reason("flash", "deterministic", rule, fm.REMEDY)
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
+        """Take the scale, and whether the LSE is asked for."""
+        return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "")
+
+    def lines(self, call: Call) -> dict[str, str]:
+        """Describe the kernel for `explain`."""
+        parts = fm.split(call.mask)
+        bands = fm.refuse_mask("flash", parts) is None and not (
+            call.sharded and too_many(parts, call.q_len, call.kv_len)
+        )
+        plain = "" if bands else "; the mask is tested pair by pair"
+        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": "the library's own" + plain}
+
+    def forward(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> tuple[Array, Array]:
+        """Return (out [B,T,N,H], lse [B,N,T])."""
+        if _is_plain(fm.split(mask), q, k, q_offset, kv_offset):
+            return super().forward(q, k, v, bias, mask, q_offset, kv_offset)
+        piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
+        out, lse = self.piece_forward(q, k, v, piece, pairs)
+        return out, lse
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return (dq, dk, dv, None) from a given LSE and output."""
+        if _is_plain(fm.split(mask), q, k, q_offset, kv_offset):
+            return super().backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+        piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
+        # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
+        dout = jnp.where((lse == NEG_INF).swapaxes(1, 2)[..., None], 0, dout).astype(q.dtype)
+        dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
+        return dq.astype(q.dtype), dk, dv, None
+
+    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+        """Return (out, lse) of one rectangle."""
+        if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
+            return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
+        t, s, band = _fitted(piece, q.shape[1], k.shape[1])
+        pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
+        out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
+        after = (0, q.shape[1] - t)
+        out = jnp.pad(out, ((0, 0), after, (0, 0), (0, 0))) if after[1] else out
+        return out, jnp.pad(lse, ((0, 0), (0, 0), after), constant_values=NEG_INF) if after[1] else lse
+
+    def piece_backward(
+        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array, Array]:
+        """Return (dq, dk, dv) of one rectangle."""
+        if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
+            return fa4.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
+        t, s, band = _fitted(piece, q.shape[1], k.shape[1])
+        pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
+        rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
+        dq, dk, dv = fa4.fa4_backward(q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale)
+        return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
+
+
+def _is_plain(parts: fm.Parts, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> bool:
+    """Tell whether bands and lengths say the whole mask, at all places that the shards can be at."""
+    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
+    return fm.refuse_mask("flash", parts) is None and not (traced and too_many(parts, q.shape[1], k.shape[1]))
+
+
+def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:
+    """Return (queries, keys, band) as the library counts a band: query 0 stands at key S - T.
+
+    Keys that no query sees, and queries that see none, are left out, so that neither side of the band is negative.
+    """
+    if p.is_full:
+        return t, s, (None, None)
+    if p.right is not None:
+        s = min(s, t + p.right)
+    if p.left is not None:
+        t = min(t, s + p.left)
+    move = s - t
+    right = None if p.right is None else p.right - move
+    return t, s, (None if p.left is None else p.left + move, right)
+
+
+def _longer(x: Array, length: int) -> Array:
+    extra = length - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else x
+
+
+def _as_pairs(lengths: Lengths, t: int, s: int) -> Pairs | None:
+    """Write lengths beside a band as ids: 0 for real keys, and for all queries."""
+    if lengths is None or isinstance(lengths, Pairs):
+        return lengths
+    past = (jnp.arange(s, dtype=jnp.int32)[None] >= lengths[:, None]).astype(jnp.int32)
+    return Pairs(None, None, jnp.zeros((lengths.shape[0], t), jnp.int32), past)
+
+
+def _pairs(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+    """Return the narrowest band around a mask, and the test of every pair in it."""
+    split = sm.split(mask)
+    assert isinstance(split, sm.Split), split  # supports() refused it
+    t, s = q.shape[1], k.shape[1]
+    ids = sm.segment_ids(split, q.shape[0], t, s, kv_offset)
+    piece, lo, hi = Piece(0, t, 0, s), None, None
+    if not split.positions.is_full:
+        traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
+        xp: Any = jnp if traced else np
+        found = split.positions.intervals(xp.arange(t) + q_offset, xp)
+        ends = [tuple(xp.clip(end - kv_offset, 0, s) for end in pair) for pair in found]
+        lo, hi = (xp.stack([e[i] for e in ends]) if ends else xp.zeros((1, t), np.int32) for i in (0, 1))
+        piece = piece if traced else _around(lo, hi, t, s)
+        lo, hi = jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32)
+    return piece, Pairs(lo, hi, *(ids or (None, None)))
+
+
+def _around(lo: np.ndarray, hi: np.ndarray, t: int, s: int) -> Piece:
+    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or would be negative, is left open."""
+    some = lo < hi
+    if not some.any():
+        return Piece(0, t, 0, s)
+    row = np.broadcast_to(np.arange(t), lo.shape)[some]
+    left, right = int((row - lo[some]).max()), int((hi[some] - 1 - row).max())
+    return Piece(0, t, 0, s, left if 0 <= left < t - 1 else None, right if 0 <= right < s - 1 else None)

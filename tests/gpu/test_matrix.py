@@ -1,0 +1,51 @@
+"""The matrix on an NVIDIA GPU: every fused kernel against float64, or refused by name. `make test-gpu` runs it there."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import maxattn as ma
+from maxattn.errors import Unsupported
+from maxattn.kernels.requirements import missing
+from tests.cases import LENGTHS, MASKS, judge, run_case
+from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash"]
+AXES = {
+    "kernel": KERNELS,
+    "mask": list(MASKS),
+    "dtype": ["bfloat16", "float16"],
+    "heads": ["mha", "gqa", "mqa"],
+    "length": list(LENGTHS),
+    "head_dim": [40, 64, 72, 80, 96, 128, 160, 256],
+    "bias": ["none"],
+    "batch": [1, 3],
+}
+PACKAGE = {"flash": "fa4-jax", "cudnn_flash_te": "transformer-engine-jax", "tokamax_flash": "tokamax"}
+
+
+def skip_unless_there(kernel: str) -> None:
+    target = ma.Target.here()
+    if target.platform != "gpu":
+        pytest.skip(f"needs an NVIDIA GPU, and this is {target.device_kind}")
+    package = PACKAGE.get(kernel)
+    if (package and target.version(package) is None) or missing(kernel, target):
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values())))
+def test_pairs(case: dict, record_property) -> None:
+    skip_unless_there(case["kernel"])
+    config = ma.AttentionConfig(attention=case["kernel"])
+    try:
+        errors = run_case(case, config)
+    except Unsupported as refused:
+        assert case["kernel"] in str(refused) and refused.args, refused
+        record_property("refused", str(refused))
+        return
+    record_property("errors", errors)
+    jax.clear_caches()
+    judge(case, errors)
