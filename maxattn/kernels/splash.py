@@ -5,14 +5,14 @@ the output and LSE of a merge over many calls, and the gradient of the LSE:
 
     delta = sum(dout * out) - dlse        dS = P * (dP - delta)
 
-Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, rows with nothing to attend to.
+Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, rows that see nothing.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Splash:
         inference_changes: how those differ from what was asked for.
     """
 
-    name: ClassVar[KernelKind]
+    name: ClassVar[str]
     scale: float
     blocks: BlockSizes
     interpret: bool = False
@@ -65,9 +65,10 @@ class Splash:
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
-        cast = replace(call, dtype="float32") if config.float32_qk_product else call
+        local = replace(call, dtype="float32") if config.float32_qk_product else call
+        kind = cast(KernelKind, cls.name)
         (blocks, changes), (inference, inference_changes) = (
-            adjust(config.flash_block_sizes, cast, cls.name, target, training) for training in (True, False)
+            adjust(config.flash_block_sizes, local, kind, target, training) for training in (True, False)
         )
         return cls(
             call.scale, blocks, target.platform == "cpu", config.float32_qk_product, changes,
@@ -137,6 +138,7 @@ class Splash:
             dq, dk, dv = problem.backward(self.blocks, *rows)
         dq = (dq.astype(jnp.float32) * self.scale).astype(q.dtype)
         dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in (dk, dv))
+        dk = dk / self.library.query_factor(problem.q.dtype)
         return problem.checked(dq.swapaxes(1, 2)), dk, dv, None
 
     def _compute_dtype(self, q: Array) -> Any:
@@ -148,7 +150,7 @@ class Splash:
         # of two (head dims 64 and 256) is exact. For others no factor but a power of two is free of that rounding, on
         # q or k: at head dim 128 in bfloat16, with scores of standard deviation 1 and 9, the RMS error of the output is
         # 2.3e-3 and 5.2e-3, where exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
-        scaled = (q.astype(jnp.float32) * self.scale).astype(dtype)
+        scaled = (q.astype(jnp.float32) * (self.scale * self.library.query_factor(dtype))).astype(dtype)
         parts = sm.split(mask)
         assert isinstance(parts, sm.Split), parts  # supports() refused it
         return Problem(

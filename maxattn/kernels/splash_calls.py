@@ -23,6 +23,10 @@ Rows = tuple[Array, Array, Array]  # (lse, dout, delta) of one batch row
 class Library(Protocol):
     """The kernels of one splash attention, on one batch row: q [N, T, H], k and v [K, S, H], padded to tiles."""
 
+    def query_factor(self, dtype: Any) -> float:
+        """Return what the queries must be multiplied by beside the scale; dk comes back multiplied by it."""
+        ...
+
     def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T] float32, natural); an LSE below -1e37 marks rows that saw nothing."""
         ...
