@@ -168,7 +168,8 @@ def _transfer(
         span: from start to done.
     """
     opcode = found.opcode.removesuffix("-start")
-    groups = _pairs(found) if opcode == "collective-permute" else _groups(found)
+    # No groups are one of all devices.
+    groups = _pairs(found) if opcode == "collective-permute" else _groups(found) or (tuple(range(program.devices)),)
     between = span[1:-1]
     kernels = tuple(i.name for i in between if program.computes(i))
     others = sum(i.opcode == "fusion" and not program.computes(i) for i in between)
@@ -225,9 +226,10 @@ def _groups(instruction: Instruction) -> Groups:
 
 @dataclass(frozen=True)
 class _Program:
-    """Hold the instructions of each computation."""
+    """Hold the instructions of each computation, and over how many devices the program is split."""
 
     computations: dict[str, list[Instruction]]
+    devices: int = 1
 
     @staticmethod
     def read(text: str) -> _Program:
@@ -242,7 +244,8 @@ class _Program:
             elif body and line != "}":  # attributes may hold line breaks
                 last = body[-1]
                 body[-1] = Instruction(last.name, last.opcode, last.type, f"{last.rest}\n{line}", last.line)
-        return _Program(computations)
+        partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+        return _Program(computations, int(partitions.group(1)) if partitions else 1)
 
     @cached_property
     def wrappers(self) -> frozenset[str]:

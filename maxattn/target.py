@@ -99,11 +99,16 @@ def _here(env: tuple[tuple[str, str], ...]) -> Target:
 
     backend = jax.default_backend()
     platform: Platform = "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
-    kind = str(jax.devices()[0].device_kind)
-    return Target(platform, _DEVICE_KIND_ALIASES.get(kind, kind), _installed(), env)
+    return Target(platform, device_kind(str(jax.devices()[0].device_kind)), installed(), env)
 
 
-def _installed() -> tuple[tuple[str, str], ...]:
+def device_kind(spelling: str) -> str:
+    """Return our name of what jax calls a device."""
+    return _DEVICE_KIND_ALIASES.get(spelling, spelling)
+
+
+def installed() -> tuple[tuple[str, str], ...]:
+    """List the optional packages that are installed here, with their versions."""
     found = []
     for name in PACKAGES:
         try:

@@ -62,6 +62,14 @@ def test_axes():
     }  # fmt: skip
 
 
+def test_no_groups_are_all_devices():
+    text = "HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
+    text += "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}\n}\n"
+    (found,) = transfers(text)
+    assert (found.groups, found.bytes) == (((0, 1, 2, 3),), 24)
+    assert axes_of(found, {"data": 2, "fsdp": 1, "context": 2}) == ("data", "context")
+
+
 def test_a_ring_on_a_tpu():
     found = read("ring_training_v5p")
     assert {t.kind for t in found} == {"ppermute"} and all(t.is_async for t in found)

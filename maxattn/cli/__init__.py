@@ -18,6 +18,8 @@ from maxattn.errors import MaxattnError, did_you_mean
 
 COMMANDS = {
     "explain": "maxattn.cli.explain",
+    "check": "maxattn.cli.check",
+    "compile": "maxattn.cli.compile",
 }
 STOPPED = 130  # what shells report of a program that Ctrl-C ended
 

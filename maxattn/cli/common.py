@@ -145,7 +145,7 @@ def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, i
     fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
     if devices is not None and (devices < 1 or devices % fixed):
         raise MeshError(
-            "devices", devices, f"the config's parallelisms multiply to {fixed}, which divides the devices",
+            "devices", devices, f"the config's parallelisms multiply to {fixed}, which must divide the devices",
             f"write --devices {max(1, (devices or 0) // fixed) * fixed}, or change an ici_*_parallelism",
         )  # fmt: skip
     rest = (devices or fixed) // fixed

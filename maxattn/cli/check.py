@@ -1,0 +1,105 @@
+"""Validate a config, print what it sets, the plan of each shape, what memory it takes, and what to look at.
+
+  maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross --target "TPU v5p" --devices 8
+  maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+
+Wrong keys and values are reported all at once, with file and line; the exit status is then 1, as it is when a shape
+cannot run or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from maxattn.cli import common
+from maxattn.cli.advice import advice, memory_line
+from maxattn.cli.common import Source
+from maxattn.config import AttentionConfig
+from maxattn.config_errors import defaults
+from maxattn.errors import InputError, MaxattnError
+from maxattn.memory import estimate, limit, total
+from maxattn.plan import Plan, plan
+from maxattn.shapes import Shape
+
+HELP = "validate a config; print what it sets, its plans, memory and advice"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    common.config_arguments(parser)
+    common.shape_arguments(parser)
+    common.machine_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="print every key, those at their default too")
+    parser.add_argument("--inference", action="store_true", help="judge memory by the forward alone")
+    parser.add_argument("--lengths", help="real keys of each example, such as 300,512, to judge padding")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the resolved config, then each shape."""
+    source = common.read_source(args)
+    lengths = _lengths(args.lengths)
+    print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
+    shapes = common.shapes_of(args, source) if args.shape or _describes_shapes(source) else ()
+    if not shapes:
+        print("\nno shape was given and the file's `model` section describes none: add --shape to see plans")
+        return 0
+    mesh, target = common.mesh_of(args, source.config), common.target_of(args, source.config)
+    status = 0
+    # Lengths are those of the text, unless there is no text.
+    padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
+    for shape in shapes:
+        try:
+            made = plan(shape.call(), source.config, mesh, target)
+        except MaxattnError as error:
+            print(f"\n{shape.name}\n{error}")
+            status = 1
+            continue
+        known = lengths if shape.role == padded else ()
+        print(f"\n{shape.name}\n{of_shape(made, source, not args.inference, known)}")
+        status = max(status, int(_too_much(made, not args.inference)))
+    return status
+
+
+def resolved(config: AttentionConfig, every: bool) -> str:
+    """Write the keys that differ from their default, or all of them, one a line."""
+    standard = defaults(type(config))
+    lines = []
+    for key in type(config).model_fields:
+        value = getattr(config, key)
+        if every or value != standard[key]:
+            lines.append(f"  {key}: {_text(value)}")
+    return "\n".join(lines) or "  every key is at its default"
+
+
+def _text(value: Any) -> str:
+    if hasattr(value, "model_dump"):
+        given = {key: size for key, size in value.model_dump().items() if size is not None}
+        return "{" + ", ".join(f"{key}: {_text(size)}" for key, size in given.items()) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def of_shape(made: Plan, source: Source, training: bool, lengths: tuple[int, ...]) -> str:
+    """Write the plan of one shape with memory and advice."""
+    lines = [made.explain(), f"  memory  {memory_line(made, training)}"]
+    lines += [f"  advice  {line}" for line in advice(made, source.config, training, lengths)]
+    return "\n".join(lines)
+
+
+def _too_much(made: Plan, training: bool) -> bool:
+    most = limit(made)
+    return most is not None and total(estimate(made, training)) > most
+
+
+def _describes_shapes(source: Source) -> tuple[Shape, ...]:
+    from maxattn.shapes import of_sections
+
+    return of_sections(source.sections)
+
+
+def _lengths(text: str | None) -> tuple[int, ...]:
+    numbers = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isdecimal() for word in numbers):
+        raise InputError("lengths", text, "they are whole numbers of keys, one an example", "write --lengths 300,512")
+    return tuple(map(int, numbers))

@@ -1,0 +1,57 @@
+"""`maxattn explain`, as golden text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.command import run
+from tests.golden_text import check_golden
+
+GOOD = {
+    "ring_on_v5p": ["configs/wan_14b.yml", "attention=ring", "--shape", "wan-14b-720p", "--shape", "wan-14b-cross",
+                    "--target", "TPU v5p", "--mesh", "context=4"],
+    "mesh_of_the_config": ["configs/wan_14b.yml", "--shape", "1,4096,4096,40,128", "--batch", "4", "--target", "cpu",
+                           "--devices", "16", "attention=dot_product"],
+    "masks": ["attention=dot_product", "--shape", "1,4096,4096,8,64", "--mask", "video:8,512,1,4+window:100,0",
+              "--dtype", "f32", "--target", "cpu", "use_memory_efficient_attention=true"],
+    "block_window": ["--shape", "swba-1560x7", "--target", "TPU v6e", "attention=flash"],
+    "model_of_the_file": ["configs/wan_tiny.yml", "--target", "cpu", "training.batch_size=8"],
+    "grouped_heads": ["attention=dot_product", "--shape", "2,300,300,8,64,2", "--target", "cpu", "--role", "cross"],
+}  # fmt: skip
+BAD = {
+    "no_shape": ["configs/wan_14b.yml", "--target", "cpu"],
+    "shape": ["attention=auto", "--shape", "wan-14b-721p", "--target", "cpu"],
+    "shape_numbers": ["attention=auto", "--shape", "1,2,3", "--target", "cpu"],
+    "shape_key_heads": ["attention=auto", "--shape", "1,64,64,8,64,3", "--target", "cpu"],
+    "target": ["attention=auto", "--shape", "sdxl-64", "--target", "TPU v5q"],
+    "packages_without_target": ["attention=auto", "--shape", "sdxl-64", "--with", "tokamax"],
+    "mesh": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "contxt=4"],
+    "mesh_size": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context"],
+    "devices": ["configs/wan_14b.yml", "--shape", "sdxl-64", "--target", "cpu", "--devices", "12"],
+    "mask": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "casual"],
+    "mask_numbers": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "block-window:1560"],
+    "dtype": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--dtype", "int8"],
+    "batch": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mesh", "fsdp=2"],
+    "kernel": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "TPU v5p"],
+    "override": ["attention=rng", "--shape", "sdxl-64", "--target", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_plans(capsys, name):
+    ran = run(capsys, "explain", *GOOD[name])
+    assert (ran.status, ran.err) == (0, "")
+    check_golden(f"cli/explain/{name}", ran.out)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes(capsys, name):
+    ran = run(capsys, "explain", *BAD[name])
+    assert (ran.status, ran.out) == (1, "") and "remedy" in ran.err
+    check_golden(f"cli/explain/bad_{name}", ran.err)
+
+
+def test_a_package_of_the_named_target(capsys):
+    words = ["explain", "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "TPU v5p", "fallback=warn"]
+    assert "tokamax is not installed" in run(capsys, *words).out
+    assert "tokamax is not installed" not in run(capsys, *words, "--with", "tokamax=0.0.17").out
