@@ -5,7 +5,7 @@ from __future__ import annotations
 from maxattn import masks
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
-from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
+from maxattn.modules import CrossAttention, FlaxAttention, attention_fn, swap
 from maxattn.plan import Call, Plan, Reason, Target, plan
 from maxattn.remat import remat, remat_policy
 from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
@@ -29,5 +29,6 @@ __all__ = [
     "rope_1d",
     "rope_2d",
     "rope_3d",
+    "swap",
 ]
 __version__ = "0.1.0"

@@ -4,14 +4,18 @@ from maxattn.modules.adapters import AttentionFn, attention_fn
 from maxattn.modules.cross_attention import KV, CrossAttention
 from maxattn.modules.heads import attention_flat, merge_heads, split_heads
 from maxattn.modules.self_attention import FlaxAttention
+from maxattn.modules.swap import Swapped, SwapTable, swap
 
 __all__ = [
     "KV",
     "AttentionFn",
     "CrossAttention",
     "FlaxAttention",
+    "SwapTable",
+    "Swapped",
     "attention_flat",
     "attention_fn",
     "merge_heads",
     "split_heads",
+    "swap",
 ]

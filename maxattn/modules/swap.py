@@ -1,0 +1,123 @@
+"""`swap`: maxattn inside a whole NNX model that somebody else wrote, without touching its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import InputError
+from maxattn.modules import checks
+from maxattn.modules.adapters import AttentionFn, attention_fn
+from maxattn.modules.base import AttentionBase
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """Say what became of one attention of a model.
+
+    Args:
+        path: where it is, as "blocks.3.attn".
+        kind: its class.
+        swapped: whether it attends with maxattn now.
+        why: the reason: how it is governed, or why it was left.
+    """
+
+    path: str
+    kind: str
+    swapped: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class SwapTable:
+    """List every attention that `swap` met; prints as a table."""
+
+    rows: tuple[Swapped, ...]
+
+    @property
+    def swapped(self) -> tuple[Swapped, ...]:
+        """Those that attend with maxattn now."""
+        return tuple(row for row in self.rows if row.swapped)
+
+    @property
+    def left(self) -> tuple[Swapped, ...]:
+        """Those that were left as they are."""
+        return tuple(row for row in self.rows if not row.swapped)
+
+    def __str__(self) -> str:
+        head = f"{len(self.swapped)} of {len(self.rows)} attentions swapped"
+        cells = [(r.path, r.kind, "swapped" if r.swapped else "left", r.why) for r in self.rows]
+        widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
+        lines = ("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in cells)
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def swap(model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None) -> SwapTable:
+    """Let every `nnx.MultiHeadAttention` of a model attend with maxattn, in place.
+
+    Parameters, their names and the model's own code stay as they are: only the function that attends is exchanged, so a
+    checkpoint of the model loads before and after. Calling it again with another config exchanges it again.
+
+    Args:
+        model: any NNX module; stacked layers (`nnx.scan`, `nnx.vmap`) too.
+        config: which kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices to spread over; default none.
+
+    Returns:
+        A table of what was swapped, and why the rest was left.
+
+    Raises:
+        InputError: `model` is no NNX module.
+    """
+    checks.config(config)
+    if not isinstance(model, nnx.Module):
+        raise InputError("model", type(model).__name__, "swap takes an NNX module", "pass an nnx.Module")
+    return SwapTable(tuple(_swap_one(path, module, config, mesh) for path, module in _attentions(model)))
+
+
+def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any) -> Swapped:
+    where, kind = path or "the model itself", type(module).__name__
+    if reason := _reason_to_leave(module):
+        return Swapped(where, kind, False, reason)
+    # Only the width of its keys says what a module attends to before it is called.
+    role = "self" if module.in_features == module.in_kv_features else "cross"
+    module.attention_fn = attention_fn(config, mesh, role=role)
+    key = "attention" if role == "self" else "cross_attention"
+    return Swapped(where, kind, True, f"{key}: {getattr(config or AttentionConfig(), key)}")
+
+
+def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (path, module) of all that looks like attention, parents before children."""
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]]):
+        if isinstance(module, nnx.MultiHeadAttention | AttentionBase) or _named_attention(module):
+            yield ".".join(map(str, path)), module
+
+
+def _order(part: Any) -> tuple[bool, Any]:
+    return isinstance(part, str), part
+
+
+def _named_attention(module: nnx.Module) -> bool:
+    """Whether a module is called attention and leaves it to no `nnx.MultiHeadAttention` of its own."""
+    inner = (child for path, child in nnx.iter_modules(module) if path)
+    return "attention" in type(module).__name__.lower() and not any(
+        isinstance(child, nnx.MultiHeadAttention | AttentionBase) for child in inner
+    )
+
+
+def _reason_to_leave(module: Any) -> str | None:
+    if isinstance(module, AttentionBase):
+        return "maxattn's own module: it has a config"
+    if not isinstance(module, nnx.MultiHeadAttention):
+        return "no nnx.MultiHeadAttention: call maxattn.attention in it"
+    if module.dropout_rate > 0.0 and not module.deterministic:
+        return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities (set 0.0, or deterministic=True)"
+    fn = module.attention_fn
+    if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn):
+        return None
+    return f"its attention_fn is {getattr(fn, '__name__', type(fn).__name__)}, not flax's"
