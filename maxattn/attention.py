@@ -5,7 +5,6 @@ It decides nothing: `plan.py` does, and this file executes what the plan says.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, overload
@@ -18,18 +17,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
+from maxattn.announce import announce, say_when_compiled
+from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, MeshError
-from maxattn.kernels.base import Bias
+from maxattn.kernels.base import Bias, Kernel, changes_of, inference_kernel
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.plan import Plan, checked_config, plan, without_padding
 from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
 from maxattn.varying import vary_over, varying_axes
-
-log = logging.getLogger("maxattn")
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -159,22 +158,6 @@ def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
         )  # fmt: skip
 
 
-# ---- one record per distinct plan ------------------------------------------------------------------------------------
-
-_announced: set[Plan] = set()
-
-
-def announce(plan: Plan) -> None:
-    """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the user named."""
-    level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
-    # A plan met before logging was set up is not spent: it is logged once somebody listens.
-    if not log.isEnabledFor(level) or plan in _announced:
-        return
-    _announced.add(plan)
-    if jax.process_index() == 0:
-        log.log(level, "%s", plan.explain())
-
-
 # ---- execution -------------------------------------------------------------------------------------------------------
 
 
@@ -188,18 +171,12 @@ def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
-    operands = _padded(plan, q, k, v, bias, mask)
-    specs = _specs(plan, operands[4])
-    body = over_shards(
-        partial(plan.context.forward, plan.kernel), mesh, plan.mesh, tuple(specs[:5]), (specs[0], specs[5])
-    )
-    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding one its results do.
-    out, lse = vary_over(body(*operands), varying_axes(q))
-    return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
+    # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
+    return _forward(plan, inference_kernel(plan.kernel), mesh, q, k, v, bias, mask)
 
 
 def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> Any:
-    result: Any = _attend(plan, mesh, q, k, v, bias, mask)
+    result = _forward(plan, plan.kernel, mesh, q, k, v, bias, mask)
     # Named here, inside the rule: a policy that saves both names then has all that the backward needs.
     out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
     return (out, lse), (q, k, v, bias, mask, out, lse)
@@ -230,6 +207,18 @@ def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _forward(
+    plan: Plan, kernel: Kernel, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
+) -> tuple[Array, Array]:
+    operands = _padded(plan, q, k, v, bias, mask)
+    specs = _specs(plan, operands[4])
+    body = over_shards(partial(plan.context.forward, kernel), mesh, plan.mesh, tuple(specs[:5]), (specs[0], specs[5]))
+    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding one its results do.
+    out, lse = vary_over(body(*operands), varying_axes(q))
+    out = say_when_compiled(out, log_lines(plan.call.role, changes_of(kernel)))
+    return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
 
 
 def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:

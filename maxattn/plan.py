@@ -273,14 +273,14 @@ def _choose_kernel(
     names, because = _candidates(named, local, config, call, target)
     refused: list[Reason] = []
     for name in names:
-        reason = refusal(name, local, target)
+        reason = refusal(name, local, target, config.deterministic)
         if reason is None:
             return KERNELS[name].build(local, config, target), because, tuple(refused), False
         refused.append(reason)
         if name == named or named != "auto":
             _refuse_if_asked(config, call.role, "attention_kernel", reason)
     names, because = order(local, target)
-    usable = next(n for n in names if refusal(n, local, target) is None)
+    usable = next(n for n in names if refusal(n, local, target, config.deterministic) is None)
     return KERNELS[usable].build(local, config, target), because, tuple(refused), True
 
 
@@ -298,15 +298,16 @@ def _candidates(
     return (named,), "named in the config"
 
 
-def refusal(name: str, local: Call, target: Target) -> Reason | None:
-    """Return why a kernel cannot compute a local call on the target, or None."""
+def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
+    """Return why a kernel cannot compute a local call on the target, or not with the same bits every time, or None."""
     lacks = missing(name, target) if name in REQUIREMENTS else None
     if name not in KERNELS and (lacks is None or lacks.feature == "package"):
         # Installing the package would not help yet, so the remedy must not say so.
         also = f"; {lacks.rule} either" if lacks else ""
         has = f"this version of maxattn has the kernels {', '.join(KERNELS)}, and not {name}"
         return Reason(name, "kernel", has + also, "set attention: auto")
-    return lacks or KERNELS[name].supports(local, target)
+    reason = lacks or KERNELS[name].supports(local, target)
+    return KERNELS[name].repeats(local, target) if reason is None and deterministic else reason
 
 
 def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reason) -> None:

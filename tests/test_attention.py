@@ -12,7 +12,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.attention import announce
+from maxattn.announce import announce
 from maxattn.kernels.visits import visits
 
 BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)

@@ -82,7 +82,7 @@ def test_what_is_planned_is_what_runs(
     small: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     # A plan that another test has met would not be announced again.
-    monkeypatch.setattr(sys.modules["maxattn.attention"], "_announced", set())
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_announced", set())
     with caplog.at_level(logging.INFO, logger="maxattn"):
         train(small)
     announced = {record.getMessage() for record in caplog.records if record.name == "maxattn"}
