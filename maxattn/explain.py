@@ -57,7 +57,8 @@ def _mask(call: Call) -> str:
 
 def _shards(plan: Plan) -> str:
     local = plan.context.local_call(plan.padded_call)
-    parts = [f"{local.batch} of B", f"{local.q_len} queries", f"{local.heads} heads"]
+    runs = f"{plan.context.runs} x " if plan.context.runs > 1 else ""
+    parts = [f"{local.batch} of B", f"{runs}{local.q_len} queries", f"{local.heads} heads"]
     extra = [
         f"{what}: {padded - real} padded, masked"
         for what, padded, real in (("queries", plan.q_len, plan.call.q_len), ("keys", plan.kv_len, plan.call.kv_len))

@@ -201,20 +201,21 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
 def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     check_hardware(config, target)
     _check_divides(call, shape)
-    context, unmet = _choose_strategy(call, config, shape)
+    context, unmet = _choose_strategy(call, config, shape, target)
     repeat = lcm(call.kv_heads, context.head_ways()) // call.kv_heads
-    n = ways("T", shape)
+    n = context.unit()
     q_len = -(-call.q_len // n) * n
     kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
     padded = pad_call(call, q_len, kv_len, repeat)
     # A strategy's local call says nothing of a bias; that there is one decides which kernels can run.
-    local = replace(context.local_call(padded), bias=padded.bias)
+    share = context.local_call(padded)
+    local = replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
     role = call.role
+    notes = (*context.notes(), *_notes(config, call, shape, repeat, {kernel.name, context.name}))
     return Plan(
-        call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because,
-        _notes(config, call, shape, repeat, {kernel.name, context.name}), (*unmet, *refused), fell or bool(unmet),
-        config.fallback_for(role),
+        call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because, notes,
+        (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
     )  # fmt: skip
 
 
@@ -249,17 +250,19 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
 # ---- the strategy ----------------------------------------------------------------------------------------------------
 
 
-def _choose_strategy(call: Call, config: AttentionConfig, shape: MeshShape) -> tuple[Strategy, tuple[Reason, ...]]:
+def _choose_strategy(
+    call: Call, config: AttentionConfig, shape: MeshShape, target: Target
+) -> tuple[Strategy, tuple[Reason, ...]]:
     asked = config.strategy_for(call.role)
     if "context" not in dict(shape):
-        return STRATEGIES["none"].build(shape, config, call), ()
+        return STRATEGIES["none"].build(shape, config, call, target), ()
     default = "none" if call.role == "cross" else "all_gather"
-    chosen = STRATEGIES[default if asked == "auto" else asked].build(shape, config, call)
+    chosen = STRATEGIES[default if asked == "auto" else asked].build(shape, config, call, target)
     reason = chosen.supports(call)
     if reason is None:
         return chosen, ()
     _refuse_if_asked(config, call.role, "context_parallel", reason)
-    return STRATEGIES[default].build(shape, config, call), (reason,)
+    return STRATEGIES[default].build(shape, config, call, target), (reason,)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------

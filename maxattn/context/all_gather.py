@@ -18,6 +18,7 @@ from maxattn.context.base import Collective, Specs, itemsize, operand_specs
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
+from maxattn.target import Target
 
 CONTEXT = "context"
 
@@ -30,9 +31,22 @@ class WholeKeys:
     shape: MeshShape
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> Self:
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
         """Take the mesh; there is nothing to choose."""
         return cls(shape)
+
+    @property
+    def runs(self) -> int:
+        """A device attends with one part of the sequence."""
+        return 1
+
+    def unit(self) -> int:
+        """Lengths are padded to whole shards."""
+        return ways("T", self.shape)
+
+    def notes(self) -> tuple[str, ...]:
+        """There is nothing to add."""
+        return ()
 
     def label(self) -> str:
         """Name the strategy and its devices for `explain`."""
@@ -70,7 +84,7 @@ class WholeKeys:
         """Name the transfers of K and V and of their gradients."""
         if CONTEXT not in dict(self.shape):
             return ()
-        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4)),)
+        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4), arrays=2),)
 
     def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
@@ -122,7 +136,7 @@ class AllGather(WholeKeys):
         share = self._kv_bytes(call, itemsize(call.dtype)) * (n - 1) // n
         summed = self._kv_bytes(call, 4) * (n - 1) // n
         return (
-            Collective("all_gather", (CONTEXT,), "K,V", "forward", share),
-            Collective("all_gather", (CONTEXT,), "K,V", "backward", share),
-            Collective("psum_scatter", (CONTEXT,), "dK,dV", "backward", summed),
+            Collective("all_gather", (CONTEXT,), "K,V", "forward", share, arrays=2),
+            Collective("all_gather", (CONTEXT,), "K,V", "backward", share, arrays=2),
+            Collective("psum_scatter", (CONTEXT,), "dK,dV", "backward", summed, arrays=2),
         )

@@ -14,6 +14,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of, ways
+from maxattn.target import Target
 
 
 def readable(size: float) -> str:
@@ -36,6 +37,7 @@ class Collective:
         when: "forward" or "backward".
         bytes: bytes that one device receives, all hops together.
         hops: how many times it runs.
+        arrays: how many arrays move each time.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Collective:
     when: str
     bytes: int
     hops: int = 1
+    arrays: int = 1
 
     def __str__(self) -> str:
         times = f" {self.hops} hops," if self.hops > 1 else ""
@@ -71,8 +74,21 @@ class Strategy(Protocol):
         ...
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> Strategy:
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Strategy:
         """Decide everything about the strategy for one (global) call."""
+        ...
+
+    @property
+    def runs(self) -> int:
+        """Contiguous parts of the sequence that a device attends with, each at its own position."""
+        ...
+
+    def unit(self) -> int:
+        """Return what the length of the queries, and of sharded keys, is padded to a multiple of."""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what else the user should know."""
         ...
 
     def label(self) -> str:

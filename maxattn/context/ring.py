@@ -3,185 +3,166 @@
 Hop h brings each device the block of the device h places before it. The next block is on its way while this one is
 computed. Partial results are merged by log-sum-exp in float32. The backward goes round again with the global output and
 LSE, and the gradients of K and V travel with them until they are home. Hops that the mask leaves empty on every device
-are not made, and a device skips a block that is empty for it alone.
+are not made, a device skips what is empty for it alone, and uneven work is evened by zig-zag (zigzag.py, balance.py).
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context.all_gather import CONTEXT, WholeKeys
-from maxattn.context.base import Collective, itemsize
+from maxattn.config import AttentionConfig
+from maxattn.context.all_gather import WholeKeys
+from maxattn.context.balance import CONTIGUOUS, Balance, balance
+from maxattn.context.base import Collective
 from maxattn.context.merge import NEG_INF, merge
+from maxattn.context.traffic import dealt, hops_of
+from maxattn.context.trip import Trip
+from maxattn.context.zigzag import Layout
 from maxattn.kernels.base import Bias, Kernel
-from maxattn.masks import EMPTY, Mask
-from maxattn.sharding import ways
+from maxattn.masks import Mask
+from maxattn.sharding import MeshShape, ways
+from maxattn.target import Target
 
 
 @dataclass(frozen=True)
 class Ring(WholeKeys):
-    """Attend to one device's keys after the other's, while the next ones travel."""
+    """Attend to one device's keys after the other's, while the next ones travel.
+
+    Args:
+        shape: the mesh's axes.
+        inner: neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py).
+        balance: whether places hold two chunks of the sequence each, and why.
+    """
 
     name: ClassVar[str] = "ring"
-    inner: int = 1  # neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py)
+    inner: int = 1
+    balance: Balance = CONTIGUOUS
+
+    @classmethod
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
+        """Choose between contiguous order and zig-zag."""
+        return cls(shape).balanced(call, target)
+
+    def balanced(self, call: Call, target: Target) -> Self:
+        """Deal the sequence out in zig-zag where that saves more than it costs."""
+        return replace(self, balance=balance(self.places, self.inner, call, self.shape, target))
 
     @property
     def places(self) -> int:
         """The places of the ring."""
         return ways("S", self.shape) // self.inner
 
+    @property
+    def layout(self) -> Layout:
+        """Which part of the sequence each place holds."""
+        return Layout(self.places, self.runs)
+
+    @property
+    def runs(self) -> int:
+        """Contiguous parts of the sequence that a place holds."""
+        return 2 if self.balance.zigzag else 1
+
+    def unit(self) -> int:
+        """Lengths are padded to whole runs of every device."""
+        return super().unit() * self.runs
+
+    def label(self) -> str:
+        """Name the layout too, where it is zig-zag."""
+        return super().label() + (", zig-zag" if self.balance.zigzag else "")
+
+    def notes(self) -> tuple[str, ...]:
+        """Say why the order is zig-zag, or why uneven work stays uneven."""
+        return (self.balance.why,) if self.balance.why else ()
+
     def kv_letter(self) -> str:
         """Keys stay split over context."""
         return "S"
 
-    def local_call(self, call: Call) -> Call:
-        """Return the call of one hop: this device's queries against one device's keys."""
+    def place_call(self, call: Call) -> Call:
+        """Return the call of one hop: this place's queries against one place's keys."""
         return replace(super().local_call(call), kv_len=-(-call.kv_len // self.places))
 
+    def local_call(self, call: Call) -> Call:
+        """Return the call of one kernel: a run of queries against a run of keys."""
+        place = self.place_call(call)
+        return replace(place, q_len=place.q_len // self.runs, kv_len=place.kv_len // self.runs)
+
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the hops of K and V, and of their gradients on the way home."""
+        """Name the deal to zig-zag and back, the hops of K and V, and of their gradients on the way home."""
+        place = self.place_call(call)
         sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
-        keys, grads = self._kv_bytes(call, itemsize(call.dtype)), self._kv_bytes(call, 4)
-        hops = (
-            ("K,V", "forward", keys, sends),
-            ("K,V", "backward", keys, sends),
-            ("dK,dV", "backward", grads, sends + 1 if sends else 0),
-        )
-        return tuple(Collective("ppermute", (CONTEXT,), w, when, b * n, n) for w, when, b, n in hops if n)
+        deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
+        return (*deals, *hops_of(place, sends, self.runs))
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which at least one device has something to compute; hop 0 is always made."""
-        some = (self._empty(mask, q_len, kv_len) == 0).any(axis=0)
-        return tuple(h for h in range(some.shape[0]) if h == 0 or some[h])
+        return self.layout.hops(mask, q_len, kv_len)
 
     def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
-        ring = _Round(self, q, k, mask)
-        total = _of_nothing_seen(q)
-        for hop, (k_h, v_h) in ring.blocks(k, v):
+        trip = Trip(self.layout, self.inner, q, k, mask, bias)
+        queries, here = trip.deal.out(q, 1), trip.keys(k, v)
+        totals = [_nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
+        for hop in trip.made:
 
-            def attend(k_h: Array, v_h: Array, hop: int = hop) -> tuple[Array, Array]:
-                part = kernel.forward(q, k_h, v_h, ring.of_keys(bias, hop), ring.mask(hop), *ring.offsets(hop))
-                return part[0].astype(jnp.float32), part[1]
+            def attend(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
+                return kernel.forward(queries[i], *here[j], *trip.operands(hop, i, j))
 
-            total = merge(total, ring.unless_empty(hop, attend, (k_h, v_h)))
-        return total[0].astype(q.dtype), total[1]
+            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, attend, _nothing_seen))
+            for (i, _), part in parts.items():
+                totals[i] = merge(totals[i], part)
+            here, totals = _in_step(coming, totals)
+        out, lse = ([t[x] for t in totals] for x in (0, 1))
+        return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(lse, 2)
 
     def backward(
         self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
         out: Array, lse: Array, dout: Array, dlse: Array,
     ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
         """Return this device's gradients; those of its K and V have been round the ring and are complete."""
-        ring = _Round(self, q, k, mask)
-        dq, dbias = jnp.zeros_like(q, jnp.float32), None if bias is None else jnp.zeros_like(bias, jnp.float32)
-        dk = dv = jnp.zeros_like(k, jnp.float32)
-        for hop, (k_h, v_h) in ring.blocks(k, v):
+        trip = Trip(self.layout, self.inner, q, k, mask, bias)
+        queries, here = trip.deal.out(q, 1), trip.keys(k, v)
+        given = (out, 1), (lse, 2), (dout, 1), (dlse, 2)
+        rows: list[Any] = list(zip(*(trip.deal.out(x, axis) for x, axis in given), strict=True))
+        dqs, dkvs, dbs = _zeros(queries), _zeros(here), _zeros(trip.biases)
+        for hop in trip.made:
 
-            def gradients(k_h: Array, v_h: Array, hop: int = hop) -> tuple[Array, Array, Array, Bias]:
-                part = ring.of_keys(bias, hop), ring.mask(hop), *ring.offsets(hop)
-                g = kernel.backward(q, k_h, v_h, *part, out, lse, dout, dlse)
-                return jax.tree.map(lambda x: x.astype(jnp.float32), g)
+            def gradients(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
+                return kernel.backward(queries[i], *here[j], *trip.operands(hop, i, j), *rows[i])
 
-            dq_h, dk_h, dv_h, dbias_h = ring.unless_empty(hop, gradients, (k_h, v_h))
-            dq, dbias = dq + dq_h, ring.add_of_keys(dbias, dbias_h, hop)
-            dk, dv = ring.onwards(hop, (dk + dk_h, dv + dv_h), home=True)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype), dbias
-
-    def _empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Say for [place, hop] whether the queries there see nothing of the block that the hop brings."""
-        n = self.places
-        kinds = mask.block_map(q_len // n, kv_len // n, q_len, kv_len) == EMPTY
-        place, hop = np.mgrid[:n, :n]
-        return kinds[place, (place - hop) % n]
+            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, gradients, _zeros))
+            for (i, j), (dq, dk, dv, db) in parts.items():
+                dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
+                dbs[i] = trip.add_bias(dbs[i], db, hop, j)
+            here, (dqs, dkvs, dbs) = _in_step(coming, (dqs, dkvs, dbs))
+            dkvs = trip.send_home(hop, dkvs)
+        dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
+        return trip.deal.back([x.astype(q.dtype) for x in dqs], 1), dk, dv, trip.whole_bias(dbs)
 
 
-class _Round:
-    """One trip round the ring: whose block is here, where it goes next, and which hops are made."""
+def _in_step(coming: Any, results: Any) -> Any:
+    """Let what comes be used, and what follows be computed, only when these results are there.
 
-    def __init__(self, ring: Ring, q: Array, k: Array, mask: Mask) -> None:
-        self.n, self.inner, self.local, self.whole = ring.places, ring.inner, k.shape[1], mask
-        lengths = self.n * q.shape[1], self.n * self.local
-        self.made, self.empty = ring.hops(mask, *lengths), ring._empty(mask, *lengths)
-        # One place alone has static offsets, so that a kernel's lists of visits are constants.
-        self.place = jax.lax.axis_index(CONTEXT) // self.inner if self.n > 1 else 0
-        self.q_offset = self.place * q.shape[1]
-
-    def blocks(self, k: Array, v: Array) -> Any:
-        """Yield (hop, the K and V that are here); the next ones are sent before these are used."""
-        here = k, v
-        for hop in self.made:
-            coming = self.onwards(hop, here) if hop != self.made[-1] else here
-            yield hop, here
-            here = coming
-
-    def onwards(self, hop: int, arrays: Any, home: bool = False) -> Any:
-        """Send arrays from where they are at one hop to where they are at the next one made, or home after the last."""
-        after = [h for h in self.made if h > hop] + ([self.n] if home else [])
-        shift = (after[0] - hop) % self.n
-        if shift == 0:
-            return arrays
-        devices = self.n * self.inner
-        to = [(i, (i + shift * self.inner) % devices) for i in range(devices)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to), arrays)
-
-    def first_key(self, hop: int) -> int | Array:
-        """Return the position of the first key of the block that is here."""
-        return (self.place - hop) % self.n * self.local
-
-    def offsets(self, hop: int) -> tuple[int | Array, int | Array]:
-        """Return the positions of the first query and the first key."""
-        return self.q_offset, self.first_key(hop)
-
-    def unless_empty(self, hop: int, compute: Callable[..., Any], operands: tuple[Array, ...]) -> Any:
-        """Compute a hop, on the devices that have something to compute; elsewhere give what nothing seen gives."""
-        idle = self.empty[:, hop]
-        if not idle.any():
-            return compute(*operands)
-        shapes = jax.eval_shape(compute, *operands)
-        return jax.lax.cond(jnp.asarray(idle)[self.place], lambda *_: _of_nothing(shapes), compute, *operands)
-
-    def mask(self, hop: int) -> Mask:
-        """Cut the mask's arrays to the keys that are here."""
-        return jax.tree.map(
-            lambda x, letters: self._cut(x, letters.index("S"), hop) if "S" in letters else x,
-            self.whole, self.whole.leaf_axes(),
-        )  # fmt: skip
-
-    def of_keys(self, bias: Bias, hop: int) -> Bias:
-        """Cut a bias to the keys that are here."""
-        return bias if bias is None or bias.shape[3] == 1 else self._cut(bias, 3, hop)
-
-    def add_of_keys(self, total: Bias, part: Bias, hop: int) -> Bias:
-        """Add the gradient of a cut bias where it was cut from."""
-        if total is None or part is None:
-            return None
-        if total.shape[3] == 1:
-            return total + part
-        start = self.first_key(hop)
-        old = jax.lax.dynamic_slice_in_dim(total, start, self.local, 3)
-        return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 3)
-
-    def _cut(self, x: Array, axis: int, hop: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), self.first_key(hop), self.local, axis)
+    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run the kernel before or
+    after it. With nothing else to put between a transfer's start and its end, the kernel goes there.
+    """
+    return jax.lax.optimization_barrier((coming, results))
 
 
-def _of_nothing_seen(q: Array) -> tuple[Array, Array]:
-    out = jnp.zeros_like(q, jnp.float32)
-    return out, jnp.full_like(jnp.swapaxes(out[..., 0], 1, 2), NEG_INF)
+def _zeros(tree: Any) -> Any:
+    """Give float32 zeros, in the shapes of arrays or of what describes them."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
-def _of_nothing(shapes: Any) -> Any:
-    """Give the (out, lse) of a query that sees nothing, or zero gradients, in the given shapes."""
-    if isinstance(shapes, tuple) and len(shapes) == 2:
-        return jnp.zeros(shapes[0].shape, shapes[0].dtype), jnp.full(shapes[1].shape, NEG_INF, shapes[1].dtype)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+def _nothing_seen(shapes: Any) -> tuple[Array, Array]:
+    """Give the (out, lse) of queries that see nothing."""
+    out, lse = shapes
+    return jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32)

@@ -25,6 +25,7 @@ from maxattn.context.ring import Ring
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
+from maxattn.target import Target
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class UlyssesRing(Ring):
     chunks: int = 1
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> UlyssesRing:
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> UlyssesRing:
         """Take the group from `ulysses_shards`, or the largest part of the context axis that divides the heads."""
         n, heads = ways("S", shape), call.heads // ways("N", shape)
         parts = [u for u in range(1, n) if n % u == 0 and heads % u == 0]
         inner = config.ulysses_shards if config.ulysses_shards > 0 else max(parts, default=1)
-        return cls(shape, inner, _chunks(config.ulysses_attention_chunks, call, ways("N", shape) * inner))
+        chunks = _chunks(config.ulysses_attention_chunks, call, ways("N", shape) * inner)
+        built = cls(shape, inner, chunks=chunks)
+        return built if built.supports(call) else built.balanced(call, target)
 
     def label(self) -> str:
         """Name the groups too, where there are several."""
@@ -77,15 +80,15 @@ class UlyssesRing(Ring):
         """Queries and keys of a mask or bias stay whole: each device takes the part that it attends with."""
         return letters.replace("S", ".").replace("T", ".")
 
-    def local_call(self, call: Call) -> Call:
+    def place_call(self, call: Call) -> Call:
         """Return the call of one hop: the group's queries and keys, this device's share of the heads."""
-        local = super().local_call(call)
+        local = super().place_call(call)
         heads, kv_heads = local.heads // self.inner, local.kv_heads // self.inner
         return replace(local, q_len=call.q_len // self.places, heads=heads, kv_heads=kv_heads)
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the exchanges and, with more than one group, the ring's hops."""
-        local = self.local_call(call)
+        local = self.place_call(call)
         unit = local.batch * local.heads * local.head_dim * itemsize(call.dtype) * (self.inner - 1) // self.inner
         kv = 2 * local.kv_len * unit * local.kv_heads // local.heads
         q = local.q_len * unit
@@ -95,7 +98,7 @@ class UlyssesRing(Ring):
             ("Q,K,V,out,dout,LSE,dLSE", "backward", 3 * q + kv + 2 * stats, 7),
             ("dQ,dK,dV", "backward", q + kv, 3),
         )
-        made = [Collective("all_to_all", (CONTEXT,), w, when, b, n * self.chunks) for w, when, b, n in exchanges]
+        made = [Collective("all_to_all", (CONTEXT,), w, when, b, self.chunks, n) for w, when, b, n in exchanges]
         rounds = super().collectives(call) if self.places > 1 else ()
         return (*(made if self.inner > 1 else ()), *(replace(c, hops=c.hops * self.chunks) for c in rounds))
 
@@ -142,10 +145,10 @@ class Ulysses(UlyssesRing):
     name: ClassVar[str] = "ulysses"
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call) -> Ulysses:
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Ulysses:
         """Let all devices of the context axis exchange."""
         n = ways("S", shape)
-        return cls(shape, n, _chunks(config.ulysses_attention_chunks, call, ways("N", shape) * n))
+        return cls(shape, n, chunks=_chunks(config.ulysses_attention_chunks, call, ways("N", shape) * n))
 
 
 @dataclass(frozen=True)
