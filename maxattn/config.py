@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+    from maxattn.config_maxdiffusion import Imported
+
 
 def _broken(rule: str, remedy: str) -> PydanticCustomError:
     return PydanticCustomError("maxattn", "{rule}", {"rule": rule, "remedy": remedy})
@@ -268,6 +270,25 @@ class AttentionConfig(Section):
             ConfigErrors: for everything wrong in the file and the overrides at once, with file and line.
         """
         from maxattn.config_file import load
+
+        return load(cls, path, overrides)
+
+    @classmethod
+    def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Imported:
+        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is named and left out.
+
+        Args:
+            path: the file.
+            overrides: `key=value` in our names, applied last.
+
+        Returns:
+            (config, left_out, notes): the settings, the names of the keys that were not taken, and what was read
+            otherwise than it was written.
+
+        Raises:
+            ConfigErrors: for everything wrong in the keys that are taken, with file and line.
+        """
+        from maxattn.config_maxdiffusion import load
 
         return load(cls, path, overrides)
 

@@ -40,7 +40,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Se
         origins = config_overrides.apply(model, data, overrides)
     except config_overrides.PartlyApplied as error:
         problems, origins = [*problems, *error.problems], error.origins
-    places = _Places(document, source, origins)
+    places = Places(document, source, origins)
     values, more = _own_sections(model, data, places)
     problems += more
     try:
@@ -49,7 +49,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Se
             return config
     except ValidationError as error:
         problems += from_pydantic(model, values, error, places)
-    raise ConfigErrors(sorted(problems, key=_order), source or "overrides") from None
+    raise ConfigErrors(sorted(problems, key=in_file_order), source or "overrides") from None
 
 
 def read(source: str) -> Document:
@@ -97,7 +97,7 @@ def _unusable(source: str, value: str, rule: str, remedy: str) -> ConfigErrors:
 
 
 def _own_sections(
-    model: type[AttentionConfig], data: dict[str, Any], places: _Places
+    model: type[AttentionConfig], data: dict[str, Any], places: Places
 ) -> tuple[dict[str, Any], list[ConfigError]]:
     """Leave out the sections that belong to a program, and those with all of their lines commented out."""
     values, problems = dict(data), []
@@ -112,7 +112,7 @@ def _own_sections(
     return values, problems
 
 
-class _Places:
+class Places:
     """Say where a path was written: the override that set it, or the line of the file."""
 
     def __init__(self, document: Document, source: str, origins: dict[Path, str]) -> None:
@@ -129,7 +129,7 @@ class _Places:
         return self.document.where(line) if line else self.source
 
 
-def _order(problem: ConfigError) -> tuple[bool, int]:
+def in_file_order(problem: ConfigError) -> tuple[bool, int]:
     """Sort by line, overrides last."""
     number = problem.where.replace("override ", "override:").rpartition(":")[2]
     return problem.where.startswith("override"), int(number) if number.isdigit() else 0

@@ -31,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     common.config_arguments(parser)
     common.shape_arguments(parser)
     common.machine_arguments(parser)
+    parser.add_argument("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
     parser.add_argument("--all", action="store_true", help="print every key, those at their default too")
     parser.add_argument("--inference", action="store_true", help="judge memory by the forward alone")
     parser.add_argument("--lengths", help="real keys of each example, such as 300,512, to judge padding")
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     source = common.read_source(args)
     lengths = _lengths(args.lengths)
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
+    for note in source.notes:
+        print(f"  note    {note}")
     shapes = common.shapes_of(args, source) if args.shape or _describes_shapes(source) else ()
     if not shapes:
         print("\nno shape was given and the file's `model` section describes none: add --shape to see plans")

@@ -26,12 +26,14 @@ class Source:
         sections: the file's values with its program's sections, overrides applied.
         path: the file, or empty for overrides alone.
         overrides: the `key=value` texts.
+        notes: what was read otherwise than it was written.
     """
 
     config: AttentionConfig
     sections: dict[str, Any]
     path: str
     overrides: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,10 @@ def read_source(args: argparse.Namespace) -> Source:
         ConfigErrors: for everything wrong in file and overrides.
     """
     path, overrides = args.config, list(args.overrides)
+    if getattr(args, "maxdiffusion", False):
+        config, left_out, notes = AttentionConfig.from_maxdiffusion(path, overrides)
+        names = (f"left out: {', '.join(left_out)}",) if left_out else ()
+        return Source(config, {}, path, tuple(overrides), (*notes, *names))
     if not path or ("=" in path and not Path(path).exists()):
         overrides = [text for text in (path, *overrides) if text]
         return Source(AttentionConfig.from_overrides(overrides), {}, "", tuple(overrides))

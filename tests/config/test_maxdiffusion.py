@@ -1,0 +1,116 @@
+"""MaxDiffusion files: every kernel name, keys taken, keys left out and told, mistakes with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maxattn.config import AttentionConfig
+from maxattn.config_errors import ConfigErrors
+from maxattn.config_maxdiffusion import KERNELS
+from maxattn.config_write import yaml_of
+from tests.cli.command import run
+from tests.golden_text import check_golden
+
+FILES = Path(__file__).parent / "maxdiffusion"
+# name -> kernel of self-attention, strategy, kernel of cross-attention
+MEANS = {
+    "dot_product": ("dot_product", "auto", "dot_product"),
+    "flash": ("flash", "auto", "flash"),
+    "tokamax_flash": ("tokamax_flash", "auto", "tokamax_flash"),
+    "cudnn_flash_te": ("cudnn_flash_te", "auto", "cudnn_flash_te"),
+    "ring": ("auto", "ring", "auto"),
+    "tokamax_ring": ("tokamax_flash", "ring", "tokamax_flash"),
+    "tokamax_ring_custom": ("tokamax_flash", "ring", "tokamax_flash"),
+    "ulysses": ("flash", "ulysses", "flash"),
+    "ulysses_custom": ("flash", "ulysses", "flash"),
+    "ulysses_custom_fixed_m": ("flash", "ulysses", "flash"),
+    "ulysses_ring": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
+    "ulysses_ring_custom": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
+    "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
+    "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
+}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_files(monkeypatch):
+    monkeypatch.chdir(FILES)
+
+
+def test_every_name_is_tested():
+    assert set(MEANS) == set(KERNELS)
+    assert len(MEANS) == 13 + 1  # the thirteen of its registry, and ring, which its files name
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_kernel_names(name, tmp_path):
+    (tmp_path / "base.yml").write_text(f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n")
+    config, left_out, notes = AttentionConfig.from_maxdiffusion(tmp_path / "base.yml")
+    assert (config.kernel_for("self"), config.strategy_for("self"), config.kernel_for("cross")) == MEANS[name]
+    assert left_out == ("run_name",)
+    assert any(name in note for note in notes) == (MEANS[name][1] != "auto")
+
+
+def test_a_video_file():
+    config, left_out, notes = AttentionConfig.from_maxdiffusion("video.yml")
+    assert (config.attention, config.cross_attention, config.hardware) == ("tokamax_flash", "tokamax_flash", "tpu")
+    assert config.flash_block_sizes.block_kv_compute == 256 and config.flash_block_sizes.use_fused_bwd_kernel
+    assert (config.use_base2_exp, config.flash_min_seq_length, config.profiler_steps) == (True, 4096, 10)
+    assert config.axis_parallelism() == {"data": (2, 1), "fsdp": (1, -1), "context": (-1, 1), "tensor": (1, 1)}
+    assert {"run_name", "learning_rate", "logical_axis_rules", "remat_policy", "dropout"} <= set(left_out)
+    assert not set(left_out) & {"attention", "flash_block_sizes", "ici_data_parallelism", "mesh_axes"}
+    assert [note.split(":")[0] for note in notes] == ["remat_policy", "flash_min_seq_length"]
+
+
+def test_every_key_is_taken_or_named():
+    for name in ("video", "image", "sizes"):
+        keys = set(yaml.safe_load((FILES / f"{name}.yml").read_text()))
+        config, left_out, _ = AttentionConfig.from_maxdiffusion(f"{name}.yml")
+        assert keys - set(left_out) <= set(type(config).model_fields)
+
+
+def test_sizes_that_are_not_ours_are_told():
+    config, left_out, notes = AttentionConfig.from_maxdiffusion("sizes.yml")
+    assert config.flash_block_sizes.model_dump(exclude_none=True) == {"block_q": 2048}
+    assert [key for key in left_out if "." in key] == [
+        f"flash_block_sizes.{key}" for key in ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "blok_kv")
+    ]
+    assert "did you mean 'block_kv'?" in notes[-1]
+
+
+def test_overrides_are_in_our_names():
+    config = AttentionConfig.from_maxdiffusion("video.yml", ["attention=ring", "flash_block_sizes.block_q=512"]).config
+    assert (config.attention, config.flash_block_sizes.block_q) == ("ring", 512)
+    with pytest.raises(ConfigErrors, match="override 1: learning_rate"):
+        AttentionConfig.from_maxdiffusion("video.yml", ["learning_rate=3"])
+
+
+def test_mistakes():
+    with pytest.raises(ConfigErrors) as caught:
+        AttentionConfig.from_maxdiffusion("wrong.yml")
+    assert len(caught.value.problems) == 6
+    check_golden("maxdiffusion/wrong", str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["video", "image", "sizes"])
+def test_convert_prints_what_reads_back(capsys, tmp_path, name):
+    ran = run(capsys, "convert", f"{name}.yml")
+    assert (ran.status, ran.err) == (0, "")
+    check_golden(f"maxdiffusion/{name}", ran.out)
+    (tmp_path / "ours.yml").write_text(ran.out)
+    assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
+
+
+def test_check_reads_them(capsys):
+    ran = run(capsys, "check", "--maxdiffusion", "sizes.yml", "--shape", "wan-14b-480p", "--target", "TPU v6e",
+              "fallback=warn", "ulysses_shards=8")  # fmt: skip
+    assert ran.status == 0
+    check_golden("maxdiffusion/check", ran.out)
+
+
+def test_what_is_written_reads_back(tmp_path):
+    for config in (AttentionConfig(), AttentionConfig(attention="ring", mesh_axes=("context",), key_chunk_size=7)):
+        (tmp_path / "ours.yml").write_text(yaml_of(config))
+        assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == config
