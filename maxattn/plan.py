@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, cast
 
+from maxattn.block_sizes import BlockSizes, padding_notes
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context import STRATEGIES, Collective, Strategy
@@ -213,6 +214,8 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
     role = call.role
     notes = (*context.notes(), *_notes(config, call, shape, repeat, {kernel.name, context.name}))
+    blocks = getattr(kernel, "blocks", None)
+    notes += padding_notes(local, blocks if isinstance(blocks, BlockSizes) else None)
     return Plan(
         call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because, notes,
         (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),

@@ -4,6 +4,7 @@ from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
 from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.padding import Padding, nearest_with_less_padding, padding
 from maxattn.block_sizes.recommend import Row, recommend
+from maxattn.block_sizes.report import padding_notes, padding_text, recommend_table
 from maxattn.block_sizes.rules import RULES, Rule, rules_table
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts
 from maxattn.block_sizes.vmem import vmem_bytes
@@ -26,7 +27,10 @@ __all__ = [
     "log_lines",
     "nearest_with_less_padding",
     "padding",
+    "padding_notes",
+    "padding_text",
     "recommend",
+    "recommend_table",
     "rules_table",
     "vmem_bytes",
 ]

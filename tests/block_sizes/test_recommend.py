@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxattn.block_sizes import adjust, fused_partials_bytes, nearest_with_less_padding, padding, recommend, rules_table
+from maxattn.block_sizes import adjust, fused_partials_bytes, nearest_with_less_padding, padding, recommend
 from maxattn.block_sizes.recommend import flash_attention_blocks
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
@@ -79,8 +77,3 @@ def test_hbm_of_the_fused_backward():
     assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
     separate, _ = adjust(FlashBlockSizes(), wan, "flash", V5P, True)
     assert fused_partials_bytes(wan, separate) == 0
-
-
-def test_the_documentation_states_the_rules_as_they_are():
-    page = (Path(__file__).parents[2] / "docs" / "block_sizes.md").read_text()
-    assert rules_table() in page

@@ -1,69 +1,107 @@
-"""Compile splash attention for a TPU that is not there. Run as a child process: cases as JSON in, results as JSON out.
+"""Compile attention for a TPU that is not there. Run as a child process: cases as JSON lines in, results out.
 
-Needs jax[tpu]; imports nothing of maxattn, so that any environment with libtpu can run it.
+Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE, where STORE is a file of JSON lines: what is in it is
+not compiled again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-HEADS = 2
+from tests.block_sizes import tpu_bare, tpu_ours
+
+PACKAGES = ("jax", "libtpu", "tokamax")
+TAIL = 600  # a kernel that needs too much VMEM says how much at the end, after its whole signature
 
 
-def compile_case(case: dict) -> dict:
-    """Compile one case, and say whether it compiles.
+def installed(package: str) -> str:
+    """Return the version of a package, or "none"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
-    Args:
-        case: topology, sizes (as BlockSizes.given()), head_dim, dtype, training.
-    """
+
+VERSIONS = {package: installed(package) for package in PACKAGES}
+VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
+
+
+def main(store: Path) -> None:
+    """Answer every case that arrives, and keep what was compiled."""
+    known = {}
+    if store.exists():
+        for line in store.read_text().splitlines():
+            found = json.loads(line)
+            known[found["key"]] = found
+    for line in sys.stdin:
+        result = answer(json.loads(line), known, store)
+        print(json.dumps(result), flush=True)
+
+
+def answer(case: dict, known: dict[str, dict], store: Path) -> dict:
+    """Lower one case, and compile what the compiler has not yet seen."""
+    try:
+        lowered = lower(case)
+    except Exception as e:  # the kernels refuse some sizes before the compiler sees them
+        return {"ok": False, "seconds": 0.0, "message": message_of(e), "key": "refused before the compiler"}
+    text = json.dumps([VERSIONS, case["topology"]]) + lowered.as_text()
+    key = hashlib.sha256(text.encode()).hexdigest()[:24]
+    if key not in known:
+        known[key] = {**compile_lowered(lowered), "key": key, "versions": VERSIONS, "case": case}
+        with store.open("a") as file:
+            file.write(json.dumps(known[key]) + "\n")
+    return known[key]
+
+
+def message_of(e: Exception) -> str:
+    """Keep the beginning and the end of a message."""
+    text = f"{type(e).__name__}: {e}"
+    return text if len(text) <= 2 * TAIL else f"{text[:TAIL]} ... {text[-TAIL:]}"
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> dict:
+    """Compile, and return ok, seconds, message, and bytes of HBM a chip."""
     started = time.time()
     try:
-        lower(case).compile()
+        memory = lowered.compile().memory_analysis()
     except Exception as e:
-        text = f"{type(e).__name__}: {e}"
-        # A kernel that needs too much VMEM says how much at the end, after its whole signature.
-        return {"ok": False, "seconds": time.time() - started, "message": text[:500] + " ... " + text[-500:]}
-    return {"ok": True, "seconds": time.time() - started, "message": ""}
+        return {"ok": False, "seconds": time.time() - started, "message": message_of(e), "hbm": {}}
+    names = ("argument", "output", "temp")
+    hbm = {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in names}
+    return {"ok": True, "seconds": time.time() - started, "message": "", "hbm": hbm}
 
 
 def lower(case: dict) -> jax.stages.Lowered:
-    """Lower attention of two blocks by two blocks with a window and segment ids, and its gradient."""
-    sizes = splash.BlockSizes(**case["sizes"])
-    t, s = 2 * sizes.block_q, 2 * sizes.block_kv
-    mask = masks.MultiHeadMask([masks.LocalMask((t, s), (700, 300), 0)] * HEADS)
-    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    """Lower a case for its topology: `bare` through a library's own public kernel, else through maxattn."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case["topology"]).devices
+    sizes = case.get("mesh") or {"data": 1}
+    count = int(np.prod(list(sizes.values())))
+    mesh = Mesh(np.array(devices[:count]).reshape(*sizes.values()), tuple(sizes))
 
-    def forward(q, k, v, q_ids, kv_ids):
-        return kernel(q, k, v, splash.SegmentIds(q_ids, kv_ids))
+    def spec(shape: tuple[int, ...], dtype: str, *axes: str | None) -> jax.ShapeDtypeStruct:
+        named = PartitionSpec(*(axis if axis in sizes else None for axis in axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, named))
 
-    def loss(*operands):
-        return forward(*operands).astype(jnp.float32).sum()
-
-    device = topologies.get_topology_desc(platform="tpu", topology_name=case["topology"]).devices[0]
-    placed = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array([device]), "x"), jax.sharding.PartitionSpec())
-
-    def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-
-    q, k = (spec((HEADS, n, case["head_dim"]), case["dtype"]) for n in (t, s))
-    function = jax.grad(loss, (0, 1, 2)) if case["training"] else forward
-    precision = "highest" if case["dtype"] == "float32" else "default"
-    with jax.default_matmul_precision(precision):
-        traced = jax.jit(function).trace(q, k, k, spec((t,), "int32"), spec((s,), "int32"))
-        return traced.lower(lowering_platforms=("tpu",))
+    function, operands = (tpu_bare if case.get("bare") else tpu_ours).problem(case, spec, mesh)
+    # tokamax asks which chip it is traced for, and without a surrounding mesh that is this machine's CPU.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if case["kernel"] == "tokamax_flash" else nullcontext():
+        return jax.jit(function).trace(*operands).lower(lowering_platforms=("tpu",))
 
 
-for line in sys.stdin:
-    print(json.dumps(compile_case(json.loads(line))), flush=True)
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""Block sizes that ship, by chip and by model: the largest tiles that every TPU kernel takes and that pad little.
+
+`python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in `configs/block_sizes` are its output.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from maxattn.block_sizes.adjust import DEFAULT, adjust
+from maxattn.block_sizes.chips import CHIPS
+from maxattn.block_sizes.padding import padding
+from maxattn.block_sizes.sizes import LANES, BlockSizes, KernelKind, divisors
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
+
+UNSHARDED, SHARDED = 0.01, 0.03  # most padding, as a share of the tokens
+LONGEST, LONGEST_COMPUTE = 2048, 1024  # tokens
+KERNELS: tuple[tuple[KernelKind, bool], ...] = (("flash", False), ("flash", True), ("tokamax_flash", True))
+
+
+class Model(NamedTuple):
+    """Hold the shapes that a preset is for.
+
+    Args:
+        name: of the preset.
+        title: what the shapes are, in words.
+        head_dim: H.
+        lengths: tokens of self-attention on one device, and the share that may be padded.
+        example: batch, tokens and heads of the call in the file's command.
+        mesh: the mesh of that call.
+    """
+
+    name: str
+    title: str
+    head_dim: int
+    lengths: tuple[tuple[int, float], ...]
+    example: tuple[int, int, int]
+    mesh: str
+
+
+def _shards(length: int, *ways: int) -> tuple[tuple[int, float], ...]:
+    return tuple((-(-length // n), UNSHARDED if n == 1 else SHARDED) for n in ways)
+
+
+MODELS = (
+    Model("wan_480p", "a Wan-shaped model, 81 frames at 832x480: 32,760 tokens, also over context 2, 4 or 8", 128,
+          _shards(32_760, 1, 2, 4, 8), (1, 32_760, 12), "{}"),
+    Model("wan_720p", "a Wan-shaped model, 81 frames at 1280x720: 75,600 tokens, also over context 2 or 4", 128,
+          _shards(75_600, 1, 2, 4), (1, 75_600, 40), "{'context': 4}"),
+    Model("wan_720p_context_8", "a Wan-shaped model, 81 frames at 1280x720, over context 8: 9,450 tokens a device", 128,
+          _shards(75_600, 2, 4, 8), (1, 75_600, 40), "{'context': 8}"),
+    Model("flux", "a Flux-shaped model at 1024x1024: 4,608 tokens, text among them, also over context 2 or 4", 128,
+          _shards(4608, 1, 2, 4), (1, 4608, 24), "{}"),
+    Model("sdxl", "an SDXL-shaped UNet at 1024x1024: 4,096 and 1,024 tokens", 64,
+          ((4096, UNSHARDED), (1024, UNSHARDED)), (1, 4096, 10), "{}"),
+)  # fmt: skip
+
+
+def preset(model: Model, target: Target) -> BlockSizes:
+    """Choose the largest tiles that flash with either backward and tokamax_flash take as they are, in training.
+
+    The blocks are multiples of 128 up to 2,048 tokens and up to the shortest sequence, and pad each of the model's
+    lengths by no more than its share. Fewest steps of the kernel first, then the longer Q block, which reads K and V
+    less often. No time is measured: that is what `maxattn tune` is for.
+
+    Args:
+        model: one of `MODELS`.
+        target: a TPU.
+    """
+    found = [sizes for q, kv in _candidates(model) if (sizes := _taken(q, kv, model, target))]
+    return max(found, key=lambda sizes: (sizes.block_q * sizes.block_kv, sizes.block_q))
+
+
+def _candidates(model: Model) -> Iterator[tuple[int, int]]:
+    most = min(LONGEST, *(length + LANES - 1 for length, _ in model.lengths))
+    fine = [n for n in range(LANES, most + 1, LANES) if all(padding(t, n).share <= m for t, m in model.lengths)]
+    yield from ((q, kv) for q in fine for kv in fine)
+
+
+def _taken(q: int, kv: int, model: Model, target: Target) -> BlockSizes | None:
+    """Return the sizes where no kernel needs a change of them, else None."""
+    length, compute = model.lengths[0][0], compute_of(kv)
+    call = Call(1, length, length, 1, 1, model.head_dim, "bfloat16")
+    sizes = BlockSizes(q, kv, compute, q, kv, compute)
+    asked = {fused: FlashBlockSizes(**sizes.given(), use_fused_bwd_kernel=fused) for fused in (False, True)}
+    changes = (adjust(asked[fused], call, kernel, target, True)[1] for kernel, fused in KERNELS)
+    return None if any(changes) else sizes
+
+
+def compute_of(kv: int) -> int:
+    """Choose how many keys to compute at once: 512 where that divides the block, else the most up to 1,024."""
+    return DEFAULT if kv % DEFAULT == 0 else max(n for n in divisors(kv, LANES) if n <= LONGEST_COMPUTE)
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of every preset."""
+    for kind in CHIPS:
+        chip = kind.removeprefix("TPU ")
+        for model in MODELS:
+            yield f"{chip}_{model.name}.yml", text_of(model, kind, f"{chip}_{model.name}.yml")
+
+
+def text_of(model: Model, kind: str, name: str) -> str:
+    """Write one preset as a config, opening with what it needs and its command."""
+    sizes = preset(model, Target.named(kind))
+    batch, tokens, heads = model.example
+    pads = ", ".join(
+        f"{length:,}: {100 * padding(length, sizes.block_q).share:.2f}% and "
+        f"{100 * padding(length, sizes.block_kv).share:.2f}%" for length, _ in model.lengths
+    )  # fmt: skip
+    keys = "".join(f"  {key}: {value}\n" for key, value in sizes.given().items())
+    call = f"ma.Call({batch}, {tokens}, {tokens}, {heads}, {heads}, {model.head_dim}, 'bfloat16')"
+    config = f"ma.AttentionConfig.from_yaml('configs/block_sizes/{name}')"
+    planned = f"{call}, {config}, {model.mesh}, ma.Target.named('{kind}')"
+    return f"""# yaml-language-server: $schema=../../maxattn/maxattn.schema.json
+#
+# Block sizes for {model.title}; {kind}, bfloat16.
+#
+# Needs    nothing to plan it; to run it, {kind}. Each of flash (either backward) and tokamax_flash takes these sizes.
+# Run      python -c "import maxattn as ma; print(ma.plan({planned}).explain())"
+# Pads     Q and KV of {pads}
+# Made by  python -m maxattn.block_sizes.presets configs/block_sizes (the largest tiles that fit; not timed on a {kind})
+
+attention: flash                   # or tokamax_flash
+flash_block_sizes:
+{keys}  use_fused_bwd_kernel: null       # true: one kernel for dQ, dK and dV, where its parts of dQ fit the memory
+"""
+
+
+def main() -> None:
+    """Write every preset into the folder that is named on the command line."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The TPU's compiler in a child process: one at a time, niced, killed when it takes too long, its answers kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).with_name("tpu_child.py")
+STORE = Path(__file__).parents[2] / "out" / "tpu_compiles.jsonl"
+PYTHON = os.environ.get("MAXATTN_TPU_PYTHON") or (sys.executable if importlib.util.find_spec("libtpu") else None)
+NICE = 10
+TOPOLOGIES = {"TPU v4": "v4:2x2x1", "TPU v5e": "v5e:2x2", "TPU v5p": "v5p:2x2x1", "TPU v6e": "v6e:2x2",
+              "TPU v7x": "tpu7x:2x2x1"}  # fmt: skip
+
+
+class Compiler:
+    """Compile cases in a child process, one after the other.
+
+    Args:
+        python: of an environment with jax[tpu]; default MAXATTN_TPU_PYTHON, else this one.
+        store: JSON lines of what was compiled; a case that the compiler has seen is answered from it.
+        flags: LIBTPU_INIT_ARGS of the child.
+    """
+
+    def __init__(self, python: str | None = PYTHON, store: Path = STORE, flags: str = "") -> None:
+        self.python, self.store, self.flags = python, store, flags
+        self.child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def compile(self, case: dict[str, Any], seconds: float = 300) -> dict[str, Any]:
+        """Compile one case: {ok, seconds, message, hbm, key}.
+
+        Args:
+            case: for `tpu_child.lower`.
+            seconds: time limit; the child is killed when it is over, and the next case starts another.
+        """
+        child = self.child or self._start()
+        assert child.stdin and child.stdout
+        child.stdin.write(json.dumps(case) + "\n")
+        child.stdin.flush()
+        with selectors.DefaultSelector() as ready:
+            ready.register(child.stdout, selectors.EVENT_READ)
+            if not ready.select(seconds):
+                self.stop()
+                return {"ok": False, "seconds": seconds, "message": f"no answer in {seconds} s", "key": "time limit"}
+        line = child.stdout.readline()
+        if not line:
+            self.stop()
+            return {"ok": False, "seconds": 0.0, "message": "the compiler's process died", "key": "died"}
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """End the child."""
+        if self.child is not None:
+            self.child.kill()
+            self.child.wait()
+            self.child = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        assert self.python is not None
+        self.store.parent.mkdir(parents=True, exist_ok=True)
+        self.child = subprocess.Popen(
+            ["nice", "-n", str(NICE), self.python, str(CHILD), str(self.store)], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=CHILD.parents[2],
+            env={**os.environ, "LIBTPU_INIT_ARGS": self.flags},
+        )  # fmt: skip
+        return self.child

@@ -1,0 +1,86 @@
+"""The compile matrix: every chip, kernel and model of the field at full length, with the presets that ship."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tests.block_sizes.compiler import TOPOLOGIES, Compiler
+
+# The overrides that name each kernel, on top of a preset.
+KERNELS = {
+    "flash fused": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=true"]),
+    "flash separate": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=false"]),
+    "tokamax_flash": ("tokamax_flash", []),
+}
+FOUR_CHIPS = {"context": 4}
+
+
+class Shape(NamedTuple):
+    """Hold one row of the matrix: a preset, and the call that it is for."""
+
+    preset: str
+    q_len: int
+    kv_len: int
+    heads: int
+    head_dim: int
+    mask: str = "full"
+
+    @property
+    def role(self) -> str:
+        """Whether the keys are the queries' own sequence."""
+        return "self" if self.q_len == self.kv_len else "cross"
+
+
+# Texts are padded to their longest prompt, so cross-attention hides padding; 257 + 512 are image and text tokens.
+SHAPES = {
+    "Wan 1.3B 480p": Shape("wan_480p", 32_760, 32_760, 12, 128),
+    "Wan 1.3B 720p": Shape("wan_720p", 75_600, 75_600, 12, 128),
+    "Wan 14B 480p": Shape("wan_480p", 32_760, 32_760, 40, 128),
+    "Wan 14B 720p": Shape("wan_720p", 75_600, 75_600, 40, 128),
+    "Wan cross 512, 480p": Shape("wan_480p", 32_760, 512, 12, 128, "padding"),
+    "Wan cross 512, 720p": Shape("wan_720p", 75_600, 512, 40, 128, "padding"),
+    "Wan cross 257+512, 480p": Shape("wan_480p", 32_760, 769, 40, 128, "padding"),
+    "Wan cross 257+512, 720p": Shape("wan_720p", 75_600, 769, 40, 128, "padding"),
+    "SDXL 64x64": Shape("sdxl", 4096, 4096, 10, 64),
+    "SDXL 32x32": Shape("sdxl", 1024, 1024, 20, 64),
+    "SDXL cross 77": Shape("sdxl", 4096, 77, 10, 64, "padding"),
+    "Flux 1024x1024": Shape("flux", 4608, 4608, 24, 128),
+    "block window 1560 x 7": Shape("wan_480p", 32_760, 32_760, 12, 128, "blocks"),
+}
+
+
+def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, case) for every chip, kernel, shape, forward and training; `only` filters names."""
+    for kind, topology in TOPOLOGIES.items():
+        for kernel, (name, settings) in KERNELS.items():
+            for title, shape in SHAPES.items():
+                for training in (False, True):
+                    full = f"{kind}, {kernel}, {title}, {'training' if training else 'forward'}"
+                    if only is None or only(full):
+                        yield full, _case(kind, topology, name, settings, shape, training)
+
+
+def _case(kind: str, topology: str, kernel: str, settings: list[str], shape: Shape, training: bool) -> dict[str, Any]:
+    chip = kind.removeprefix("TPU ")
+    overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]
+    return {"topology": topology, "kind": kind, "kernel": kernel, "batch": 1, "q_len": shape.q_len,
+            "kv_len": shape.kv_len, "heads": shape.heads, "head_dim": shape.head_dim, "dtype": "bfloat16",
+            "role": shape.role, "mask": shape.mask, "training": training,
+            "preset": f"configs/block_sizes/{chip}_{shape.preset}.yml", "config": overrides}  # fmt: skip
+
+
+def judge(compiler: Compiler, case: dict[str, Any], seconds: float = 600) -> dict[str, Any]:
+    """Compile a case on one chip, and on a ring of four where one chip's HBM does not hold it; say which in `chips`."""
+    result = compiler.compile(case, seconds)
+    if result["ok"] or not out_of_hbm(result["message"]):
+        return {**result, "chips": 1}
+    four = {**case, "mesh": FOUR_CHIPS, "config": [*case["config"], "context_parallel=ring"]}
+    if case["role"] == "cross":  # its keys are whole on every chip: no ring
+        four["config"] = case["config"]
+    return {**compiler.compile(four, seconds), "chips": 4, "one_chip": result["message"]}
+
+
+def out_of_hbm(message: str) -> bool:
+    """Whether the compiler stopped for the chip's memory, and not for a kernel's."""
+    return "memory space hbm" in message

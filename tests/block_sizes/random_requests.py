@@ -1,0 +1,93 @@
+"""Random requests for the compiler to judge: any sizes, lengths, head dims, kernels and chips, from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from maxattn.block_sizes import BlockSizes, adjust
+from maxattn.block_sizes.sizes import KernelKind
+from maxattn.call import Call, Role
+from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
+from tests.block_sizes.asks import KEYS
+from tests.block_sizes.compiler import TOPOLOGIES
+
+HEAD_DIMS = (40, 64, 72, 80, 96, 128, 128, 128, 160, 192, 256)
+LENGTHS = (1024, 4096, 4608, 8190, 18_900, 32_760, 75_600)
+TEXTS = (1, 77, 226, 257, 300, 333, 512, 600, 769, 1000, 1300)
+PRESETS = (128, 256, 512, 512, 1000, 1024, 1024, 1536, 2048, 2048, 3024, 4096)
+CPU = Target.named("cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Hold one request, and what the program beside it is: the mask, for the compiler."""
+
+    asked: FlashBlockSizes
+    call: Call
+    kernel: KernelKind
+    kind: str
+    training: bool
+    mask: str
+
+    def adjusted(self) -> BlockSizes:
+        """Return the sizes that the rules make of it."""
+        return adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[0]
+
+    def changed(self) -> bool:
+        """Return whether the rules changed what was asked."""
+        return bool(adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[1])
+
+    def without_vmem(self) -> BlockSizes:
+        """Return the sizes that every rule but those of VMEM make of it."""
+        return adjust(self.asked, self.call, self.kernel, CPU, self.training)[0]
+
+    def case(self, sizes: BlockSizes) -> dict[str, Any]:
+        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the call has as many."""
+        t = min(self.call.q_len, 2 * sizes.block_q - 8)
+        s = min(self.call.kv_len, 2 * sizes.block_kv - 8)
+        call = self.call
+        return {"topology": TOPOLOGIES[self.kind], "kind": self.kind, "kernel": self.kernel, "batch": 1, "q_len": t,
+                "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,
+                "mask": self.mask, "training": self.training, "sizes": sizes.given()}  # fmt: skip
+
+
+def requests(seed: str, count: int) -> Iterator[Request]:
+    """Draw requests; the kernels flash fused, flash separate and tokamax_flash take turns, and so do the chips."""
+    draw = random.Random(seed)
+    for i in range(count):
+        kind = tuple(TOPOLOGIES)[(i // 3) % len(TOPOLOGIES)]
+        yield _request(draw, ("fused", "separate", "tokamax")[i % 3], kind)
+
+
+def _request(draw: random.Random, how: str, kind: str) -> Request:
+    cross = draw.random() < 0.3
+    q_len = draw.choice(LENGTHS)
+    kv_len = draw.choice(TEXTS) if cross else q_len
+    role: Role = "cross" if cross else "self"
+    dtype = draw.choice(("bfloat16", "bfloat16", "bfloat16", "float32"))
+    call = Call(1, q_len, kv_len, 2, 2, draw.choice(HEAD_DIMS), dtype, role=role)
+    kernel: KernelKind = "tokamax_flash" if how == "tokamax" else "flash"
+    masks = ("full", "padding", "both") if kernel == "flash" else ("full", "padding")
+    return Request(_sizes(draw, how), call, kernel, kind, draw.random() < 0.6, draw.choice(masks))
+
+
+def _sizes(draw: random.Random, how: str) -> FlashBlockSizes:
+    """Ask for one size everywhere, for the sizes of a preset, or for anything."""
+    fused = {"fused": True, "separate": False, "tokamax": draw.choice((None, True, False))}[how]
+    style = draw.random()
+    if style < 0.2:
+        return FlashBlockSizes(**dict.fromkeys(KEYS, draw.choice(PRESETS)), use_fused_bwd_kernel=fused)
+    pick = _preset if style < 0.7 else _any
+    return FlashBlockSizes(**{key: pick(draw) for key in KEYS}, use_fused_bwd_kernel=fused)
+
+
+def _preset(draw: random.Random) -> int | None:
+    return draw.choice((None, *PRESETS))
+
+
+def _any(draw: random.Random) -> int | None:
+    return draw.choice((None, draw.randint(1, 5000), 128 * draw.randint(1, 40)))

@@ -1,0 +1,76 @@
+"""The presets that ship: made by the code, taken as they are by every TPU kernel, and padding little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import maxattn as ma
+from maxattn.block_sizes import adjust, padding
+from maxattn.block_sizes.chips import CHIPS
+from maxattn.block_sizes.presets import MODELS, files
+from maxattn.target import Target
+
+FOLDER = Path(__file__).parents[2] / "configs" / "block_sizes"
+KERNELS = (("flash", False), ("flash", True), ("tokamax_flash", True))
+WAN_480P, WAN_720P, FLUX = 32_760, 75_600, 4608
+# Which preset is for which length over how many shards.
+SHARDED = {
+    **{(WAN_480P, n): "wan_480p" for n in (1, 2, 4, 8)},
+    **{(WAN_720P, n): "wan_720p" for n in (1, 2, 4)},
+    (WAN_720P, 8): "wan_720p_context_8",
+    **{(FLUX, n): "flux" for n in (1, 2, 4)},
+}
+
+
+def config_of(kind: str, preset: str, *overrides: str) -> ma.AttentionConfig:
+    return ma.AttentionConfig.from_yaml(FOLDER / f"{kind.removeprefix('TPU ')}_{preset}.yml", list(overrides))
+
+
+def test_the_files_are_what_the_code_makes():
+    made = dict(files())
+    assert {path.name: path.read_text() for path in FOLDER.glob("*.yml")} == made
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_kernel_takes_them_as_they_are(kind, model):
+    for kernel, fused in KERNELS:
+        asked = config_of(kind, model.name, f"flash_block_sizes.use_fused_bwd_kernel={fused}").flash_block_sizes
+        for length, _ in model.lengths:
+            call = ma.Call(1, length, length, 2, 2, model.head_dim, "bfloat16")
+            for training in (True, False):
+                assert adjust(asked, call, kernel, Target.named(kind), training)[1] == ()
+
+
+@pytest.mark.parametrize("kind", CHIPS)
+@pytest.mark.parametrize(("length", "context"), SHARDED)
+def test_they_pad_little(kind, length, context):
+    """Pad at most 1% unsharded and 3% at context 2, 4 and 8, whether K and V come whole or as shards."""
+    sizes = config_of(kind, SHARDED[length, context]).flash_block_sizes
+    shard, most = -(-length // context), 0.01 if context == 1 else 0.03
+    assert sizes.block_q and sizes.block_kv
+    assert padding(shard, sizes.block_q).share <= most
+    assert padding(shard, sizes.block_kv).share <= most
+    assert padding(length, sizes.block_kv).share <= most
+
+
+def plan_of_flux(kind: str, strategy: str) -> ma.Plan:
+    config = config_of(kind, "flux", f"context_parallel={strategy}")
+    return ma.plan(ma.Call(1, FLUX, FLUX, 24, 24, 128, "bfloat16"), config, {"context": 8}, Target.named(kind))
+
+
+def test_flux_over_eight_devices_pads_nothing_with_ulysses():
+    """Shards of 576 tokens are no multiple of 128: only a strategy that gives a device the whole sequence pads none."""
+    kernel = plan_of_flux("TPU v5p", "ulysses").kernel
+    assert padding(FLUX, kernel.blocks.block_q) == padding(FLUX, kernel.blocks.block_kv) == (FLUX, 0.0)
+    assert min(padding(576, n).share for n in range(128, 2049, 128)) == pytest.approx(1 / 9)
+
+
+def test_padding_above_a_tenth_is_a_note_in_the_plan():
+    assert plan_of_flux("TPU v5p", "ring").notes == (
+        "block_q: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
+        "block_kv: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
+    )
+    assert plan_of_flux("TPU v5p", "ulysses").notes == ()
