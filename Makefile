@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo test test-all lint clean help
+.PHONY: demo test test-all test-tpu-compile lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -30,11 +30,23 @@ test: $(READY)  ## the tests, on two cores
 test-all: $(READY)  ## the tests and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
 
+# The TPU's compiler needs no TPU; MAXATTN_TPU_PYTHON names the python of an environment that has it already.
+TPU_READY := .venv-tpu/.ready
+
+$(TPU_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check -e ".[tpu,tokamax]"
+	@touch $@
+
+test-tpu-compile: $(READY) $(if $(MAXATTN_TPU_PYTHON),,$(TPU_READY))  ## compile for every TPU what the block sizes promise (hours; a kill loses nothing)
+	MAXATTN_TPU_PYTHON=$(or $(MAXATTN_TPU_PYTHON),$(CURDIR)/.venv-tpu/bin/python) \
+	$(BIN)/python -m pytest -n 0 -m "" tests/block_sizes/test_compiles.py $(ARGS)
+
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
