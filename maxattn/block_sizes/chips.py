@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from maxattn.target import Target
 
 MIB = 2**20
-Family = Literal["v4", "v5p", "v6e"]
+Family = Literal["v4", "v5p", "v6e", "v7x"]
 
 
 class Chip(NamedTuple):
@@ -31,7 +31,7 @@ CHIPS = {
     "TPU v5e": Chip("TPU v5e", 16 * MIB, "v6e"),
     "TPU v5p": Chip("TPU v5p", 16 * MIB, "v5p"),
     "TPU v6e": Chip("TPU v6e", 32 * MIB, "v6e"),
-    "TPU v7x": Chip("TPU v7x", 32 * MIB, "v6e"),
+    "TPU v7x": Chip("TPU v7x", 32 * MIB, "v7x"),
 }
 SMALLEST = "TPU v4"
 

@@ -65,6 +65,12 @@ SPILL: dict[tuple[Family, Part, int], Spill] = {
     ("v6e", "dq", 2): Spill(0.0, 1.14, 1.38, 0.0),
     ("v6e", "dq", 4): Spill(0.0, 1.27, 4.96, 4.05),
 }
+# v7x differs from v6e in float32 alone, in what was measured.
+SPILL |= {("v7x", part, size): spill for (family, part, size), spill in SPILL.items() if family == "v6e"}
+SPILL["v7x", "forward", 4] = Spill(0.45, 0.7, 0.0, 1.92)
+SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
+# The share of the fetched scores where all keys are one block: without a loop over blocks, v7x keeps more of them.
+ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 
 
@@ -126,5 +132,6 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     """Return bytes per query token, the scores' spill among them, and per key token."""
     cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
     share = RAGGED if facts.head_dim > LANES and facts.head_dim % LANES else 1.0
-    query = spill.compute * compute + spill.fetched * kv + spill.query * facts.head_dim
+    fetched = ONE_BLOCK.get((family, part, facts.itemsize), spill.fetched) if facts.kv_len <= kv else spill.fetched
+    query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
     return cost.query + FLOAT * share * query, cost.key + FLOAT * share * spill.key * facts.head_dim

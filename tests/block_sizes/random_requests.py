@@ -71,8 +71,8 @@ def _request(draw: random.Random, how: str, kind: str) -> Request:
     dtype = draw.choice(("bfloat16", "bfloat16", "bfloat16", "float32"))
     call = Call(1, q_len, kv_len, 2, 2, draw.choice(HEAD_DIMS), dtype, role=role)
     kernel: KernelKind = "tokamax_flash" if how == "tokamax" else "flash"
-    masks = ("full", "padding", "both") if kernel == "flash" else ("full", "padding")
-    return Request(_sizes(draw, how), call, kernel, kind, draw.random() < 0.6, draw.choice(masks))
+    mask = draw.choice(("full", "padding", "both"))
+    return Request(_sizes(draw, how), call, kernel, kind, draw.random() < 0.6, mask)
 
 
 def _sizes(draw: random.Random, how: str) -> FlashBlockSizes:
