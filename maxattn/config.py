@@ -145,7 +145,7 @@ class AttentionConfig(Section):
     ici_fsdp_batch_parallelism: PositiveOrRest | None = None
     """GPU spelling: when set, it sets the fsdp axis, and ici_fsdp_parallelism sets context."""
     attention_sharding_uniform: bool = True
-    """Shard cross-attention's queries as self-attention's."""
+    """False: where no strategy is named, self-attention splits its heads over context (ulysses)."""
 
     use_base2_exp: bool = False
     """Compute the softmax with exp2, in the kernels that can."""

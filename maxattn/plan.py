@@ -16,9 +16,11 @@ from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context import STRATEGIES, Collective, Strategy
 from maxattn.context.base import bias_axes, bias_collectives, itemsize
+from maxattn.context.choose import choose
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import KERNELS, Kernel
 from maxattn.kernels.auto import order
+from maxattn.kernels.pair import Pair
 from maxattn.kernels.requirements import REQUIREMENTS, missing
 from maxattn.masks import Full, KeyLimit, Mask
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
@@ -202,7 +204,7 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
 def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     check_hardware(config, target)
     _check_divides(call, shape)
-    context, unmet = _choose_strategy(call, config, shape, target)
+    context, sums, unmet = _choose_strategy(call, config, shape, target)
     repeat = lcm(call.kv_heads, context.head_ways()) // call.kv_heads
     n = context.unit()
     q_len = -(-call.q_len // n) * n
@@ -213,7 +215,8 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     local = replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
     role = call.role
-    notes = (*context.notes(), *_notes(config, call, shape, repeat, {kernel.name, context.name}))
+    runs = {kernel.name, context.name, *(reason.who for reason in unmet)}
+    notes = (*sums, *context.notes(), *_notes(config, call, shape, repeat, runs, n))
     blocks = getattr(kernel, "blocks", None)
     notes += padding_notes(local, blocks if isinstance(blocks, BlockSizes) else None)
     return Plan(
@@ -227,7 +230,8 @@ def _asked(config: AttentionConfig, role: Role) -> str:
         return f"cross_attention: {config.cross_attention}"
     extra = f", attention_kernel: {config.attention_kernel}" if config.attention_kernel else ""
     parallel = f", context_parallel: {config.context_parallel}" if config.context_parallel != "auto" else ""
-    return f"attention: {config.attention}{extra}{parallel}"
+    heads = ", attention_sharding_uniform: false" if not config.attention_sharding_uniform else ""
+    return f"attention: {config.attention}{extra}{parallel}{heads}"
 
 
 # ---- what must divide ------------------------------------------------------------------------------------------------
@@ -255,17 +259,26 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
 
 def _choose_strategy(
     call: Call, config: AttentionConfig, shape: MeshShape, target: Target
-) -> tuple[Strategy, tuple[Reason, ...]]:
+) -> tuple[Strategy, tuple[str, ...], tuple[Reason, ...]]:
+    """Return the strategy, the sums of `auto`, and who was asked for and refused."""
     asked = config.strategy_for(call.role)
     if "context" not in dict(shape):
-        return STRATEGIES["none"].build(shape, config, call, target), ()
-    default = "none" if call.role == "cross" else "all_gather"
-    chosen = STRATEGIES[default if asked == "auto" else asked].build(shape, config, call, target)
-    reason = chosen.supports(call)
-    if reason is None:
-        return chosen, ()
-    _refuse_if_asked(config, call.role, "context_parallel", reason)
-    return STRATEGIES[default].build(shape, config, call, target), (reason,)
+        return STRATEGIES["none"].build(shape, config, call, target), (), ()
+    if call.role == "cross":
+        return STRATEGIES["none"].build(shape, config, call, target), (), ()
+    key = "context_parallel"
+    if asked == "auto" and not config.attention_sharding_uniform:
+        key, asked = "attention_sharding_uniform", "ulysses"
+    reasons: tuple[Reason, ...] = ()
+    if asked != "auto":
+        named = STRATEGIES[asked].build(shape, config, call, target)
+        reason = named.supports(call)
+        if reason is None:
+            return named, (), ()
+        _refuse_if_asked(config, call.role, key, reason)
+        reasons = (reason,)
+    choice = choose(call, config, shape, target)
+    return choice.strategy, choice.sums, reasons
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -281,13 +294,20 @@ def _choose_kernel(
     for name in names:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            return KERNELS[name].build(local, config, target), because, tuple(refused), False
+            return _build(name, local, config, target), because, tuple(refused), False
         refused.append(reason)
         if name == named or named != "auto":
             _refuse_if_asked(config, call.role, "attention_kernel", reason)
     names, because = order(local, target)
     usable = next(n for n in names if refusal(n, local, target, config.deterministic) is None)
-    return KERNELS[usable].build(local, config, target), because, tuple(refused), True
+    return _build(usable, local, config, target), because, tuple(refused), True
+
+
+def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
+    """Decide everything about a kernel; "a/b" is the forward of a and the backward of b."""
+    first, _, second = name.partition("/")
+    kernel = KERNELS[first].build(local, config, target)
+    return Pair(kernel, KERNELS[second].build(local, config, target)) if second else kernel
 
 
 def _candidates(
@@ -306,6 +326,9 @@ def _candidates(
 
 def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
     """Return why a kernel cannot compute a local call on the target, or not with the same bits every time, or None."""
+    if "/" in name:
+        found = (refusal(part, local, target, deterministic) for part in name.split("/"))
+        return next((reason for reason in found if reason is not None), None)
     lacks = missing(name, target) if name in REQUIREMENTS else None
     if name not in KERNELS and (lacks is None or lacks.feature == "package"):
         # Installing the package would not help yet, so the remedy must not say so.
@@ -322,7 +345,7 @@ def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reas
         return
     if role == "cross":
         key = "cross_attention"
-    elif getattr(config, key) != reason.who:
+    elif key != "attention_sharding_uniform" and getattr(config, key) != reason.who:
         key = "attention"
     remedy = reason.remedy.replace("attention: auto", f"{key}: auto") + "; or " if reason.remedy else ""
     raise Unsupported(key, getattr(config, key), reason.rule, f"{remedy}set fallback: warn to let another one run")
@@ -338,17 +361,20 @@ _ONLY_FOR = {
     "flash_block_sizes": "read by flash and tokamax_flash alone",
     "ulysses_shards": "read by ulysses_ring alone",
     "ulysses_attention_chunks": "read by ulysses and ulysses_ring alone",
-    "attention_sharding_uniform": "every layout here shards queries over context and heads over tensor alike",
+    "attention_sharding_uniform": "it gives self-attention ulysses on a context axis, where no strategy is named",
 }
 _READ_BY = {
     **{key: {"memory_efficient"} for key in _BLOCKWISE},
     "flash_block_sizes": {"flash", "tokamax_flash"},
     "ulysses_shards": {"ulysses_ring"},
     "ulysses_attention_chunks": {"ulysses", "ulysses_ring"},
+    "attention_sharding_uniform": {"ulysses"},
 }
 
 
-def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str]) -> tuple[str, ...]:
+def _notes(
+    config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str], unit: int
+) -> tuple[str, ...]:
     unread = (key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set()))
     notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
     if call.q_len % ways("T", shape):
@@ -356,6 +382,8 @@ def _notes(config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, r
             f"T={call.q_len} is no multiple of {ways('T', shape)}: outside attention the sequence is not split, "
             "and the compiler gathers the output"
         )
+    elif call.q_len % unit:
+        notes.append(f"T={call.q_len} is no multiple of {unit}: the compiler moves tokens between devices to pad it")
     if repeat > 1:
         notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the devices")
     asked = config.strategy_for(call.role)

@@ -37,7 +37,14 @@ EXPLAINED = {
     "auto_long": lambda: ma.plan(call(), target=CPU),
     "dense_named": lambda: ma.plan(call(), config(attention="dot_product"), target=H200),
     "gathered_odd_length": lambda: ma.plan(
-        call(t=32_760, n=40, h=128), mesh={"fsdp": 2, "context": 8}, target=V5P
+        call(t=32_760, n=40, h=128), config(context_parallel="all_gather"), {"fsdp": 2, "context": 8}, V5P
+    ),
+    "auto_on_a_mesh": lambda: ma.plan(call(t=75_600, n=40, h=128), mesh={"context": 8}, target=V5P),
+    "heads_over_context": lambda: ma.plan(
+        call(n=8), config(attention_sharding_uniform=False), {"context": 4}, V5P
+    ),
+    "heads_over_context_refused": lambda: ma.plan(
+        call(n=6), config(attention_sharding_uniform=False), {"context": 4}, V5P
     ),
     "cross_on_a_mesh": lambda: ma.plan(
         call(t=32_760, s=512, n=40, h=128, role="cross"), mesh={"fsdp": 2, "context": 8}, target=V5P

@@ -63,8 +63,9 @@ def test_chunk_sizes_that_nobody_reads_are_named() -> None:
 
 
 def test_a_length_that_does_not_divide_says_what_it_costs() -> None:
-    assert any("T=37 is no multiple of 8" in note for note in plan(mesh={"context": 8}, length=37).notes)
-    assert not plan(mesh={"context": 8}, length=32).notes
+    gathered = {"context_parallel": "all_gather"}
+    assert any("T=37 is no multiple of 8" in note for note in plan(gathered, mesh={"context": 8}, length=37).notes)
+    assert not plan(gathered, mesh={"context": 8}, length=32).notes
 
 
 def step_on(mesh_sizes: dict[str, int], kv_heads: int, bias: Any = None) -> tuple[ma.Plan, str]:

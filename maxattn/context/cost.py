@@ -1,0 +1,130 @@
+"""What a context strategy costs a training step of one attention, by arithmetic over heads, lengths, link and memory.
+
+    step = compute + transfers that nothing covers
+
+Compute is the pairs of the device with most of them (in each hop of a ring), at the target's rate. The transfers of
+`all_gather` and Ulysses stand before and after the kernel and are counted whole; a ring's hop counts where it takes
+longer than the work that it runs beside, and its merges in float32 count at the rate of the memory. Memory is what the
+strategy holds beside q, k, v, out and their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.context.all_gather import WholeKeys
+from maxattn.context.balance import FLOPS_A_PAIR, TRAINING
+from maxattn.context.base import itemsize, readable
+from maxattn.context.figures import START, Machine
+from maxattn.context.ring import Ring
+from maxattn.context.zigzag import Layout
+from maxattn.sharding import ways
+
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hold one sum.
+
+    Args:
+        name: the strategy's label.
+        compute: seconds of the slowest device.
+        exposed: seconds of transfers and merges that nothing covers.
+        memory: bytes on one device.
+    """
+
+    name: str
+    compute: float
+    exposed: float
+    memory: float
+
+    @property
+    def step(self) -> float:
+        """Seconds, forward and backward."""
+        return self.compute + self.exposed
+
+    def __str__(self) -> str:
+        parts = f"{self.compute * 1e3:.4g} computing + {self.exposed * 1e3:.3g} waiting"
+        return f"{self.name}: {self.step * 1e3:.4g} ms a step = {parts}, holds {readable(self.memory)} more"
+
+
+def cost_of(strategy: WholeKeys, call: Call, machine: Machine) -> Cost:
+    """Add up what a strategy costs.
+
+    Args:
+        strategy: a ring, Ulysses, or one with whole keys.
+        call: global, padded for the strategy.
+        machine: the figures.
+    """
+    return _of_ring(strategy, call, machine) if isinstance(strategy, Ring) else _of_gather(strategy, call, machine)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes, on one device: q in its own dtype, k and v together likewise, and the seconds of a pair."""
+
+    q: float
+    kv: float
+    item: int
+    pair: float
+
+    @staticmethod
+    def of(strategy: WholeKeys, call: Call, machine: Machine) -> _Sizes:
+        shape, item = strategy.shape, itemsize(call.dtype)
+        batch, tensor, n = -(-call.batch // ways("B", shape)), ways("N", shape), ways("T", shape)
+        unit = batch * call.head_dim / tensor
+        pair = TRAINING * FLOPS_A_PAIR * unit * call.heads / machine.flops
+        q, kv = (unit * length / n * heads * item for length, heads in
+                 ((call.q_len, call.heads), (2 * call.kv_len, call.kv_heads)))  # fmt: skip
+        return _Sizes(q, kv, item, pair)
+
+
+def _work(layout: Layout, call: Call) -> np.ndarray:
+    """Count pairs for [place, hop]."""
+    if call.mask.is_full:
+        return np.full((layout.places,) * 2, call.q_len * call.kv_len / layout.places**2)
+    return layout.work(call.mask, call.q_len, call.kv_len).sum(axis=(2, 3))
+
+
+def _of_gather(strategy: WholeKeys, call: Call, machine: Machine) -> Cost:
+    n, size = ways("T", strategy.shape), _Sizes.of(strategy, call, machine)
+    compute = float(_work(Layout(n, 1), call).sum(axis=1).max()) * size.pair
+    # K and V gathered twice, the float32 sums of their gradients scattered once.
+    received = (n - 1) * size.kv * (2 + FLOAT / size.item)
+    return Cost(strategy.name, compute, received / machine.gather + 3 * START, n * size.kv * (1 + FLOAT / size.item))
+
+
+def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
+    size, n = _Sizes.of(ring, call, machine), ring.places * ring.inner
+    work = _work(ring.layout, call).max(axis=0) * size.pair / ring.inner
+    waits, memory = _exchanges(ring, size, machine)
+    if ring.places > 1:
+        waits += _hops(work, ring, size, machine)
+        memory += size.kv * (2 + 2 * FLOAT / size.item) + 2 * FLOAT / size.item * size.q
+    if ring.runs > 1:
+        waits += (6 * size.q + 3 * size.kv) / machine.exchanged(n) + 4 * START
+    return Cost(ring.label().replace(f" over {n}", ""), float(work.sum()), waits, memory)
+
+
+def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float]:
+    """Return the seconds and the memory of exchanging heads: q, k, v, out; then those, dout and the gradients."""
+    if ring.inner == 1:
+        return 0.0, 0.0
+    received = (6 * size.q + 3 * size.kv) * (ring.inner - 1) / ring.inner
+    return received / machine.exchanged(ring.inner) + 3 * START, 2 * size.q + 2 * size.kv
+
+
+def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine) -> float:
+    """Return the seconds that hops take longer than the work beside them, that merges take, and that the last one home
+    takes."""
+    hop = size.kv / machine.neighbour
+    sums = size.kv * FLOAT / size.item / machine.neighbour
+    forward, backward = work[:-1] / TRAINING, work[:-1] * (TRAINING - 1) / TRAINING
+    late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + sums - backward, 0).sum() + sums
+    # out and dq are read and written in float32, dk and dv too, and a part of each is read.
+    merged = (2 * FLOAT + size.item) / size.item * (2 * size.q + size.kv) * ring.places / machine.hbm
+    return float(late) + merged + (3 * ring.places) * START
