@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo test test-all test-tpu-compile lint clean help
+.PHONY: demo test test-all test-gpu test-tpu-compile lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -29,6 +29,12 @@ test: $(READY)  ## the tests, on two cores
 
 test-all: $(READY)  ## the tests and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+# On a machine with NVIDIA GPUs: GPU_PYTHON is a python with jax for CUDA and the extras te, fa4 and tokamax. Elsewhere
+# every case is skipped, and says why.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:  ## the GPU kernels against float64, on NVIDIA GPUs
+	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 # The TPU's compiler needs no TPU; MAXATTN_TPU_PYTHON names the python of an environment that has it already.
 TPU_READY := .venv-tpu/.ready

@@ -21,6 +21,10 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         call: the call that one device computes.
         target: the machine.
     """
+    if target.platform == "gpu" and call.dtype != "float32" and call.bias is None:
+        from maxattn.kernels import auto_gpu  # reads every kernel, and this module is read by the plan alone
+
+        return auto_gpu.order(call, target)
     scores = call.batch * call.heads * call.q_len * call.kv_len
     most, measured = DENSE_SCORES[target.platform]
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"

@@ -1,6 +1,6 @@
 """JAX's splash attention (Pallas, for TPU): tiles in VMEM, empty tiles skipped, O(T) memory both ways.
 
-On an NVIDIA GPU the same name is FlashAttention-4 (`fa4.py`).
+On an NVIDIA GPU the same name is FlashAttention-4 (`flash_gpu.py`).
 
 Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
 """
@@ -15,10 +15,9 @@ from jaxtyping import Array
 from maxattn import _compat
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import splash
+from maxattn.kernels import flash_gpu, splash
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.fa4 import Fa4
 from maxattn.kernels.splash_calls import Blocks, Ids, Library, Rows, Setup
 from maxattn.target import Target
 
@@ -31,18 +30,18 @@ class Flash(splash.Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has FlashAttention-4."""
-        return Fa4.supports(call, target) if target.platform == "gpu" else splash.refusal("flash", call, target)
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has its own."""
+        return flash_gpu.supports(call, target) if target.platform == "gpu" else splash.refusal("flash", call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Say for the kernel of the platform whether its backward repeats."""
-        return Fa4.repeats(call, target) if target.platform == "gpu" else splash.Splash.repeats(call, target)
+        return flash_gpu.repeats(call, target) if target.platform == "gpu" else splash.Splash.repeats(call, target)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
-        return Fa4.build(call, config, target) if target.platform == "gpu" else Flash.of(call, config, target)
+        return flash_gpu.build(call, config, target) if target.platform == "gpu" else Flash.of(call, config, target)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""

@@ -1,4 +1,4 @@
-"""The matrix on an NVIDIA GPU: every fused kernel against float64, or refused by name. `make test-gpu` runs it there."""
+"""The matrix on an NVIDIA GPU (`make test-gpu`): every fused kernel against float64, or refused by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 
 import maxattn as ma
 from maxattn.errors import Unsupported
-from maxattn.kernels.requirements import missing
 from tests.cases import LENGTHS, MASKS, judge, run_case
+from tests.gpu.there import skip_unless_there
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.gpu
@@ -24,16 +24,6 @@ AXES = {
     "bias": ["none"],
     "batch": [1, 3],
 }
-PACKAGE = {"flash": "fa4-jax", "cudnn_flash_te": "transformer-engine-jax", "tokamax_flash": "tokamax"}
-
-
-def skip_unless_there(kernel: str) -> None:
-    target = ma.Target.here()
-    if target.platform != "gpu":
-        pytest.skip(f"needs an NVIDIA GPU, and this is {target.device_kind}")
-    package = PACKAGE.get(kernel)
-    if (package and target.version(package) is None) or missing(kernel, target):
-        pytest.skip(f"{package} is not installed")
 
 
 @pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values())))

@@ -1,0 +1,22 @@
+"""What a GPU test needs, and why it is skipped where that is missing."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import maxattn as ma
+
+PACKAGE = {"flash": "fa4-jax", "cudnn_flash_te": "transformer-engine-jax", "tokamax_flash": "tokamax"}
+
+
+def skip_unless_there(kernel: str, devices: int = 1) -> None:
+    """Skip the test where there is no NVIDIA GPU, too few, or no package of the kernel."""
+    target = ma.Target.here()
+    if target.platform != "gpu":
+        pytest.skip(f"needs an NVIDIA GPU, and this is {target.device_kind}")
+    if len(jax.devices()) < devices:
+        pytest.skip(f"needs {devices} GPUs, and this machine has {len(jax.devices())}")
+    package = PACKAGE.get(kernel)
+    if package and target.version(package) is None:
+        pytest.skip(f"{package} is not installed")
