@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maxattn import masks
+from maxattn import masks, weights
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.modules import CrossAttention, FlaxAttention, attention_fn, swap
@@ -30,5 +30,6 @@ __all__ = [
     "rope_2d",
     "rope_3d",
     "swap",
+    "weights",
 ]
 __version__ = "0.1.0"

@@ -37,6 +37,10 @@ class MeshError(MaxattnError, ValueError):
     """A mesh axis, or a size that must divide over one, is wrong."""
 
 
+class WeightsError(MaxattnError, ValueError):
+    """Files or tensors of weights do not fit the module that they are for."""
+
+
 class Unsupported(MaxattnError, NotImplementedError):
     """What was asked for is understood, and this kernel, strategy or machine cannot do it."""
 

@@ -38,6 +38,7 @@ class AttentionBase(nnx.Module):
     """
 
     role: ClassVar[Literal["self", "cross"]]
+    diffusers_names: ClassVar[dict[str, str]] = {"to_out": "to_out.0"}
 
     def __init__(
         self,

@@ -1,0 +1,8 @@
+"""Weights in diffusers' names and layouts: read onto a mesh, written back bit for bit, LoRA merged."""
+
+from maxattn.weights.files import SafeTensors
+from maxattn.weights.load import Loaded, load_diffusers, save_diffusers, to_diffusers
+from maxattn.weights.lora import merge_lora
+from maxattn.weights.names import entries
+
+__all__ = ["Loaded", "SafeTensors", "entries", "load_diffusers", "merge_lora", "save_diffusers", "to_diffusers"]

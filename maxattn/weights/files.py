@@ -1,0 +1,165 @@
+"""safetensors on disk: one file, or a folder whose index spreads the tensors over several. Read slice by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxattn.errors import WeightsError
+
+SHARD_BYTES = 5 * 2**30  # the largest file that `save_tensors` writes, unless one tensor is larger
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class SafeTensors(Mapping[str, "SafeTensor"]):
+    """Offer the tensors of a safetensors file, or of a folder in diffusers' format, without reading them.
+
+    Args:
+        path: a .safetensors file, an .index.json, or a folder that holds one of them.
+
+    Raises:
+        WeightsError: nothing is there, a file of the index is missing or broken, or there are only pickles.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._where = _places(_entry_file(self.path))
+
+    def __getitem__(self, name: str) -> SafeTensor:
+        return SafeTensor(self._where[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+class SafeTensor:
+    """Read slices of one tensor.
+
+    Args:
+        file: open, from `safetensors.safe_open`.
+        name: the tensor's.
+    """
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._slice = file.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+        self._whole = lambda: file.get_tensor(name)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._slice[index] if index else self._whole()
+
+
+def _entry_file(path: Path) -> Path:
+    """Return the index or the one file that a path means."""
+    if path.is_file():
+        if path.suffix in PICKLED:
+            raise _pickled(path)
+        return path
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        found = sorted(path.glob(pattern)) if path.is_dir() else []
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(f.name for f in found)
+            raise WeightsError(str(path), names, "one file or one index says which tensors are meant", "name one")
+    pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if path.is_dir() else []
+    if pickles:
+        raise _pickled(pickles[0])
+    rule = "it is a .safetensors file, or a folder that holds one or a .safetensors.index.json"
+    raise WeightsError("weights", str(path), rule, "give the folder of the model's transformer or unet")
+
+
+def _pickled(path: Path) -> WeightsError:
+    rule = "weights are read from safetensors alone: a pickle can run any code"
+    return WeightsError("weights", str(path), rule, "save it anew with safe_serialization=True")
+
+
+def _places(path: Path) -> dict[str, Any]:
+    """Map each tensor's name to its open file."""
+    if path.suffix != ".json":
+        file = _open(path)
+        return dict.fromkeys(file.keys(), file)
+    index: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    files = {name: _open(path.parent / name) for name in sorted(set(index.values()))}
+    held = {name: set(file.keys()) for name, file in files.items()}
+    if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
+        rule = f"every tensor is in the file that {path.name} names; {len(lost)} are not"
+        raise WeightsError("weights", lost[0], rule, "fetch the folder again")
+    return {tensor: files[name] for tensor, name in index.items()}
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise WeightsError("weights", str(path), "the index names this file, and it is not there", "fetch it")
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise WeightsError(
+            "weights", str(path), f"a safetensors file must be whole ({error})", "fetch it again"
+        ) from error
+
+
+def save_tensors(
+    sizes: Mapping[str, int],
+    read: Callable[[str], np.ndarray],
+    folder: str | Path,
+    name: str = "diffusion_pytorch_model",
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[Path, ...]:
+    """Write tensors as safetensors: one file, or several and their index, as diffusers does.
+
+    Args:
+        sizes: bytes of each tensor, by name: they decide how many files there are.
+        read: makes one tensor; those of one file are held at a time.
+        folder: made where it is missing. A file takes its name when it is whole, the index last.
+        name: of the files.
+        shard_bytes: the largest file, where no tensor is larger.
+
+    Returns:
+        The files, the index last where there is one.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _shards(sizes, shard_bytes)
+    several = len(shards) > 1
+    files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
+             for i in range(len(shards))]  # fmt: skip
+    for file, names in zip(files, shards, strict=True):
+        whole = {tensor: np.ascontiguousarray(read(tensor)) for tensor in names}
+        _write(folder / file, lambda path, whole=whole: save_file(whole, path, metadata={"format": "pt"}))
+    if not several:
+        return (folder / files[0],)
+    where = {tensor: file for file, names in zip(files, shards, strict=True) for tensor in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+    _write(folder / f"{name}.safetensors.index.json", lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
+    return (*(folder / file for file in files), folder / f"{name}.safetensors.index.json")
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if shards[-1] and held + size > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the name and rename, so that a file under its name is whole."""
+    beside = path.with_name(f"{path.name}.partial")
+    write(beside)
+    beside.replace(path)

@@ -1,0 +1,106 @@
+"""LoRA: low-rank changes of projections, merged into their kernels.
+
+    W' = W + scale * alpha / rank * B A,  A [rank, in], B [out, rank]
+
+Source: Hu et al., https://arxiv.org/abs/2106.09685; the names are those that diffusers and peft save.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxattn.errors import WeightsError, did_you_mean
+from maxattn.weights import files
+from maxattn.weights.load import LISTED
+from maxattn.weights.names import Entry, entries
+from maxattn.weights.places import on_host, variable_at
+
+DOWN, UP = ("lora_A", "lora.down", "lora_down"), ("lora_B", "lora.up", "lora_up")
+_PART = re.compile(rf"(?P<layer>.+)\.(?P<part>{'|'.join(map(re.escape, (*DOWN, *UP)))})(?:\.default)?\.weight")
+_ALPHA = re.compile(r"(?P<layer>.+)\.alpha")
+
+
+def merge_lora(
+    module: nnx.Module, tensors: Mapping[str, Any] | str | Path, scale: float = 1.0, *, prefix: str = ""
+) -> tuple[str, ...]:
+    """Add LoRA weights to the kernels they are for, in place, in float32; return the layers that changed.
+
+    Args:
+        module: whose Linear layers the names mean.
+        tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank, in] and
+            `<layer>.lora_B.weight` [out, rank] (or lora.down, lora.up), and `<layer>.alpha` where it is not the rank.
+        scale: multiplies the change; -1 takes a merged one out again, up to rounding.
+        prefix: of the names in `tensors`, such as "transformer.".
+
+    Raises:
+        WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, or wrong shapes. Nothing is
+            changed then.
+    """
+    held = files.SafeTensors(tensors) if isinstance(tensors, str | Path) else tensors
+    layers, alphas = _pairs([name for name in held if name.startswith(prefix)], prefix)
+    every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
+    _check(layers, every, held)
+    for layer, (down, up) in layers.items():
+        a, b = (_whole(held[name]) for name in (down, up))
+        alpha = float(_whole(held[alphas[layer]])) if layer in alphas else float(a.shape[0])
+        _add(module, every[layer], scale * alpha / a.shape[0] * (b @ a))
+    return tuple(layers)
+
+
+def _pairs(names: list[str], prefix: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    alphas: dict[str, str] = {}
+    for name in names:
+        bare = name.removeprefix(prefix)
+        if part := _PART.fullmatch(bare):
+            side = "down" if part["part"] in DOWN else "up"
+            found.setdefault(part["layer"], {})[side] = name
+        elif alpha := _ALPHA.fullmatch(bare):
+            alphas[alpha["layer"]] = name
+        else:
+            rule = "LoRA weights are named <layer>.lora_A.weight, <layer>.lora_B.weight and <layer>.alpha"
+            raise WeightsError("LoRA", name, rule, "save them with diffusers' save_lora_weights")
+    if half := [layer for layer, sides in found.items() if len(sides) == 1]:
+        side = "up" if "down" in found[half[0]] else "down"
+        rule = f"each layer has two matrices, and the {side} one is missing"
+        raise WeightsError("LoRA", half[0], rule, "fetch the file again")
+    if lone := sorted(alphas.keys() - found.keys()):
+        raise WeightsError("LoRA", alphas[lone[0]], "an alpha belongs to two matrices, and there are none", "remove it")
+    return {layer: (sides["down"], sides["up"]) for layer, sides in found.items()}, alphas
+
+
+def _check(layers: dict[str, tuple[str, str]], every: dict[str, Entry], held: Mapping[str, Any]) -> None:
+    if not layers:
+        rule = "it holds <layer>.lora_A.weight and <layer>.lora_B.weight"
+        raise WeightsError("LoRA", "no weights", rule, "give the right file, or the right prefix")
+    if unknown := [layer for layer in layers if layer not in every]:
+        listed = ", ".join(unknown[:LISTED]) + (f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else "")
+        rule = f"each name is a Linear layer of the module, and {len(unknown)} of {len(layers)} are not"
+        remedy = did_you_mean(unknown[0], every) or "pass prefix= where all begin alike, or the module they are for"
+        raise WeightsError("LoRA", listed, rule, remedy)
+    for layer, (down, up) in layers.items():
+        (rank, width), (out, again) = held[down].shape, held[up].shape
+        if (out, width) != every[layer].shape or rank != again:
+            rule = f"lora_A is [rank, {every[layer].shape[1]}] and lora_B [{every[layer].shape[0]}, rank]"
+            raise WeightsError("LoRA", f"{layer}: {tuple(held[down].shape)} and {tuple(held[up].shape)}", rule,
+                               "give LoRA weights of this model")  # fmt: skip
+
+
+def _whole(tensor: Any) -> np.ndarray:
+    return on_host(tensor, (slice(None),) * len(tensor.shape)).astype(np.float32)
+
+
+def _add(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
+    variable = variable_at(module, entry.path)
+    old = variable.get_value()
+    # [out, in] -> [in, out]
+    added = jnp.asarray(change.T)
+    whole = added if entry.layer is None else jnp.zeros(old.shape, jnp.float32).at[entry.layer].set(added)
+    variable.set_value((old.astype(jnp.float32) + whole).astype(old.dtype))

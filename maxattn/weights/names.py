@@ -1,0 +1,95 @@
+"""diffusers' names and layouts of the parameters of an NNX module. No file, no array is read here.
+
+A path of attributes joined by dots is diffusers' name already, but for the parameter at its end (`kernel` is `weight`,
+and lies the other way round) and for what a class says in `diffusers_names`. A class that stacks its layers along a
+leading axis (`nnx.scan`, `nnx.vmap`) names them in `diffusers_stacked`: diffusers numbers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Say which tensor of diffusers is which parameter, or which layer of one.
+
+    Args:
+        name: diffusers'.
+        path: the parameter's, in the module.
+        shape: of the tensor as diffusers has it.
+        axes: axis i of the parameter (of one layer) is axis axes[i] of the tensor.
+        layer: the place in a stacked parameter, or None.
+    """
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    layer: int | None = None
+
+
+def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
+    """List the tensors that diffusers would have for a module, in the order of its parameters.
+
+    Args:
+        module: with arrays or, from `nnx.eval_shape`, without.
+        prefix: put before every name, such as "transformer.".
+    """
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return tuple(entry for path, variable in flat for entry in _entries_of(module, path, variable, prefix))
+
+
+def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> Iterator[Entry]:
+    names: list[str] = []
+    owner: Any = module
+    stacked: int | None = None
+    rest = list(path)
+    while len(rest) > 1:
+        taken, name = _step(owner, rest)
+        stacked = len(names) if name in getattr(type(owner), "diffusers_stacked", ()) else stacked
+        names.append(name)
+        for part in rest[:taken]:
+            owner = owner[part] if isinstance(part, int) else getattr(owner, part)
+        rest = rest[taken:]
+    end, axes = _parameter(owner, rest[0], variable.get_value().ndim - (stacked is not None))
+    shape = tuple(variable.get_value().shape)
+    if stacked is None:
+        yield Entry(prefix + ".".join([*names, end]), path, _theirs(shape, axes), axes)
+        return
+    for layer in range(shape[0]):
+        numbered = [*names[: stacked + 1], str(layer), *names[stacked + 1 :], end]
+        yield Entry(prefix + ".".join(numbered), path, _theirs(shape[1:], axes), axes, layer)
+
+
+def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:
+    """Return how many parts of the path one name of diffusers covers, and that name."""
+    renamed: Mapping[str, str] = getattr(type(owner), "diffusers_names", {})
+    for taken in range(len(rest) - 1, 0, -1):
+        if (name := renamed.get(".".join(map(str, rest[:taken])))) is not None:
+            return taken, name
+    return 1, str(rest[0])
+
+
+def _parameter(owner: Any, name: str, ndim: int) -> tuple[str, tuple[int, ...]]:
+    """Return torch's name of a parameter, and the axes of its tensor."""
+    same = tuple(range(ndim))
+    if name == "kernel" and isinstance(owner, nnx.Linear | nnx.Conv):
+        # [in, out] is [out, in]; [*spatial, in, out] is [out, in, *spatial].
+        return "weight", (*same[2:], 1, 0)
+    if name in ("scale", "embedding"):
+        return "weight", same
+    return getattr(type(owner), "diffusers_names", {}).get(name, name), same
+
+
+def _theirs(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    theirs = [0] * len(shape)
+    for size, axis in zip(shape, axes, strict=True):
+        theirs[axis] = size
+    return tuple(theirs)

@@ -1,0 +1,29 @@
+"""Where a parameter is in a module, and a tensor of any library as numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+
+def variable_at(module: nnx.Module, path: tuple[Any, ...]) -> Any:
+    """Return the variable at a path of attributes and places in lists."""
+    here: Any = module
+    for part in path:
+        here = here[part] if isinstance(part, int) else getattr(here, part)
+    return here
+
+
+def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice as numpy, of numpy, jax, safetensors or torch; torch's bfloat16 by its bits."""
+    piece = tensor[index]
+    if hasattr(piece, "detach"):
+        import ml_dtypes
+        import torch  # type: ignore[import-not-found]
+
+        piece = piece.detach().cpu().contiguous()
+        if piece.dtype == torch.bfloat16:
+            return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return np.asarray(piece)
