@@ -25,6 +25,7 @@ from maxattn.kernels.tokamax_versions import library
 from maxattn.masks import EMPTY, FULL
 
 LOG2E = log2(e)
+MOST_STEPS = 2**16  # the lists of steps take 13 bytes a step of the 1 MiB of scalar memory
 PARTIAL, WHOLE = 1, 2  # tokamax's marks of a tile: evaluate the mask, or do not
 
 
@@ -93,9 +94,7 @@ def _share(setup: Setup) -> float:
 
 
 def marks_of(setup: Setup) -> Any:
-    """Mark each tile [query tiles, key tiles]: 0 empty, 1 evaluate the mask, 2 whole; None where no mask is needed."""
-    if setup.codes is None:
-        return None
+    """Mark each tile [query tiles, key tiles]: 0 empty, 1 evaluate the mask, 2 whole."""
     xp: Any = np if isinstance(setup.kinds, np.ndarray) else jnp
     whole = setup.kinds == FULL
     if setup.shows_padding:
@@ -121,24 +120,20 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
 
 def _forward_info(setup: Setup) -> Any:
     marks = marks_of(setup)
-    if marks is None:
-        return _info()
-    row, column, flat, count = (jnp.asarray(x) for x in steps(marks))
-    return _info(rows=row, columns=column, marks=flat, count=count, values=_values(setup))
+    if isinstance(marks, np.ndarray) and np.count_nonzero(marks) > MOST_STEPS:
+        return _info(setup)  # the grid is all tiles, row by row, and every one evaluates the mask
+    return _info(setup, *(jnp.asarray(x) for x in steps(marks)))
 
 
 def _backward_info(setup: Setup) -> Any:
-    marks = marks_of(setup)
-    if marks is None:
-        return _info()
+    if setup.codes is None:
+        return _info(setup)
     # Without lists of rows and columns the grid is all tiles, key tiles first, and tiles marked 0 are not computed.
-    return _info(marks=jnp.asarray(marks.T.reshape(-1)), values=_values(setup))
+    return _info(setup, marks=jnp.asarray(marks_of(setup).T.reshape(-1)))
 
 
-def _values(setup: Setup) -> Array:
-    values = setup.codes.values
-    return jnp.pad(values, (0, setup.padded[0] - values.shape[0]))
-
-
-def _info(rows: Any = None, columns: Any = None, marks: Any = None, count: Any = None, values: Any = None) -> Any:
+def _info(setup: Setup, rows: Any = None, columns: Any = None, marks: Any = None, count: Any = None) -> Any:
+    values = None
+    if setup.codes is not None:
+        values = jnp.pad(setup.codes.values, (0, setup.padded[0] - setup.codes.values.shape[0]))
     return library().MaskInfo(None, rows, columns, marks, count, None, values)
