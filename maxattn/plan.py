@@ -25,6 +25,7 @@ from maxattn.kernels.requirements import REQUIREMENTS, missing
 from maxattn.masks import Full, KeyLimit, Mask
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
+from maxattn.tuned import tuned_for, with_sizes
 
 __all__ = ["Call", "Plan", "Reason", "Target", "plan"]
 
@@ -219,6 +220,8 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     notes = (*sums, *context.notes(), *_notes(config, call, shape, repeat, runs, n))
     blocks = getattr(kernel, "blocks", None)
     notes += padding_notes(local, blocks if isinstance(blocks, BlockSizes) else None)
+    if tuned := tuned_for(config, kernel.name, local, target.tuned):
+        notes += (f"sizes measured on this machine, {tuned}; from {tuned.source}",)
     return Plan(
         call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because, notes,
         (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
@@ -304,8 +307,13 @@ def _choose_kernel(
 
 
 def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
-    """Decide everything about a kernel; "a/b" is the forward of a and the backward of b."""
+    """Decide everything about a kernel; "a/b" is the forward of a and the backward of b.
+
+    The sizes that the config leaves open are those that were measured on the target, where there are any.
+    """
     first, _, second = name.partition("/")
+    if tuned := tuned_for(config, name, local, target.tuned):
+        config = with_sizes(config, name, tuned.sizes)
     kernel = KERNELS[first].build(local, config, target)
     return Pair(kernel, KERNELS[second].build(local, config, target)) if second else kernel
 

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Literal
 
 from maxattn.errors import ConfigError, did_you_mean
+from maxattn.tuned import Tuned, table_of
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -45,17 +46,22 @@ class Target:
         device_kind: for example "TPU v5p" or "NVIDIA H200".
         packages: (name, version) of the optional packages that are there.
         env: (name, value) of the environment facts that can refuse a kernel.
+        tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
     """
 
     platform: Platform
     device_kind: str
     packages: tuple[tuple[str, str], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    tuned: tuple[Tuned, ...] = ()
 
     @staticmethod
     def here() -> Target:
         """Describe this machine, or the target of a surrounding `assumed()`. Initialises jax's backend."""
-        return _ASSUMED.get() or _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
+        if (assumed := _ASSUMED.get()) is not None:
+            return assumed
+        here = _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
+        return _with_tuned(here, table_of(here.device_kind, here.packages))
 
     @staticmethod
     def named(kind: str, packages: tuple[tuple[str, str], ...] = ()) -> Target:
@@ -91,6 +97,14 @@ class Target:
 
 
 _ASSUMED: ContextVar[Target | None] = ContextVar("the target of a surrounding assumed()", default=None)
+
+
+@lru_cache(maxsize=8)
+def _with_tuned(here: Target, table: tuple[Tuned, ...]) -> Target:
+    """Add what was measured; not over several processes, whose files may differ and whose programs must not."""
+    import jax
+
+    return replace(here, tuned=table) if table and jax.process_count() == 1 else here
 
 
 @lru_cache(maxsize=8)

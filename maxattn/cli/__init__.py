@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": "maxattn.cli.explain",
     "check": "maxattn.cli.check",
     "compile": "maxattn.cli.compile",
+    "tune": "maxattn.cli.tune",
     "convert": "maxattn.cli.convert",
 }
 STOPPED = 130  # what shells report of a program that Ctrl-C ended

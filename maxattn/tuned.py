@@ -1,0 +1,169 @@
+"""Sizes that were measured on a machine, as values: `maxattn tune` writes them, `Target.here()` reads them.
+
+A plan stays a pure function: the sizes reach it inside its `Target`. They stand in for what the config leaves unset,
+and change no result beyond rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxattn.call import Call
+from maxattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxattn.config import AttentionConfig
+
+VARIABLE = "MAXATTN_CACHE"
+VERSION = 1
+BLOCKS = ("flash", "tokamax_flash")  # whose sizes are flash_block_sizes
+CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
+Sizes = tuple[tuple[str, int | bool], ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Hold the sizes that were fastest for one kernel and local call.
+
+    Args:
+        kernel: "flash", "tokamax_flash" or "memory_efficient".
+        call: `key_of` the call that one device computes.
+        sizes: (key of the config, value).
+        milliseconds: what they took.
+        training: whether that is forward and backward; else forward alone.
+        source: the file that they are from.
+    """
+
+    kernel: str
+    call: str
+    sizes: Sizes
+    milliseconds: float
+    training: bool
+    source: str
+
+    def __str__(self) -> str:
+        what = "forward and backward" if self.training else "forward"
+        return f"{', '.join(f'{key} {value}' for key, value in self.sizes)}: {self.milliseconds:.3g} ms {what}"
+
+
+def key_of(call: Call) -> str:
+    """Spell what makes a local call: shape, dtype, role and mask."""
+    return f"{call.role}-attention {call.shape_text} {call.mask}"
+
+
+def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
+    """Spell the versions that a measurement holds for."""
+    needed = ("jax", "tokamax") if kernel == "tokamax_flash" else ("jax",)
+    return ", ".join(f"{name} {version}" for name, version in packages if name in needed)
+
+
+# ---- in a plan -------------------------------------------------------------------------------------------------------
+
+
+def tuned_for(config: AttentionConfig, kernel: str, local: Call, table: tuple[Tuned, ...]) -> Tuned | None:
+    """Return the measured sizes of a kernel for a local call, where the config leaves them open.
+
+    Args:
+        config: a size that it sets is the user's, and then none is taken from the table.
+        kernel: its name.
+        local: the call that one device computes.
+        table: of the target.
+    """
+    if not table or local.bias is not None or not leaves_open(config, kernel):
+        return None
+    key = key_of(local)
+    return next((entry for entry in table if entry.kernel == kernel and entry.call == key), None)
+
+
+def leaves_open(config: AttentionConfig, kernel: str) -> bool:
+    """Say whether the config sets none of the kernel's sizes."""
+    if kernel in BLOCKS:
+        return "flash_block_sizes" not in config.changed
+    return kernel == CHUNKS and config.query_chunk_size is None and config.key_chunk_size is None
+
+
+def with_sizes(config: AttentionConfig, kernel: str, sizes: Iterable[tuple[str, int | bool]]) -> AttentionConfig:
+    """Return the config with a kernel's sizes set."""
+    from maxattn.config import FlashBlockSizes
+
+    values: dict[str, Any] = dict(sizes)
+    return config.replace(**({"flash_block_sizes": FlashBlockSizes(**values)} if kernel in BLOCKS else values))
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def cache_path() -> Path:
+    """Return the file of measurements: tuned.json in $MAXATTN_CACHE, else in ~/.cache/maxattn."""
+    folder = os.environ.get(VARIABLE)
+    return (Path(folder) if folder else Path.home() / ".cache" / "maxattn") / "tuned.json"
+
+
+def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[Tuned, ...]:
+    """Return the winners of a device kind and these versions; nothing where nothing was tuned.
+
+    Raises:
+        ConfigError: the file is there, and is not what `maxattn tune` writes.
+    """
+    path = cache_path()
+    try:
+        stamp = path.stat()
+    except OSError:
+        return ()
+    return _table(path, stamp.st_mtime_ns, stamp.st_size, device_kind, packages)
+
+
+@lru_cache(maxsize=8)
+def _table(path: Path, changed: int, size: int, device_kind: str, packages: tuple[tuple[str, str], ...]) -> Any:
+    del changed, size  # they tell one state of the file from the next
+    return winners(read(path), device_kind, packages, str(path))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the measurements of a file, an empty list where there is no file.
+
+    Raises:
+        ConfigError: it is not what `maxattn tune` writes.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] == VERSION and all(set(m) >= _FIELDS for m in found["measurements"]):
+            return found["measurements"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, LookupError, TypeError, OSError):
+        pass
+    rule = f"it holds the measurements of `maxattn tune`, version {VERSION}, and this file does not"
+    raise ConfigError(VARIABLE, path, rule, "delete the file, or point MAXATTN_CACHE to another folder")
+
+
+_FIELDS = {"device_kind", "versions", "kernel", "call", "sizes", "forward_ms", "training_ms"}
+
+
+def winners(
+    measurements: Iterable[Mapping[str, Any]], device_kind: str, packages: tuple[tuple[str, str], ...], source: str
+) -> tuple[Tuned, ...]:
+    """Choose the fastest sizes of each kernel and call: by forward and backward where that was timed, else forward."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for m in measurements:
+        if m["device_kind"] == device_kind and m["versions"] == versions_of(m["kernel"], packages):
+            groups.setdefault((m["kernel"], m["call"]), []).append(m)
+    found = (_fastest(group, source) for group in groups.values())
+    return tuple(entry for entry in found if entry is not None)
+
+
+def _fastest(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
+    for field, training in (("training_ms", True), ("forward_ms", False)):
+        timed = [m for m in group if m[field] is not None]
+        if timed:
+            best = min(timed, key=lambda m: m[field])
+            return Tuned(
+                best["kernel"], best["call"], tuple(best["sizes"].items()), best[field], training, source
+            )  # fmt: skip
+    return None

@@ -1,0 +1,1 @@
+"""What `maxattn tune` does: choose candidates, time them, keep what was measured."""
