@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,15 @@ MESHES = {
     "fsdp 8": {"fsdp": 8},
     "context 8": {"context": 8},
     "tensor 2, context 2, fsdp 2": {"tensor": 2, "context": 2, "fsdp": 2},
+    "data 2, ulysses_ring 4": {"data": 2, "context": 4},
 }
+ATTENTION = {"data 2, ulysses_ring 4": {"attention": "ulysses_ring", "ulysses_shards": 2}}
 PROMPTS = ["a seven moving left", "an eight moving up"] * 4
 
 
-def settings(sizes: dict[str, int]) -> Settings:
-    return Settings(**{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()})
+def settings(sizes: dict[str, int], attention: dict[str, Any] | None = None) -> Settings:
+    axes: dict[str, Any] = {f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}
+    return Settings(**axes, **attention or {})
 
 
 def results(config: Settings, mesh: jax.sharding.Mesh | None):
@@ -56,7 +60,7 @@ def one_device():
 
 @pytest.mark.parametrize("name", MESHES)
 def test_output_loss_and_gradients_are_those_of_one_device(name: str, one_device) -> None:
-    config = settings(MESHES[name])
+    config = settings(MESHES[name], ATTENTION.get(name))
     out, loss, grads, model = results(config, config.make_mesh())
     want_out, want_loss, want_grads, _ = one_device
     np.testing.assert_allclose(out, want_out, atol=2e-5 * float(jnp.abs(want_out).max()))
