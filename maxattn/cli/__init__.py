@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": "maxattn.cli.explain",
     "check": "maxattn.cli.check",
     "compile": "maxattn.cli.compile",
+    "bench": "maxattn.cli.bench",
     "tune": "maxattn.cli.tune",
     "convert": "maxattn.cli.convert",
 }
