@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 from maxattn.target import Target
@@ -36,6 +37,16 @@ CHIPS = {
 SMALLEST = "TPU v4"
 
 
+LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
+
+
 def chip_of(target: Target) -> Chip | None:
-    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is no TPU."""
-    return CHIPS.get(target.device_kind, CHIPS[SMALLEST]) if target.platform == "tpu" else None
+    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is no TPU.
+
+    Its limit is the compiler's own, or what LIBTPU_INIT_ARGS sets instead (`--xla_tpu_scoped_vmem_limit_kib`).
+    """
+    if target.platform != "tpu":
+        return None
+    chip = CHIPS.get(target.device_kind, CHIPS[SMALLEST])
+    asked = LIMIT_FLAG.findall(dict(target.env).get("LIBTPU_INIT_ARGS", ""))
+    return chip._replace(limit=int(asked[-1]) * 1024) if asked else chip

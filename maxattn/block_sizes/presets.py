@@ -135,6 +135,19 @@ flash_block_sizes:
 """
 
 
+def table() -> str:
+    """Write every preset as a row of a Markdown table: tiles, and the most that they pad."""
+    rows = ["| preset | block_q | block_kv | compute | pads at most |", "|---|---|---|---|---|"]
+    for kind in CHIPS:
+        for model in MODELS:
+            sizes = preset(model, Target.named(kind))
+            most = max(padding(n, b).share for n, _ in model.lengths for b in (sizes.block_q, sizes.block_kv))
+            name = f"{kind.removeprefix('TPU ')}_{model.name}"
+            tiles = f"{sizes.block_q:,} | {sizes.block_kv:,} | {sizes.block_kv_compute:,}"
+            rows.append(f"| {name} | {tiles} | {100 * most:.2f}% |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Write every preset into the folder that is named on the command line."""
     folder = Path(sys.argv[1])

@@ -83,4 +83,4 @@ def judge(compiler: Compiler, case: dict[str, Any], seconds: float = 600) -> dic
 
 def out_of_hbm(message: str) -> bool:
     """Whether the compiler stopped for the chip's memory, and not for a kernel's."""
-    return "memory space hbm" in message
+    return "memory space hbm" in message or "out of memory on HBM" in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from maxattn.block_sizes import BlockSizes, Change, adjust, log_lines
@@ -97,6 +99,15 @@ def test_vmem_limits_a_tpu_and_no_cpu():
     sizes, changes = adjust(asked, call(), "flash", V5P, training=False)
     assert sizes.block_q * sizes.block_kv < 2048 * 4096
     assert {c.reason for c in changes} == {"16 MiB of VMEM on TPU v5p"}
+
+
+def test_a_limit_of_vmem_that_the_user_set_is_the_limit():
+    asked = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=1024)
+    flags = "--xla_tpu_enable_async_all_to_all=true --xla_tpu_scoped_vmem_limit_kib=65536"
+    larger, smaller = (replace(V5P, env=(("LIBTPU_INIT_ARGS", f),)) for f in (flags, flags.replace("65536", "8192")))
+    assert adjust(asked, call(), "flash", larger, training=True)[1] == ()
+    assert {c.reason for c in adjust(asked, call(), "flash", V5P, True)[1]} == {"16 MiB of VMEM on TPU v5p"}
+    assert {c.reason for c in adjust(asked, call(), "flash", smaller, True)[1]} == {"8 MiB of VMEM on TPU v5p"}
 
 
 GOLDEN = {
