@@ -8,6 +8,7 @@ import pytest
 
 from maxattn.block_sizes import BlockSizes, Change, adjust, log_lines
 from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
 from tests.block_sizes.asks import CPU, CROSS_LENGTHS, V5P, call, uniform
 from tests.golden_text import check_golden
 
@@ -108,6 +109,11 @@ def test_a_limit_of_vmem_that_the_user_set_is_the_limit():
     assert adjust(asked, call(), "flash", larger, training=True)[1] == ()
     assert {c.reason for c in adjust(asked, call(), "flash", V5P, True)[1]} == {"16 MiB of VMEM on TPU v5p"}
     assert {c.reason for c in adjust(asked, call(), "flash", smaller, True)[1]} == {"8 MiB of VMEM on TPU v5p"}
+
+
+def test_the_limit_is_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+    assert ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536") in Target.here().env
 
 
 GOLDEN = {
