@@ -2,7 +2,8 @@
 
 A path of attributes joined by dots is diffusers' name already, but for the parameter at its end (`kernel` is `weight`,
 and lies the other way round) and for what a class says in `diffusers_names`. A class that stacks its layers along a
-leading axis (`nnx.scan`, `nnx.vmap`) names them in `diffusers_stacked`: diffusers numbers them.
+leading axis (`nnx.scan`, `nnx.vmap`) names them in `diffusers_stacked`: diffusers numbers them. What its files hold
+beside that, and no version of the model reads, a class names in `diffusers_ignored`.
 """
 
 from __future__ import annotations

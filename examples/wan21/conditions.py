@@ -1,0 +1,77 @@
+"""What the video is made of: time, text and, for image-to-video, an image, each as states of the model's width."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float
+
+from .layers import Embedding, FeedForward, norm32, sinusoids
+from .sizes import Sizes
+
+
+class Time(NamedTuple):
+    """Hold what a time says: to the head, and to all blocks.
+
+    Args:
+        embedding: [B, D].
+        modulation: [B, 6, D], float32.
+    """
+
+    embedding: Float[Array, "B D"]
+    modulation: Float[Array, "B 6 D"]
+
+
+class Conditions(nnx.Module):
+    """Embed times, texts and images.
+
+    Args:
+        sizes: of the model.
+        how: dtype and param_dtype.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
+        dim = sizes.dim
+        self.freq_dim = sizes.freq_dim
+        self.time_embedder = Embedding(sizes.freq_dim, dim, gelu=False, rngs=rngs, **how)
+        self.time_proj = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
+        self.text_embedder = Embedding(sizes.text_dim, dim, gelu=True, rngs=rngs, **how)
+        self.image_embedder = nnx.data(None if sizes.image_dim is None else ImageEmbedding(sizes, rngs=rngs, **how))
+
+    def time(self, t: Float[Array, " B"]) -> Time:
+        """Embed times, 0 to 1000."""
+        e = self.time_embedder(sinusoids(t, self.freq_dim))
+        return Time(e, rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6).astype(jnp.float32))
+
+    def text(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
+        """Embed the states of a text encoder."""
+        return self.text_embedder(states)
+
+    def image(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
+        """Embed the states of an image encoder; of two images, when positions are learned."""
+        return self.image_embedder(states)
+
+
+class ImageEmbedding(nnx.Module):
+    """Norm, two layers with an exact gelu, norm; learned positions where the model has them."""
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
+        width: Any = sizes.image_dim
+        self.norm1 = norm32(width, 1e-5, True, rngs)
+        self.ff = FeedForward(width, width, sizes.dim, approximate=False, rngs=rngs, **how)
+        self.norm2 = norm32(sizes.dim, 1e-5, True, rngs)
+        tokens = sizes.pos_embed_seq_len
+        self.pos_embed = nnx.data(None if tokens is None else nnx.Param(jnp.zeros((1, tokens, width))))
+
+    def __call__(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
+        """Embed the image's states; with learned positions, two images of an example lie one after the other in B."""
+        x = states
+        if self.pos_embed is not None:
+            # [2 B, S, C] -> [B, 2 S, C]
+            x = x.reshape(-1, 2 * x.shape[1], x.shape[2]) + self.pos_embed[...].astype(x.dtype)
+        x = self.norm1(x).astype(states.dtype)
+        return self.norm2(self.ff(x)).astype(states.dtype)

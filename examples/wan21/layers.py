@@ -1,0 +1,97 @@
+"""The small layers of the transformer: norms in float32, feed-forward, sinusoids."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class FeedForward(nnx.Module):
+    """Two layers with a gelu between; their kernels name mesh axes as attention's do.
+
+    Args:
+        dim, inner, out: widths; `out` defaults to `dim`.
+        approximate: the tanh form of gelu.
+        how: dtype and param_dtype.
+        rngs: source of the initial parameters.
+    """
+
+    diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
+
+    def __init__(
+        self, dim: int, inner: int, out: int | None = None, *, approximate: bool = True, rngs: nnx.Rngs, **how: Any
+    ) -> None:
+        self.approximate = approximate
+        self.up = nnx.Linear(dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how)
+        self.down = nnx.Linear(inner, out or dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        """Run both layers on every token."""
+        return self.down(nnx.gelu(self.up(x), approximate=self.approximate))
+
+
+class Embedding(nnx.Module):
+    """Two layers with an activation between, as for times and texts.
+
+    Args:
+        width, dim: channels in and out.
+        gelu: the tanh gelu between, as for texts; else silu, as for times.
+        how: dtype and param_dtype.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(self, width: int, dim: int, gelu: bool, *, rngs: nnx.Rngs, **how: Any) -> None:
+        self.gelu = gelu
+        self.linear_1 = nnx.Linear(width, dim, rngs=rngs, **how)
+        self.linear_2 = nnx.Linear(dim, dim, rngs=rngs, **how)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... D"]:
+        """Run both layers."""
+        x = self.linear_1(x)
+        return self.linear_2(nnx.gelu(x) if self.gelu else nnx.silu(x))
+
+
+def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Make a layer norm that computes in float32 whatever comes in.
+
+    Args:
+        dim: channels.
+        eps: added to the variance.
+        learned: whether it has a scale and a bias; elsewhere the modulation after it has them.
+        rngs: for the initialisers, which are constant.
+    """
+    how: dict[str, Any] = {"use_bias": learned, "use_scale": learned, "use_fast_variance": False}
+    return nnx.LayerNorm(dim, epsilon=eps, dtype=jnp.float32, rngs=rngs, **how)
+
+
+def modulated(
+    x: Float[Array, "B T D"], norm: nnx.LayerNorm, scale: Float[Array, "B 1 D"], shift: Float[Array, "B 1 D"]
+) -> Float[Array, "B T D"]:
+    """Compute norm(x) * (1 + scale) + shift in float32; keep the dtype of x."""
+    return (norm(x) * (1 + scale) + shift).astype(x.dtype)
+
+
+def gated(x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B 1 D"]) -> Float[Array, "B T D"]:
+    """Compute x + gate * y in float32; keep the dtype of x."""
+    return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
+
+
+def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float[Array, "B {dim}"]:
+    """Write times as cosines, then sines, of geometrically spaced frequencies.
+
+    Args:
+        t: times, 0 to 1000.
+        dim: how many numbers, even.
+        max_period: ratio of the longest period to the shortest.
+    """
+    half = dim // 2
+    angles = t.astype(jnp.float32)[:, None] * max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def on_mesh(*axes: str | None) -> dict[str, Any]:
+    """Name the mesh axes of a kernel, without asking for a mesh when it is made."""
+    return {"out_sharding": axes, "eager_sharding": False}
