@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
-from maxattn.block_sizes.sizes import LANES
+from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.call import Call
 from maxattn.context.base import itemsize, readable
 from maxattn.plan import Plan
+from maxattn.sharding import ways
 
 GIB = 2**30
 # Bytes that a program may use on one device. TPUs: what libtpu 0.0.42 says when a program needs more ("exceeds
@@ -41,48 +42,74 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         plan: its kernel, strategy and lengths.
         training: forward and backward at their largest; else forward alone.
     """
-    call = plan.padded_call
-    local = plan.context.local_call(call)
-    rows = local.batch * local.heads * local.q_len
-    q = rows * local.head_dim * itemsize(call.dtype)
-    kv = 2 * local.batch * local.kv_heads * local.head_dim * _own_keys(plan, call) * itemsize(call.dtype)
+    local = plan.context.local_call(plan.padded_call)
     times = 2 if training else 1  # each array beside its gradient
-    parts = [Part("q, out" + (" and gradients" if training else ""), 2 * times * q),
-             Part("k, v" + (" and gradients" if training else ""), times * kv)]  # fmt: skip
-    parts += _moved(plan, local, kv, training)
-    parts += _of_kernel(plan, local, training)
+    parts = [
+        Part("q, out" + (" and gradients" if training else ""), 2 * times * _queries(local, local.head_dim)),
+        Part("k, v" + (" and gradients" if training else ""), times * _own_keys(plan)),
+        *_moved(plan, local, training), *_of_kernel(plan, local, training),
+    ]  # fmt: skip
     return tuple(part for part in parts if part.bytes)
 
 
-def _own_keys(plan: Plan, call: Call) -> int:
-    """Return how many keys of q's, k's and v's own arrays one device holds."""
-    ways = dict(plan.mesh).get("context", 1) if plan.context.kv_letter() == "S" else 1
-    return -(-call.kv_len // ways)
+def _queries(local: Call, head_dim: int, size: int = 0) -> int:
+    """Count the bytes of one array like q."""
+    return local.batch * local.heads * local.q_len * head_dim * (size or itemsize(local.dtype))
 
 
-def _moved(plan: Plan, local: Call, kv: int, training: bool) -> list[Part]:
-    """Count what arrives from other devices: K and V of all, or those of the next hop."""
-    if not any(c.when == "forward" for c in plan.collectives):
-        return []
-    arrived = 2 * local.batch * local.kv_heads * local.head_dim * local.kv_len * itemsize(local.dtype)
+def _keys(local: Call, head_dim: int, size: int = 0) -> int:
+    """Count the bytes of two arrays like k and v, as the kernel sees them."""
+    return 2 * local.batch * local.kv_heads * local.kv_len * head_dim * (size or itemsize(local.dtype))
+
+
+def _own_keys(plan: Plan) -> int:
+    """Count the bytes of k's and v's shards outside of attention."""
+    call, shape = plan.padded_call, plan.mesh
+    split = ways("S", shape) if plan.context.kv_letter() == "S" else 1
+    rows = call.batch // ways("B", shape) * max(1, call.kv_heads // ways("K", shape)) * -(-call.kv_len // split)
+    return 2 * rows * call.head_dim * itemsize(call.dtype)
+
+
+def _moved(plan: Plan, local: Call, training: bool) -> list[Part]:
+    """Count what arrives from other devices beside the kernel's own operands."""
+    h = local.head_dim
     if plan.context.name in ("ring", "ulysses_ring"):
-        gradients = 2 * FLOAT * local.batch * local.kv_heads * local.head_dim * local.kv_len * 2 if training else 0
-        return [Part("k, v of the next hop", arrived), Part("dk, dv on their way", gradients)]
-    gradients = FLOAT * arrived // itemsize(local.dtype) if training else 0
-    name = "gathered k, v" if plan.context.name == "all_gather" else "exchanged k, v"
-    return [Part(name, arrived), Part("their gradients in float32", gradients)]
+        gradients = 2 * _keys(local, h, FLOAT) if training else 0
+        sums = _queries(local, h, FLOAT) * (2 if training else 1)
+        return [Part("k, v of the next hop", _keys(local, h)), Part("dk, dv on their way", gradients),
+                Part("sums over the hops in float32", sums)]  # fmt: skip
+    if plan.context.name != "all_gather":
+        return []  # exchanged arrays are the kernel's operands
+    return [
+        Part("gathered k, v", _keys(local, h)),
+        Part("their gradients in float32", training * _keys(local, h, FLOAT)),
+    ]
 
 
 def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
     rows = local.batch * local.heads * local.q_len
     if plan.kernel.name == "dot_product":
-        # Scores and probabilities forward; in training the gradients of both beside them.
-        return [Part("scores T x S in float32", rows * local.kv_len * FLOAT * (4 if training else 2))]
+        scores = rows * local.kv_len * FLOAT
+        return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
     blocks = getattr(plan.kernel, "blocks", None)
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
         return [Part("log-sum-exp", rows * FLOAT)]
-    parts = [Part(f"log-sum-exp over {LANES} lanes", rows * LANES * FLOAT)]
-    return [*parts, Part("dq in parts, fused backward", fused_partials_bytes(local, blocks))] if training else parts
+    lanes = round_up(local.head_dim, LANES)
+    copies = (4 if training else 2) * _queries(local, lanes) + _keys(local, lanes)
+    parts = [
+        Part("copies in the kernel's layout", copies),
+        Part(f"log-sum-exp over {LANES} lanes", rows * LANES * FLOAT),
+    ]
+    library = "tokamax_flash" if plan.kernel.name == "tokamax_flash" else "flash"
+    sums = Part("dq in parts, fused backward", fused_partials_bytes(local, blocks, library))
+    return [*parts, sums] if training else parts
+
+
+def _score_copies(plan: Plan, training: bool) -> float:
+    """Return how many float32 T x S arrays are alive at once, as the compilers of TPUs and CPUs were seen to do it."""
+    if plan.target.platform == "tpu":
+        return 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
+    return 4 if training else 2
 
 
 def total(parts: tuple[Part, ...]) -> int:

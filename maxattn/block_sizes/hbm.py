@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from maxattn.block_sizes.sizes import BlockSizes, round_up
+from maxattn.block_sizes.sizes import BlockSizes, KernelKind, round_up
 from maxattn.call import Call
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def fused_partials_bytes(call: Call, sizes: BlockSizes) -> int:
+FEW_PARTS = 4  # up to these tokamax keeps the queries' dtype, beyond them float32
+
+
+def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
     """Count the bytes of dQ's parts that the fused backward writes: ceil(S / block_kv_dkv) * B * N * T * H elements.
 
-    Each KV block writes its own part of dQ, in the queries' dtype, and they are summed afterwards: a longer
-    `block_kv_dkv` needs less memory. The separate backward writes none.
+    Each KV block writes its own part of dQ, and they are summed afterwards: a longer `block_kv_dkv` needs less memory.
+    The parts have the queries' dtype, and in tokamax float32 where there are more than four. The separate backward
+    writes none.
 
     Args:
         call: the local call.
         sizes: what it runs with.
+        kernel: "flash" or "tokamax_flash".
     """
     if not sizes.use_fused_bwd_kernel or sizes.block_kv_dkv is None or sizes.block_q_dkv is None:
         return 0
     parts = round_up(call.kv_len, sizes.block_kv_dkv) // sizes.block_kv_dkv
     padded = round_up(call.q_len, sizes.block_q_dkv)
-    return parts * call.batch * call.heads * padded * call.head_dim * ITEMSIZE[call.dtype]
+    size = ITEMSIZE["float32" if kernel == "tokamax_flash" and parts > FEW_PARTS else call.dtype]
+    return parts * call.batch * call.heads * padded * call.head_dim * size

@@ -46,9 +46,13 @@ class Request:
         return adjust(self.asked, self.call, self.kernel, CPU, self.training)[0]
 
     def case(self, sizes: BlockSizes) -> dict[str, Any]:
-        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the call has as many."""
+        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the call has as many.
+
+        tokamax keeps the parts of dQ in float32 from five KV blocks on, as in every long sequence.
+        """
+        kv_blocks = 5 if self.kernel == "tokamax_flash" and self.training else 2
         t = min(self.call.q_len, 2 * sizes.block_q - 8)
-        s = min(self.call.kv_len, 2 * sizes.block_kv - 8)
+        s = min(self.call.kv_len, max(kv_blocks * (sizes.block_kv_dkv or 0), 2 * sizes.block_kv) - 8)
         call = self.call
         return {"topology": TOPOLOGIES[self.kind], "kind": self.kind, "kernel": self.kernel, "batch": 1, "q_len": t,
                 "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,

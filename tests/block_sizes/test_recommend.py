@@ -75,5 +75,7 @@ def test_hbm_of_the_fused_backward():
     wan = call(75_600)
     sizes, _ = adjust(FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True), wan, "flash", V5P, True)
     assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
+    assert fused_partials_bytes(wan, sizes, "tokamax_flash") == 148 * 4 * 75_776 * 128 * 4
+    assert fused_partials_bytes(call(2048), sizes, "tokamax_flash") == 4 * 4 * 2048 * 128 * 2
     separate, _ = adjust(FlashBlockSizes(), wan, "flash", V5P, True)
     assert fused_partials_bytes(wan, separate) == 0
