@@ -96,7 +96,9 @@ def allowed(mask: M.Mask | None, t: int, s: int) -> np.ndarray | None:
     return None if mask is None else np.asarray(mask.bind(t, s).allowed(np.arange(t), np.arange(s)))
 
 
-def run_case(case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str = "self") -> dict[str, float]:
+def run_case(
+    case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str = "self", compiler_options: Any = None
+) -> dict[str, float]:
     """Run forward and backward of a case; return the error of each result against float64."""
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
@@ -106,7 +108,7 @@ def run_case(case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str
     dlse = jnp.where(seen, x["dlse"], 0.0)
     call = partial(ma.attention, mask=x["mask"], config=config, mesh=mesh, role=role, return_lse=True)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options)
     def both(q, k, v, bias):
         (out, lse), vjp = jax.vjp(lambda q, k, v, bias: call(q, k, v, bias=bias), q, k, v, bias)
         return out, lse, *vjp((x["dout"], dlse))

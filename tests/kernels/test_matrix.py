@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 import maxattn as ma
@@ -53,20 +55,51 @@ def test_product(case: dict) -> None:
     judge(case, run_case(case, config))
 
 
-# Splash in interpret mode is slow, so it has a selection of its own, of what it does not refuse (test_flash.py does).
+# Splash in interpret mode is slow, so each has a selection of its own, of what it does not refuse (their tests do).
 FLASH = {
     "flash": {"attention": "flash"},
     "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True, "block_kv_compute": 128}},
     "flash float32": {"attention": "flash", "float32_qk_product": True},
 }
-FLASH_AXES = AXES | {
-    "kernel": list(FLASH),
-    "mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")],
-    "bias": ["none"],
+SMALL = {"block_q": 128, "block_kv": 128}  # several tiles at these lengths
+TOKAMAX = {
+    "tokamax_flash": {"attention": "tokamax_flash", "flash_block_sizes": SMALL},
+    "tokamax_flash exp2": {"attention": "tokamax_flash", "use_base2_exp": True},
+    "tokamax_flash exp2 float32": {"attention": "tokamax_flash", "use_base2_exp": True, "float32_qk_product": True},
+}
+SPLASH = {"mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")], "bias": ["none"]}
+FLASH_AXES = AXES | SPLASH | {"kernel": list(FLASH)}
+TOKAMAX_AXES = AXES | SPLASH | {
+    "kernel": list(TOKAMAX), "length": ["odd", "one", "cross", "short"], "head_dim": [40, 72, 128, 256],
 }  # fmt: skip
+needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
+
+
+def judge_splash(case: dict) -> None:
+    """Run a case; the interpreter's long programs compile in half the time without LLVM's optimizations."""
+    config = ma.AttentionConfig(**(FLASH | TOKAMAX)[case["kernel"]])
+    judge(case, run_case(case, config, compiler_options={"xla_backend_optimization_level": 0}))
 
 
 @pytest.mark.parametrize("case", pairwise(FLASH_AXES, legal), ids=name)
 def test_flash_pairs(case: dict) -> None:
-    config = ma.AttentionConfig(**FLASH[case["kernel"]])
-    judge(case, run_case(case, config))
+    judge_splash(case)
+
+
+@needs_tokamax
+@pytest.mark.parametrize("case", pairwise(TOKAMAX_AXES, legal), ids=name)
+def test_tokamax_pairs(case: dict) -> None:
+    judge_splash(case)
+
+
+# Kernels x masks x heads x dtypes, at 129 queries, two tiles where they are 128, and a head dim that is no whole register.
+SPLASH_FEW = {"length": ["short"], "head_dim": [72], "batch": [2]}
+SPLASH_PRODUCT = product(AXES | SPLASH | SPLASH_FEW | {"kernel": [*FLASH, *TOKAMAX]}, legal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPLASH_PRODUCT, ids=name)
+def test_splash_product(case: dict) -> None:
+    if case["kernel"] in TOKAMAX:
+        pytest.importorskip("tokamax")
+    judge_splash(case)
