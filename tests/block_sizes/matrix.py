@@ -61,6 +61,14 @@ def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
                         yield full, _case(kind, topology, name, settings, shape, training)
 
 
+def cross_cases(kind: str, kernel: str, lengths: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, case) of training with cross-attention to texts of many lengths, from 4,096 queries."""
+    name, settings = KERNELS[kernel]
+    for length in lengths:
+        shape = Shape("sdxl", 4096, length, 10, 64, "padding")
+        yield f"{kind}, {kernel}, {length} keys", _case(kind, TOPOLOGIES[kind], name, settings, shape, True)
+
+
 def _case(kind: str, topology: str, kernel: str, settings: list[str], shape: Shape, training: bool) -> dict[str, Any]:
     chip = kind.removeprefix("TPU ")
     overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]

@@ -16,7 +16,7 @@ import pytest
 from maxattn.block_sizes import BlockSizes
 from maxattn.config import FlashBlockSizes
 from tests.block_sizes import matrix, presets_of_others
-from tests.block_sizes.asks import call, uniform
+from tests.block_sizes.asks import CROSS_LENGTHS, call, uniform
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import Request, requests
 
@@ -91,6 +91,14 @@ def test_the_matrix_compiles_at_full_length(compiler, kind, kernel):
         if not result["ok"]:
             failed[name] = result["message"]
     assert not failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", matrix.KERNELS)
+@pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6e"])
+def test_cross_attention_of_any_length_compiles(compiler, kind, kernel):
+    results = {name: compiler.compile(case) for name, case in matrix.cross_cases(kind, kernel, CROSS_LENGTHS)}
+    assert {name: result["message"] for name, result in results.items() if not result["ok"]} == {}
 
 
 @pytest.mark.slow
