@@ -387,8 +387,8 @@ def _notes(
     notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
     if call.q_len % ways("T", shape):
         notes.append(
-            f"T={call.q_len} is no multiple of {ways('T', shape)}: outside attention the sequence is not split, "
-            "and the compiler gathers the output"
+            f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside of attention "
+            "the compiler splits the sequence as it sees fit"
         )
     elif call.q_len % unit:
         notes.append(f"T={call.q_len} is no multiple of {unit}: the compiler moves tokens between devices to pad it")

@@ -199,13 +199,13 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
         mesh: a `Mesh` or None.
         letters: one a axis, for example "BT." for [B, T, channels].
 
-    A size that does not divide over its axes is left to the compiler.
+    A size that does not divide over its axes is left to the compiler: replicating it would gather it.
     """
     shape = mesh_shape(mesh)
     if not shape:
         return x
     spec = [
-        axes if axes and x.shape[i] % ways(letters[i], shape) == 0 else None
+        axes if axes is None or x.shape[i] % ways(letters[i], shape) == 0 else PartitionSpec.UNCONSTRAINED
         for i, axes in enumerate(spec_of(letters, shape))
     ]
     ambient = _compat.ambient_mesh()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import maxattn as ma
 from maxattn.errors import MeshError, Unsupported
+from maxattn.hlo import transfers
+from maxattn.sharding import batch_sharding, place
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.pairwise import pairwise, product
 
@@ -129,6 +132,19 @@ def test_replicated_keys_of_cross_attention_are_summed_once() -> None:
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v))
     assert text.count("psum") == 2
     assert "all_gather[" not in text
+
+
+def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> None:
+    """A module's training step at 61 tokens over 8 devices: the ring's sends and one sum of the gradients, no more."""
+    config = ma.AttentionConfig(attention="ring", ici_data_parallelism=1, ici_context_parallelism=8)
+    mesh = config.make_mesh()
+    module = ma.FlaxAttention(query_dim=64, heads=4, dim_head=16, config=config, mesh=mesh, rngs=nnx.Rngs(0))
+    place(module, mesh)
+    graph, state = nnx.split(module)
+    x = jax.device_put(jnp.ones((2, 61, 64)), batch_sharding(mesh, 3))
+    step = jax.jit(jax.grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum()))
+    found = {t.kind for t in transfers(step.lower(state, x).compile().as_text())}
+    assert found == {"ppermute", "psum"}
 
 
 def test_the_surrounding_mesh_is_used_when_none_is_given() -> None:
