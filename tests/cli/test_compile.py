@@ -12,6 +12,8 @@ from maxattn.cli.compile import fits, report
 from maxattn.compile_job import PYTHON_VARIABLE, Job, Outcome, run_in_child, tpu_python
 from maxattn.config import AttentionConfig
 from maxattn.errors import Unsupported
+from maxattn.memory import estimate, total
+from maxattn.plan import Target, plan
 from maxattn.shapes import read
 from tests.cli.command import run
 from tests.golden_text import check_golden
@@ -31,6 +33,15 @@ def test_a_ring_fits(capsys):
     ran = run(capsys, "compile", *RING, "1,2048,2048,4,128")
     assert (ran.status, ran.err) == (0, "")
     check_golden("cli/compile/ring", without_figures(ran.out))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("training", [False, True])
+def test_the_estimate_of_memory_is_near_the_compiler(training):
+    config, shape = AttentionConfig(attention="flash"), read("wan-1.3b-480p")
+    outcome = run_in_child(Job("v5e:1x1", config, shape, training), 120)
+    estimated = total(estimate(plan(shape.call(), config, None, Target.named("TPU v5e")), training))
+    assert 0.9 < estimated / outcome.needed < 1.1
 
 
 @needs_libtpu
