@@ -2,8 +2,8 @@
 
 `maxattn compile` has the TPU's compiler say it; this is for machines that it cannot compile for, and for a first look.
 Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in eight cases (Wan 1.3B and 14B at 480p, alone,
-on a ring and on Ulysses over 4, inference and training), and to 0.73 for SDXL's cross-attention in training; short arrays
-that the compiler keeps in VMEM are counted too.
+on a ring and on Ulysses over 4, inference and training), and to 0.73 for SDXL's cross-attention in training. Short
+arrays that the compiler keeps in VMEM are counted too.
 """
 
 from __future__ import annotations
