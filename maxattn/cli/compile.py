@@ -66,7 +66,7 @@ def report(job: Job, outcome: Outcome) -> str:
     lines = [f"{job.shape.name}: {what}, for {job.topology}" + (f" ({outcome.device_kind})" if outcome.plan else "")]
     lines += outcome.plan.splitlines()
     if outcome.ending == "compiled":
-        lines += [f"  compiled in {outcome.seconds:.1f} s", *_memory(outcome), *_transfers(outcome)]
+        lines += [f"  compiled in {outcome.seconds:.1f} s", *_memory(outcome), *_transfers(job, outcome)]
         lines += ["fits" if fits(outcome) else _TOO_MUCH]
     else:
         lines += [*_failure(outcome).splitlines()]
@@ -84,13 +84,13 @@ def _memory(outcome: Outcome) -> list[str]:
 _MEMORY = {"arguments": "argument", "temporaries": "temp", "outputs": "output"}
 
 
-def _transfers(outcome: Outcome) -> list[str]:
+def _transfers(job: Job, outcome: Outcome) -> list[str]:
     """Write what the program sends beside what the plan named, one line a kind of transfer and its axes."""
     rows = sorted({(c["kind"], tuple(c["axes"])) for c in (*outcome.named, *outcome.found)})
-    return [f"  sends   {_row(outcome, *row)}" for row in rows] or ["  sends   nothing"]
+    return [f"  sends   {_row(job, outcome, *row)}" for row in rows] or ["  sends   nothing"]
 
 
-def _row(outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
+def _row(job: Job, outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
     named, found = (
         [c for c in listed if (c["kind"], tuple(c["axes"])) == (kind, axes)]
         for listed in (outcome.named, outcome.found)
@@ -102,7 +102,8 @@ def _row(outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
         overlapped = sum(c["times"] for c in found if c["is_overlapped"])
         waiting = sum(c["times"] for c in found if not c["is_async"])
         text += f", {overlapped} overlapped with a kernel" + (f", {waiting} waited for on the spot" if waiting else "")
-    plan = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else "none in the plan"
+    nobody = "none in the plan" + (": of the projections and their gradients" if job.module else "")
+    plan = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else nobody
     return f"{text} ({plan})"
 
 
