@@ -111,10 +111,10 @@ def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[T
     Raises:
         ConfigError: the file is there, and is not what `maxattn tune` writes.
     """
-    path = cache_path()
     try:
+        path = cache_path()
         stamp = path.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # no file; no home to look in
         return ()
     return _table(path, stamp.st_mtime_ns, stamp.st_size, device_kind, packages)
 

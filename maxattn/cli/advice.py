@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding
+from maxattn.block_sizes.report import padding_text
 from maxattn.config import AttentionConfig
 from maxattn.context.base import readable
 from maxattn.memory import Part, estimate, limit, total
@@ -123,7 +124,7 @@ def _block_padding(plan: Plan, config: AttentionConfig, training: bool, lengths:
     local = plan.context.local_call(plan.padded_call)
     for key, length in (("block_q", local.q_len), ("block_kv", local.kv_len)):
         size = getattr(blocks, key)
-        pads = padding(length, size)
-        if pads.share > PADDED_BY_BLOCKS and (better := nearest_with_less_padding(length, size, most=size)):
-            shares = ", ".join(f"{n} ({padding(length, n).share:.2%})" for n in better)
-            yield f"{key} {size} pads {length} tokens to {pads.padded}, {pads.share:.2%} more work; near it: {shares}"
+        said = any(note.startswith(f"{key}:") for note in plan.notes)  # the plan itself tells of much
+        better = nearest_with_less_padding(length, size)
+        if padding(length, size).share > PADDED_BY_BLOCKS and better and not said:
+            yield f"{key}: {padding_text(length, size)}"

@@ -65,7 +65,8 @@ def _tune(args: argparse.Namespace, config: AttentionConfig, made: Plan, local: 
     if kernel not in (*BLOCKS, CHUNKS) or (kernel in BLOCKS and target.platform == "gpu"):
         print(f"  {kernel} has no sizes to tune on {target.device_kind}")
         return
-    found = candidates(kernel, local, target, not args.forward, args.limit)
+    as_computed = replace(local, dtype="float32") if config.float32_qk_product else local
+    found = candidates(kernel, as_computed, target, not args.forward, args.limit)
     # Only the blockwise kernel is more than an interpreter on a CPU.
     here = not args.target and target == Target.here() and (kernel == CHUNKS or target.platform != "cpu")
     if here:

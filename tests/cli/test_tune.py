@@ -157,6 +157,12 @@ def test_winners():
     assert tuned.versions_of("tokamax_flash", (("jax", "1"), ("tokamax", "2"))) == "jax 1, tokamax 2"
 
 
+def test_without_a_home_there_is_no_cache(monkeypatch):
+    monkeypatch.delenv(tuned.VARIABLE)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert tuned.table_of("cpu", ()) == ()
+
+
 def test_several_processes_take_none(monkeypatch):
     entry = tuned.Tuned("flash", "c", (), 1.0, False, "x")
     assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == (entry,)
