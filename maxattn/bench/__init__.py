@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maxattn.bench.measure import Row, bench_peers, bench_shape
-from maxattn.bench.report import table, to_json
+from maxattn.bench.measure import Row, bench
+from maxattn.bench.report import as_table, to_json
 
-__all__ = ["Row", "bench_peers", "bench_shape", "table", "to_json"]
+__all__ = ["Row", "as_table", "bench", "to_json"]

@@ -13,11 +13,10 @@ from jaxtyping import Array
 
 from maxattn.attention import attention
 from maxattn.bench.peers import PEERS
-from maxattn.bench.timing import seconds
+from maxattn.bench.timing import Timed, measure
 from maxattn.config import AttentionConfig
-from maxattn.errors import MaxattnError
-from maxattn.kernels import KERNELS
-from maxattn.kernels.auto import order
+from maxattn.kernels import KERNELS, DotProduct
+from maxattn.masks import Dense
 from maxattn.plan import refusal
 from maxattn.shapes import Shape
 from maxattn.target import Target
@@ -50,52 +49,63 @@ class Row:
     note: str = ""
 
 
-def bench_shape(
-    shape: Shape, kernels: Sequence[str] = (), target: Target | None = None, budget: float = 0.5
+def bench(
+    shape: Shape, kernels: Sequence[str] = (), peers: bool = False, target: Target | None = None, budget: float = 0.5
 ) -> list[Row]:
     """Measure kernels of this library through their own forward and backward, and `auto` through `attention`.
 
     Args:
         shape: from `maxattn.shapes`.
         kernels: names, and "auto"; default every kernel that can run here, and auto.
+        peers: other libraries too, called as their own documentation says; full masks alone.
         target: default this machine.
         budget: seconds for one measurement, about.
     """
     target = target or Target.here()
     inputs = _inputs(shape, target)
-    rows = []
+    jobs = _jobs(shape, tuple(kernels), peers, target, inputs)
+    reference = (_reference(shape), lambda: [tuple(x[:1] for x in inputs[0][:3])])
+    wanted, *times = measure([reference, *((job.f, job.make) for job in jobs if not job.row.note)], budget)
+    following = iter(times)
+    return [job.row if job.row.note else _row(job, next(following), wanted) for job in jobs]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Hold one function to measure, and the row it fills; a note in it says that there is nothing to measure."""
+
+    row: Row
+    shape: Shape
+    f: Callable[..., Any] = print
+    make: Callable[[], list[tuple[Any, ...]]] = list
+
+
+def _jobs(
+    shape: Shape, kernels: tuple[str, ...], peers: bool, target: Target, inputs: list[tuple[Array, ...]]
+) -> list[_Job]:
+    jobs = []
     for name in kernels or (*KERNELS, "auto"):
         if name == "auto":
-            rows += _timed(shape, "auto", {FORWARD: _auto(shape), BOTH: _with_gradient(_auto(shape))}, inputs, budget)
+            jobs += _both(shape, "auto", _auto(shape), inputs)
             continue
         reason = refusal(name, shape.call(), target)
-        if reason is None and not _too_large(name, shape):
-            rows += _timed(shape, name, _of_kernel(name, shape, target), inputs, budget)
+        if reason is None and (kernels or not _too_large(name, shape)):
+            jobs += _of_kernel(name, shape, target, inputs)
         elif reason is not None and kernels:
-            rows.append(Row(shape.name, name, FORWARD, note=reason.rule))
-    return rows
-
-
-def bench_peers(shape: Shape, budget: float = 0.5) -> list[Row]:
-    """Measure the libraries that this machine has, called as their own documentation says; full masks alone."""
-    if not shape.mask.is_full:
-        return []
-    inputs = _inputs(shape, Target.here())
-    rows = []
-    for name, make in PEERS.items():
-        try:
-            f = make()
-        except ImportError as missing:
-            rows.append(Row(shape.name, name, FORWARD, note=str(missing)))
-            continue
-        rows += _timed(shape, name, {FORWARD: f, BOTH: _with_gradient(f)}, inputs, budget)
-    return rows
+            jobs.append(_Job(Row(shape.name, name, FORWARD, note=reason.rule), shape))
+    if peers and shape.mask.is_full:
+        for name, make in PEERS.items():
+            try:
+                jobs += _both(shape, f"bare {name}", make(), inputs)
+            except ImportError as missing:
+                jobs.append(_Job(Row(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape))
+    return jobs
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
-def _of_kernel(name: str, shape: Shape, target: Target) -> dict[str, Callable[..., Any]]:
+def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]) -> list[_Job]:
     """Return a kernel's forward, and its backward from a given output and LSE."""
     kernel = KERNELS[name].build(shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
@@ -107,7 +117,19 @@ def _of_kernel(name: str, shape: Shape, target: Target) -> dict[str, Callable[..
         dq, dk, dv, _ = kernel.backward(q, k, v, None, mask, 0, 0, out, lse, dout, jnp.zeros_like(lse))
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
-    return {FORWARD: forward, BACKWARD: backward}
+    def given() -> list[tuple[Array, ...]]:
+        first = jax.jit(forward)
+        return [(*each, *first(*each)) for each in inputs]
+
+    row = Row(shape.name, name, FORWARD)
+    return [_Job(row, shape, forward, lambda: inputs), _Job(replace(row, what=BACKWARD), shape, backward, given)]
+
+
+def _both(shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]) -> list[_Job]:
+    """Return a function's forward, and forward and backward together."""
+    row = Row(shape.name, who, FORWARD)
+    forward = _Job(row, shape, f, lambda: [each[:3] for each in inputs])
+    return [forward, _Job(replace(row, what=BOTH), shape, _with_gradient(f), lambda: inputs)]
 
 
 def _auto(shape: Shape) -> Callable[..., Any]:
@@ -134,41 +156,24 @@ def _inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
 
 
 def _too_large(name: str, shape: Shape) -> bool:
-    """Dense scores of more than 30 GB are not tried."""
-    return name == "dot_product" and 4.0 * shape.batch * shape.heads * shape.q_len * shape.kv_len > 3e10
+    """Leave out what nobody would run: dense scores of more than 30 GB, plain JAX for more than 2 TFLOP."""
+    scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    return (name == "dot_product" and 4.0 * scores > 3e10) or (name == "memory_efficient" and _operations(shape) > 2e12)
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# ---- what is said of it ----------------------------------------------------------------------------------------------
 
 
-def _timed(
-    shape: Shape, who: str, functions: dict[str, Callable[..., Any]], inputs: list[tuple[Array, ...]], budget: float
-) -> list[Row]:
-    rows = []
-    for what, f in functions.items():
-        row = Row(shape.name, who, what)
-        try:
-            given = _given(functions, what, inputs)
-            row = replace(row, peak=_peak(f, given[0]))
-            time = seconds(f, given, budget)
-            row = replace(row, ms=1e3 * time, tflops=_operations(shape) * WORK[what] / time / 1e12)
-            if what == FORWARD:
-                row = replace(row, error=_error(shape, f, given[0]))
-        except (MaxattnError, NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError) as failed:
-            row = replace(row, note=f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}")
-        rows.append(row)
-    return rows
-
-
-def _given(
-    functions: dict[str, Callable[..., Any]], what: str, inputs: list[tuple[Array, ...]]
-) -> list[tuple[Array, ...]]:
-    """Return the arguments of a pass: a backward gets the forward's output and LSE as well."""
-    if what == BACKWARD:
-        forward = jax.jit(functions[FORWARD])
-        return [(*each, *forward(*each)) for each in inputs]
-    own = BACKWARD in functions or what == BOTH
-    return inputs if own else [each[:3] for each in inputs]
+def _row(job: _Job, timed: Timed, wanted: Timed) -> Row:
+    if not timed.seconds:
+        return replace(job.row, note=timed.failed)
+    rate = _operations(job.shape) * WORK[job.row.what] / timed.seconds / 1e12
+    row = replace(job.row, ms=1e3 * timed.seconds, tflops=rate, peak=timed.peak)
+    if job.row.what != FORWARD or wanted.first is None:
+        return row
+    out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
+    got = out[:1, : wanted.first.shape[1]].astype(jnp.float32)
+    return replace(row, error=float(jnp.abs(got - wanted.first).max() / jnp.abs(wanted.first).max()))
 
 
 def _operations(shape: Shape) -> float:
@@ -176,28 +181,15 @@ def _operations(shape: Shape) -> float:
     return 4.0 * shape.batch * shape.heads * shape.head_dim * pairs
 
 
-def _peak(f: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    memory = jax.jit(f).lower(*args).compile().memory_analysis()
-    if memory is None:
-        return 0
-    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-
-def _error(shape: Shape, f: Callable[..., Any], args: tuple[Array, ...]) -> float:
-    """Compare the first queries of the first batch row with dense attention in float32."""
-    q, k, v = (x[:1].astype(jnp.float32) for x in args[:3])
+def _reference(shape: Shape) -> Callable[..., Any]:
+    """Return dense attention in float32 of the first queries of one batch row."""
     few = min(CHECKED_QUERIES, shape.q_len)
-    mask = shape.mask.bind(shape.q_len, shape.kv_len)
-    allowed = mask.allowed(np.arange(few), np.arange(shape.kv_len))
-    kernel = KERNELS["dot_product"].build(shape.call(), AttentionConfig(), Target.here())
-    from maxattn.masks import Dense
+    allowed = shape.mask.bind(shape.q_len, shape.kv_len).allowed(np.arange(few), np.arange(shape.kv_len))
+    mask = Dense(np.asarray(allowed)).bind(few, shape.kv_len)
+    dense = DotProduct(shape.call().scale)
 
-    want = kernel.forward(q[:, :few], k, v, None, Dense(np.asarray(allowed)).bind(few, shape.kv_len), 0, 0)[0]
-    got = jax.jit(f)(*args)
-    got = got[0] if isinstance(got, tuple) else got
-    return float(jnp.abs(got[:1, :few].astype(jnp.float32) - want).max() / jnp.abs(want).max())
+    def reference(q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (x.astype(jnp.float32) for x in (q[:, :few], k, v))
+        return dense.forward(q, k, v, None, mask, 0, 0)[0]
 
-
-def chosen(shape: Shape, target: Target) -> tuple[str, ...]:
-    """Return the kernels that `auto` tries on a shape, in order."""
-    return order(shape.call(), target)[0]
+    return reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -17,22 +18,14 @@ def _jax_cudnn() -> Attend:
 
 
 def _transformer_engine() -> Attend:
-    from transformer_engine.jax.attention import (
-        AttnBiasType,
-        AttnMaskType,
-        AttnSoftmaxType,
-        QKVLayout,
-        SequenceDescriptor,
-        fused_attn,
-    )
-    from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+    te, sharding = (import_module(f"transformer_engine.jax.{name}") for name in ("attention", "sharding"))
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))
-        with global_shard_guard(MeshResource()):
-            return fused_attn(
-                (q, k, v), None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
-                AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX,
+        with sharding.global_shard_guard(sharding.MeshResource()):
+            return te.fused_attn(
+                (q, k, v), None, te.SequenceDescriptor.from_seqlens(lengths), None, te.AttnBiasType.NO_BIAS,
+                te.AttnMaskType.NO_MASK, te.QKVLayout.BSHD_BSHD_BSHD, te.AttnSoftmaxType.VANILLA_SOFTMAX,
                 q.shape[3] ** -0.5, 0.0, True,
             )  # fmt: skip
 
@@ -40,13 +33,13 @@ def _transformer_engine() -> Attend:
 
 
 def _tokamax() -> Attend:
-    import tokamax
+    tokamax = import_module("tokamax")
 
     return lambda q, k, v: tokamax.dot_product_attention(q, k, v, implementation="mosaic")
 
 
 def _fa4_jax() -> Attend:
-    from fa4_jax import flash_attn
+    flash_attn = import_module("fa4_jax").flash_attn
 
     def attend(q: Array, k: Array, v: Array) -> Any:
         return flash_attn(q, k, v)

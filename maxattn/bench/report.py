@@ -13,7 +13,7 @@ from maxattn.target import Target
 HEADER = ("shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error")
 
 
-def table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[Row]) -> str:
     """Return one line a measurement, in columns."""
     lines = [HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]

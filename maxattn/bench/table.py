@@ -14,10 +14,17 @@ from maxattn.shapes import SHAPES, Shape, read
 PATH = Path(__file__).parents[1] / "kernels" / "auto_table.json"
 # The models' own shapes, and small and large ones between and around them.
 MEASURED = (
-    "sdxl-cross", "sdxl-32", "sdxl-32-cross", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p", "wan-14b-480p",
-    "swba-1560x7", "swba-256x16", "1,256,256,8,64", "1,1024,1024,16,64", "1,1024,1024,16,128", "1,4096,4096,24,128",
-    "2,4096,4096,8,256", "1,8192,8192,8,40",
+    "sdxl-cross", "sdxl-32", "sdxl-32-cross", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p", "swba-1560x7",
+    "swba-256x16", "1,256,256,8,64", "1,1024,1024,16,128", "2,4096,4096,8,256",
 )  # fmt: skip
+# The plain kernels are measured where they can win.
+FUSED, PLAIN, FEW_SCORES = ("cudnn", "cudnn_flash_te", "flash", "tokamax_flash"), ("dot_product",), 2e8
+
+
+def kernels(shape: Shape) -> tuple[str, ...]:
+    """Return what is measured of a shape."""
+    few = shape.batch * shape.heads * shape.q_len * shape.kv_len <= FEW_SCORES
+    return FUSED + PLAIN if few else FUSED
 
 
 def shapes() -> list[Shape]:
@@ -47,7 +54,7 @@ def write(
     Args:
         device: its kind.
         made_by: versions, the day, the command.
-        rows: from `bench_shape`.
+        rows: from `bench`.
         measured: the shapes, in the table's order.
         path: the table.
     """

@@ -1,52 +1,94 @@
-"""How long a function takes on the device, without the host's share.
+"""How long functions take on the device, without the host's share.
 
-Calls of a few milliseconds and more are queued, several between two waits, so that the device never idles. For shorter
-ones the host's dispatch would show: there several calls, each on its own random inputs, are compiled into one program.
+All are compiled first, several at a time, and timed one after another. Calls of a few milliseconds and more are queued,
+several between two waits, so that the device never idles. For shorter ones the host's dispatch would show: several
+calls, each on its own random inputs, are compiled into one program.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import jax
 
-LONG_CALL = 4e-3  # seconds, from which calls are queued one by one
 BATCHES = 5
+MOST_CALLS = 20
+LONG = 0.1  # seconds, from which fewer batches will do
+FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
 
 
-def seconds(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], budget: float = 0.5) -> float:
-    """Return the median device time of one call of `f`.
+@dataclass(frozen=True)
+class Timed:
+    """Hold what was measured of one function.
 
     Args:
-        f: a function of arrays.
-        inputs: several tuples of arguments of the same shapes, different numbers.
-        budget: seconds to spend, about.
+        seconds: median of one call; 0 where it failed.
+        peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
+        first: result of the first call, or None.
+        failed: why there is none.
     """
-    one = jax.jit(f)
-    _run(one, *inputs[0])
-    estimate = min(_run(one, *inputs[0]) for _ in range(2))
-    if estimate >= LONG_CALL:
-        calls = max(1, min(10, int(budget / estimate / 3)))
-        return median(_queue(one, inputs, calls) / calls for _ in range(3))
-    every = jax.jit(lambda sets: [one(*each) for each in sets])
-    _run(every, inputs)
-    estimate = _run(every, inputs)
-    calls = max(1, min(20, int(budget / BATCHES / estimate)))
-    return median(_queue(every, [(inputs,)], calls) / calls for _ in range(BATCHES)) / len(inputs)
+
+    seconds: float = 0.0
+    peak: int = 0
+    first: Any = None
+    failed: str = ""
 
 
-def _run(f: Callable[..., Any], *args: Any) -> float:
-    start = perf_counter()
-    jax.block_until_ready(f(*args))
-    return perf_counter() - start
+def measure(
+    functions: Sequence[tuple[Callable[..., Any], Callable[[], list[tuple[Any, ...]]]]], budget: float, workers: int = 0
+) -> list[Timed]:
+    """Return the device time of functions.
+
+    Args:
+        functions: (function, maker of its inputs: several tuples of arguments of one shape).
+        budget: seconds to spend on each, about.
+        workers: how many are compiled at a time; 0 for half of the cores.
+    """
+    with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
+        ready = list(pool.map(_compiled, *zip(*functions, strict=True))) if functions else []
+    return [_timed(*each, budget) for each in ready]
 
 
-def _queue(f: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], calls: int) -> float:
+def _compiled(f: Callable[..., Any], make: Callable[[], list[tuple[Any, ...]]]) -> tuple[Any, Any]:
+    try:
+        inputs = make()
+        one = jax.jit(f)
+        return jax.jit(lambda sets: [one(*each) for each in sets]).lower(inputs).compile(), inputs
+    except FAILURES as failed:
+        return None, f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
+
+
+def _timed(program: Any, inputs: Any, budget: float) -> Timed:
+    if program is None:
+        return Timed(failed=inputs)
+    try:
+        first = program(inputs)[0]
+        estimate = _queue(program, inputs, 1)
+        batches = BATCHES if estimate < LONG else 3
+        calls = max(1, min(MOST_CALLS, int(budget / batches / estimate)))
+        time = median(_queue(program, inputs, calls) / calls for _ in range(batches)) / len(inputs)
+        return Timed(time, _peak(program, len(inputs)), first)
+    except FAILURES as failed:
+        return Timed(failed=f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}")
+
+
+def _queue(program: Any, inputs: Any, calls: int) -> float:
     start, out = perf_counter(), None
-    for i in range(calls):
-        out = f(*inputs[i % len(inputs)])
+    for _ in range(calls):
+        out = program(inputs)
     jax.block_until_ready(out)
     return perf_counter() - start
+
+
+def _peak(program: Any, calls: int) -> int:
+    memory = program.memory_analysis()
+    if memory is None:
+        return 0
+    each = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return each // calls + memory.temp_size_in_bytes

@@ -39,16 +39,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from maxattn import bench
+    from maxattn.bench.table import kernels as of_table
     from maxattn.target import Target
 
     target = Target.here()
-    rows = []
     asked = _shapes(args, target.platform)
+    rows = []
     for shape in asked:
-        new = bench.bench_shape(shape, tuple(args.kernel), target, args.seconds)
-        new += bench.bench_peers(shape, args.seconds) if args.peers else []
-        print(bench.table(new), flush=True)
-        rows += new
+        kernels = tuple(args.kernel) or (of_table(shape) if args.write_table else ())
+        rows += (new := bench.bench(shape, kernels, args.peers, target, args.seconds))
+        print(bench.as_table(new), end="\n\n", flush=True)
         if args.json:
             args.json.write_text(bench.to_json(rows, target))
     if args.write_table:

@@ -15,7 +15,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels.cudnn_calls import cudnn_backward, cudnn_forward
-from maxattn.kernels.fused import Fused, Lengths, refuse_shards
+from maxattn.kernels.fused import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused_pieces import Piece, pieces
 from maxattn.target import Target
 
@@ -89,6 +89,7 @@ def _band(p: Piece) -> tuple[bool, int | None]:
     return not p.is_full, None if p.left is None else p.left + 1
 
 
-def _some(lengths: Lengths) -> Lengths:
+def _some(lengths: Lengths) -> Array | None:
     """Keep a length of 0 from the kernel; what that row then gives is replaced by 0 and -inf."""
+    assert not isinstance(lengths, Pairs), lengths
     return None if lengths is None else jnp.maximum(lengths, 1)

@@ -10,6 +10,7 @@ Source: NVIDIA TransformerEngine, transformer_engine.jax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -60,10 +61,8 @@ class CudnnFlashTe(Fused):
 
     def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
-        from transformer_engine.jax import cpp_extensions as tex
-
         with _no_mesh_resource():
-            out, lse, _, _ = tex.fused_attn_fwd(
+            out, lse, _, _ = _te("cpp_extensions").fused_attn_fwd(
                 (q, k, v), None, None, _descriptor(q, k, lengths), None, **_settings(piece, lengths, self.scale)
             )
         return out, lse[..., 0]
@@ -72,10 +71,8 @@ class CudnnFlashTe(Fused):
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
-        from transformer_engine.jax import cpp_extensions as tex
-
         with _no_mesh_resource():
-            grads, _, _ = tex.fused_attn_bwd(
+            grads, _, _ = _te("cpp_extensions").fused_attn_bwd(
                 (q, k, v), None, None, lse[..., None], _rng_state(), out, dout, _descriptor(q, k, lengths),
                 **_settings(piece, lengths, self.scale),
             )  # fmt: skip
@@ -83,41 +80,38 @@ class CudnnFlashTe(Fused):
         return dq, dk, dv
 
 
+def _te(module: str) -> Any:
+    return import_module(f"transformer_engine.jax.{module}")  # an extra: it need not be there when this one is read
+
+
 def _no_mesh_resource() -> Any:
     """Tell TransformerEngine that one device is at work: every call here is about one shard."""
-    from transformer_engine.jax.sharding import MeshResource, global_shard_guard
-
-    return global_shard_guard(MeshResource())
+    sharding = _te("sharding")
+    return sharding.global_shard_guard(sharding.MeshResource())
 
 
 def _rng_state() -> Array:
     """Return the state of dropout that the forward would hand on; without dropout nothing reads it."""
-    from transformer_engine.jax.cpp_extensions.attention import _FusedAttnRNGStateChecker
-
-    checker = _FusedAttnRNGStateChecker()
+    checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
     return jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
 
 
 def _descriptor(q: Array, k: Array, lengths: Lengths) -> Any:
     """Say how many queries and keys of each batch row are real."""
-    from transformer_engine.jax.attention import SequenceDescriptor
-
     assert not isinstance(lengths, Pairs)
     queries = jnp.full(q.shape[0], q.shape[1], jnp.int32)
     keys = jnp.full(q.shape[0], k.shape[1], jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
-    return SequenceDescriptor.from_seqlens((queries, keys))
+    return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 
 
 def _settings(p: Piece, lengths: Lengths, scale: float) -> dict[str, Any]:
-    from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-
-    causal = p.right == 0
-    kinds = AttnMaskType
+    te = _te("attention")
+    causal, kinds = p.right == 0, te.AttnMaskType
     plain, padded = (kinds.CAUSAL_MASK, kinds.PADDING_CAUSAL_MASK) if causal else (kinds.NO_MASK, kinds.PADDING_MASK)
     window = None if p.left is None else (p.left, -1 if p.right is None else p.right)
     return {
-        "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": plain if lengths is None else padded,
-        "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX, "qkv_layout": QKVLayout.BSHD_BSHD_BSHD,
+        "attn_bias_type": te.AttnBiasType.NO_BIAS, "attn_mask_type": plain if lengths is None else padded,
+        "softmax_type": te.AttnSoftmaxType.VANILLA_SOFTMAX, "qkv_layout": te.QKVLayout.BSHD_BSHD_BSHD,
         "scaling_factor": scale, "dropout_probability": 0.0, "is_training": True, "max_segments_per_seq": 1,
         "window_size": window,
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -14,18 +15,21 @@ from jaxtyping import Array
 TILE = 256
 
 
+def _fa4() -> Any:
+    return import_module("fa4_jax.attention")  # an extra: it need not be there when this module is read
+
+
 @cache
 def _pairs_type() -> Any:
     """Make the mask that tests intervals and ids; fa4-jax is imported here, since it is an extra."""
-    from fa4_jax import MaskMod
-    from fa4_jax.masks import static
+    masks = import_module("fa4_jax.masks")
 
     @dataclass(frozen=True)
-    class PairsMask(MaskMod):
+    class PairsMask(masks.MaskMod):
         """Evaluate `Pairs` inside the kernel: arrays of int32, and which of them there are."""
 
-        intervals: int = static()
-        has_ids: bool = static()
+        intervals: int = masks.static()
+        has_ids: bool = masks.static()
         arrays: tuple[Any, ...] = ()
 
         def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -57,13 +61,11 @@ def _mask_of(pairs: Any) -> tuple[Any, list[Array]]:
 
 
 def _config(band: tuple[int | None, int | None], scale: float, mask: Any, varlen: bool) -> Any:
-    from fa4_jax.attention import AttnConfig
-
     left, right = band
     causal = left is None and right == 0
     local = not causal and (left is not None or right is not None)
     window = (left, right) if local else (None, 0) if causal else (None, None)
-    return AttnConfig(causal, local, window, float(scale), mask, "cute", varlen, varlen)
+    return _fa4().AttnConfig(causal, local, window, float(scale), mask, "cute", varlen, varlen)
 
 
 def fa4_forward(
@@ -77,10 +79,8 @@ def fa4_forward(
         pairs: `Pairs` that are tested inside, or None.
         scale: multiplies the scores.
     """
-    from fa4_jax.attention import fa4_fwd_p
-
     mask, arrays = _mask_of(pairs)
-    out, lse = fa4_fwd_p.bind(q, k, v, *arrays, cfg=_config(band, scale, mask, False), need_lse=True)
+    out, lse = _fa4().fa4_fwd_p.bind(q, k, v, *arrays, cfg=_config(band, scale, mask, False), need_lse=True)
     return out, lse
 
 
@@ -89,21 +89,20 @@ def fa4_backward(
     band: tuple[int | None, int | None], pairs: Any, scale: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `fa4_forward`."""
-    from fa4_jax.attention import fa4_vjp_p
-
     mask, arrays = _mask_of(pairs)
     config = _config(band, scale, mask, False)
-    dq, dk, dv = fa4_vjp_p.bind(q, k, v, out, lse, dout, *arrays, cfg=config, has_d_lse=False)
+    width = q.shape[-1]
+    q, k, v, out, dout = (_widened(x) for x in (q, k, v, out, dout))
+    grads = _fa4().fa4_vjp_p.bind(q, k, v, out, lse, dout, *arrays, cfg=config, has_d_lse=False)
+    dq, dk, dv = (x[..., :width] for x in grads)
     return dq, dk, dv
 
 
 def fa4_forward_lengths(q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple[Array, Array]:
     """Return (out, lse) over the first `lengths[b]` keys of each batch row."""
-    from fa4_jax.attention import fa4_fwd_p
-
     ends = _ends(q, k, lengths)
     config = _config((None, None), scale, None, True)
-    out, lse = fa4_fwd_p.bind(*(_flat(x) for x in (q, k, v)), *ends, cfg=config, need_lse=True)
+    out, lse = _fa4().fa4_fwd_p.bind(*(_flat(x) for x in (q, k, v)), *ends, cfg=config, need_lse=True)
     return out.reshape(q.shape), lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
 
 
@@ -111,13 +110,20 @@ def fa4_backward_lengths(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, lengths: Array, scale: float
 ) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv) over the first `lengths[b]` keys of each batch row."""
-    from fa4_jax.attention import fa4_vjp_p
-
     config = _config((None, None), scale, None, True)
     rows = lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
-    operands = (*(_flat(x) for x in (q, k, v, out)), rows, _flat(dout), *_ends(q, k, lengths))
-    dq, dk, dv = fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
+    flat = [_widened(_flat(x)) for x in (q, k, v, out, dout)]
+    operands = (*flat[:4], rows, flat[4], *_ends(q, k, lengths))
+    grads = _fa4().fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in grads)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _widened(x: Array) -> Array:
+    """Pad a head dim over 128 to one that the backward on Hopper compiles for: 192 or 256 (0.1.0 fails at 160)."""
+    width = x.shape[-1]
+    extra = 0 if width <= 128 else -width % 64
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
 
 
 def _flat(x: Array) -> Array:

@@ -131,7 +131,11 @@ class Fused:
         step = cases[1] - cases[0]
         bounded = jnp.clip(shift, cases[0], cases[-1])
         branches = [lambda *x, s=s: at(s, *x) for s in cases]
+        # The barriers keep a gather of the keys before the branches and the sum of their gradients behind: moved into
+        # branches that differ between devices, a collective would wait for one that never comes.
+        operands = jax.lax.optimization_barrier(operands)
         result = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
+        result = jax.lax.optimization_barrier(result)
         # A shift between the cases never comes from the strategies here; if it did, its answer would be no number.
         fits = (bounded - cases[0]) % step == 0
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), result)

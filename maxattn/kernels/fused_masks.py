@@ -52,19 +52,22 @@ class Parts:
     @property
     def band(self) -> Band | None:
         """The one band of the positions, or None where they are something else."""
-        if not self.positions:
-            return Band()
         if len(self.positions) > 1:
             return None
-        (mask,) = self.positions
-        if isinstance(mask, Causal):
-            return Band(None, 0, mask.offset or 0)
-        return Band(mask.left, mask.right, mask.offset or 0) if isinstance(mask, LocalWindow) else None
+        for mask in self.positions:
+            return _band_of(mask)
+        return Band()
 
     @property
     def has_flags(self) -> bool:
         """Whether keys are real by flags, in no order."""
         return any(len(axes) > 1 for term in self.keys for axes in term.axes())
+
+
+def _band_of(mask: Mask) -> Band | None:
+    if isinstance(mask, Causal):
+        return Band(None, 0, mask.offset or 0)
+    return Band(mask.left, mask.right, mask.offset or 0) if isinstance(mask, LocalWindow) else None
 
 
 def split(mask: Mask) -> Parts:

@@ -82,7 +82,7 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
-    most = kv_len + (kv_len if band.left is None else band.left)
+    most = kv_len + (band.left or 0)
     first = least - (least - band.offset) % step
     return tuple(range(first, most + step, step))
 

@@ -9,6 +9,7 @@ Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 import jax
@@ -117,26 +118,27 @@ class TokamaxMosaic(Fused):
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
-        from tokamax._src.ops.attention.pallas_mosaic_gpu_vjp import PallasMosaicGpuFlashAttentionVjp
-
         bound = _configured(q, k, v, self.scale, _mask(piece, lengths))
         settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
         # P = exp(s - top) / total: any LSE is a maximum with a sum of 1.
         operands = ((lse, jnp.ones_like(lse)), out, dout, *bound.args)
-        op = PallasMosaicGpuFlashAttentionVjp()
+        op = _tokamax("pallas_mosaic_gpu_vjp").PallasMosaicGpuFlashAttentionVjp()
         config = op._get_heuristics_config(op.bind(*operands, **settings))
         grads = replace(op, config=config)(*operands, **settings)
         return grads["q"], grads["k"], grads["v"]
 
 
+def _tokamax(module: str) -> Any:
+    return import_module(f"tokamax._src.ops.attention.{module}")  # an extra, and slow to import
+
+
 def _configured(q: Array, k: Array, v: Array, scale: float, mask: Any) -> Any:
     """Bind the operands to tokamax's forward, with block sizes: looking them up in its tables warns on an H200."""
-    from tokamax._src.ops.attention.pallas_mosaic_gpu import ConfigSM90, PallasMosaicGpuFlashAttention
-
-    op = PallasMosaicGpuFlashAttention()
+    gpu = _tokamax("pallas_mosaic_gpu")
+    op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, v, logits_scale=scale, mask=mask)
     if q.shape[3] <= SHORT_HEAD and k.shape[1] <= SHORT_KEYS and not mask:
-        config = ConfigSM90(block_q=128, block_kv=128, num_stages=2, persistent=True)
+        config = gpu.ConfigSM90(block_q=128, block_kv=128, num_stages=2, persistent=True)
     else:
         config = op._get_heuristics_config(bound)
     return replace(op, config=config).bind(q, k, v, logits_scale=scale, mask=mask)
@@ -185,12 +187,11 @@ def _seen(pairs: Pairs) -> Array:
 
 
 def _mask(piece: Piece, lengths: Lengths) -> Any:
-    from tokamax._src.ops.attention.base import Mask as Ranges
-
+    ranges = _tokamax("base").Mask
     if isinstance(lengths, Pairs):
         assert lengths.lo is not None and lengths.hi is not None
         # A query without keys is shown one; what it gives is replaced.
         hi = jnp.maximum(lengths.hi, lengths.lo + 1)
-        return Ranges(k_start=lengths.lo[:, None], k_end=hi[:, None])
+        return ranges(k_start=lengths.lo[:, None], k_end=hi[:, None])
     ends = None if lengths is None else jnp.maximum(lengths, 1)[:, None, None]
-    return Ranges(k_end=ends, is_causal=not piece.is_full)
+    return ranges(k_end=ends, is_causal=not piece.is_full)
