@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from maxattn.block_sizes.chips import Family
+from maxattn.block_sizes.chips import CHIPS, Family
 from maxattn.block_sizes.sizes import LANES, SUBLANES, Facts, round_up
 
 Part = Literal["forward", "dkv", "fused", "dq"]
@@ -74,6 +74,16 @@ ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 
 
+# Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses and the compiler takes
+# (`docs/presets.md`): compiled one by one, with segment ids and a computed mask. A shorter Q block needs less.
+PROVEN_HEAD_DIM = 128
+PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
+    ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024), (4608, 1024, 1024)),
+    ("TPU v6e", "fused"): ((2048, 2048, 2048),),
+    ("TPU v6e", "dq"): ((2176, 2176, 2176),),
+}
+
+
 class Cost(NamedTuple):
     """Hold bytes per query token and per key token of a tile."""
 
@@ -116,16 +126,24 @@ def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Fa
 
 
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
-    """Return whether a kernel's tiles fit the chip; always where there is no chip."""
-    chip = facts.chip
-    return chip is None or vmem_bytes(part, tiles, facts, chip.family) <= chip.limit
+    """Return whether a kernel's tiles fit the chip, by the formula or proven; always where there is no chip."""
+    return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)
 
 
 def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
     """Return the longest Q block, in tokens, that fits beside the KV blocks; 0 or less where none does."""
     assert facts.chip is not None
     query, key = _linear(part, kv, compute, facts, facts.chip.family)
-    return int((facts.chip.limit - kv * key) // query)
+    return max(int((facts.chip.limit - kv * key) // query), _proven_q(part, kv, compute, facts))
+
+
+def _proven_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
+    """Return the longest Q block that was compiled beside these KV blocks, or 0."""
+    chip = facts.chip
+    if chip is None or chip.limit < CHIPS[chip.name].limit or (facts.kernel, facts.itemsize) != ("flash", 2):
+        return 0
+    tiles = PROVEN.get((chip.name, part), ()) if facts.head_dim == PROVEN_HEAD_DIM else ()
+    return max((q for q, *keys in tiles if keys == [kv, compute]), default=0)
 
 
 def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> tuple[float, float]:

@@ -9,6 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from maxattn.block_sizes import adjust
+from maxattn.block_sizes.sizes import KernelKind
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
 from tests.block_sizes.compiler import TOPOLOGIES, Compiler
 
 SHARD = 18_900  # tokens: 720p over four chips
@@ -78,7 +83,17 @@ def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
             case = case_of(preset, kind, training)
             says = [said(compilers[flags].compile(case, 600)) for flags in ("", LIMIT)]
             how = f"{kind.removeprefix('TPU ')} | {'training' if training else 'forward'}"
-            yield f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} |"
+            changes = changes_of(preset, kind, training)
+            yield f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} | {changes} |"
+
+
+def changes_of(preset: Preset, kind: str, training: bool) -> str:
+    """Say what maxattn's rules make of a preset, at the compiler's own limit of VMEM."""
+    asked = FlashBlockSizes(**dict(zip(KEYS, preset.sizes, strict=False)), use_fused_bwd_kernel=preset.fused)
+    call = Call(1, SHARD, SHARD, 2, 2, HEAD_DIM, "bfloat16")
+    kernel: KernelKind = "tokamax_flash" if preset.kernel == "tokamax_flash" else "flash"
+    _, changes = adjust(asked, call, kernel, Target.named(kind), training)
+    return ", ".join(str(change) for change in changes) or "none"
 
 
 def said(result: dict[str, Any]) -> str:

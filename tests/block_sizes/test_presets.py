@@ -9,10 +9,12 @@ import pytest
 import maxattn as ma
 from maxattn.block_sizes import adjust, padding
 from maxattn.block_sizes.chips import CHIPS
-from maxattn.block_sizes.presets import MODELS, files
+from maxattn.block_sizes.presets import MODELS, files, table
 from maxattn.target import Target
+from tests.block_sizes.presets_of_others import PRESETS, changes_of
 
 FOLDER = Path(__file__).parents[2] / "configs" / "block_sizes"
+DOCS = Path(__file__).parents[2] / "docs"
 KERNELS = (("flash", False), ("flash", True), ("tokamax_flash", True))
 WAN_480P, WAN_720P, FLUX = 32_760, 75_600, 4608
 # Which preset is for which length over how many shards.
@@ -54,6 +56,25 @@ def test_they_pad_little(kind, length, context):
     assert padding(shard, sizes.block_q).share <= most
     assert padding(shard, sizes.block_kv).share <= most
     assert padding(length, sizes.block_kv).share <= most
+
+
+def rows_of_others() -> list[list[str]]:
+    """Read the table of what others publish: preset, where, kernel, chip, pass, two verdicts, maxattn's changes."""
+    page = (DOCS / "presets.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    return [row for row in rows if row[0] in PRESETS and len(row) == 8]
+
+
+def test_what_others_publish_and_the_compiler_takes_is_not_changed():
+    rows = rows_of_others()
+    assert {row[0] for row in rows} == set(PRESETS)
+    for name, _, _, chip, phase, verdict, _, changes in rows:
+        assert changes == changes_of(PRESETS[name], f"TPU {chip}", phase == "training")
+        assert (changes == "none") == (verdict == "compiles")
+
+
+def test_the_page_has_the_presets_that_ship():
+    assert table() in (DOCS / "presets.md").read_text()
 
 
 def plan_of_flux(kind: str, strategy: str) -> ma.Plan:

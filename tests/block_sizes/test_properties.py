@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxattn.block_sizes import DKV, DQ, FORWARD, adjust, facts_of, is_legal, log_lines, vmem_bytes
+from maxattn.block_sizes import DKV, DQ, FORWARD, adjust, facts_of, is_legal, log_lines
+from maxattn.block_sizes.vmem import fits
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from tests.block_sizes.asks import CPU, KEYS, TPUS, asking
@@ -77,7 +78,7 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
     facts = facts_of(call, kernel, target, training)
     if facts.chip is not None:
         part = "fused" if sizes.use_fused_bwd_kernel else "dkv"
-        assert vmem_bytes(part, (q, kv, compute), facts, facts.chip.family) <= facts.chip.limit
+        assert fits(part, (q, kv, compute), facts)
 
 
 @settings(max_examples=150, deadline=None)
