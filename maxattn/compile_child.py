@@ -47,8 +47,9 @@ def _devices(job: Job) -> list[Any]:
 
     from maxattn.errors import MeshError
 
+    options = _topology_options(job.topology) | ({"num_slices": job.slices} if job.slices > 1 else {})
     try:
-        described = topologies.get_topology_desc(job.topology, "tpu", **_topology_options(job.topology))
+        described = topologies.get_topology_desc(job.topology, "tpu", **options)
         devices = list(described.devices)
     except (RuntimeError, ValueError) as error:
         raise _unknown_topology(job.topology, str(error)) from None

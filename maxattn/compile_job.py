@@ -41,6 +41,7 @@ class Job:
         training: forward and backward; else forward alone.
         module: a whole attention module with its projections; else attention alone.
         devices: how many of the topology's to use, from the first; None for all.
+        slices: how many such topologies, joined by the data centre's network.
     """
 
     topology: str
@@ -49,6 +50,7 @@ class Job:
     training: bool = False
     module: bool = False
     devices: int | None = None
+    slices: int = 1
 
 
 @dataclass(frozen=True)

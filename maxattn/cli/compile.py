@@ -17,6 +17,7 @@ from dataclasses import asdict
 from maxattn.cli import common
 from maxattn.compile_job import Job, Outcome, run_in_child
 from maxattn.context.base import readable
+from maxattn.errors import MeshError
 from maxattn.memory import HBM
 
 HELP = "compile for a TPU topology on this machine; memory, time, transfers, whether it fits"
@@ -30,6 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, help="a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1"
     )
     parser.add_argument("--devices", type=int, help="use the first N devices of the topology")
+    parser.add_argument(
+        "--slices", type=int, default=1, metavar="N", help="so many of the topology, for dcn_*_parallelism"
+    )
     parser.add_argument("--train", action="store_true", help="forward and backward; default forward")
     parser.add_argument("--module", action="store_true", help="a whole FlaxAttention or CrossAttention as Wan has it: "
                         "projections with bias, norms across heads, RoPE")  # fmt: skip
@@ -40,9 +44,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile each shape and print what came of it."""
     source = common.read_source(args)
+    if args.slices < 1 or (args.slices > 1 and args.devices):
+        rule = "there is at least one slice, and several are used whole"
+        raise MeshError("slices", args.slices, rule, "write --slices 2 without --devices")
     outcomes = []
     for shape in common.shapes_of(args, source):
-        job = Job(args.target, source.config, shape, args.train, args.module, args.devices)
+        job = Job(args.target, source.config, shape, args.train, args.module, args.devices, args.slices)
         outcome = run_in_child(job, args.time_limit)
         outcomes.append(outcome)
         if not args.json:
@@ -63,7 +70,7 @@ def fits(outcome: Outcome) -> bool:
 def report(job: Job, outcome: Outcome) -> str:
     """Write an outcome for a person."""
     what = ("attention module" if job.module else "attention") + (", forward and backward" if job.training else "")
-    lines = [f"{job.shape.name}: {what}, for {job.topology}" + (f" ({outcome.device_kind})" if outcome.plan else "")]
+    lines = [f"{job.shape.name}: {what}, for {_machine(job)}" + (f" ({outcome.device_kind})" if outcome.plan else "")]
     lines += outcome.plan.splitlines()
     if outcome.ending == "compiled":
         lines += [f"  compiled in {outcome.seconds:.1f} s", *_memory(outcome), *_transfers(job, outcome)]
@@ -71,6 +78,10 @@ def report(job: Job, outcome: Outcome) -> str:
     else:
         lines += [*_failure(outcome).splitlines()]
     return "\n".join(lines)
+
+
+def _machine(job: Job) -> str:
+    return job.topology if job.slices == 1 else f"{job.slices} slices of {job.topology}"
 
 
 def _memory(outcome: Outcome) -> list[str]:

@@ -57,6 +57,14 @@ def test_a_training_step_of_a_module_as_json(capsys):
 
 
 @needs_libtpu
+def test_two_slices(capsys):
+    words = ["attention=flash", "dcn_data_parallelism=2", "ici_tensor_parallelism=4", "ici_data_parallelism=1"]
+    ran = run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "2", "--shape", "2,512,512,4,128")
+    assert ran.status == 0 and "for 2 slices of v5p:2x2x1" in ran.out and "mesh data=2 tensor=4" in ran.out
+    assert run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "0", "--shape", "sdxl-64").status == 1
+
+
+@needs_libtpu
 def test_what_does_not_fit(capsys):
     ran = run(capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p")
     assert ran.status == 1
