@@ -15,6 +15,7 @@ from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from tests.block_sizes.compiler import TOPOLOGIES, Compiler
+from tests.block_sizes.random_requests import Request
 
 SHARD = 18_900  # tokens: 720p over four chips
 HEAD_DIM = 128  # what shorter heads are padded to there
@@ -83,16 +84,23 @@ def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
             case = case_of(preset, kind, training)
             says = [said(compilers[flags].compile(case, 600)) for flags in ("", LIMIT)]
             how = f"{kind.removeprefix('TPU ')} | {'training' if training else 'forward'}"
-            changes = changes_of(preset, kind, training)
+            changes = changes_of(name, kind, training)
             yield f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} | {changes} |"
 
 
-def changes_of(preset: Preset, kind: str, training: bool) -> str:
-    """Say what maxattn's rules make of a preset, at the compiler's own limit of VMEM."""
+def request_of(name: str, kind: str, training: bool = True) -> Request:
+    """Ask maxattn for a preset on a shard, with segment ids and a computed mask."""
+    preset = PRESETS[name]
     asked = FlashBlockSizes(**dict(zip(KEYS, preset.sizes, strict=False)), use_fused_bwd_kernel=preset.fused)
     call = Call(1, SHARD, SHARD, 2, 2, HEAD_DIM, "bfloat16")
     kernel: KernelKind = "tokamax_flash" if preset.kernel == "tokamax_flash" else "flash"
-    _, changes = adjust(asked, call, kernel, Target.named(kind), training)
+    return Request(asked, call, kernel, kind, training, "both")
+
+
+def changes_of(name: str, kind: str, training: bool) -> str:
+    """Say what maxattn's rules make of a preset, at the compiler's own limit of VMEM."""
+    asks = request_of(name, kind, training)
+    _, changes = adjust(asks.asked, asks.call, asks.kernel, Target.named(kind), training)
     return ", ".join(str(change) for change in changes) or "none"
 
 

@@ -102,6 +102,14 @@ def test_cross_attention_of_any_length_compiles(compiler, kind, kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", presets_of_others.PRESETS)
+def test_what_others_publish_compiles_once_adjusted(compiler, name):
+    for kind in presets_of_others.PRESETS[name].chips:
+        request = presets_of_others.request_of(name, kind)
+        assert compiler.compile(request.case(request.adjusted()))["message"] == ""
+
+
+@pytest.mark.slow
 def test_the_page_of_presets_says_what_the_compiler_says(compiler):
     page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
     with Compiler(flags=presets_of_others.LIMIT) as larger:
