@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
@@ -28,7 +28,7 @@ from maxattn.masks import Mask
 from maxattn.plan import Plan, checked_config, plan, without_padding
 from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
-from maxattn.varying import vary_over, varying_axes
+from maxattn.varying import checked_axes, vary_over, varying_axes
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -89,6 +89,7 @@ def attention(
     call = Call.of(q, k, bound, bias, scale, role, return_lse)
     target = Target.here()
     decided = plan(call, config, mesh, target)
+    _check_surroundings(decided)
     announce(decided)
     out, lse = run(decided, q, k, v, bias, bound, mesh)
     return (out, lse) if return_lse else out
@@ -155,6 +156,20 @@ def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
         raise MeshError(
             "mesh", dict(mesh.shape), "q was put on other devices than those of the mesh",
             "put the arrays on the mesh, e.g. with jax.device_put(q, NamedSharding(mesh, PartitionSpec()))",
+        )  # fmt: skip
+
+
+def _check_surroundings(plan: Plan) -> None:
+    """Refuse a Pallas kernel where jax would: in a `shard_map` over all axes that checks what varies over them."""
+    ambient = _compat.ambient_mesh()
+    if ambient is None or not getattr(plan.kernel, "is_pallas", False):
+        return
+    manual = _compat.axis_names_of_type(ambient, AxisType.Manual)
+    if manual == set(ambient.axis_names) and checked_axes(manual):
+        raise MeshError(
+            "check_vma", True,
+            f"{plan.kernel.name} is a Pallas kernel, and this shard_map checks what varies over its axes, "
+            f"{', '.join(sorted(manual))}", "pass check_vma=False to jax.shard_map, or set attention: dot_product",
         )  # fmt: skip
 
 

@@ -374,6 +374,7 @@ _ONLY_FOR = {
 _READ_BY = {
     **{key: {"memory_efficient"} for key in _BLOCKWISE},
     "flash_block_sizes": {"flash", "tokamax_flash"},
+    **{key: {"tokamax_flash"} for key in ("use_base2_exp", "use_experimental_scheduler")},
     "ulysses_shards": {"ulysses_ring"},
     "ulysses_attention_chunks": {"ulysses", "ulysses_ring"},
     "attention_sharding_uniform": {"ulysses"},

@@ -107,7 +107,7 @@ def to_partition_spec(spec: Spec) -> PartitionSpec:
 def over_shards(
     f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Run `f` on each device's shard, over the axes of `shape` alone; without axes, just run it.
+    """Run `f` on each device's shard, over the axes of `shape`; without axes, just run it.
 
     Args:
         f: a function of local arrays.
@@ -115,13 +115,15 @@ def over_shards(
         shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not among them.
         in_specs, out_specs: trees of `PartitionSpec`.
     """
-    if not shape:
-        return f
     ambient = _compat.ambient_mesh()
     inside = ambient is not None and bool(_compat.axis_names_of_type(ambient, AxisType.Manual))
+    if not shape and not inside:
+        return f
     mesh = ambient if inside else mesh
     # Axes that attention does not use become manual too: a TPU kernel is refused while any is left to the compiler.
     names = {a for a, _ in shape} | _compat.axis_names_of_type(mesh, AxisType.Auto)
+    if not names:
+        return f
     return _compat.shard_map(f, mesh, in_specs, out_specs, names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -23,3 +24,8 @@ def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
         return jax.lax.pcast(x, more, to="varying") if more else x
 
     return jax.tree.map(one, tree) if axes else tree
+
+
+def checked_axes(names: Iterable[str]) -> frozenset[str]:
+    """Name those of the manual axes `names` whose surrounding `shard_map` checks what varies over them."""
+    return varying_axes([jax.lax.axis_index(name) for name in names])

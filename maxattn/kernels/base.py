@@ -26,7 +26,8 @@ class Kernel(Protocol):
     """Compute attention over local arrays.
 
     q [B,T,N,H], k and v [B,S,K,H] with K dividing N, out [B,T,N,H], lse [B,N,T] float32, natural logarithm.
-    A query with nothing to attend to gives output 0, LSE -inf and gradients 0.
+    A query with nothing to attend to gives output 0, LSE -inf and gradients 0. A kernel may say `is_pallas = True`: jax
+    then refuses it inside of a `shard_map` that checks what varies over its axes.
     """
 
     name: ClassVar[str]

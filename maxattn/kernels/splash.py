@@ -49,6 +49,7 @@ class Splash:
     """
 
     name: ClassVar[str]
+    is_pallas: ClassVar[bool] = True
     scale: float
     blocks: BlockSizes
     interpret: bool = False
@@ -104,7 +105,8 @@ class Splash:
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        with _precision(self._compute_dtype(q)):
+        # Without 64-bit mode: the index arithmetic of the libraries' kernels fails in it.
+        with _precision(self._compute_dtype(q)), jax.enable_x64(False):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
@@ -132,7 +134,7 @@ class Splash:
         """
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never meets -inf.
         finite, delta, dout = row_gradient(out.swapaxes(1, 2), dout.swapaxes(1, 2), lse, dlse)
-        with _precision(self._compute_dtype(q)):
+        with _precision(self._compute_dtype(q)), jax.enable_x64(False):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
             rows = (finite, dout.astype(problem.q.dtype), delta)
             dq, dk, dv = problem.backward(self.blocks, *rows)

@@ -20,6 +20,7 @@ from maxattn.block_sizes import BlockSizes
 from maxattn.context.merge import merge
 from maxattn.errors import Unsupported
 from maxattn.kernels.flash import Flash
+from maxattn.kernels.splash import Splash
 from maxattn.kernels.splash_mask import mask_info, rows_of, schedule, tile_kinds
 from maxattn.kernels.splash_rows import OneInterval, Positions, Shards, encode
 from tests.golden_text import check_golden
@@ -108,9 +109,8 @@ def test_mask_info_of_75600_tokens_takes_no_second() -> None:
     assert int(info.block_mask.sum()) == int((kinds != M.EMPTY).sum())
 
 
-def whole(mask: M.Mask, fused: bool) -> tuple:
+def whole(mask: M.Mask, kernel: Splash) -> tuple:
     """Compute attention of 2 x 2 shards with traced offsets: merged forward, then a backward given the merge."""
-    kernel = Flash(64**-0.5, FUSED if fused else UNFUSED, interpret=True)
     rng = np.random.default_rng(5)
     q, dout = (jnp.asarray(rng.normal(size=(1, LENGTH, 4, 64)), "float32") for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), "float32") for _ in range(2))
@@ -136,7 +136,7 @@ def whole(mask: M.Mask, fused: bool) -> tuple:
 
 @pytest.mark.parametrize(("name", "fused"), [("full", True), ("blocks", False), ("blocks", True), ("video", False)])
 def test_shards_with_traced_offsets_and_a_merged_lse(name: str, fused: bool) -> None:
-    got, want = whole(POSITIONS[name], fused)
+    got, want = whole(POSITIONS[name], Flash(64**-0.5, FUSED if fused else UNFUSED, interpret=True))
     errors = [error(g, w) for g, w in zip(got, want, strict=False)]
     assert max(errors) < 2e-5, errors
 

@@ -92,7 +92,7 @@ def test_tokamax_pairs(case: dict) -> None:
     judge_splash(case)
 
 
-# Kernels x masks x heads x dtypes, at 129 queries, two tiles where they are 128, and a head dim that is no whole register.
+# Kernels x masks x heads x dtypes, at 129 queries (two tiles of 128) and a head dim that is no whole register.
 SPLASH_FEW = {"length": ["short"], "head_dim": [72], "batch": [2]}
 SPLASH_PRODUCT = product(AXES | SPLASH | SPLASH_FEW | {"kernel": [*FLASH, *TOKAMAX]}, legal)
 

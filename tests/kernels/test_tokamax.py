@@ -1,0 +1,131 @@
+"""What is tokamax's own: its schedule of tiles, its exp2 and base-2 LSE, rings over it, what is unused or refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.block_sizes import BlockSizes
+from maxattn.errors import Unsupported
+from maxattn.kernels.splash_tokamax import steps
+from maxattn.kernels.tokamax_flash import TokamaxFlash
+from tests.golden_text import check_golden
+from tests.kernels.test_flash import POSITIONS, SHARD, VIDEO, call, whole
+from tests.reference import attention64, error
+
+pytest.importorskip("tokamax")
+SIZES = BlockSizes(128, 128, 128, 128, 256, 128, use_fused_bwd_kernel=True)
+TPU = ma.Target.named("TPU v5p", (("tokamax", "0.0.17"),))
+CPU = ma.Target.named("cpu", (("tokamax", "0.0.17"),))
+
+
+def kernel(base2: bool = True) -> TokamaxFlash:
+    return TokamaxFlash(64**-0.5, SIZES, interpret=True, use_base2_exp=base2)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
+def test_the_steps_are_the_tiles_that_are_not_empty(density: float) -> None:
+    rng = np.random.default_rng(3)
+    marks = ((rng.random((9, 13)) < density) * rng.integers(1, 3, (9, 13))).astype(np.int8)
+    want = [(i, j, marks[i, j]) for i in range(9) for j in range(13) if marks[i, j]]
+    row, column, flat, count = jax.jit(steps)(jnp.asarray(marks))
+    n = int(count[0])
+    assert [tuple(map(int, x)) for x in zip(row[:n], column[:n], flat[:n], strict=True)] == want
+    assert (np.asarray(row)[n:] == -1).all()
+    static = [*zip(*(x.tolist() for x in steps(marks)[:3]), strict=True)]
+    # A grid has a step at least; where nothing is visited it computes a tile that is thrown away.
+    assert static == (want or [(0, 0, 1)])
+
+
+@pytest.mark.parametrize(("name", "base2"), [("full", True), ("blocks", False), ("blocks", True), ("video", True)])
+def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> None:
+    got, want = whole(POSITIONS[name], kernel(base2))
+    errors = [error(g, w) for g, w in zip(got, want, strict=False)]
+    assert max(errors) < 2e-5, errors
+
+
+@pytest.mark.parametrize(
+    ("mask", "base2"),
+    [(M.Full(), False), (M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32)), True)],
+)
+def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
+    """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and gradients."""
+    config = ma.AttentionConfig(
+        attention="ring", attention_kernel="tokamax_flash", use_base2_exp=base2, ici_data_parallelism=1,
+        ici_context_parallelism=8,
+    )  # fmt: skip
+    rng, n = np.random.default_rng(2), 300
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(4))
+    dlse = jnp.asarray(rng.normal(size=(2, 2, n)), "float32")
+    ok = np.asarray(mask.bind(n, n).allowed(np.arange(n), np.arange(n)))
+    dlse = jnp.where(np.broadcast_to(ok, (2, 1, n, n)).any(-1), dlse, 0.0)
+
+    mesh = config.make_mesh()
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def both(q, k, v):
+        attend = partial(ma.attention, mask=mask, config=config, mesh=mesh, return_lse=True)
+        result, vjp = jax.vjp(attend, q, k, v)
+        return *result, *vjp((dout, dlse))
+
+    want = attention64(q, k, v, ok, None, dout=dout, dlse=dlse)
+    errors = [error(g, w) for g, w in zip(both(q, k, v), want, strict=False)]
+    assert max(errors) < 2e-5, errors
+
+
+def test_exp2_in_bfloat16_has_no_bias() -> None:
+    """log2(e) rounded to bfloat16 is 0.18% too large, which would shift every LSE."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(3 * rng.normal(size=(1, 256, 2, 128)), "bfloat16") for _ in range(3))
+    config = ma.AttentionConfig(attention="tokamax_flash", use_base2_exp=True)
+    _, lse = ma.attention(q, k, v, config=config, return_lse=True)
+    assert abs(float(np.mean(np.asarray(lse, np.float64) - attention64(q, k, v).lse))) < 2e-3
+
+
+def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
+    x = jnp.ones((1, SHARD, 1, 64))
+    forward = jax.jit(lambda offset: kernel().forward(x, x, x, None, VIDEO, 0, offset)[0])
+    assert np.isfinite(np.asarray(forward(SHARD))).all()
+    assert np.isnan(np.asarray(forward(SHARD - 1))).all()
+
+
+def test_float32_products_stay_whole_on_a_tpu() -> None:
+    compiled = TokamaxFlash(0.125, SIZES)
+    for dtype, count in (("float32", 2), ("bfloat16", 0)):
+        x = jnp.ones((1, 128, 1, 64), dtype)
+        text = str(jax.make_jaxpr(lambda x: compiled.forward(x, x, x, None, M.Full(), 0, 0))(x))
+        # The kernel has two bodies, for tiles that evaluate the mask and for those that do not.
+        assert text.count("dot_general[") == 4
+        assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * count
+
+
+REFUSED = {
+    "dense": (call(mask=M.Dense(np.ones((256, 256), bool))), CPU),
+    "bias": (call(bias=jnp.zeros((256, 256))), TPU),
+    "float16_on_tpu": (call(dtype="float16"), TPU),
+    "not_installed": (call(), ma.Target.named("TPU v5p")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    asked, target = REFUSED[name]
+    with pytest.raises(Unsupported) as caught:
+        ma.plan(asked, ma.AttentionConfig(attention="tokamax_flash"), target=target)
+    check_golden(f"refused/tokamax_{name}", f"{type(caught.value).__name__}\n{caught.value}")
+
+
+@pytest.mark.parametrize(("name", "target"), [("cpu", CPU), ("tpu", TPU)])
+def test_explain(name: str, target: ma.Target) -> None:
+    sizes = {"block_kv": 1024, "block_kv_compute": 512, "block_q_dq": 512, "block_kv_dq": 512}
+    config = ma.AttentionConfig(
+        attention="tokamax_flash", flash_block_sizes=sizes, use_base2_exp=True, use_experimental_scheduler=True
+    )
+    wan = call(32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7))
+    check_golden(f"explain/tokamax_{name}", ma.plan(wan, config, target=target).explain())
