@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.context.all_gather import CONTEXT
-from maxattn.context.zigzag import Deal, Layout
+from maxattn.context.zigzag import Deal, Layout, joined
 from maxattn.kernels.base import Bias
 from maxattn.masks import Mask
 
@@ -36,7 +36,7 @@ class Trip:
     def __init__(self, layout: Layout, inner: int, q: Array, k: Array, mask: Mask, bias: Bias) -> None:
         self.layout, self.inner, self.n = layout, inner, layout.places
         lengths = self.n * q.shape[1], self.n * k.shape[1]
-        self.empty = layout.empty(mask, *lengths)
+        self.empty, self.full = layout.empty(mask, *lengths), layout.full(mask, *lengths)
         self.made = layout.hops(mask, *lengths)
         # One place alone has static offsets, so that a kernel's lists of visits are constants.
         self.place = jax.lax.axis_index(CONTEXT) // inner if self.n > 1 else 0
@@ -92,6 +92,9 @@ class Trip:
         """Return (bias, mask, position of the first query, of the first key) of a piece."""
         start = self.first_key(hop, j)
         mask, bias = self.masks[i], self.biases[i]
+        if (self.full | self.empty)[:, hop, i, j].all():
+            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not test them.
+            mask = joined(term for term in mask.terms() if term.has_data)
         cut = jax.tree.map(lambda x, a: self._cut(x, a.index("S"), start) if "S" in a else x, mask, mask.leaf_axes())
         if bias is not None and bias.shape[3] > 1:
             bias = self._cut(bias, 3, start)

@@ -11,7 +11,10 @@ Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); B
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.masks import EMPTY, Mask
+from maxattn.masks import EMPTY, FULL, Full, Mask
 from maxattn.masks.blocks import count
 
 
@@ -49,6 +52,12 @@ class Layout:
         c = self.chunks
         return self._by_hop(mask.block_map(q_len // c, kv_len // c, q_len, kv_len) == EMPTY)
 
+    def full(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
+        """Say for [place, hop, query run, key run] whether positions alone forbid nothing."""
+        c = self.chunks
+        positions = joined(term for term in mask.terms() if not term.has_data)
+        return self._by_hop(positions.block_map(q_len // c, kv_len // c, q_len, kv_len) == FULL)
+
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which some place has something to compute; hop 0 is always made."""
         some = np.any(~self.empty(mask, q_len, kv_len), axis=(0, 2, 3))
@@ -64,6 +73,11 @@ class Layout:
         place, hop, i, j = np.mgrid[:n, :n, :runs, :runs]
         both = np.stack([np.arange(n), self.chunks - 1 - np.arange(n)])
         return of_chunks[both[i, place], both[j, (place - hop) % n]]
+
+
+def joined(terms: Iterable[Mask]) -> Mask:
+    """Allow what all terms allow."""
+    return reduce(and_, terms, Full())
 
 
 @dataclass(frozen=True)

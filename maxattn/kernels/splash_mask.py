@@ -94,6 +94,8 @@ def tile_kinds(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset
 ) -> Kinds:
     """Classify the tiles of a mask of positions: numpy where the offsets are ints, traced where one is."""
+    if mask.is_full:  # wherever the tokens are: no lists, whose length scalar memory bounds
+        return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     if isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array):
         return chunk_kinds(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, jnp)
     if q_offset == 0 and kv_offset == 0:

@@ -42,6 +42,8 @@ def visits(
         q_len, kv_len: local lengths.
         q_offset, kv_offset: position of the first local query and key; ints or traced.
     """
+    if mask.is_full:  # wherever the tokens are
+        q_offset = kv_offset = 0
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     xp: Any = jnp if traced else np
     kinds = chunk_kinds(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, xp)
