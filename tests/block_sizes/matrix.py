@@ -38,6 +38,7 @@ SHAPES = {
     "Wan 1.3B 720p": Shape("wan_720p", 75_600, 75_600, 12, 128),
     "Wan 14B 480p": Shape("wan_480p", 32_760, 32_760, 40, 128),
     "Wan 14B 720p": Shape("wan_720p", 75_600, 75_600, 40, 128),
+    "Wan 14B 720p, an eighth of it": Shape("wan_720p_context_8", 9450, 9450, 40, 128),
     "Wan cross 512, 480p": Shape("wan_480p", 32_760, 512, 12, 128, "padding"),
     "Wan cross 512, 720p": Shape("wan_720p", 75_600, 512, 40, 128, "padding"),
     "Wan cross 257+512, 480p": Shape("wan_480p", 32_760, 769, 40, 128, "padding"),
