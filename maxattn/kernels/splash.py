@@ -172,12 +172,6 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     return replace(parts, who=name) if isinstance(parts, Reason) else None
 
 
-def not_on_gpu(name: str, target: Target) -> Reason:
-    """Say where the kernels run."""
-    rule = f"it runs on a TPU (and in interpret mode on a CPU), and this is {target.device_kind}"
-    return Reason(name, "platform", rule, "set attention: auto")
-
-
 def _changed(changes: tuple[Change, ...]) -> str:
     return "".join(f"; changed {change} ({change.reason})" for change in changes)
 

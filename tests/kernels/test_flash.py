@@ -26,7 +26,7 @@ from maxattn.kernels.splash_rows import OneInterval, Positions, Shards, encode
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
 
-CPU, V5P, H200 = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p", "NVIDIA H200"))
+CPU, V5P = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p"))
 FUSED = BlockSizes(128, 128, 128, 128, 256, 128, use_fused_bwd_kernel=True)
 UNFUSED = BlockSizes(128, 256, 128, 128, 128, 128, 128, 256, False)
 VIDEO = M.VideoMask(8, 32, 2, window=2, sink=1, offset=0)
@@ -88,8 +88,9 @@ def test_a_schedule_visits_each_tile_once(density: float) -> None:
         assert (mine == np.asarray(theirs)).all()
 
 
-def test_mask_info_of_75600_tokens_takes_no_second() -> None:
-    mask, n = M.BlockSlidingWindow(1560, 7, 0), 75_600
+@pytest.mark.parametrize("block", [1560, 3600])
+def test_mask_info_of_75600_tokens_takes_no_second(block: int) -> None:
+    mask, n = M.BlockSlidingWindow(block, 7, 0), 75_600
 
     def trace() -> tuple:
         kinds = tile_kinds(mask, 512, 512, n, n, 0, 0)
@@ -104,8 +105,8 @@ def test_mask_info_of_75600_tokens_takes_no_second() -> None:
         seconds.append(time.thread_time() - start)
     assert min(seconds) < 1.0
     kinds, info = trace()
-    # 7 frames of 1560 touch at most 23 key tiles of 512 from one query tile that lies across two frames.
-    assert info.block_mask.shape[2] <= 26
+    # A query tile of 512 lies in two blocks at most, which see 8 blocks together.
+    assert info.block_mask.shape[2] <= -(-8 * block // 512) + 1
     assert int(info.block_mask.sum()) == int((kinds != M.EMPTY).sum())
 
 
@@ -208,7 +209,6 @@ REFUSED = {
     "two_segments": (call(mask=M.Segments(*[np.zeros((1, 256), np.int32)] * 2) & M.Segments(
         *[np.ones((1, 256), np.int32)] * 2)), CPU),
     "bias": (call(bias=jnp.zeros((256, 256))), CPU),
-    "gpu": (call(), H200),
     "float16_on_tpu": (call(dtype="float16"), V5P),
 }  # fmt: skip
 
