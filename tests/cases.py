@@ -97,8 +97,9 @@ def allowed(mask: M.Mask | None, t: int, s: int) -> np.ndarray | None:
 
 
 def run_case(
-    case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str = "self", compiler_options: Any = None
-) -> dict[str, float]:
+    case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str = "self", compiler_options: Any = None,
+    measure: Callable[[Any, Any], float] = error,
+) -> dict[str, float]:  # fmt: skip
     """Run forward and backward of a case; return the error of each result against float64."""
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
@@ -116,7 +117,7 @@ def run_case(
     got = both(x["q"], x["k"], x["v"], x["bias"])
     want = attention64(x["q"], x["k"], x["v"], ok, x["bias"], dout=x["dout"], dlse=dlse)
     names = ("out", "lse", "dq", "dk", "dv", "dbias")
-    return {n: error(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None}
+    return {n: measure(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None}
 
 
 def judge(case: dict, errors: dict[str, float]) -> None:

@@ -11,7 +11,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["MAXATTN_CACHE"] = os.devnull  # sizes that were tuned on this machine would change the plans
 
 
-_MATRICES = {"test_matrix.py": "kernels against float64", "test_meshes.py": "kernels on meshes against float64"}
+_MATRICES = {
+    "test_matrix.py": "kernels against float64",
+    "context/test_meshes.py": "kernels on meshes against float64",
+    "test_kernels_on_meshes.py": "all kernels inside all context strategies",
+    "test_zigzag.py": "masks on zig-zag rings against float64",
+}
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

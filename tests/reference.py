@@ -62,3 +62,19 @@ def error(got, want) -> float:
         return 0.0
     worst = np.abs(got[finite] - want[finite]).max()
     return float(worst / max(np.abs(want[finite]).max(), 1e-3))
+
+
+def mean_error(got, want) -> float:
+    """Return the root mean square of the differences, relative to that of what is wanted (at least 1e-3).
+
+    Two roundings of the same numbers differ in their largest error by chance, and hardly in this one.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    finite = np.isfinite(want)
+    assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
+    if not finite.any():
+        return 0.0
+    rms = [
+        float(np.sqrt(np.mean(x[finite] ** 2))) for x in (np.where(finite, got, 0) - np.where(finite, want, 0), want)
+    ]
+    return rms[0] / max(rms[1], 1e-3)
