@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 from wan21.model import WanTransformer3D
 from wan21.sizes import SIZES, Sizes
 
@@ -17,14 +16,11 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError, WeightsError
 from tests.fixtures import make_diffusers as made
-from tests.weights.test_diffusers import FOLDER
+
+from .parity import channels_last, compare, fixture, part
 
 CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE}
 CONFIGS = {"plain": ma.AttentionConfig(), "remat": ma.AttentionConfig(remat_policy="SAVE_ATTENTION")}
-
-
-def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def loaded(case: str, theirs: dict[str, np.ndarray], config: ma.AttentionConfig, mesh: Any = None) -> WanTransformer3D:
@@ -35,45 +31,14 @@ def loaded(case: str, theirs: dict[str, np.ndarray], config: ma.AttentionConfig,
     return model
 
 
-def channels_last(x: np.ndarray) -> jax.Array:
-    return jnp.moveaxis(jnp.asarray(x), 1, -1)
-
-
-def results(model: WanTransformer3D, theirs: dict[str, np.ndarray]):
-    """Return output and gradients, in diffusers' layouts."""
-    given = part(theirs, "in.")
-    t, text = jnp.asarray(made.TIMES), jnp.asarray(given["text"])
-    image = jnp.asarray(given["image"]) if "image" in given else None
-    dout = channels_last(theirs["dout"])
-
-    @nnx.jit
-    def both(model: WanTransformer3D, x: jax.Array):
-        def loss(model: WanTransformer3D, x: jax.Array):
-            out = model(x, t, text, image)
-            return jnp.sum(out * dout), out
-
-        (_, out), grads = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
-        return out, grads
-
-    out, (by_weights, by_x) = both(model, channels_last(given["x"]))
-    nnx.update(model, by_weights)
-    gradients = weights.to_diffusers(model) | {"in.x": np.moveaxis(np.asarray(by_x), -1, 1)}
-    return np.moveaxis(np.asarray(out), -1, 1), gradients
-
-
-def compare(got: tuple[np.ndarray, dict[str, np.ndarray]], theirs: dict[str, np.ndarray]) -> None:
-    out, gradients = got
-    np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
-    assert {f"grad.{key}" for key in gradients} == {key for key in theirs if key.startswith("grad.")}
-    for key, value in gradients.items():
-        want = theirs[f"grad.{key}"]
-        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)
+def call(model: WanTransformer3D, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+    return model(x, jnp.asarray(made.TIMES), given["text"], given.get("image"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_model_is_diffusers(case: str) -> None:
-    theirs = load_file(FOLDER / f"diffusers_{case}.safetensors")
-    compare(results(loaded(case, theirs, CONFIGS["remat"]), theirs), theirs)
+    theirs = fixture(case)
+    compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call)
 
 
 def test_on_a_mesh_it_is_the_same() -> None:
@@ -81,15 +46,15 @@ def test_on_a_mesh_it_is_the_same() -> None:
         ici_data_parallelism=1, ici_fsdp_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2,
         attention="ring",
     )  # fmt: skip
-    theirs = load_file(FOLDER / "diffusers_wan_t2v.safetensors")
+    theirs = fixture("wan_t2v")
     model = loaded("wan_t2v", theirs, config, config.make_mesh())
     kernel = model.blocks.attn1.to_q.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 12, 12), "layers whole; [in, out] over fsdp and tensor"
-    compare(results(model, theirs), theirs)
+    compare(model, theirs, call)
 
 
 def test_text_is_encoded_once_for_all_steps() -> None:
-    theirs = load_file(FOLDER / "diffusers_wan_i2v_model.safetensors")
+    theirs = fixture("wan_i2v_model")
     model, given = loaded("wan_i2v_model", theirs, CONFIGS["plain"]), part(theirs, "in.")
     kv = nnx.jit(lambda m: m.encode(jnp.asarray(given["text"]), jnp.asarray(given["image"])))(model)
     assert kv.k.shape == (2, 2, 512, 2, 12)

@@ -1,0 +1,1 @@
+"""SDXL: the image UNet at its real size, with maxattn inside."""

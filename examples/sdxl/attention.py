@@ -1,0 +1,99 @@
+"""The attention of the UNet: an image as a sequence, attending to itself and to the text."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn import sharding
+
+from .layers import Image, group_norm
+from .sizes import Sizes
+
+Tokens = Float[Array, "B T C"]
+
+
+class Transformer(nnx.Module):
+    """Turn an image into tokens, run attention blocks, and add what they give to the image."""
+
+    def __init__(
+        self, channels: int, heads: int, layers: int, sizes: Sizes, config: ma.AttentionConfig | None,
+        mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs, **how: Any,
+    ) -> None:  # fmt: skip
+        self.config, self.mesh = config, mesh
+        self.norm = group_norm(channels, sizes, 1e-6, rngs)
+        self.proj_in = nnx.Linear(channels, channels, rngs=rngs, **how)
+        blocks = [Block(channels, heads, sizes, config, mesh, rngs=rngs, **how) for _ in range(layers)]
+        self.transformer_blocks = nnx.List(blocks)
+        self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
+
+    def __call__(self, x: Image, text: Float[Array, "B S D"]) -> Image:
+        """Attend to the image itself and to the text."""
+        # Rows of an image stay together: tokens that are split over context would have the compiler split convolutions
+        # as well, and with fewer rows than devices it gets their gradients wrong (seen with jax 0.10.2 on CPU).
+        x = sharding.constrain(x, self.mesh, "B...")
+        tokens = self.proj_in(rearrange(self.norm(x).astype(x.dtype), "B H W C -> B (H W) C"))
+        run = ma.remat(Block.__call__, self.config)
+        for block in self.transformer_blocks:
+            tokens = run(block, tokens, text)
+        y = rearrange(self.proj_out(tokens), "B (H W) C -> B H W C", H=x.shape[1])
+        return x + sharding.constrain(y, self.mesh, "B...")
+
+
+class Block(nnx.Module):
+    """Self-attention, cross-attention to the text and a gated feed-forward layer, each after a norm and added."""
+
+    def __init__(
+        self, channels: int, heads: int, sizes: Sizes, config: ma.AttentionConfig | None,
+        mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs, **how: Any,
+    ) -> None:  # fmt: skip
+        attention: dict[str, Any] = {
+            "heads": heads, "dim_head": channels // heads, "config": config, "mesh": mesh, "rngs": rngs, **how,
+        }  # fmt: skip
+        self.mesh = mesh
+        self.norm1, self.norm2, self.norm3 = (layer_norm(channels, rngs) for _ in range(3))
+        self.attn1 = ma.FlaxAttention(channels, **attention)
+        self.attn2 = ma.CrossAttention(channels, sizes.cross_attention_dim, **attention)
+        self.ff = GatedFeedForward(channels, rngs=rngs, **how)
+
+    def __call__(self, x: Tokens, text: Float[Array, "B S D"]) -> Tokens:
+        """Run the three layers.
+
+        Args:
+            x: the image's tokens.
+            text: states of the text encoders.
+        """
+        x = x + self.attn1(self.norm1(x).astype(x.dtype))
+        x = x + self.attn2(self.norm2(x).astype(x.dtype), text)
+        x = x + self.ff(self.norm3(x).astype(x.dtype))
+        return sharding.constrain(x, self.mesh, "BT.")
+
+
+class GatedFeedForward(nnx.Module):
+    """Compute down(a * gelu(b)), where a and b are the halves of up(x)."""
+
+    diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
+
+    def __init__(self, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
+        self.up = nnx.Linear(dim, 8 * dim, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how)
+        self.down = nnx.Linear(4 * dim, dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how)
+
+    def __call__(self, x: Tokens) -> Tokens:
+        """Run both layers on every token."""
+        value, gate = jax.numpy.split(self.up(x), 2, axis=-1)
+        return self.down(value * nnx.gelu(gate, approximate=False))
+
+
+def layer_norm(channels: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Make a layer norm that computes in float32."""
+    return nnx.LayerNorm(channels, epsilon=1e-5, dtype=jax.numpy.float32, use_fast_variance=False, rngs=rngs)
+
+
+def on_mesh(*axes: str | None) -> dict[str, Any]:
+    """Name the mesh axes of a kernel, without asking for a mesh when it is made."""
+    return {"out_sharding": axes, "eager_sharding": False}

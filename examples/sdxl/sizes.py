@@ -1,0 +1,80 @@
+"""Sizes of an SDXL UNet, as they are or from the `config.json` of a folder in diffusers' format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from maxattn.errors import WeightsError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold the sizes of a UNet, under diffusers' names; the defaults are those of SDXL base 1.0.
+
+    Args:
+        block_out_channels: channels at each resolution, from the finest.
+        down_block_types: at which resolutions there is attention, as diffusers names blocks.
+        layers_per_block: residual blocks at each resolution, one more on the way up.
+        transformer_layers_per_block: attention blocks after each residual block, by resolution.
+        attention_head_dim: heads at each resolution (a misnomer that diffusers keeps).
+        cross_attention_dim: width of the text's states.
+        in_channels, out_channels: of the latents.
+        addition_time_embed_dim: sinusoids of each of the six numbers of size and crop.
+        projection_class_embeddings_input_dim: width of those and the pooled text together.
+        norm_num_groups, norm_eps: of the group norms.
+    """
+
+    block_out_channels: tuple[int, ...] = (320, 640, 1280)
+    down_block_types: tuple[str, ...] = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    layers_per_block: int = 2
+    transformer_layers_per_block: tuple[int, ...] = (1, 2, 10)
+    attention_head_dim: tuple[int, ...] = (5, 10, 20)
+    cross_attention_dim: int = 2048
+    in_channels: int = 4
+    out_channels: int = 4
+    addition_time_embed_dim: int = 256
+    projection_class_embeddings_input_dim: int = 2816
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+
+    @property
+    def time_dim(self) -> int:
+        """Width of the time's embedding."""
+        return 4 * self.block_out_channels[0]
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether there is attention, by resolution."""
+        return tuple(kind.startswith("CrossAttn") for kind in self.down_block_types)
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> Self:
+        """Read the sizes from a folder's `config.json`.
+
+        Raises:
+            WeightsError: there is none, or it describes a model that this UNet is not.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise WeightsError(
+                "config.json", path, "it says the sizes, and is not there", "give the folder of the UNet"
+            )
+        said: dict[str, Any] = json.loads(path.read_text())
+        for key, only in ONLY.items():
+            if said.get(key, only) != only:
+                remedy = "give the folder `unet` of an SDXL pipeline"
+                raise WeightsError(key, said[key], f"an SDXL UNet has {only}", remedy)
+        known = {field.name for field in fields(cls)}
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items() if key in known}
+        return cls(**values)
+
+
+# What diffusers' UNet could be beside SDXL, and this one is not.
+ONLY = {
+    "_class_name": "UNet2DConditionModel", "addition_embed_type": "text_time", "use_linear_projection": True,
+    "act_fn": "silu", "dual_cross_attention": False, "only_cross_attention": False, "class_embed_type": None,
+    "encoder_hid_dim": None, "resnet_time_scale_shift": "default", "flip_sin_to_cos": True, "freq_shift": 0,
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""Holds a whole model with diffusers' weights against diffusers' output and gradients, from the committed fixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from maxattn import weights
+from tests.weights.test_diffusers import FOLDER
+
+Tensors = dict[str, np.ndarray]
+
+
+def fixture(case: str) -> Tensors:
+    return load_file(FOLDER / f"diffusers_{case}.safetensors")
+
+
+def part(tensors: Tensors, prefix: str) -> Tensors:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def channels_last(x: np.ndarray) -> jax.Array:
+    return jnp.moveaxis(jnp.asarray(x), 1, -1)
+
+
+def channels_second(x: Any) -> np.ndarray:
+    return np.moveaxis(np.asarray(x), -1, 1)
+
+
+def compare(
+    model: nnx.Module, theirs: Tensors, call: Callable[[Any, jax.Array, dict[str, jax.Array]], jax.Array]
+) -> None:
+    """Hold output (2e-5 of its scale) and all gradients (1e-4 of each one's) against theirs.
+
+    Args:
+        model: with their weights.
+        theirs: a fixture.
+        call: from the model, channels-last latents and the other inputs to a channels-last output.
+    """
+    given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
+    dout = channels_last(theirs["dout"])
+
+    @nnx.jit
+    def both(model: nnx.Module, x: jax.Array):
+        def loss(model: nnx.Module, x: jax.Array):
+            out = call(model, x, given)
+            return jnp.sum(out * dout), out
+
+        (_, out), grads = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+        return out, grads
+
+    out, (by_weights, by_x) = both(model, channels_last(theirs["in.x"]))
+    np.testing.assert_allclose(channels_second(out), theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
+    nnx.update(model, by_weights)  # so that gradients come out under diffusers' names, too
+    gradients = weights.to_diffusers(model) | {"in.x": channels_second(by_x)}
+    assert {f"grad.{key}" for key in gradients} == {key for key in theirs if key.startswith("grad.")}
+    for key, value in gradients.items():
+        want = theirs[f"grad.{key}"]
+        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)

@@ -1,0 +1,67 @@
+"""The SDXL UNet at small sizes, with diffusers' weights: diffusers' numbers, on one device and on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from sdxl.sizes import Sizes
+from sdxl.unet import UNet
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.errors import InputError, WeightsError
+from tests.fixtures import make_diffusers as made
+
+from .parity import Tensors, compare, fixture, part
+
+
+def loaded(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> UNet:
+    model = nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), config, mesh, rngs=nnx.Rngs(0)))
+    weights.load_diffusers(model, part(theirs, "weights."), mesh=mesh)
+    return model
+
+
+def call(model: UNet, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+    return model(x, jnp.asarray(made.TIMES), given["text"], given["pooled"], jnp.asarray(made.PICTURE))
+
+
+def test_the_whole_unet_is_diffusers() -> None:
+    theirs = fixture("sdxl_unet")
+    compare(loaded(theirs, ma.AttentionConfig(remat_policy="FULL")), theirs, call)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_it_is_the_same() -> None:
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_fsdp_parallelism=2, ici_context_parallelism=4, attention="ring"
+    )
+    theirs = fixture("sdxl_unet")
+    compare(loaded(theirs, config, config.make_mesh()), theirs, call)
+
+
+@pytest.mark.slow
+def test_real_size() -> None:
+    model = nnx.eval_shape(lambda: UNet(rngs=nnx.Rngs(0)))
+    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert count == 2_567_463_684
+    assert len(weights.entries(model)) == 1680
+
+
+def test_what_does_not_fit_is_said(tmp_path) -> None:
+    model = nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), rngs=nnx.Rngs(0)))
+    good = {"latents": jnp.ones((2, 8, 8, 4)), "pooled": jnp.ones((2, 5)), "picture": jnp.ones((2, 6))}
+    for wrong in ({"latents": jnp.ones((2, 8, 6, 4))}, {"pooled": jnp.ones((2, 4))}, {"picture": jnp.ones((1, 6))}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            nnx.eval_shape(lambda m, w=wrong: m(t=jnp.ones(2), text=jnp.ones((2, 5, 6)), **(good | w)), model)
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        Sizes.of_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"addition_embed_type": null}')
+    with pytest.raises(WeightsError, match="text_time"):
+        Sizes.of_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"block_out_channels": [320, 640, 1280], "sample_size": 128}')
+    assert Sizes.of_folder(tmp_path) == Sizes()
