@@ -49,7 +49,12 @@ class Tuned:
 
     def __str__(self) -> str:
         what = "forward and backward" if self.training else "forward"
-        return f"{', '.join(f'{key} {value}' for key, value in self.sizes)}: {self.milliseconds:.3g} ms {what}"
+        return f"{', '.join(f'{key} {value}' for key, value in self.sizes)}: {in_ms(self.milliseconds)} {what}"
+
+
+def in_ms(time: float) -> str:
+    """Write milliseconds with three digits, or whole above a second."""
+    return f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms"
 
 
 def key_of(call: Call) -> str:

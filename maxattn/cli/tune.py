@@ -23,7 +23,7 @@ from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
 from maxattn.plan import Plan, plan
 from maxattn.target import Target
-from maxattn.tuned import BLOCKS, CHUNKS, Tuned, cache_path, key_of, versions_of, winners, with_sizes
+from maxattn.tuned import BLOCKS, CHUNKS, Tuned, cache_path, in_ms, key_of, versions_of, winners, with_sizes
 from maxattn.tuning import store
 from maxattn.tuning.candidates import Candidate, candidates
 
@@ -104,17 +104,13 @@ def _timed(
     print(f"  {len(found)} candidates; measurements in {path}")
     for number, candidate in enumerate(found, start=1):
         measured, old = _measured(args, config, kernel, local, target, candidate)
-        times = ", ".join(f"{name} {_ms(measured[key])}" for name, key in _TIMES.items() if measured[key] is not None)
+        times = ", ".join(f"{name} {in_ms(measured[key])}" for name, key in _TIMES.items() if measured[key] is not None)
         words = times or f"does not run: {measured['error']}"
         print(f"  {number:>3}/{len(found)}  {words:<40}  {candidate}{'  (measured before)' if old else ''}", flush=True)
     _say_winner(config, kernel, local, target, found[0])
 
 
 _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
-
-
-def _ms(time: float) -> str:
-    return f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms"
 
 
 def _measured(
@@ -169,4 +165,4 @@ def _say_winner(config: AttentionConfig, kernel: str, local: Call, target: Targe
 
 def _gain(best: Tuned, before: dict[str, Any] | None) -> str:
     time = before["training_ms" if best.training else "forward_ms"] if before else None
-    return f", {time / best.milliseconds:.2f} times as fast as {_ms(time)} where nothing is set" if time else ""
+    return f", {time / best.milliseconds:.2f} times as fast as {in_ms(time)} where nothing is set" if time else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import log2
 from typing import Any
 
 from maxattn.block_sizes import BlockSizes, adjust
@@ -52,7 +53,10 @@ class Candidate:
 
 
 def candidates(kernel: str, call: Call, target: Target, training: bool, limit: int) -> tuple[Candidate, ...]:
-    """Return the sizes to time: what runs by default first, then the others by their estimated cost.
+    """Return the sizes to time: what runs by default first, then the others.
+
+    Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and whose steps cost next
+    to nothing, by their distance from the default.
 
     Args:
         kernel: "flash", "tokamax_flash" or "memory_efficient".
@@ -61,9 +65,18 @@ def candidates(kernel: str, call: Call, target: Target, training: bool, limit: i
         training: whether the backward must run too.
         limit: how many at most, the default among them.
     """
-    make = _of_blocks if kernel in BLOCKS else _of_chunks
-    first, *others = make(kernel, call, target, training)
-    return (first, *sorted(others, key=lambda c: c.cost)[: max(0, limit - 1)])
+    if kernel in BLOCKS:
+        first, *others = _of_blocks(kernel, call, target, training)
+        others.sort(key=lambda c: c.cost)
+    else:
+        first, *others = _of_chunks(call)
+        others.sort(key=lambda c: _distance(first, c))
+    return (first, *others[: limit - 1])
+
+
+def _distance(a: Candidate, b: Candidate) -> float:
+    """Count the doublings between two pairs of sizes."""
+    return sum(abs(log2(x / y)) for (_, x), (_, y) in zip(a.sizes, b.sizes, strict=True))
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
@@ -80,7 +93,7 @@ def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[
     return [_candidate(tuple(b.given().items()), (b.block_q, b.block_kv), call) for b in found]
 
 
-def _of_chunks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
+def _of_chunks(call: Call) -> list[Candidate]:
     default = choose_chunks(call, None, None)
     choices = (
         (min(q, call.q_len), min(kv, call.kv_len)) for q, kv in product(CHUNK_CHOICES, CHUNK_CHOICES) if q * kv < 2**24
