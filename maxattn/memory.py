@@ -97,15 +97,31 @@ def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
     blocks = getattr(plan.kernel, "blocks", None)
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
         return [Part("log-sum-exp", rows * FLOAT)]
+    return list(of_tiles(plan.kernel.name, local, blocks, training))
+
+
+def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tuple[Part, ...]:
+    """List what a TPU's tiled kernel holds beside its operands and results.
+
+    Args:
+        kernel: "flash" or "tokamax_flash".
+        local: what one device computes.
+        blocks: its tiles.
+        training: whether the backward runs too.
+    """
     lanes = round_up(local.head_dim, LANES)
     copies = (4 if training else 2) * _queries(local, lanes) + _keys(local, lanes)
-    parts = [
-        Part("copies in the kernel's layout", copies),
-        Part(f"log-sum-exp over {LANES} lanes", rows * LANES * FLOAT),
-    ]
-    library = "tokamax_flash" if plan.kernel.name == "tokamax_flash" else "flash"
-    sums = Part("dq in parts, fused backward", fused_partials_bytes(local, blocks, library))
-    return [*parts, sums] if training else parts
+    sums = local.batch * local.heads * local.q_len * LANES * FLOAT
+    parts = fused_partials_bytes(local, blocks, kernel) if training else 0  # type: ignore[arg-type]
+    return (Part("copies in the kernel's layout", copies), Part(f"log-sum-exp over {LANES} lanes", sums),
+            Part("dq in parts, fused backward", parts))  # fmt: skip
+
+
+def fits_alone(kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str) -> bool:
+    """Say whether a tiled kernel, its operands and results fit one device; True where its memory is not known."""
+    operands = (2 if training else 1) * (2 * _queries(local, local.head_dim) + _keys(local, local.head_dim))
+    needed = operands + sum(part.bytes for part in of_tiles(kernel, local, blocks, training))
+    return needed <= HBM.get(device_kind, float("inf"))
 
 
 def _score_copies(plan: Plan, training: bool) -> float:

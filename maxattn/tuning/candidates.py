@@ -13,6 +13,7 @@ from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from maxattn.kernels.chunks import choose_chunks
 from maxattn.masks import EMPTY
+from maxattn.memory import fits_alone
 from maxattn.target import Target
 from maxattn.tuned import BLOCKS, Sizes
 
@@ -80,7 +81,7 @@ def _distance(a: Candidate, b: Candidate) -> float:
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
-    """Make the block sizes that the rules leave as they are."""
+    """Make the block sizes that the rules leave as they are, and whose parts of dQ fit the device."""
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)
@@ -88,7 +89,7 @@ def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[
         if kv % compute == 0:
             asked = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute, use_fused_bwd_kernel=one)
             sizes, changes = adjust(asked, call, kernel, target, training)  # type: ignore[arg-type]
-            if not changes:
+            if not changes and fits_alone(kernel, call, sizes, training, target.device_kind):
                 found.setdefault(sizes)
     return [_candidate(tuple(b.given().items()), (b.block_q, b.block_kv), call) for b in found]
 

@@ -199,6 +199,15 @@ def test_candidates_are_what_the_rules_leave_as_it_is(kernel, training):
     assert [c.cost for c in found[1:]] == sorted(c.cost for c in found[1:])
 
 
+def test_candidates_fit_the_memory():
+    """At 75,600 tokens and 40 heads the fused backward of 2048 keys a tile writes 27 GiB of parts of dQ."""
+    found = candidates("flash", read("wan-14b-720p").call(), Target.named("TPU v6e"), True, 500)
+    fused = [dict(c.sizes) for c in found if dict(c.sizes)["use_fused_bwd_kernel"]]
+    assert all(sizes["block_kv_dkv"] > 2048 for sizes in fused)
+    assert [c for c in candidates("flash", read("wan-14b-720p").call(), Target.named("TPU v5p"), True, 500)
+            if dict(c.sizes)["use_fused_bwd_kernel"]]  # fmt: skip
+
+
 def test_steps_under_a_mask_are_those_that_are_visited():
     plain = changed(read("1,2048,2048,2,64"), None, None, None, None)
     window = replace(plain, mask=BlockSlidingWindow(256, 2))
