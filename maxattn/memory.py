@@ -8,7 +8,7 @@ arrays that the compiler keeps in VMEM are counted too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.sizes import LANES, round_up
@@ -45,12 +45,13 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         plan: its kernel, strategy and lengths.
         training: forward and backward at their largest; else forward alone.
     """
-    local = plan.context.local_call(plan.padded_call)
+    local, runs = plan.context.local_call(plan.padded_call), plan.context.runs
+    place = replace(local, q_len=runs * local.q_len, kv_len=runs * local.kv_len)  # a kernel sees one run of them
     times = 2 if training else 1  # each array beside its gradient
     parts = [
-        Part("q, out" + (" and gradients" if training else ""), 2 * times * _queries(local, local.head_dim)),
+        Part("q, out" + (" and gradients" if training else ""), 2 * times * _queries(place, place.head_dim)),
         Part("k, v" + (" and gradients" if training else ""), times * _own_keys(plan)),
-        *_moved(plan, local, training), *_of_kernel(plan, local, training),
+        *_moved(plan, place, training), *_of_kernel(plan, local, training),
     ]  # fmt: skip
     return tuple(part for part in parts if part.bytes)
 

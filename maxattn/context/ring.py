@@ -138,7 +138,8 @@ class Ring(WholeKeys):
             def gradients(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
                 return kernel.backward(queries[i], *here[j], *trip.operands(hop, i, j), *rows[i])
 
-            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, gradients, _zeros))
+            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
+            (coming, dkvs), parts = _in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, _zeros))
             for (i, j), (dq, dk, dv, db) in parts.items():
                 dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
                 dbs[i] = trip.add_bias(dbs[i], db, hop, j)
