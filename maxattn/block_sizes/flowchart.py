@@ -10,7 +10,7 @@ from itertools import groupby
 
 from maxattn.block_sizes.adjust import DEFAULT, facts_of
 from maxattn.block_sizes.rules import RULES, Rule
-from maxattn.block_sizes.sizes import Facts
+from maxattn.block_sizes.sizes import Facts, KernelKind
 from maxattn.call import Call
 from maxattn.target import Target
 
@@ -65,7 +65,8 @@ def rule_lines() -> Iterator[str]:
 def _example(rule: Rule) -> Facts:
     """Describe a call that the rule governs: cross-attention to 77 text tokens on a TPU v5p."""
     call = Call(1, 4096, 77, 10, 10, 64, "bfloat16", role="cross")
-    kinds = ((kernel, training) for kernel in ("flash", "tokamax_flash") for training in (True, False))
+    kernels: tuple[KernelKind, ...] = ("flash", "tokamax_flash")
+    kinds = ((kernel, training) for kernel in kernels for training in (True, False))
     found = (facts_of(call, kernel, Target.named("TPU v5p"), training) for kernel, training in kinds)
     return next(facts for facts in found if rule.applies(facts))
 
