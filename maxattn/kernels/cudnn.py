@@ -20,7 +20,7 @@ from maxattn.kernels.fused_pieces import Piece, pieces
 from maxattn.target import Target
 
 HEAD_LIMIT, HEAD_LIMIT_BEFORE_HOPPER = 256, 128
-BEFORE_HOPPER = ("A100", "A10", "A30", "A40", "L4", "L40", "RTX")
+BEFORE_HOPPER = ("A10", "A30", "A40", "L4", "RTX", "GeForce")  # how device kinds begin, after "NVIDIA"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cudnn(Fused):
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
-        rule = "cuDNN adds up dQ in the order in which its tiles finish"
+        rule = "its backward adds gradients up in no fixed order"
         return Reason("cudnn", "deterministic", rule, fm.REMEDY)
 
     @staticmethod
@@ -65,7 +65,7 @@ class Cudnn(Fused):
 
 def head_limit(target: Target) -> int:
     """Return the largest head dim of cuDNN's kernels on a device."""
-    old = any(f"NVIDIA {name}" in target.device_kind for name in BEFORE_HOPPER)
+    old = any(target.device_kind.startswith(f"NVIDIA {name}") for name in BEFORE_HOPPER)
     return HEAD_LIMIT_BEFORE_HOPPER if old else HEAD_LIMIT
 
 

@@ -47,7 +47,7 @@ class CudnnFlashTe(Fused):
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
-        rule = "cuDNN adds up dQ in the order in which its tiles finish"
+        rule = "its backward adds gradients up in no fixed order"
         return Reason("cudnn_flash_te", "deterministic", rule, fm.REMEDY)
 
     @staticmethod

@@ -23,7 +23,7 @@ from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
 from maxattn.kernels.fused import Fused, Lengths, Pairs
-from maxattn.kernels.fused_pieces import Piece, too_many
+from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -58,7 +58,7 @@ class Fa4(Fused):
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
-        rule = "FlashAttention-4 adds up dQ in the order in which its tiles finish"
+        rule = "its backward adds gradients up in no fixed order"
         return Reason("flash", "deterministic", rule, fm.REMEDY)
 
     @staticmethod
@@ -69,8 +69,8 @@ class Fa4(Fused):
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
         parts = fm.split(call.mask)
-        bands = fm.refuse_mask("flash", parts) is None and not (
-            call.sharded and too_many(parts, call.q_len, call.kv_len)
+        bands = fm.refuse_mask("flash", parts) is None and (
+            not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
         )
         plain = "" if bands else "; the mask is tested pair by pair"
         return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": "the library's own" + plain}
@@ -135,7 +135,7 @@ class Fa4(Fused):
 def _is_plain(parts: fm.Parts, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> bool:
     """Tell whether bands and lengths say the whole mask, at all places that the shards can be at."""
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-    return fm.refuse_mask("flash", parts) is None and not (traced and too_many(parts, q.shape[1], k.shape[1]))
+    return fm.refuse_mask("flash", parts) is None and (not traced or fits_shards(parts, q.shape[1], k.shape[1]))
 
 
 def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:

@@ -20,7 +20,7 @@ class CudnnForFlash(Cudnn):
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        lost = f"fa4-jax is not installed; FlashAttention-4 is 10% to 25% faster on long sequences: {INSTALL}"
+        lost = f"fa4-jax is not installed; FlashAttention-4 took 10% to 20% less time at long lengths (H200): {INSTALL}"
         return super().lines(call) | {"runs": f"flash (cuDNN through jax: {lost})"}
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 from maxattn.call import Call, Reason
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fused_pieces import Piece, pieces, shifts, too_many
+from maxattn.kernels.fused_pieces import Piece, fits_shards, pieces, shifts
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 from maxattn.masks import Mask
 
@@ -131,11 +131,7 @@ class Fused:
         step = cases[1] - cases[0]
         bounded = jnp.clip(shift, cases[0], cases[-1])
         branches = [lambda *x, s=s: at(s, *x) for s in cases]
-        # The barriers keep a gather of the keys before the branches and the sum of their gradients behind: moved into
-        # branches that differ between devices, a collective would wait for one that never comes.
-        operands = jax.lax.optimization_barrier(operands)
         result = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
-        result = jax.lax.optimization_barrier(result)
         # A shift between the cases never comes from the strategies here; if it did, its answer would be no number.
         fits = (bounded - cases[0]) % step == 0
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), result)
@@ -183,12 +179,14 @@ class Fused:
 
 
 def refuse_shards(who: str, parts: fm.Parts, call: Call) -> Reason | None:
-    """Return why a band cannot be cut for shards: their distances are too many."""
-    count = too_many(parts, call.q_len, call.kv_len) if call.sharded else 0
-    if not count:
+    """Return why a band cannot be cut for the shards that a device has."""
+    if not call.sharded or fits_shards(parts, call.q_len, call.kv_len):
         return None
-    rule = f"shards of {call.q_len} queries and {call.kv_len} keys can lie at {count} distances, each with its own cut"
-    return Reason(who, f"mask {parts.positions[0]}", rule, f"pad both to one length, or {fm.REMEDY}")
+    rule = (
+        f"on a shard it takes {parts.positions[0]} where queries and keys are split alike, and a device has "
+        f"{call.q_len} queries and {call.kv_len} keys"
+    )
+    return Reason(who, f"mask {parts.positions[0]}", rule, f"set context_parallel: ring or ulysses, or {fm.REMEDY}")
 
 
 @dataclass(frozen=True)

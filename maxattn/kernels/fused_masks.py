@@ -17,7 +17,7 @@ from maxattn.call import Call, Reason
 from maxattn.kernels.base import Offset
 from maxattn.masks import Causal, Dense, Full, KeyLimit, KeyPadding, LocalWindow, Mask
 
-REMEDY = "set attention: dot_product with use_memory_efficient_attention: true"
+REMEDY = "set attention: auto"
 
 
 class Band(NamedTuple):

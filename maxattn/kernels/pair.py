@@ -57,5 +57,7 @@ class Pair:
     def lines(self, call: Call) -> dict[str, str]:
         """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)
-        blocks = first["blocks"] if first["blocks"] == second["blocks"] else f"{first['blocks']}; {second['blocks']}"
-        return {"runs": f"forward {first['runs']}, backward {second['runs']}", "blocks": blocks}
+        runs = f"forward {first['runs']}, backward {second['runs']}"
+        if first["blocks"] == second["blocks"]:
+            return {"runs": runs, "blocks": first["blocks"]}
+        return {"runs": runs, "blocks": f"forward: {first['blocks']}; backward: {second['blocks']}"}

@@ -1,0 +1,106 @@
+"""Plans for NVIDIA GPUs, made anywhere: what runs, what is lost without an extra, what is refused; as golden files."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.errors import Unsupported
+from maxattn.kernels import KERNELS, auto_gpu
+from maxattn.shapes import SHAPES
+from tests.golden_text import check_golden
+
+EXTRAS = (("tokamax", "0.0.17"), ("fa4-jax", "0.1.0"), ("transformer-engine-jax", "2.20.2"))
+H200 = ma.Target("gpu", "NVIDIA H200", EXTRAS)
+BARE = ma.Target("gpu", "NVIDIA H200")
+A100 = ma.Target("gpu", "NVIDIA A100", EXTRAS)
+OLD_TOKAMAX = ma.Target("gpu", "NVIDIA H200", (("tokamax", "0.0.12"),))
+
+
+def call(t: int = 4096, s: int | None = None, h: int = 64, dtype: str = "bfloat16", **rest) -> ma.Call:
+    shape = jax.ShapeDtypeStruct
+    return ma.Call.of(shape((2, t, 8, h), dtype), shape((2, s or t, 8, h), dtype), **rest)
+
+
+def plan(asked: str, target: ma.Target, call: ma.Call, mesh=None, **settings) -> ma.Plan:
+    return ma.plan(call, ma.AttentionConfig(attention=asked, **settings), mesh, target)
+
+
+EXPLAINED = {
+    "auto_h200": lambda: plan("auto", H200, SHAPES["wan-14b-720p"].call()),
+    "auto_pair": lambda: ma.plan(SHAPES["sdxl-cross"].call(), target=H200),
+    "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
+    "auto_a100": lambda: plan("auto", A100, call()),
+    "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
+    "auto_block_window": lambda: plan("auto", H200, SHAPES["swba-1560x7"].call()),
+    "flash_h200": lambda: plan("flash", H200, call(mask=M.Causal())),
+    "flash_no_extras": lambda: plan("flash", BARE, call()),
+    "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
+    "ring_over_cudnn": lambda: plan("cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="ring"),
+    "te": lambda: plan("cudnn_flash_te", H200, call(s=77)),
+    "tokamax": lambda: plan("tokamax_flash", H200, call(mask=M.BlockSlidingWindow(256, 4))),
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explain(name: str) -> None:
+    check_golden(f"gpu/{name}", EXPLAINED[name]().explain())
+
+
+TABLE = np.zeros((4096, 4096), bool)
+REFUSED = {
+    "te_missing": lambda: plan("cudnn_flash_te", BARE, call()),
+    "tokamax_missing": lambda: plan("tokamax_flash", BARE, call()),
+    "tokamax_old": lambda: plan("tokamax_flash", OLD_TOKAMAX, call()),
+    "tokamax_a100": lambda: plan("tokamax_flash", A100, call()),
+    "tokamax_two_intervals": lambda: plan("tokamax_flash", H200, call(mask=M.Causal() | M.KeyLimit(3))),
+    "head_dim_512": lambda: plan("flash", H200, call(h=512)),
+    "head_dim_512_cudnn": lambda: plan("cudnn", BARE, call(h=512)),
+    "head_dim_256_a100": lambda: plan("cudnn", A100, call(h=256)),
+    "float32": lambda: plan("cudnn", BARE, call(dtype="float32")),
+    "bias": lambda: plan("cudnn", BARE, call(bias=jax.ShapeDtypeStruct((4096, 4096), "float32"))),
+    "te_block_window": lambda: plan("cudnn_flash_te", H200, call(mask=M.BlockSlidingWindow(256, 4))),
+    "te_dense": lambda: plan("cudnn_flash_te", H200, call(mask=M.Dense(TABLE))),
+    "te_flags_and_causal": lambda: plan(
+        "cudnn_flash_te", H200, call(mask=M.Causal() & M.KeyPadding(np.ones((2, 4096), bool)))
+    ),
+    "flash_dense_no_extras": lambda: plan("flash", BARE, call(mask=M.Dense(TABLE))),
+    "cudnn_two_sided": lambda: plan("cudnn", BARE, call(mask=M.LocalWindow(7, 3))),
+    "cudnn_causal_gathered": lambda: plan(
+        "cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
+    ),
+    "deterministic": lambda: plan("cudnn", BARE, call(), deterministic=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        REFUSED[name]()
+    check_golden(f"gpu/refused_{name}", str(refused.value))
+
+
+def test_the_table_names_kernels_and_every_time_is_one() -> None:
+    for entries in auto_gpu.read_tables().values():
+        for entry in entries:
+            assert {name for name, _ in (*entry.forward, *entry.backward)} <= set(KERNELS)
+            assert all(ms > 0 for _, ms in (*entry.forward, *entry.backward))
+
+
+@pytest.mark.parametrize("name", ["sdxl-cross", "sdxl-32", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p"])
+def test_auto_takes_the_fastest_of_the_measured_shape(name: str) -> None:
+    shape = SHAPES[name]
+    entry = auto_gpu.nearest(shape.call(), auto_gpu.read_tables()["NVIDIA H200"])
+    size = (shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim)
+    assert entry.shape == size
+    first = auto_gpu.order(shape.call(), H200)[0][0].split("/")
+    assert (first[0], first[-1]) == (entry.forward[0][0], entry.backward[0][0])
+
+
+def test_deterministic_auto_takes_a_kernel_that_repeats() -> None:
+    decided = plan("auto", H200, call(), deterministic=True)
+    assert decided.kernel.name == "tokamax_flash"
+    assert any("no fixed order" in str(r) for r in decided.refused)
