@@ -105,8 +105,7 @@ class Splash:
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        # Without 64-bit mode: the index arithmetic of the libraries' kernels fails in it.
-        with _precision(self._compute_dtype(q)), jax.enable_x64(False):
+        with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
@@ -134,7 +133,7 @@ class Splash:
         """
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never meets -inf.
         finite, delta, dout = row_gradient(out.swapaxes(1, 2), dout.swapaxes(1, 2), lse, dlse)
-        with _precision(self._compute_dtype(q)), jax.enable_x64(False):
+        with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
             rows = (finite, dout.astype(problem.q.dtype), delta)
             dq, dk, dv = problem.backward(self.blocks, *rows)

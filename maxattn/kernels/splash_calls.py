@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +69,8 @@ class Problem:
         setup = self._setup(blocks[0], blocks[1])
 
         def row(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
-            return self.library.forward(q, k, v, ids, setup, blocks)
+            with _usual_arithmetic():
+                return self.library.forward(q, k, v, ids, setup, blocks)
 
         out, lse = jax.vmap(row)(*setup.operands(self))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
@@ -85,7 +87,8 @@ class Problem:
         dkv = self._setup(*blocks[:2])
 
         def keys(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Any:
-            return self.library.dkv(q, k, v, ids, (lse, dout, delta), dkv, blocks, fused)
+            with _usual_arithmetic():
+                return self.library.dkv(q, k, v, ids, (lse, dout, delta), dkv, blocks, fused)
 
         dq, dk, dv = jax.vmap(keys)(*dkv.operands(self), *dkv.rows(lse, dout, delta))
         if not fused:
@@ -96,7 +99,8 @@ class Problem:
         setup = self._setup(*blocks)
 
         def queries(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Array:
-            return self.library.dq(q, k, v, ids, (lse, dout, delta), setup, blocks)
+            with _usual_arithmetic():
+                return self.library.dq(q, k, v, ids, (lse, dout, delta), setup, blocks)
 
         return jax.vmap(queries)(*setup.operands(self), *setup.rows(*given))
 
@@ -158,6 +162,13 @@ class Setup:
         """Pad (lse, dout, delta) so that the rows added have no gradient."""
         t = self.padded[0]
         return _pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t)
+
+
+@contextmanager
+def _usual_arithmetic() -> Iterator[None]:
+    """Keep 64-bit mode and forbidden promotion off the libraries: their index arithmetic fails under either."""
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> tuple[int, ...]:
