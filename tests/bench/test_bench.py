@@ -1,0 +1,70 @@
+"""The bench on a CPU: every row has a time or says why not, and the table that auto reads is made of its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxattn import masks as M
+from maxattn.bench import as_table, bench, to_json
+from maxattn.bench import table as tables
+from maxattn.bench.measure import BACKWARD, FORWARD, Row
+from maxattn.cli import main
+from maxattn.shapes import Shape, read
+from maxattn.target import Target
+
+SMALL = Shape("small", 1, 64, 64, 2, 16, mask=M.Causal(), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return bench(SMALL, ("dot_product", "auto", "cudnn"), budget=0.01)
+
+
+def test_rows_have_times_or_reasons(rows: list[Row]) -> None:
+    measured = {(row.who, row.what) for row in rows if row.ms > 0 and row.tflops > 0 and row.peak > 0}
+    assert measured == {
+        ("dot_product", "forward"), ("dot_product", "backward"), ("auto", "forward"), ("auto", "forward+backward"),
+    }  # fmt: skip
+    assert [row.note for row in rows if not row.ms] == ["it needs an NVIDIA GPU, and this is cpu"]
+
+
+def test_errors_are_against_float32(rows: list[Row]) -> None:
+    errors = [row.error for row in rows if row.what == FORWARD and row.ms]
+    assert all(error is not None and error < 1e-2 for error in errors)
+
+
+def test_the_rate_counts_allowed_pairs_alone(rows: list[Row]) -> None:
+    row = rows[0]
+    pairs = 64 * 65 // 2
+    assert row.tflops == pytest.approx(4 * 2 * 16 * pairs / (row.ms / 1e3) / 1e12)
+
+
+def test_report(rows: list[Row]) -> None:
+    assert len(as_table(rows).splitlines()) == len(rows) + 1
+    saved = json.loads(to_json(rows, Target.here()))
+    assert saved["machine"]["device"] == "cpu" and len(saved["rows"]) == len(rows)
+
+
+def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
+    shape, path = read("1,256,256,2,64"), tmp_path / "table.json"
+    rows = [
+        Row(shape.name, "flash", FORWARD, 0.2), Row(shape.name, "flash", BACKWARD, 0.5),
+        Row(shape.name, "cudnn", FORWARD, 0.1), Row(shape.name, "cudnn", BACKWARD, note="failed"),
+    ]  # fmt: skip
+    path.write_text(json.dumps({"another": {"entries": []}}))
+    tables.write("NVIDIA H200", {"date": "2026-11-21"}, rows, [shape], path)
+    found = json.loads(path.read_text())
+    assert set(found) == {"another", "NVIDIA H200"}
+    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {"flash": 0.2, "cudnn": 0.1}}
+    assert found["NVIDIA H200"]["entries"] == [entry | {"backward": {"flash": 0.5}}]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "b.json"
+    words = ["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01", "--json", str(out)]
+    assert main(words) == 0
+    assert "dot_product" in capsys.readouterr().out and json.loads(out.read_text())["rows"]
+    assert main(["bench", "no-such-shape"]) == 1
