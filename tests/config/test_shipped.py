@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from maxattn import config_schema
+from maxattn.cli import main
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.config_rules import PROGRAM_SECTIONS
 from maxattn.config_yaml import parse
@@ -35,15 +37,17 @@ def test_a_shipped_file_loads_and_says_how_it_is_used(path: Path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=ids)
-def test_the_python_command_of_a_header_runs(path: Path, monkeypatch, capsys):
+def test_the_command_of_a_header_runs(path: Path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    command = re.search(r'^# Run +python -c "(.*)"$', path.read_text(), re.M)
-    if command is None:
-        script = re.search(r"^# Run +python (\S+\.py) ", path.read_text(), re.M)
-        assert (script and (ROOT / script[1]).exists()) or re.search(r"^# Run +make \w+", path.read_text(), re.M)
-        return
-    exec(command[1], {})
-    assert capsys.readouterr().out.strip()
+    command = re.search(r"^# Run +(.*)$", path.read_text(), re.M)
+    assert command
+    words = shlex.split(command[1])
+    if words[0] == "maxattn":
+        assert main(words[1:]) == 0
+        said = capsys.readouterr().out
+        assert path.name in said and "runs  " in said
+    else:
+        assert words[0] == "python" and (ROOT / words[1]).exists() and words[2] == f"configs/{path.name}"
 
 
 def test_attention_yml_names_every_key_at_its_default():
