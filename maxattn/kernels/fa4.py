@@ -37,10 +37,12 @@ class Fa4(Fused):
 
     Args:
         version: of fa4-jax.
+        tests_pairs: whether the mask is tested pair by pair, since no band says it.
     """
 
     name: ClassVar[str] = "flash"
     version: str = ""
+    tests_pairs: bool = False
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -63,23 +65,27 @@ class Fa4(Fused):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
-        """Take the scale, and whether the LSE is asked for."""
-        return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "")
+        """Take the scale, whether the LSE is asked for, and how the mask goes in."""
+        parts = fm.split(call.mask)
+        cut = not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
+        pairs = fm.refuse_mask("flash", parts) is not None or not cut
+        return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "", pairs)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        parts = fm.split(call.mask)
-        bands = fm.refuse_mask("flash", parts) is None and (
-            not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
-        )
-        plain = "" if bands else "; the mask is tested pair by pair"
-        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": "the library's own" + plain}
+        blocks = "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": blocks}
+
+    def _tests(self, mask: Mask) -> bool:
+        """Tell whether this mask is tested pair by pair: a strategy may have dropped what forbids nothing here."""
+        parts = fm.split(mask)
+        return self.tests_pairs and bool(parts.positions or parts.rest)
 
     def forward(
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        if _is_plain(fm.split(mask), q, k, q_offset, kv_offset):
+        if not self._tests(mask):
             return super().forward(q, k, v, bias, mask, q_offset, kv_offset)
         piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
         out, lse = self.piece_forward(q, k, v, piece, pairs)
@@ -100,7 +106,7 @@ class Fa4(Fused):
         dlse: Array,
     ) -> tuple[Array, Array, Array, Bias]:
         """Return (dq, dk, dv, None) from a given LSE and output."""
-        if _is_plain(fm.split(mask), q, k, q_offset, kv_offset):
+        if not self._tests(mask):
             return super().backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
         piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
         # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
@@ -130,12 +136,6 @@ class Fa4(Fused):
         rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
         dq, dk, dv = fa4.fa4_backward(q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale)
         return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
-
-
-def _is_plain(parts: fm.Parts, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> bool:
-    """Tell whether bands and lengths say the whole mask, at all places that the shards can be at."""
-    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-    return fm.refuse_mask("flash", parts) is None and (not traced or fits_shards(parts, q.shape[1], k.shape[1]))
 
 
 def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:

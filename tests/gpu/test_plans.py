@@ -37,6 +37,9 @@ EXPLAINED = {
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
     "auto_block_window": lambda: plan("auto", H200, SHAPES["swba-1560x7"].call()),
     "flash_h200": lambda: plan("flash", H200, call(mask=M.Causal())),
+    "flash_causal_gathered": lambda: plan(
+        "flash", H200, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
+    ),
     "flash_no_extras": lambda: plan("flash", BARE, call()),
     "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
     "ring_over_cudnn": lambda: plan("cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="ring"),
