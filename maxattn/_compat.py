@@ -24,8 +24,17 @@ def shard_map(
 
 
 def ambient_mesh() -> Any:
-    """Return the mesh of the surrounding `shard_map` or `jax.set_mesh`, or None where there is none."""
+    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None where there is none."""
     mesh = jax.sharding.get_abstract_mesh()
+    return _entered_mesh() if mesh is None or mesh.empty else mesh
+
+
+def _entered_mesh() -> Mesh | None:
+    """Return the mesh of a `with mesh:`, which jax has no public name for any more."""
+    from jax._src import mesh as private
+
+    resources = getattr(private, "thread_resources", None)
+    mesh = None if resources is None else resources.env.physical_mesh
     return None if mesh is None or mesh.empty else mesh
 
 

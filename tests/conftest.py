@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 _FLAG = "--xla_force_host_platform_device_count=8"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -23,6 +24,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many cases of each matrix ran."""
     passed = terminalreporter.stats.get("passed", [])
     for file, what in _MATRICES.items():
-        count = sum(file in report.nodeid and "[" in report.nodeid for report in passed)
+        count = sum(bool(re.search(rf"{file}::test_\w*(pairs|product|against)\w*\[", r.nodeid)) for r in passed)
         if count:
             terminalreporter.write_line(f"matrix: {count} cases of {what}")

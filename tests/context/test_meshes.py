@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -105,7 +108,9 @@ def test_heads_that_ulysses_cannot_exchange_are_refused_with_those_that_work() -
 
 
 def test_collectives_of_the_plan_are_those_of_the_program() -> None:
-    config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=8, attention="dot_product")
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=8, attention="dot_product", context_parallel="all_gather"
+    )
     mesh, (q, k, v) = config.make_mesh(), qkv()
 
     def loss(q, k, v):
@@ -147,14 +152,19 @@ def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> Non
     assert found == {"ppermute", "psum"}
 
 
-def test_the_surrounding_mesh_is_used_when_none_is_given() -> None:
-    config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=8)
+@pytest.mark.parametrize("enter", [jax.set_mesh, lambda mesh: mesh], ids=["jax.set_mesh(mesh)", "with mesh:"])
+def test_the_surrounding_mesh_is_used_when_none_is_given(enter: Callable[[jax.sharding.Mesh], Any]) -> None:
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=8, context_parallel="all_gather", attention="dot_product"
+    )
     q, k, v = qkv()
-    with jax.set_mesh(config.make_mesh()):
+    with enter(config.make_mesh()):
         text = str(jax.make_jaxpr(lambda *x: ma.attention(*x, config=config))(q, k, v))
         out = jax.jit(lambda *x: ma.attention(*x, config=config))(q, k, v)
+        grad = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=config) ** 2).sum()))(q, k, v)
     assert "all_gather[" in text
     assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
+    assert jnp.allclose(grad, jax.grad(lambda *x: (ma.attention(*x) ** 2).sum())(q, k, v), atol=1e-4)
 
 
 def test_inside_a_users_shard_map_the_arrays_are_local() -> None:
