@@ -93,9 +93,9 @@ def _work(layout: Layout, call: Call) -> np.ndarray:
 def _of_gather(strategy: WholeKeys, call: Call, machine: Machine) -> Cost:
     n, size = ways("T", strategy.shape), _Sizes.of(strategy, call, machine)
     compute = float(_work(Layout(n, 1), call).sum(axis=1).max()) * size.pair
-    # K and V gathered twice, the float32 sums of their gradients scattered once.
+    # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
     received = (n - 1) * size.kv * (2 + FLOAT / size.item)
-    return Cost(strategy.name, compute, received / machine.gather + 3 * START, n * size.kv * (1 + FLOAT / size.item))
+    return Cost(strategy.name, compute, received / machine.gather + 6 * START, n * size.kv * (1 + FLOAT / size.item))
 
 
 def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
@@ -114,8 +114,9 @@ def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float
     """Return the seconds and the memory of exchanging heads: q, k, v, out; then those, dout and the gradients."""
     if ring.inner == 1:
         return 0.0, 0.0
+    # Fifteen arrays: five forward, seven and three backward; those of statistics are small.
     received = (6 * size.q + 3 * size.kv) * (ring.inner - 1) / ring.inner
-    return received / machine.exchanged(ring.inner) + 3 * START, 2 * size.q + 2 * size.kv
+    return received / machine.exchanged(ring.inner) + 15 * START, 2 * size.q + 2 * size.kv
 
 
 def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine) -> float:
@@ -127,4 +128,4 @@ def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine) -> float
     late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + sums - backward, 0).sum() + sums
     # out and dq are read and written in float32, dk and dv too, and a part of each is read.
     merged = (2 * FLOAT + size.item) / size.item * (2 * size.q + size.kv) * ring.places / machine.hbm
-    return float(late) + merged + (3 * ring.places) * START
+    return float(late) + merged + (6 * ring.places - 4) * START

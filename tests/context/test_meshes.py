@@ -107,6 +107,21 @@ def test_heads_that_ulysses_cannot_exchange_are_refused_with_those_that_work() -
         ma.attention(*qkv(heads=6), config=config, mesh=config.make_mesh())
 
 
+def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
+    """Ulysses runs, equal to one device; a strategy that is named wins; heads that do not divide are refused."""
+    config = ma.AttentionConfig(attention_sharding_uniform=False, ici_data_parallelism=1, ici_context_parallelism=8)
+    mesh, (q, k, v) = config.make_mesh(), qkv(heads=8)
+    out = ma.attention(q, k, v, config=config, mesh=mesh)
+    assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
+    plan = ma.plan(ma.Call.of(q, k), config, mesh)
+    assert (plan.context.name, plan.kernel.name) == ("ulysses", "dot_product")
+    named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
+    assert named.context.name == "ring"
+    assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
+    with pytest.raises(Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"):
+        ma.attention(*qkv(heads=6), config=config.replace(fallback="error"), mesh=mesh)
+
+
 def test_collectives_of_the_plan_are_those_of_the_program() -> None:
     config = ma.AttentionConfig(
         ici_data_parallelism=1, ici_context_parallelism=8, attention="dot_product", context_parallel="all_gather"
