@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes import DKV, FORWARD, BlockSizes
+from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from tests.block_sizes import matrix, presets_of_others
 from tests.block_sizes.asks import CROSS_LENGTHS, call, uniform
@@ -77,6 +78,21 @@ def test_random_requests_compile_once_adjusted(compiler):
             say(f"{n} requests, {len(keys)} programs, {changed} changed, {len(failed)} failed, {seconds:.0f} s")
     assert len(keys) >= 250
     assert not failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ((3328, 640, 640), Call(1, 32_760, 600, 2, 2, 64, "float32", role="cross")),
+        ((1152, 1536, 1536), Call(1, 75_600, 75_600, 2, 2, 128, "float32")),
+    ],
+)
+def test_what_once_did_not_compile(compiler, asked, what):
+    """Ask again for what v7x refused in float32, when it shared the constants of v6e."""
+    sizes = FlashBlockSizes(**dict(zip((*FORWARD, *DKV), 2 * asked, strict=True)), use_fused_bwd_kernel=True)
+    request = Request(sizes, what, "flash", "TPU v7x", True, "both")
+    assert compiler.compile(request.case(request.adjusted()))["message"] == ""
 
 
 @pytest.mark.slow
