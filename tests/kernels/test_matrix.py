@@ -68,7 +68,7 @@ TOKAMAX = {
     "tokamax_flash exp2 float32": {"attention": "tokamax_flash", "use_base2_exp": True, "float32_qk_product": True},
 }
 SPLASH = {"mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")], "bias": ["none"]}
-FLASH_AXES = AXES | SPLASH | {"kernel": list(FLASH)}
+FLASH_AXES = AXES | SPLASH | {"kernel": list(FLASH), "head_dim": [40, 72, 80, 128, 160, 256]}
 TOKAMAX_AXES = AXES | SPLASH | {
     "kernel": list(TOKAMAX), "length": ["odd", "one", "cross", "short"], "head_dim": [40, 72, 128, 256],
 }  # fmt: skip
