@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 GOOD = {
     "plans": ["configs/wan_14b.yml", "--shape", "wan-14b-720p", "--shape", "wan-14b-cross", "--target", "TPU v5p",
               "--devices", "8", "--batch", "2"],
-    "no_shape": ["configs/wan_14b.yml"],
+    "no_shape": ["configs/attention.yml"],
     "every_key": ["flash_block_sizes.block_q=512", "--all"],
     "inference": ["attention=flash", "--shape", "wan-14b-480p", "--target", "TPU v6e", "--inference",
                   "flash_block_sizes={block_q: 3024, block_kv: 2048}"],

@@ -19,7 +19,7 @@ GOOD = {
     "grouped_heads": ["attention=dot_product", "--shape", "2,300,300,8,64,2", "--target", "cpu", "--role", "cross"],
 }  # fmt: skip
 BAD = {
-    "no_shape": ["configs/wan_14b.yml", "--target", "cpu"],
+    "no_shape": ["configs/attention.yml", "--target", "cpu"],
     "shape": ["attention=auto", "--shape", "wan-14b-721p", "--target", "cpu"],
     "shape_numbers": ["attention=auto", "--shape", "1,2,3", "--target", "cpu"],
     "shape_key_heads": ["attention=auto", "--shape", "1,64,64,8,64,3", "--target", "cpu"],
