@@ -315,7 +315,8 @@ def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> K
     if tuned := tuned_for(config, name, local, target.tuned):
         config = with_sizes(config, name, tuned.sizes)
     kernel = KERNELS[first].build(local, config, target)
-    return Pair(kernel, KERNELS[second].build(local, config, target)) if second else kernel
+    # A pair is made by plan alone, so that it has no `supports` and `build` of its own.
+    return cast(Kernel, Pair(kernel, KERNELS[second].build(local, config, target))) if second else kernel
 
 
 def _candidates(

@@ -66,8 +66,8 @@ def _example(rule: Rule) -> Facts:
     """Describe a call that the rule governs: cross-attention to 77 text tokens on a TPU v5p."""
     call = Call(1, 4096, 77, 10, 10, 64, "bfloat16", role="cross")
     kernels: tuple[KernelKind, ...] = ("flash", "tokamax_flash")
-    kinds = ((kernel, training) for kernel in kernels for training in (True, False))
-    found = (facts_of(call, kernel, Target.named("TPU v5p"), training) for kernel, training in kinds)
+    v5p = Target.named("TPU v5p")
+    found = (facts_of(call, kernel, v5p, training) for kernel in kernels for training in (True, False))
     return next(facts for facts in found if rule.applies(facts))
 
 
