@@ -37,6 +37,7 @@ def installed(package: str) -> str:
         return "none"
 
 
+MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "tpu_compiles.jsonl"  # answers of earlier days
 VERSIONS = {package: installed(package) for package in PACKAGES}
 VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
 
@@ -44,8 +45,8 @@ VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
 def main(store: Path) -> None:
     """Answer every case that arrives, and keep what was compiled."""
     known = {}
-    if store.exists():
-        for line in store.read_text().splitlines():
+    for kept in (MEASURED, store):
+        for line in kept.read_text().splitlines() if kept.exists() else ():
             found = json.loads(line)
             known[found["key"]] = found
     for line in sys.stdin:
