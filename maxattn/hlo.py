@@ -208,7 +208,9 @@ def _braced(text: str) -> Groups:
 
 
 def _groups(instruction: Instruction) -> Groups:
-    """Read `replica_groups`: listed, or as a reshaped and transposed count such as [2,4]<=[4,2]T(1,0)."""
+    """Read `replica_groups`: listed, a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or axes of a mesh."""
+    if of_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
+        return _of_mesh(*of_mesh.groups())
     if listed := instruction.attribute(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}"):
         return _braced(listed)
     found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
@@ -219,6 +221,18 @@ def _groups(instruction: Instruction) -> Groups:
     shape, counted, order = (tuple(int(n) for n in (part or "").split(",") if n) for part in found.groups())
     ids = np.arange(prod(counted)).reshape(counted).transpose(order or None).reshape(shape)
     return tuple(tuple(int(n) for n in group) for group in ids)
+
+
+def _of_mesh(mesh: str, axes: str) -> Groups:
+    """Read groups along axes of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12)."""
+    import numpy as np
+
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    along = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", axes)]
+    ids = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
+    across = [axis for axis in range(ids.ndim) if axis not in along]
+    groups = ids.transpose(*across, *along).reshape(-1, prod(ids.shape[axis] for axis in along))
+    return tuple(tuple(int(n) for n in group) for group in groups)
 
 
 # ---- the whole program -----------------------------------------------------------------------------------------------

@@ -62,6 +62,16 @@ def test_axes():
     }  # fmt: skip
 
 
+def test_groups_along_axes_of_a_mesh():
+    """jax 0.12 writes the mesh itself."""
+    how = "replica_groups=mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}, dimensions={1}"
+    text = WRITTEN.replace("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", how)
+    assert text != WRITTEN
+    found = next(t for t in transfers(text) if t.kind == "all_gather")
+    assert found.groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert axes_of(found, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}) == ("context",)
+
+
 def test_no_groups_are_all_devices():
     text = "HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
     text += "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}\n}\n"

@@ -36,7 +36,9 @@ GRADIENTS = "psum of the gradients of parameters, over the axes that split batch
 PARAMETERS = "all_gather of a parameter before it is used, or of its gradient's parts: FSDP"
 MOVED = "ppermute or all_to_all of a parameter's or a gradient's shard to the device that owns it"
 ROWS = "psum over tensor of a product whose columns are split: to_out, ffn.down, and backward to_q, to_k, to_v, ffn.up"
-EDGES = "all_gather over context where tokens become frames, rows and columns: patchify, unpatchify"
+EDGES = (
+    "all_gather over context where tokens become frames, rows and columns: patchify, unpatchify; jax 0.12 permutes too"
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "ring": {"attention": "ring", "ici_fsdp_parallelism": 2, "ici_context_parallelism": 4},
@@ -89,7 +91,7 @@ def reason(t: Transfer, axes: set[str], largest: int) -> str | None:
     if t.bytes > largest:
         return None
     if "reshape" in t.op_name:
-        return EDGES if t.kind == "all_gather" else None
+        return EDGES if t.kind in ("all_gather", "ppermute") else None
     if t.kind == "all_gather":
         return PARAMETERS
     return MOVED if t.kind in ("ppermute", "all_to_all") else None
