@@ -1,0 +1,95 @@
+"""The settings that every training run has, whatever it trains: data, optimizer, LoRA, what is kept and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from maxattn.config_base import Section
+from maxattn.errors import ConfigError
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Target = Literal["to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj"]
+
+
+class DataSettings(Section):
+    """Hold where examples are."""
+
+    folder: str | None = None
+    """A folder that examples/make_latents.py made: latents, texts and what else the model takes."""
+
+
+class TrainingSettings(Section):
+    """Hold how a model learns, and where that is kept."""
+
+    steps: Count = 1000
+    """Updates of the parameters."""
+    batch_size: Count = 1
+    """Examples an update, over all devices."""
+    gradient_accumulation_steps: Count = 1
+    """Parts that a batch is learned from one after the other, so that a smaller one is in memory."""
+    learning_rate: Positive = 1e-5
+    """Its peak, reached after the warm-up."""
+    learning_rate_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: as it is, or along a cosine down to a hundredth."""
+    warmup_steps: Whole = 100
+    """Steps from zero to the peak."""
+    weight_decay: NotNegative = 0.01
+    """Pull of every weight towards zero."""
+    adam_b1: Share = 0.9
+    """Memory of the gradients' mean."""
+    adam_b2: Share = 0.999
+    """Memory of their squares' mean."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the gradients' mean. The mean of their squares is float32: bfloat16 would lose its small moves."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients together longer than this are shortened to it; 0 never."""
+    ema_decay: Share = 0.0
+    """Memory of averaged parameters, which are then the ones that draw and are exported; 0 keeps none."""
+    condition_dropout: Share = 0.1
+    """Share of examples whose text is replaced by the empty one, for guidance to lean against."""
+    lora_rank: Whole = 0
+    """Train low-rank changes of attention's projections alone; 0 trains every parameter."""
+    lora_alpha: Positive | None = None
+    """A change counts lora_alpha / lora_rank; null is the rank."""
+    lora_targets: tuple[Target, ...] = ("to_q", "to_k", "to_v", "to_out")
+    """The projections that get one."""
+    checkpoint_every: Count = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: Count = 2
+    """How many of the last ones stay."""
+    log_every: Count = 10
+    """Steps between TensorBoard's points, and between lines where there is no terminal to draw a bar on."""
+    picture_every: Whole = 0
+    """Steps between pictures of samples; 0 draws none."""
+    tensorboard: bool = True
+    """Write scalars to output_dir/tensorboard."""
+    export: bool = True
+    """Write the result to output_dir as diffusers reads it: a folder, or the LoRA's file."""
+    seed: Whole = 0
+    """Of new parameters, order of examples, times and noise."""
+    resume: bool = True
+    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again."""
+    output_dir: str = "out/train"
+    """Where all that is written goes."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse parts that a batch does not divide into, and LoRA settings that say nothing."""
+        parts, batch = values["gradient_accumulation_steps"], values["batch_size"]
+        if batch % parts:
+            divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+            rule = f"the parts of a batch of {batch} are equal"
+            yield ConfigError("gradient_accumulation_steps", parts, rule, f"use one of {divisors}")
+        if values["lora_rank"] and not values["lora_targets"]:
+            yield ConfigError("lora_targets", "[]", "LoRA changes at least one projection", "write [to_q, to_v]")
+        if values["lora_alpha"] is not None and not values["lora_rank"]:
+            remedy = "set training.lora_rank, or remove it"
+            yield ConfigError("lora_alpha", values["lora_alpha"], "it scales LoRA, and lora_rank is 0", remedy)

@@ -1,0 +1,114 @@
+"""The settings of Wan 2.1: those of attention, and the sections `model`, `data`, `training` and `sampling`.
+
+The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from train.settings import Count, DataSettings, Dtype, Positive, Whole
+from train.settings import TrainingSettings as Common
+
+import maxattn as ma
+from maxattn.config_base import Section
+from maxattn.errors import ConfigError
+
+from .sizes import SIZES, Sizes
+
+Name = Literal["wan-2.1-t2v-1.3b", "wan-2.1-t2v-14b", "wan-2.1-i2v-14b"]
+
+
+class ModelSettings(Section):
+    """Hold which transformer it is, and in which dtypes."""
+
+    sizes: Name | None = None
+    """Known sizes; null takes those of the folder."""
+    folder: str | None = None
+    """A folder in diffusers' format, a pipeline's or its transformer: sizes and weights. Null: random weights."""
+    dtype: Dtype = "bfloat16"
+    """Of the computation; norms, modulation and softmax are float32 whatever it is."""
+    param_dtype: Dtype = "float32"
+    """Of the parameters."""
+    shapes: tuple[str, ...] = ()
+    """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
+
+    num_attention_heads: Count | None = None
+    """This and the rest change one of the named sizes, for a model of one's own, trained from nothing."""
+    attention_head_dim: Annotated[int, Ge(6)] | None = None
+    num_layers: Count | None = None
+    ffn_dim: Count | None = None
+    in_channels: Count | None = None
+    out_channels: Count | None = None
+    text_dim: Count | None = None
+    freq_dim: Count | None = None
+    image_dim: Count | None = None
+    added_kv_proj_dim: Count | None = None
+
+    @property
+    def changed_sizes(self) -> dict[str, int]:
+        """The sizes that are not the named model's."""
+        return {key: value for key in OWN if (value := getattr(self, key)) is not None}
+
+    @property
+    def asked(self) -> Sizes | None:
+        """The sizes that are named here; None where only the folder says them."""
+        return None if self.sizes is None else Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a model that nothing says the sizes of, and changes of what is not named."""
+        changed = {key: values[key] for key in OWN if values[key] is not None}
+        if values["sizes"] is None and values["folder"] is None:
+            rule = "a name or a folder says how large the model is"
+            yield ConfigError("sizes", "null", rule, f"write one of {', '.join(SIZES)}, or give model.folder")
+        for key, value in changed.items() if values["sizes"] is None else ():
+            yield ConfigError(key, value, "it changes a named size, and sizes is null", "name the sizes, or remove it")
+
+
+OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
+
+
+class TrainingSettings(Common):
+    """Hold how the transformer learns: flow matching, at times drawn as said here."""
+
+    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    """How times between 0 (clean) and 1 (noise) are drawn, before the shift."""
+    logit_mean: float = 0.0
+    """Of logit_normal: above 0, more of the noisy times."""
+    logit_std: Positive = 1.0
+    """Of logit_normal: its spread."""
+    timestep_shift: Positive = 3.0
+    """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
+
+
+class SamplingSettings(Section):
+    """Hold how videos are drawn."""
+
+    sampler: Literal["euler", "unipc"] = "unipc"
+    """Euler steps along the flow, or UniPC of order 2."""
+    num_inference_steps: Count = 50
+    """Steps from noise to video."""
+    guidance_scale: Annotated[float, Ge(0)] = 5.0
+    """Classifier-free guidance; 1 is the model as it is, in half the time."""
+    timestep_shift: Positive = 3.0
+    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p."""
+    count: Count = 1
+    """Videos of a picture while training, of the first texts of the data."""
+    seed: Whole = 0
+    """Of the noise."""
+
+
+class Settings(ma.AttentionConfig):
+    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and `sampling`."""
+
+    model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
+    """The transformer."""
+    data: DataSettings = DataSettings()
+    """The examples."""
+    training: TrainingSettings = TrainingSettings()
+    """How it learns."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How videos are drawn."""
