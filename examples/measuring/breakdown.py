@@ -1,0 +1,97 @@
+"""Where the time of a step goes: the device's own record of every kernel, sorted into attention, matrix products, rest.
+
+The record is that of `jax.profiler`; what a kernel was compiled from is in the program's text. All that runs inside
+`maxattn.attention` is attention, a dense one's matrix products too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
+INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
+KERNEL = re.compile(r"flash|fmha|splash")  # where the program says nothing of a kernel
+PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Hold one kernel's share of a step.
+
+    Args:
+        name: of the kernel.
+        kind: "attention", "matmul" or "rest".
+        ms: a step.
+        calls: a step.
+    """
+
+    name: str
+    kind: str
+    ms: float
+    calls: float
+
+
+def breakdown(folder: str | Path, steps: int, program: str = "") -> tuple[Kernel, ...]:
+    """Read a profile: every kernel with its time, the longest first.
+
+    Args:
+        folder: that `jax.profiler.start_trace` was given.
+        steps: that the profile covers.
+        program: text of the compiled program.
+    """
+    origins = dict(re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', program, re.MULTILINE))
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    calls: Counter[tuple[str, str]] = Counter()
+    for name, op, duration in _events(folder):
+        key = (_bare(name), kind_of(name, origins.get(op, "")))
+        seconds[key] += duration
+        calls[key] += 1
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    return tuple(Kernel(*key, 1e3 * time / steps, calls[key] / steps) for key, time in longest)
+
+
+def kind_of(name: str, origin: str = "") -> str:
+    """Sort a kernel by where its operation comes from, and by its name.
+
+    Args:
+        name: of the kernel.
+        origin: of its operation, as the program says it.
+    """
+    if INSIDE.search(origin) or KERNEL.search(name):
+        return ATTENTION
+    return MATMUL if PRODUCT.search(name) else REST
+
+
+def by_kind(kernels: tuple[Kernel, ...]) -> dict[str, float]:
+    """Add the milliseconds of each kind up."""
+    return {kind: sum(k.ms for k in kernels if k.kind == kind) for kind in KINDS}
+
+
+def _events(folder: str | Path) -> Iterator[tuple[str, str, float]]:
+    """Yield (kernel, operation of the program, seconds) of all that the first device ran."""
+    from jax.profiler import ProfileData
+
+    path = max(Path(folder).rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+    for plane in _planes(ProfileData.from_file(str(path))):
+        for line in plane.lines:
+            if line.name.startswith(("Stream", "tf_XLA", "XLA Ops")):
+                for event in line.events:
+                    stats: dict[str, Any] = dict(event.stats)
+                    if plane.name.startswith("/device") or "hlo_op" in stats:
+                        yield event.name, str(stats.get("hlo_op", event.name)), event.duration_ns / 1e9
+
+
+def _planes(data: Any) -> list[Any]:
+    """Return the first device's planes; on a CPU the host's, whose operations are its kernels."""
+    devices = [plane for plane in data.planes if re.match(r"/device:(GPU|TPU):0", plane.name)]
+    return devices or [plane for plane in data.planes if plane.name.startswith("/host:CPU")]
+
+
+def _bare(name: str) -> str:
+    """Return a kernel's name without the number of its copy."""
+    return re.sub(r"[._]\d+$", "", name)

@@ -1,0 +1,83 @@
+"""Count the multiplications of a forward pass: matrix products, convolutions and attention, from shapes alone.
+
+One multiplication and one addition are two operations. What is recomputed in a backward is not counted, so that a
+utilisation says what a user gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+BACKWARD = {"attention": 2.5, "matmul": 2.0}  # of the forward
+PEAK = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+        "TPU v4": 275e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "TPU v7x": 1153e12}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """Hold the operations of one forward pass."""
+
+    attention: int = 0
+    matmul: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.attention + other.attention, self.matmul + other.matmul)
+
+    def total(self, training: bool) -> float:
+        """Add both up; in training with their backward."""
+        more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in BACKWARD.items()}
+        return self.attention * more["attention"] + self.matmul * more["matmul"]
+
+
+def count(f: Callable[..., Any], *shapes: Any) -> Work:
+    """Count the operations of a function of arrays.
+
+    Args:
+        f: what to trace.
+        shapes: its arguments, `jax.ShapeDtypeStruct`s will do.
+    """
+    return _of(jax.make_jaxpr(f)(*shapes).jaxpr)
+
+
+def peak(device_kind: str) -> float | None:
+    """Return the dense bfloat16 operations a second that a device's maker gives, or None where unknown."""
+    found = [rate for name, rate in PEAK.items() if device_kind.startswith(name)]
+    return found[0] if found else None
+
+
+def _of(jaxpr: Any) -> Work:
+    return sum((_equation(eqn) for eqn in jaxpr.eqns), Work())
+
+
+def _equation(eqn: Any) -> Work:
+    name = eqn.primitive.name
+    if eqn.params.get("name") == "_run" and [v.aval.ndim for v in eqn.invars[:3]] == [4, 4, 4]:
+        # maxattn's own jit around every attention: q [B, T, N, H], k [B, S, K, H].
+        (b, t, n, h), s = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        return Work(attention=4 * b * n * t * s * h)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return Work(matmul=2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted))
+    if name == "conv_general_dilated":
+        out_channels = (
+            eqn.params["rhs_shape"][0]
+            if "rhs_shape" in eqn.params
+            else eqn.outvars[0].aval.shape[eqn.params["dimension_numbers"].out_spec[1]]
+        )
+        return Work(matmul=2 * eqn.outvars[0].aval.size * (eqn.invars[1].aval.size // out_channels))
+    times = eqn.params["length"] if name == "scan" else 1
+    inner = sum((_of(each) for value in eqn.params.values() for each in _jaxprs(value)), Work())
+    return Work(times * inner.attention, times * inner.matmul)
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    """Find the jaxprs in a parameter of an equation."""
+    if isinstance(value, list | tuple):
+        return [found for each in value for found in _jaxprs(each)]
+    inner = getattr(value, "jaxpr", value)
+    return [inner] if hasattr(inner, "eqns") else []

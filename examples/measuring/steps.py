@@ -1,0 +1,118 @@
+"""A denoising step and a training step of a workload, compiled from shapes alone before any memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array
+
+from .workloads import Workload
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold a compiled step.
+
+    Args:
+        run: from (carry, fixed) to the next carry; the carry's buffers are given up.
+        start: draws the first (carry, fixed).
+        forward: the model's forward pass as a function of (carry, fixed), for counting operations.
+        shapes: of (carry, fixed).
+        compiled: the program.
+    """
+
+    run: Callable[[Any, Any], Any]
+    start: Callable[[], tuple[Any, Any]]
+    forward: Callable[[Any, Any], Any]
+    shapes: tuple[Any, Any]
+    compiled: Any
+
+
+def denoising(work: Workload, dtype: Any) -> Step:
+    """Compile one step of sampling: one prediction, and the latents moved along it. Parameters are in `dtype`.
+
+    Keys and values of the text, where the model keeps them apart, are made once before the steps.
+    """
+    graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, dtype)))
+    inputs = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in work.shapes.items()}
+    latents = jax.ShapeDtypeStruct(inputs["latents"].shape, jnp.float32)
+
+    def once(params: Any, inputs: Any) -> Any:
+        return work.once(nnx.merge(graph, params), inputs)
+
+    def forward(x: Array, fixed: tuple[Any, Any]) -> Array:
+        return work.predict(nnx.merge(graph, fixed[0]), x, jnp.full(x.shape[0], 500.0), fixed[1])
+
+    def step(x: Array, fixed: tuple[Any, Any]) -> Array:
+        # Latents of unit variance stay so: a random model leads nowhere, and times of NaN would be no times.
+        return 0.98 * x - 0.02 * forward(x, fixed).astype(x.dtype)
+
+    def start() -> tuple[Any, Any]:
+        held = drawn(params)
+        return drawn(latents), (held, jax.jit(once)(held, drawn(inputs)))
+
+    fixed = (params, jax.eval_shape(once, params, inputs))
+    compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile()
+    return Step(compiled, start, forward, (latents, fixed), compiled)
+
+
+def training(work: Workload, dtype: Any) -> Step:
+    """Compile one step of training: loss, gradients and AdamW in one program. Parameters are float32."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, jnp.float32)))
+    optimizer = optax.adamw(1e-5)
+    inputs = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in work.shapes.items()}
+    carry = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+
+    def loss(params: Any, inputs: Any, count: Array) -> Array:
+        return work.loss(nnx.merge(graph, params), inputs, jax.random.fold_in(jax.random.key(SEED), count))
+
+    def step(carry: Any, inputs: Any) -> Any:
+        params, state, count = carry
+        gradient = jax.grad(loss)(params, inputs, count)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, count + 1
+
+    def start() -> tuple[Any, Any]:
+        held = drawn(params)
+        return (held, jax.jit(optimizer.init)(held), jnp.zeros((), jnp.int32)), drawn(inputs)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(carry, inputs).compile()
+    return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, inputs), compiled)
+
+
+# ---- random arrays ---------------------------------------------------------------------------------------------------
+
+
+def drawn(shapes: Any) -> Any:
+    """Draw random arrays of the given shapes: scales of norms near one, matrices by the width that goes in."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    key = jax.random.key(SEED, impl="rbg")
+    return tree.unflatten([_leaf(path, leaf, jax.random.fold_in(key, i)) for i, (path, leaf) in enumerate(leaves)])
+
+
+def _leaf(path: Any, leaf: Any, key: Array) -> Array:
+    name = jax.tree_util.keystr(path)
+    if "kernel" in name:
+        # Convolutions have their window before [in, out]; stacked layers have one axis there.
+        fan_in = leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]
+        return _normal(leaf.shape, leaf.dtype, fan_in**-0.5, 0.0)(key)
+    small = any(part in name for part in ("scale", "bias", "table"))
+    return _normal(leaf.shape, leaf.dtype, 0.02 if small else 1.0, float("'scale'" in name))(key)
+
+
+@cache
+def _normal(shape: tuple[int, ...], dtype: Any, scale: float, mean: float) -> Callable[[Array], Array]:
+    @jax.jit
+    def draw(key: Array) -> Array:
+        return (mean + scale * jax.random.normal(key, shape)).astype(dtype)
+
+    return draw

@@ -1,0 +1,108 @@
+"""What is measured: a model at its real size, the shapes of what goes in, and what a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from sdxl.sizes import Sizes as UNetSizes
+from sdxl.unet import SIZE_NUMBERS, UNet
+from wan21.model import WanTransformer3D
+from wan21.sizes import SIZES, Sizes
+
+import maxattn as ma
+
+Inputs = dict[str, Any]
+LATENT = 8  # pixels of a side to one latent, in both models' autoencoders
+FRAMES = 4  # frames of a video to one latent after the first
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Describe a step without running it.
+
+    Args:
+        name: of the model and its sizes.
+        make: builds the model in a dtype for computing and one for parameters.
+        shapes: of the inputs, by name; "latents" is what a step changes.
+        once: makes of inputs what every denoising step shares.
+        predict: runs the model on latents, times and what `once` made.
+        noisy: mixes latents and noise at times from 0 to 1; returns that and what the model should predict.
+        tokens: that a step processes, for tokens a second.
+    """
+
+    name: str
+    make: Callable[[Any, Any], nnx.Module]
+    shapes: dict[str, tuple[int, ...]]
+    once: Callable[[Any, Inputs], Inputs]
+    predict: Callable[[Any, Array, Array, Inputs], Array]
+    noisy: Callable[[Array, Array, Array], tuple[Array, Array]]
+    tokens: int
+
+    def loss(self, model: nnx.Module, inputs: Inputs, key: Array) -> Float[Array, ""]:
+        """Compute the mean squared error of a prediction at random times with random noise."""
+        x = inputs["latents"]
+        at, noise = jax.random.uniform(key, x.shape[:1]), jax.random.normal(key, x.shape)
+        noisy, target = self.noisy(x, noise, at.reshape(-1, *[1] * (x.ndim - 1)))
+        got = self.predict(model, noisy, 1000.0 * at, inputs)
+        return jnp.mean(jnp.square(got.astype(jnp.float32) - target))
+
+
+def wan(
+    config: ma.AttentionConfig, batch: int, height: int, width: int, frames: int,
+    sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"], text: int = 512,
+) -> Workload:  # fmt: skip
+    """Describe Wan 2.1: flow matching of a latent video.
+
+    Args:
+        config: attention's settings.
+        batch: videos.
+        height, width, frames: of a video, in pixels and frames.
+        sizes: of the model.
+        text: tokens of a prompt.
+    """
+    shape = (batch, (frames - 1) // FRAMES + 1, height // LATENT, width // LATENT)
+    return Workload(
+        f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}, {width}x{height}, {frames} frames, batch {batch}",
+        lambda dtype, param: WanTransformer3D(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
+        {"latents": (*shape, sizes.in_channels), "text": (batch, text, sizes.text_dim)},
+        lambda model, inputs: {"kv": model.encode(inputs["text"])},
+        lambda model, x, t, inputs: model(x, t, inputs.get("text"), kv=inputs.get("kv")),
+        lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
+        batch * shape[1] * (shape[2] // sizes.patch_size[1]) * (shape[3] // sizes.patch_size[2]),
+    )
+
+
+def sdxl(
+    config: ma.AttentionConfig, batch: int, height: int, width: int, sizes: UNetSizes | None = None, text: int = 77
+) -> Workload:
+    """Describe SDXL's UNet: prediction of the noise of latents.
+
+    Args:
+        config: attention's settings.
+        batch: pictures.
+        height, width: of a picture, in pixels.
+        sizes: of the model; default SDXL base 1.0.
+        text: tokens of a prompt.
+    """
+    sizes = sizes or UNetSizes()
+    pooled = sizes.projection_class_embeddings_input_dim - SIZE_NUMBERS * sizes.addition_time_embed_dim
+    rows, columns = height // LATENT, width // LATENT
+    shapes = {
+        "latents": (batch, rows, columns, sizes.in_channels), "text": (batch, text, sizes.cross_attention_dim),
+        "pooled": (batch, pooled), "picture": (batch, SIZE_NUMBERS),
+    }  # fmt: skip
+    return Workload(
+        f"SDXL UNet, {'-'.join(map(str, sizes.block_out_channels))} channels, {width}x{height}, batch {batch}",
+        lambda dtype, param: UNet(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
+        shapes,
+        lambda model, inputs: {key: x for key, x in inputs.items() if key != "latents"},
+        lambda model, x, t, inputs: model(x, t, inputs["text"], inputs["pooled"], inputs["picture"]),
+        lambda x, noise, at: (jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise),
+        batch * rows * columns // 4,
+    )

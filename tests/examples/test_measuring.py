@@ -1,0 +1,78 @@
+"""What the measuring command counts and times, at sizes that can be counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from measuring import breakdown, clock, flops, steps, workloads
+from sdxl.sizes import Sizes as UNetSizes
+from wan21.sizes import Sizes
+
+import maxattn as ma
+from tests.fixtures import make_diffusers as made
+
+CONFIG = ma.AttentionConfig(attention="dot_product", cross_attention="dot_product", remat_policy="SAVE_ATTENTION")
+
+
+def wan() -> workloads.Workload:
+    return workloads.wan(CONFIG, 2, 32, 48, 5, Sizes(**made.MODEL), text=7)
+
+
+def sdxl() -> workloads.Workload:
+    return workloads.sdxl(CONFIG, 2, 64, 96, UNetSizes(**made.UNET), text=5)
+
+
+def test_wan_work_is_what_its_sizes_say() -> None:
+    work = wan()
+    step = steps.denoising(work, jnp.float32)
+    count = flops.count(step.forward, *step.shapes)
+    tokens, width, layers = 2 * 2 * 3, 24, 2
+    assert work.tokens == 2 * tokens
+    assert count.attention == layers * 2 * 4 * tokens * width * (tokens + 7)
+    # Self-attention's four projections, two of cross-attention (its keys and values are there), two of the ffn.
+    inner = layers * (6 * width * width + 2 * width * 32)
+    around = 4 * 4 * width * 2  # patches in and out: four latents of four channels
+    time = 16 * width + width * width + 6 * width * width
+    assert count.matmul == 2 * (2 * tokens * (inner + around) + 2 * time)
+    assert count.total(training=True) == 3.5 * count.attention + 3 * count.matmul
+
+
+@pytest.mark.parametrize("make", [wan, pytest.param(sdxl, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [steps.denoising, steps.training])
+def test_a_step_runs_and_changes_what_it_carries(make, kind, tmp_path: Path) -> None:
+    step = kind(make(), jnp.float32)
+    carry, fixed = step.start()
+    before = jax.tree.map(jnp.copy, carry)
+    after = step.run(carry, fixed)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(after))
+    changed = [bool((a != b).any()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    assert all(changed)
+
+
+def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
+    found = clock.measure(steps.denoising(wan(), jnp.float32), rounds=2, steps=2, profile=tmp_path)
+    assert len(found.ms) == 2 and found.median > 0
+    kinds = breakdown.by_kind(found.kernels)
+    assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(sum(k.ms for k in found.kernels))
+    assert kinds["attention"] > 0, "dense attention is matrix products inside of ours"
+    assert breakdown.kind_of("flash_fwd_sm90") == "attention"
+    assert breakdown.kind_of("nvjet_tst_128", "jit(step)/jit(_run)/dot_general") == "attention"
+    assert breakdown.kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
+    assert breakdown.kind_of("loop_convert_fusion") == "rest"
+
+
+def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> None:
+    import measure
+
+    small = wan()
+    monkeypatch.setattr(workloads, "wan", lambda *a: small)
+    said = measure.parser().parse_args(
+        ["wan", "train", "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "f.json")]
+    )
+    measure.main(said)
+    out = capsys.readouterr().out
+    assert "tokens/s" in out and "GiB" in out and "TFLOP" in out
+    assert (tmp_path / "f.json").read_text().count('"ms"') == 1
