@@ -1,0 +1,173 @@
+"""Which sampler a model's folder asks for: diffusers' `scheduler_config.json`, read strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError, did_you_mean
+
+from . import ddim, euler, flow_euler, unipc
+from .betas import Betas
+from .options import KNOWN, OPTIONS
+from .schedule import Schedule
+
+Family = Literal["flow", "discrete"]
+CLASSES = {
+    "flow_euler": "FlowMatchEulerDiscreteScheduler", "unipc": "UniPCMultistepScheduler",
+    "euler": "EulerDiscreteScheduler", "ddim": "DDIMScheduler",
+}  # fmt: skip
+NAMES = {name: short for short, name in CLASSES.items()}
+FAMILIES: Mapping[Family, tuple[str, ...]] = {"flow": ("unipc", "flow_euler"), "discrete": ("euler", "ddim")}
+# What one class calls what another calls otherwise.
+SAME = {"shift": "flow_shift", "flow_shift": "shift"}
+MODELS = {"flow": "a Wan model predicts velocities", "discrete": "an SDXL model knows a thousand discrete times"}
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Hold a sampler and its options, checked.
+
+    Args:
+        name: flow_euler, unipc, euler or ddim.
+        options: of diffusers' class, all of them.
+        said_by: where they were read.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    said_by: str
+
+    def schedule(self, steps: int) -> Schedule:
+        """Make the schedule of so many steps.
+
+        Raises:
+            ConfigError: more steps than the model has times.
+        """
+        o, most = self.options, self.options["num_train_timesteps"]
+        if steps > most and self.name in FAMILIES["discrete"]:
+            rule = f"the model was trained at {most} times, and no time is used twice"
+            raise ConfigError("sampling.num_inference_steps", steps, rule, f"use at most {most}")
+        if self.name == "flow_euler":
+            return flow_euler.schedule(steps, o["shift"], train_steps=most)
+        if self.name == "unipc":
+            skipped = tuple(o["disable_corrector"])
+            return unipc.schedule(
+                steps, o["flow_shift"], order=o["solver_order"], uncorrected=skipped, train_steps=most
+            )
+        betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
+        if self.name == "euler":
+            return euler.schedule(steps, betas)
+        return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
+
+    def __str__(self) -> str:
+        shown = {key: self.options[key] for key in SHOWN if key in self.options}
+        return f"{self.name}, {', '.join(f'{key} {value}' for key, value in shown.items())} ({self.said_by})"
+
+
+SHOWN = ("flow_shift", "shift", "solver_order", "prediction_type", "timestep_spacing", "rescale_betas_zero_snr")
+
+
+def read(
+    folder: str | Path, family: Family, sampler: str | None = None, flow_shift: float | None = None
+) -> Sampler:  # fmt: skip
+    """Read the sampler of a pipeline's folder.
+
+    Args:
+        folder: with `scheduler/scheduler_config.json`.
+        family: what the model can be sampled with: "flow" for Wan, "discrete" for SDXL.
+        sampler: another one than the file's, with the file's options where both have them; needed where there is no
+            file, and then with the defaults of Wan 2.1 at 480p or SDXL.
+        flow_shift: another one than the file's.
+
+    Raises:
+        ConfigErrors: everything that is unknown or not supported, at once.
+    """
+    path = Path(folder) / "scheduler" / "scheduler_config.json"
+    said: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else _none(path, family, sampler)
+    kind = said.get("_class_name", "")
+    name = sampler or NAMES.get(kind, "")
+    if name not in FAMILIES[family]:
+        raise _wrong_family(path, family, sampler, kind)
+    options, problems = _options(said, CLASSES[name], str(path), sampler is not None and CLASSES[name] != kind)
+    if flow_shift is not None:
+        options |= {key: flow_shift for key in SAME if key in options}
+    problems += _contradictions(options, str(path))
+    if problems:
+        raise ConfigErrors(problems)
+    return Sampler(name, options, f"{path.parent.name}/{path.name}" if path.is_file() else "named in the settings")
+
+
+def _none(path: Path, family: Family, sampler: str | None) -> dict[str, Any]:
+    """Return what a folder without the file is sampled with, once the user has named a sampler."""
+    if sampler is None:
+        rule = "it says how the model is sampled, and is not there"
+        names = " or ".join(FAMILIES[family])
+        raise ConfigError(str(path), "no file", rule, f"fetch it, or set sampling.sampler={names}")
+    if family == "flow":
+        return {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    sdxl = Betas()
+    return {key: getattr(sdxl, key) for key in Betas.__dataclass_fields__} | {"set_alpha_to_one": False}
+
+
+def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:
+    setting, value = ("sampling.sampler", sampler) if sampler else (f"{path}: _class_name", kind or "(none)")
+    ours = FAMILIES[family]
+    named = ", ".join(f"{short} ({CLASSES[short]})" for short in ours)
+    remedy = did_you_mean(sampler, ours) if sampler else ""
+    return ConfigError(setting, value, f"{MODELS[family]}: it is sampled with {named}",
+                       remedy or f"set sampling.sampler={ours[0]}")  # fmt: skip
+
+
+def _options(
+    said: Mapping[str, Any], kind: str, where: str, other: bool
+) -> tuple[dict[str, Any], list[ConfigError]]:  # fmt: skip
+    """Return the options of a class, as the file says them or by default, and what is wrong with them.
+
+    Args:
+        said: the file.
+        kind: diffusers' class.
+        where: the file's name.
+        other: the file is about another class: what it does not say is then what is supported.
+    """
+    found, problems = {}, [*_unknown(said, where)]
+    for key, option in OPTIONS[kind].items():
+        spelt = key if key in said or SAME.get(key) not in said else SAME[key]
+        default = option.supported[0] if other and option.supported else option.default
+        found[key] = value = said.get(spelt, default)
+        if (option.supported and value not in option.supported) or not _same_type(value, option):
+            problems.append(_unsupported(where, key, value, option, kind, key in said))
+    return found, problems
+
+
+def _same_type(value: Any, option: Any) -> bool:
+    if option.supported:
+        return True
+    if isinstance(option.default, list):
+        return isinstance(value, list) and all(type(x) is int for x in value)
+    return type(value) is int or (type(value) is float and type(option.default) is float)
+
+
+def _unknown(said: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
+    for key, value in said.items():
+        if not key.startswith("_") and key not in KNOWN:
+            rule = "no sampler here knows this option, and it may change the numbers"
+            yield ConfigError(f"{where}: {key}", value, rule, did_you_mean(key, KNOWN) or "remove it from the file")
+
+
+def _unsupported(where: str, key: str, value: Any, option: Any, kind: str, said: bool) -> ConfigError:
+    wanted = " or ".join(map(repr, option.supported)) or f"a number like {option.default!r}"
+    by = "" if said else ", its default where the file does not say"
+    rule = f"{kind} is supported with {wanted}{by}"
+    return ConfigError(f"{where}: {key}", repr(value), rule, f"write {key} as {wanted} there, or set sampling.sampler")
+
+
+def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]:
+    if "set_alpha_to_one" in options and options["rescale_betas_zero_snr"] and options["prediction_type"] == "epsilon":
+        rule = "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
+        return [ConfigError(f"{where}: rescale_betas_zero_snr", True, rule, "set sampling.sampler=euler")]
+    return []

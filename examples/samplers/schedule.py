@@ -1,0 +1,137 @@
+"""One step for every sampler: sums of arrays, with coefficients that a sampler's own file computes beforehand.
+
+With x the sample, y what the model says of scale * x at a time, m the part of it that is remembered, m1..mK what
+earlier steps remembered (the last one first) and `last` the corrected sample of the step before:
+
+    m  = remember . (x, y)
+    c  = correct  . (x, last, m, m1..mK)          the sample, corrected by what the model has said of it
+    x' = predict  . (c, m, m1..mK)
+
+A sampler of one step has K = 0 and corrects nothing. The coefficients are computed in float64 on the host; the sums
+are float32, whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+Predict = Callable[[Array, Array], Array]
+
+
+class Schedule(NamedTuple):
+    """Hold the numbers of n steps; a pytree, so it may be traced.
+
+    Args:
+        noise_scale: multiplies standard normal noise to give the first sample.
+        times: what the model is told, 0 (clean) to 1000 (noise), [n].
+        scale: multiplies the sample before the model sees it, [n].
+        remember: of sample and output, [n, 2].
+        correct: of sample, last sample, m and m1..mK, [n, 3 + K].
+        predict: of the corrected sample, m and m1..mK, [n, 2 + K].
+    """
+
+    noise_scale: Float[Array, ""]
+    times: Float[Array, " n"]
+    scale: Float[Array, " n"]
+    remember: Float[Array, "n 2"]
+    correct: Float[Array, "n c"]
+    predict: Float[Array, "n p"]
+
+
+class State(NamedTuple):
+    """Hold what one step gives the next.
+
+    Args:
+        x: the sample, float32.
+        last: the corrected sample of the step before, where K > 0.
+        memory: m1..mK.
+    """
+
+    x: Array
+    last: Array | None
+    memory: tuple[Array, ...]
+
+
+def one_step(
+    times: np.ndarray, predict: np.ndarray, scale: np.ndarray | float = 1.0, noise_scale: float = 1.0
+) -> Schedule:
+    """Make the schedule of a sampler that remembers nothing: x' = predict . (x, y).
+
+    Args:
+        times: [n].
+        predict: of sample and output, [n, 2].
+        scale: of the sample before the model sees it; one number, or [n].
+        noise_scale: of the first sample.
+    """
+    n = len(times)
+    remember, correct = np.tile([0.0, 1.0], (n, 1)), np.tile([1.0, 0.0, 0.0], (n, 1))
+    return schedule_of(noise_scale, times, np.broadcast_to(scale, n), remember, correct, predict)
+
+
+def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
+    """Make a schedule of float64 numbers, in the order of its fields."""
+    return Schedule(jnp.float32(noise_scale), *(jnp.asarray(np.asarray(a, np.float32)) for a in arrays))
+
+
+def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:
+    """Make the state before the first step.
+
+    Args:
+        schedule: of the sampler.
+        noise: standard normal.
+    """
+    x = schedule.noise_scale * noise.astype(jnp.float32)
+    count = schedule.predict.shape[1] - 2
+    zero = jnp.zeros_like(x)
+    return State(x, zero if count else None, (zero,) * count)
+
+
+def step(schedule: Schedule, i: int | Int[Array, ""], state: State, predict: Predict) -> State:
+    """Take step i.
+
+    Args:
+        schedule: of the sampler.
+        i: 0 to n - 1; may be traced.
+        state: from `start` or the step before.
+        predict: the model, from a sample and a time to its output.
+    """
+    row = Schedule(schedule.noise_scale, *(a[i] for a in schedule[1:]))
+    return _step(row, state, predict)
+
+
+def sample(predict: Predict, noise: Float[Array, "..."], schedule: Schedule) -> Float[Array, "..."]:
+    """Walk from noise to a sample, in one `lax.scan`.
+
+    Args:
+        predict: the model, from a sample and a time to its output.
+        noise: standard normal.
+        schedule: of the sampler.
+    """
+
+    def one(state: State, row: tuple[Array, ...]) -> tuple[State, None]:
+        return _step(Schedule(schedule.noise_scale, *row), state, predict), None
+
+    return jax.lax.scan(one, start(schedule, noise), tuple(schedule[1:]))[0].x
+
+
+def _step(row: Schedule, state: State, predict: Predict) -> State:
+    y = predict(row.scale * state.x, row.times).astype(jnp.float32)
+    if state.last is None:
+        return State(_dot(row.predict, (state.x, y)), None, ())
+    m = _dot(row.remember, (state.x, y))
+    corrected = _dot(row.correct, (state.x, state.last, m, *state.memory))
+    x = _dot(row.predict, (corrected, m, *state.memory))
+    return State(x, corrected, (m, *state.memory[:-1]))
+
+
+def _dot(numbers: Float[Array, " n"], arrays: Sequence[Array]) -> Array:
+    total = numbers[0] * arrays[0]
+    for i, array in enumerate(arrays[1:], start=1):
+        total = total + numbers[i] * array
+    return total

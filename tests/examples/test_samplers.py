@@ -1,0 +1,141 @@
+"""Our samplers are diffusers' schedulers, step by step: what the model is told, what it sees, every sample."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from samplers import Schedule, sample, start, step
+from samplers.read import NAMES, read
+
+from maxattn.errors import ConfigError
+from tests.fixtures import make_samplers as made
+from tests.golden_text import check_golden
+
+CASES = made.cases()
+KINDS = sorted({name.partition(".")[0] for name in CASES})
+# Where sigma is 4096, diffusers' float32 keeps three digits of x - x0; in float64 it gives our numbers to 5e-7.
+TOLERANCE = {"euler_v": 5e-4, "euler_linspace": 2e-5}
+WAN = {"_class_name": "UniPCMultistepScheduler", "_diffusers_version": "0.33.0", **made.WAN, "flow_shift": 3.0}
+
+
+def folder_of(path: Path, **said: object) -> Path:
+    """Write a folder with a scheduler's file."""
+    (path / "scheduler").mkdir(exist_ok=True)
+    (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(said))
+    return path
+
+
+def schedule_of(case: made.Case, path: Path) -> Schedule:
+    """Make a case's schedule, by way of the file that diffusers would write."""
+    family = "flow" if NAMES[case.kind] in ("flow_euler", "unipc") else "discrete"
+    return read(folder_of(path, _class_name=case.kind, **case.options), family).schedule(case.steps)
+
+
+def compare(name: str, path: Path, noise: np.ndarray, theirs: dict[str, np.ndarray]) -> None:
+    """Hold every step of a case against diffusers', to 5e-6 of the scale."""
+    schedule = schedule_of(CASES[name], path)
+    np.testing.assert_allclose(schedule.times, theirs["times"], rtol=2e-7)
+    tolerance = TOLERANCE.get(name.partition(".")[0], 5e-6)
+
+    @jax.jit
+    def one(i: int, state):
+        seen = schedule.scale[i] * state.x
+        return seen, step(schedule, i, state, lambda x, t: made.model(x, t, jnp))
+
+    state = start(schedule, jnp.asarray(noise))
+    for i in range(CASES[name].steps):
+        seen, state = one(i, state)
+        for got, want in ((seen, theirs["seen"][i]), (state.x, theirs["x"][i])):
+            np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max(), err_msg=f"{name}, step {i}")
+    if CASES[name].steps != 4:
+        return
+    scanned = jax.jit(lambda n: sample(lambda x, t: made.model(x, t, jnp), n, schedule))(jnp.asarray(noise))
+    np.testing.assert_allclose(scanned, state.x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_is_diffusers(kind: str, tmp_path: Path) -> None:
+    theirs = load_file(Path(made.__file__).parent / "diffusers_samplers.safetensors")
+    for steps in made.STEPS:
+        name = f"{kind}.{steps}"
+        parts = {key.removeprefix(f"{name}."): value for key, value in theirs.items() if key.startswith(f"{name}.")}
+        compare(name, tmp_path, theirs["noise"], parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_is_diffusers_live(kind: str, tmp_path: Path) -> None:
+    for package in ("torch", "diffusers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    noise = made.first()
+    for steps in made.STEPS:
+        case = CASES[f"{kind}.{steps}"]
+        theirs = {key: value.numpy() for key, value in made.run(case, noise).items()}
+        compare(f"{kind}.{steps}", tmp_path, noise.numpy(), theirs)
+
+
+def test_the_files_of_real_models_are_read(tmp_path: Path) -> None:
+    wan = WAN | {
+        "beta_end": 0.02, "beta_schedule": "linear", "beta_start": 0.0001, "disable_corrector": [],
+        "dynamic_thresholding_ratio": 0.995, "final_sigmas_type": "zero", "lower_order_final": True,
+        "num_train_timesteps": 1000, "predict_x0": True, "rescale_betas_zero_snr": False, "sample_max_value": 1.0,
+        "solver_order": 2, "solver_p": None, "solver_type": "bh2", "steps_offset": 0, "thresholding": False,
+        "timestep_spacing": "linspace", "trained_betas": None, "use_beta_sigmas": False,
+        "use_exponential_sigmas": False, "use_karras_sigmas": False,
+    }  # fmt: skip
+    found = read(folder_of(tmp_path, **wan), "flow")
+    assert str(found).startswith("unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/")
+    assert read(tmp_path, "flow", flow_shift=5.0).options["flow_shift"] == 5.0
+    euler = read(tmp_path, "flow", "flow_euler")
+    assert (euler.name, euler.options["shift"]) == ("flow_euler", 3.0), "the shift of another class' name"
+    sdxl = {
+        "_class_name": "EulerDiscreteScheduler", "beta_end": 0.012, "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085, "clip_sample": False, "interpolation_type": "linear", "num_train_timesteps": 1000,
+        "prediction_type": "epsilon", "sample_max_value": 1.0, "set_alpha_to_one": False, "skip_prk_steps": True,
+        "steps_offset": 1, "timestep_spacing": "leading", "trained_betas": None, "use_karras_sigmas": False,
+    }  # fmt: skip
+    assert read(folder_of(tmp_path, **sdxl), "discrete").name == "euler"
+    assert read(tmp_path, "discrete", "ddim").options["set_alpha_to_one"] is False
+
+
+def test_without_a_file_a_sampler_is_named(tmp_path: Path) -> None:
+    assert read(tmp_path, "flow", "unipc").options["flow_shift"] == 3.0
+    np.testing.assert_allclose(read(tmp_path, "discrete", "euler").schedule(4).times, [751, 501, 251, 1])
+
+
+WRONG = {
+    "of_no_file": ({}, "flow", {}),
+    "of_another_family": (WAN, "discrete", {}),
+    "class_unknown": ({"_class_name": "PNDMScheduler"}, "discrete", {}),
+    "named_for_another_family": (WAN, "flow", {"sampler": "euler"}),
+    "misspelt": (WAN, "flow", {"sampler": "unpic"}),
+    "option_unknown": (WAN | {"flow_shfit": 3.0}, "flow", {}),
+    "options_unsupported": (WAN | {"use_karras_sigmas": True, "solver_order": 4, "flow_shift": "3"}, "flow", {}),
+    "default_unsupported": ({"_class_name": "DDIMScheduler"}, "discrete", {}),
+    "zero_snr_of_noise": (
+        {"_class_name": "DDIMScheduler", "clip_sample": False, "rescale_betas_zero_snr": True}, "discrete", {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_supported_is_said(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, family, how = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    if said:
+        folder_of(tmp_path, **said)
+    with pytest.raises(ConfigError) as error:
+        read(".", family, **how)
+    check_golden(f"samplers/{case}", str(error.value))
+
+
+def test_no_time_is_used_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 1000"):
+        read(tmp_path, "discrete", "euler").schedule(1001)
