@@ -25,6 +25,14 @@ NAMES = {name: short for short, name in CLASSES.items()}
 FAMILIES: Mapping[Family, tuple[str, ...]] = {"flow": ("unipc", "flow_euler"), "discrete": ("euler", "ddim")}
 # What one class calls what another calls otherwise.
 SAME = {"shift": "flow_shift", "flow_shift": "shift"}
+NO_FILE = "no scheduler_config.json: as such models are usually sampled"
+USUAL: Mapping[Family, Mapping[str, Any]] = {
+    "flow": {
+        "_class_name": "UniPCMultistepScheduler", "flow_shift": 3.0, "use_flow_sigmas": True,
+        "prediction_type": "flow_prediction",
+    },
+    "discrete": vars(Betas()) | {"_class_name": "EulerDiscreteScheduler", "set_alpha_to_one": False},
+}  # fmt: skip
 MODELS = {"flow": "a Wan model predicts velocities", "discrete": "an SDXL model knows a thousand discrete times"}
 
 
@@ -73,22 +81,23 @@ SHOWN = ("flow_shift", "shift", "solver_order", "prediction_type", "timestep_spa
 
 
 def read(
-    folder: str | Path, family: Family, sampler: str | None = None, flow_shift: float | None = None
+    folder: str | Path | None, family: Family, sampler: str | None = None, flow_shift: float | None = None
 ) -> Sampler:  # fmt: skip
     """Read the sampler of a pipeline's folder.
 
     Args:
-        folder: with `scheduler/scheduler_config.json`.
+        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p and SDXL are
+            usually sampled with.
         family: what the model can be sampled with: "flow" for Wan, "discrete" for SDXL.
-        sampler: another one than the file's, with the file's options where both have them; needed where there is no
-            file, and then with the defaults of Wan 2.1 at 480p or SDXL.
+        sampler: another one than the file's, with the file's options where both have them.
         flow_shift: another one than the file's.
 
     Raises:
         ConfigErrors: everything that is unknown or not supported, at once.
     """
-    path = Path(folder) / "scheduler" / "scheduler_config.json"
-    said: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else _none(path, family, sampler)
+    path = Path(folder or "") / "scheduler" / "scheduler_config.json"
+    there = folder is not None and path.is_file()
+    said: Mapping[str, Any] = json.loads(path.read_text()) if there else USUAL[family]
     kind = said.get("_class_name", "")
     name = sampler or NAMES.get(kind, "")
     if name not in FAMILIES[family]:
@@ -99,19 +108,7 @@ def read(
     problems += _contradictions(options, str(path))
     if problems:
         raise ConfigErrors(problems)
-    return Sampler(name, options, f"{path.parent.name}/{path.name}" if path.is_file() else "named in the settings")
-
-
-def _none(path: Path, family: Family, sampler: str | None) -> dict[str, Any]:
-    """Return what a folder without the file is sampled with, once the user has named a sampler."""
-    if sampler is None:
-        rule = "it says how the model is sampled, and is not there"
-        names = " or ".join(FAMILIES[family])
-        raise ConfigError(str(path), "no file", rule, f"fetch it, or set sampling.sampler={names}")
-    if family == "flow":
-        return {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-    sdxl = Betas()
-    return {key: getattr(sdxl, key) for key in Betas.__dataclass_fields__} | {"set_alpha_to_one": False}
+    return Sampler(name, options, f"{path.parent.name}/{path.name}" if there else NO_FILE)
 
 
 def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:

@@ -6,10 +6,12 @@ The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import Ge
-from train.settings import Count, DataSettings, Dtype, Positive, Whole
+from generate.settings import SamplingSettings as Drawing
+from samplers import Schedule
+from samplers.read import Sampler, read
+from train.settings import Count, DataSettings, Dtype, Positive
 from train.settings import TrainingSettings as Common
 
 import maxattn as ma
@@ -75,19 +77,23 @@ class TrainingSettings(Common):
     """Min-SNR weights: times whose signal is stronger than this count less, by its ratio; 5 is usual, null is none."""
 
 
-class SamplingSettings(Section):
+class SamplingSettings(Drawing):
     """Hold how pictures are drawn."""
 
-    sampler: Literal["euler", "ddim"] = "euler"
-    """Euler steps, or DDIM."""
-    num_inference_steps: Count = 50
-    """Steps from noise to picture."""
-    guidance_scale: Annotated[float, Ge(0)] = 5.0
-    """Classifier-free guidance; 1 is the model as it is, in half the time."""
-    count: Count = 4
-    """Pictures drawn while training, of the first texts of the data."""
-    seed: Whole = 0
-    """Of the noise."""
+    sampler: Literal["euler", "ddim"] | None = None
+    """Euler steps, or DDIM; null: what the folder's scheduler_config.json says, Euler without one."""
+    height: Count = 1024
+    """Rows of pixels."""
+    width: Count = 1024
+    """Columns of pixels."""
+
+    def schedule(self, folder: str | None) -> Schedule:
+        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these settings say."""
+        return self.sampler_of(folder).schedule(self.num_inference_steps)
+
+    def sampler_of(self, folder: str | None) -> Sampler:
+        """Choose the sampler."""
+        return read(folder, "discrete", self.sampler)
 
 
 class Settings(ma.AttentionConfig):

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from train.settings import Count, DataSettings, Dtype, Positive, Whole
+from generate.settings import SamplingSettings as Drawing
+from samplers import Schedule
+from samplers.read import Sampler, read
+from train.settings import Count, DataSettings, Dtype, Positive
 from train.settings import TrainingSettings as Common
 
 import maxattn as ma
@@ -84,21 +87,31 @@ class TrainingSettings(Common):
     """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
 
 
-class SamplingSettings(Section):
+class SamplingSettings(Drawing):
     """Hold how videos are drawn."""
 
-    sampler: Literal["euler", "unipc"] = "unipc"
-    """Euler steps along the flow, or UniPC of order 2."""
-    num_inference_steps: Count = 50
-    """Steps from noise to video."""
-    guidance_scale: Annotated[float, Ge(0)] = 5.0
-    """Classifier-free guidance; 1 is the model as it is, in half the time."""
-    timestep_shift: Positive = 3.0
-    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p."""
-    count: Count = 1
-    """Videos of a picture while training, of the first texts of the data."""
-    seed: Whole = 0
-    """Of the noise."""
+    sampler: Literal["unipc", "flow_euler"] | None = None
+    """UniPC, or Euler steps along the flow; null: what the folder's scheduler_config.json says, UniPC without one."""
+    timestep_shift: Positive | None = None
+    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p; null: what the folder says, 3 without one."""
+    height: Count = 480
+    """Rows of pixels."""
+    width: Count = 832
+    """Columns of pixels."""
+    frames: Count = 81
+    """Frames of the video: a multiple of 4, and one."""
+    fps: Count = 16
+    """Frames a second, in the file."""
+    text_tokens: Count = 512
+    """Tokens of a prompt; a shorter one is filled up with zeros, which the model has learned to see."""
+
+    def schedule(self, folder: str | None) -> Schedule:
+        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these settings say."""
+        return self.sampler_of(folder).schedule(self.num_inference_steps)
+
+    def sampler_of(self, folder: str | None) -> Sampler:
+        """Choose the sampler."""
+        return read(folder, "flow", self.sampler, self.timestep_shift)
 
 
 class Settings(ma.AttentionConfig):

@@ -105,13 +105,14 @@ def test_the_files_of_real_models_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, "discrete", "ddim").options["set_alpha_to_one"] is False
 
 
-def test_without_a_file_a_sampler_is_named(tmp_path: Path) -> None:
-    assert read(tmp_path, "flow", "unipc").options["flow_shift"] == 3.0
-    np.testing.assert_allclose(read(tmp_path, "discrete", "euler").schedule(4).times, [751, 501, 251, 1])
+def test_without_a_file_it_is_the_usual_one_and_says_so(tmp_path: Path) -> None:
+    found = read(None, "flow")
+    assert (found.name, found.options["flow_shift"]) == ("unipc", 3.0)
+    assert "no scheduler_config.json" in str(found)
+    np.testing.assert_allclose(read(tmp_path, "discrete").schedule(4).times, [751, 501, 251, 1])
 
 
 WRONG = {
-    "of_no_file": ({}, "flow", {}),
     "of_another_family": (WAN, "discrete", {}),
     "class_unknown": ({"_class_name": "PNDMScheduler"}, "discrete", {}),
     "named_for_another_family": (WAN, "flow", {"sampler": "euler"}),
@@ -129,8 +130,7 @@ WRONG = {
 def test_what_is_not_supported_is_said(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, family, how = WRONG[case]
     monkeypatch.chdir(tmp_path)
-    if said:
-        folder_of(tmp_path, **said)
+    folder_of(tmp_path, **said)
     with pytest.raises(ConfigError) as error:
         read(".", family, **how)
     check_golden(f"samplers/{case}", str(error.value))

@@ -1,0 +1,33 @@
+"""The settings that sampling has in common, whatever is drawn."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge
+from train.settings import Count, Dtype, Whole
+
+from maxattn.config_base import Section
+
+
+class SamplingSettings(Section):
+    """Hold how samples are drawn."""
+
+    num_inference_steps: Count = 50
+    """Steps from noise to sample."""
+    guidance_scale: Annotated[float, Ge(0)] = 5.0
+    """Classifier-free guidance, away from the negative prompt; 1 is the model as it is, in half the time."""
+    guidance_batched: bool = True
+    """Prompt and negative prompt in one call of the model; false: one after the other, in about half the memory."""
+    prompt: str | None = None
+    """What to draw; text encoders need maxattn[torch]. Unset where an embeddings file says it."""
+    negative_prompt: str | None = None
+    """What guidance leads away from; unset is the empty prompt."""
+    count: Count = 1
+    """Samples of each prompt, each from noise of its own."""
+    param_dtype: Dtype = "bfloat16"
+    """Of the parameters while sampling; those of norms stay float32. model.dtype is that of the computation."""
+    torch_device: str = "cpu"
+    """Where text encoders and VAE run: cpu or cuda."""
+    seed: Whole = 0
+    """Of the noise."""
