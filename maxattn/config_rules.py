@@ -15,7 +15,9 @@ Kernel = Literal["auto", "dot_product", "flash", "tokamax_flash", "cudnn_flash_t
 Strategy = Literal["auto", "none", "all_gather", "ring", "ulysses", "ulysses_ring"]
 Hardware = Literal["cpu", "gpu", "tpu"]
 Fallback = Literal["error", "warn", "allow"]
-RematPolicy = Literal["NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"]
+RematPolicy = Literal[
+    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+]  # fmt: skip
 Attention = Literal[
     "auto",
     "dot_product",

@@ -22,7 +22,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[..., Any]
 PLAIN = (bool, int, float, str, type(None))
 
-POLICIES = ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH")
+POLICIES = (
+    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+)  # fmt: skip
+ATTENTION_NAMES = ("attn_out", "attn_lse")
 
 
 def remat_policy(name: str) -> Policy | None:
@@ -31,7 +34,8 @@ def remat_policy(name: str) -> Policy | None:
     Args:
         name: NONE: keep everything, there is no policy. FULL: keep nothing, recompute the layer.
             SAVE_ATTENTION: keep the attention's output and log-sum-exp, so that no attention is recomputed.
-            MATMUL_WITHOUT_BATCH: keep the results of the projections. OFFLOAD_MATMUL_WITHOUT_BATCH: keep them in
+            SAVE_ATTENTION_AND_MATMUL: keep the results of the projections too: only norms and the like are recomputed.
+            MATMUL_WITHOUT_BATCH: keep the results of the projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH: keep them in
             the host's pinned memory.
 
     Raises:
@@ -44,7 +48,10 @@ def remat_policy(name: str) -> Policy | None:
         case "FULL":
             return policies.nothing_saveable
         case "SAVE_ATTENTION":
-            return policies.save_only_these_names("attn_out", "attn_lse")
+            return policies.save_only_these_names(*ATTENTION_NAMES)
+        case "SAVE_ATTENTION_AND_MATMUL":
+            attention = policies.save_only_these_names(*ATTENTION_NAMES)
+            return policies.save_from_both_policies(attention, policies.dots_with_no_batch_dims_saveable)
         case "MATMUL_WITHOUT_BATCH":
             return policies.dots_with_no_batch_dims_saveable
         case "OFFLOAD_MATMUL_WITHOUT_BATCH":

@@ -80,6 +80,8 @@ def test_what_a_policy_keeps_is_not_computed_again() -> None:
     assert saved[0] == 2
     assert full[1] == saved[1] > none[1]  # both recompute the projections, and only FULL the attention between them
     assert matmuls[1] == none[1]
+    assert matmuls[0] == 3  # the attention again
+    assert count("SAVE_ATTENTION_AND_MATMUL") == none
 
 
 def test_none_wraps_nothing() -> None:
