@@ -36,7 +36,8 @@ def main(said: argparse.Namespace) -> None:
     began = time.perf_counter()
     step = (training if said.what == "train" else denoising)(work, DTYPES[said.dtype])
     compiled = time.perf_counter() - began
-    print(f"{work.name}: {said.what}, {said.dtype}; compiled in {compiled:.0f} s", flush=True)
+    needs = compiler_bytes(step) / 2**30
+    print(f"{work.name}: {said.what}, {said.dtype}; compiled in {compiled:.0f} s, needs {needs:.1f} GiB", flush=True)
     if said.hlo:
         Path(said.hlo).write_text(step.compiled.as_text())
     wait_for(said.start_when)
@@ -68,16 +69,20 @@ def facts_of(said: argparse.Namespace, work: workloads.Workload, step: Step, tim
     device = jax.local_devices()[0].device_kind
     count = flops.count(step.forward, *step.shapes)
     total, peak = count.total(said.what == "train"), flops.peak(device)
-    memory = step.compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else 0
     return {
         "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "device": device,
         "jax": jax.__version__, "ms": times.median, "rounds_ms": times.ms, "peak_bytes": times.peak,
-        "compiler_bytes": held, "tokens_per_s": 1e3 * work.tokens / times.median, "flop": total,
+        "compiler_bytes": compiler_bytes(step), "tokens_per_s": 1e3 * work.tokens / times.median, "flop": total,
         "flop_attention_forward": count.attention, "flop_matmul_forward": count.matmul,
         "mfu": total / (times.median / 1e3) / peak if peak else None,
         "breakdown_ms": breakdown.by_kind(times.kernels), "kernels": [asdict(k) for k in times.kernels[:60]],
     }  # fmt: skip
+
+
+def compiler_bytes(step: Step) -> int:
+    """Return the bytes of arguments and temporaries, as the compiler counts them."""
+    memory = step.compiled.memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else 0
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
