@@ -1,9 +1,11 @@
-"""Train a small Wan-style text-to-video model on moving handwritten digits, then draw all forty prompts and judge them.
+"""Train a Wan-style video model: Wan 2.1 on a folder of latents, or a small one on moving handwritten digits.
 
-    python examples/train_wan.py configs/wan_tiny.yml
-    python examples/train_wan.py configs/wan_tiny.yml attention=dot_product steps=20
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER                     # from random weights
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER      # from diffusers' weights
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER lora_rank=16
+    python examples/train_wan.py configs/wan_tiny.yml                                   # the digits; draws and judges
 
-The same command goes on after a kill, from the last checkpoint; once training is complete, it only draws.
+examples/make_latents.py makes the folder. The same command goes on after a kill, from the last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import time
 from pathlib import Path
 
 from wan import hosts, pictures
-from wan.command import settings_of, tell
+from wan.command import demo_or_wan21, settings_of, tell
 from wan.drawing import draw_all
-from wan.settings import Settings
+from wan.settings import Settings as DemoSettings
 from wan.training import train
+from wan21.settings import Settings
+from wan21.training import train as train_wan21
 
 
-def main(settings: Settings) -> None:
-    """Train, draw the loss curve, then draw and judge videos."""
+def demo(settings: DemoSettings) -> None:
+    """Train on digits, draw the loss curve, then draw and judge videos."""
     began = time.perf_counter()
     state, losses = train(settings, settings.make_mesh())
     trained = time.perf_counter()
@@ -31,8 +35,16 @@ def main(settings: Settings) -> None:
     print(f"training {trained - began:.0f} s, drawing and judging {done - trained:.0f} s")
 
 
+def main(settings: DemoSettings | Settings) -> None:
+    """Train what the settings describe."""
+    if isinstance(settings, Settings):
+        train_wan21(settings, settings.make_mesh())
+    else:
+        demo(settings)
+
+
 if __name__ == "__main__":
     with tell():
-        settings = settings_of(__doc__)
+        settings = settings_of(__doc__, kind=demo_or_wan21)
         with hosts.first_speaks():
             main(settings)

@@ -1,25 +1,35 @@
-"""What the two commands share: reading settings, joining other processes, telling a user's mistake from a bug."""
+"""What the commands share: reading settings, joining other processes, telling a user's mistake from a bug."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import maxattn as ma
+from maxattn import config_file, config_overrides
+from maxattn.config_errors import ConfigErrors
 from maxattn.errors import MaxattnError
 
 from . import hosts
 from .settings import Settings
 
 
-def settings_of(description: str | None, arguments: Sequence[str] | None = None) -> Settings:
+def settings_of(
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]] = lambda path, overrides: Settings,
+) -> Any:
     """Read a YAML file and overrides from the command line, and join the other processes of the run, if there are any.
 
     Args:
         description: what the command does.
         arguments: default those of the process.
+        kind: returns the class that reads a file with these overrides; default the demo's.
 
     Raises:
         ConfigErrors: for everything wrong in both.
@@ -31,15 +41,32 @@ def settings_of(description: str | None, arguments: Sequence[str] | None = None)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="steps=20, attention=dot_product, model.dim=64"
     )
+    parser.add_argument("--model", metavar="FOLDER", help="weights in diffusers' format: model.folder=FOLDER")
+    parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
     many = parser.add_argument_group("many processes, each with its own devices; the same command in all of them")
     many.add_argument("--distributed", action="store_true", help="a TPU pod, SLURM, Open MPI or Kubernetes says who")
     many.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
     many.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
     many.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
-    found = parser.parse_args(arguments)
-    settings = Settings.from_yaml(found.config, found.overrides)
+    found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
+    folders = {"model.folder": found.model, "data.folder": found.data}
+    overrides = [*found.overrides, *(f"{key}={json.dumps(path)}" for key, path in folders.items() if path is not None)]
+    settings = kind(found.config, overrides).from_yaml(found.config, overrides)
     hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
     return settings
+
+
+def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfig]:
+    """Return the class that reads a file: Wan 2.1's where its model has `sizes` or a `folder`, else the demo's."""
+    from wan21.settings import Settings as Wan21
+
+    try:
+        sections = dict(config_file.read(path).data)
+        config_overrides.apply(Wan21, sections, overrides)
+    except ConfigErrors:  # the class says it again, with whatever else is wrong
+        return Settings
+    model = sections.get("model")
+    return Wan21 if isinstance(model, dict) and {"sizes", "folder"} & model.keys() else Settings
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Make a folder of latents and texts for training, from tensors that you computed, or from the demo's digits.
+
+    python examples/make_latents.py data/mine --from clips-*.safetensors --empty negative.safetensors --model wan-2.1
+    python examples/make_latents.py data/digits --digits wan --count 512
+
+Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL: [B, C, h, w]) as the model
+sees them, which is scaled; text [B, L, D]; for SDXL pooled [B, P] and time_ids [B, 6]; for image-to-video image
+[B, S, D] and condition [B, 4 + C, F, h, w]. --empty is an embeddings file with negative_text (and negative_pooled),
+[1, ...]: what the text of some examples is replaced by in training, so that guidance works; without it, zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from train import digit_latents, shards
+from wan.command import tell
+
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read, check and write.
+
+    Raises:
+        ConfigErrors: the folder is there, or the examples do not agree.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("folder", help="made anew")
+    parser.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="safetensors with some examples each")
+    parser.add_argument("--empty", metavar="FILE", help="safetensors with negative_text (and negative_pooled)")
+    parser.add_argument("--model", default="", help="what the latents are for, kept in the folder")
+    parser.add_argument("--digits", choices=("wan", "i2v", "sdxl"), help="the demo's moving digits, for this model")
+    parser.add_argument("--count", type=int, default=512, help="how many digits (512)")
+    parser.add_argument("--text-dim", type=int, help="width of the digits' text states; default the real model's")
+    parser.add_argument("--per-shard", type=int, default=64, help="examples in a file (64)")
+    args = parser.parse_args(arguments)
+    if (args.files is None) == (args.digits is None):
+        said = "neither" if args.files is None else "both"
+        raise ConfigErrors([ConfigError("--from, --digits", said, "examples come from one of them", "give one")])
+    made = _of_digits(args) if args.digits else _of_files(args)
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in made.shapes.items())
+    print(f"{len(made)} examples in {made.folder}: {shapes}")
+
+
+def _of_digits(args: Any) -> Any:
+    dims = (args.text_dim or (2048 if args.digits == "sdxl" else 4096),)
+    examples = digit_latents.batches(args.digits, args.count, *dims)
+    empty = digit_latents.empty(args.digits, *dims)
+    how = {"model": args.model or args.digits, "source": "digits", "per_shard": args.per_shard}
+    return shards.write(args.folder, examples, empty, **how)
+
+
+def _of_files(args: Any) -> Any:
+    empty = next(_read([args.empty])) if args.empty else None
+    return shards.write(args.folder, _read(args.files), empty, model=args.model, per_shard=args.per_shard)
+
+
+def _read(files: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    for file in files:
+        try:
+            yield load_file(Path(file))
+        except (SafetensorError, OSError) as error:
+            rule = f"it is a whole safetensors file ({error})"
+            raise ConfigErrors([ConfigError("--from", file, rule, "name the right files")]) from None
+
+
+if __name__ == "__main__":
+    with tell():
+        main()

@@ -1,0 +1,131 @@
+"""Checkpoints: everything that a killed run needs to go on as if it had not been.
+
+Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written one is never
+seen. Each holds the state, the place in the data, the losses so far, the settings it was made with, and the plans of
+its attention: as values, and as the text that `explain()` gave.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grain
+import jax
+import orbax.checkpoint as ocp
+from wan import hosts
+
+import maxattn as ma
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError
+
+from .settings import TrainingSettings
+
+Facts = dict[str, Any]
+NOTHING: Facts = {"losses": [], "plans": {}}
+
+
+class Checkpoints:
+    """Hold the checkpoints of `training.output_dir`, and know what is in the last one.
+
+    Args:
+        settings: of the run.
+        fixed: the beginnings of dotted keys with which alone a checkpoint goes on.
+        free: those among them that may change all the same.
+        more: facts beside the settings that must not change either, by the key that an error names.
+        start_again: delete what is there.
+
+    Raises:
+        ConfigErrors: the last checkpoint was made with other values of these.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        fixed: tuple[str, ...],
+        free: tuple[str, ...] = (),
+        more: Mapping[str, Any] | None = None,
+        start_again: bool = False,
+    ) -> None:
+        training: TrainingSettings = settings.training
+        self.settings, self.more = settings, dict(more or {})
+        self.folder = Path(training.output_dir).absolute() / "checkpoints"
+        if start_again:
+            if hosts.is_first():
+                _forget(self.folder)
+            hosts.wait("old checkpoints deleted")
+        options = ocp.CheckpointManagerOptions(max_to_keep=training.keep_checkpoints, create=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self.step = self._manager.latest_step() or 0
+        self.facts: Facts = self._read_facts() if self.step else NOTHING
+        now = settings.resolved() | {"more": self.more}
+        kept = tuple(key for key in (*fixed, "more"))
+        problems = tuple(differences(self.facts["settings"], now, kept, free, self.folder)) if self.step else ()
+        if problems:
+            self._manager.close()
+            raise ConfigErrors(problems)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._manager.close()
+
+    def _read_facts(self) -> Facts:
+        return self._manager.restore(self.step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step up to the last checkpoint."""
+        return list(self.facts["losses"])
+
+    def load(self, like: Any) -> Any:
+        """Return the arrays of the last checkpoint, each where `like` has it."""
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        return self._manager.restore(self.step, args=args)["state"]
+
+    def save(self, state: Any, data: grain.DatasetIterator, losses: list[float], plans: dict[str, ma.Plan]) -> None:
+        """Save after the last step of `losses`; the writing goes on behind the next steps."""
+        facts = {
+            "settings": self.settings.resolved() | {"more": self.more},
+            "data": data.get_state(),
+            "losses": losses,
+            "plans": {role: plan.to_dict() for role, plan in plans.items()},
+            "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
+        }
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
+        self._manager.save(len(losses), args=args)
+
+
+def _forget(folder: Path) -> None:
+    """Delete a folder of checkpoints, never leaving half of one under its name."""
+    doomed = folder.with_name(f"{folder.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], fixed: tuple[str, ...], free: tuple[str, ...], folder: Path
+) -> Iterator[ConfigError]:
+    """Yield one error for each fixed value that is not what the checkpoint was made with."""
+    then, here = dict(flat(saved)), dict(flat(now))
+    for key in sorted(then.keys() | here.keys()):
+        if key.startswith(fixed) and not key.startswith(free) and then.get(key) != here.get(key):
+            rule = f"the checkpoint in {folder} was made with {then.get(key)}, and goes on only with that"
+            remedy = "set it back, give another training.output_dir, or start again with training.resume=false"
+            yield ConfigError(key.removeprefix("more."), here.get(key), rule, remedy)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

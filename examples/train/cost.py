@@ -1,0 +1,68 @@
+"""What a step costs, and how much of the machine it uses.
+
+    MFU = operations of the model / (seconds x devices x peak)
+
+Operations are those that measuring/flops.py counts in the forward pass, and their backward: twice as many for products
+(once, where LoRA leaves the weights alone), two and a half times for attention. What rematerialisation computes again
+does not count. The peak is the published one of dense bfloat16 products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from measuring import flops
+
+from maxattn.target import Target
+
+from .settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hold what one step costs over all devices.
+
+    Args:
+        tokens: of the batch.
+        flops: floating-point operations; 0 where they are not counted.
+        peak: what all devices together could compute in a second; None where that is not known.
+    """
+
+    tokens: int
+    flops: float = 0.0
+    peak: float | None = None
+
+    def mfu(self, seconds: float) -> float | None:
+        """Return the share of the peak that a step of so many seconds uses."""
+        return self.flops / (seconds * self.peak) if self.peak and self.flops else None
+
+    def speed(self, seconds: float | None) -> str:
+        """Say tokens a second, and the MFU where it is known."""
+        if seconds is None:
+            return "0 tokens/s"
+        share = self.mfu(seconds)
+        return f"{self.tokens / seconds:,.0f} tokens/s" + ("" if share is None else f"  MFU {share:.1%}")
+
+
+def cost_of(
+    training: TrainingSettings, tokens: int, mesh: jax.sharding.Mesh | None, forward: Callable[..., Any], *args: Any
+) -> Cost:
+    """Count what a training step costs on the devices of a mesh.
+
+    Args:
+        training: batch_size, gradient_accumulation_steps and lora_rank.
+        tokens: of one example.
+        mesh: None for one device.
+        forward: the loss of a part of a batch.
+        args: its arguments, arrays or their shapes.
+    """
+    of_one, devices = flops.peak(Target.here().device_kind), 1 if mesh is None else mesh.size
+    if of_one is None:  # nothing to compare with, so nothing is counted
+        return Cost(training.batch_size * tokens)
+    work = flops.count(forward, *args)
+    products = 1.0 if training.lora_rank else flops.BACKWARD["matmul"]
+    each = work.matmul * (1.0 + products) + work.attention * (1.0 + flops.BACKWARD["attention"])
+    return Cost(training.batch_size * tokens, training.gradient_accumulation_steps * each, of_one * devices)

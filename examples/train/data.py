@@ -1,0 +1,58 @@
+"""Batches in a seeded order: each is a function of its index and the seed alone, so a run resumes from one number."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+Rows = Int[np.ndarray, " rows"]
+
+
+class Source(Protocol):
+    """Offer examples by index: dicts of arrays without a batch axis."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+class Batches:
+    """Offer the batches of a run one after the other, of each the rows that are asked for.
+
+    Args:
+        examples: in the order in which they are learned from.
+        batch_size: rows of a whole batch.
+        rows: those that this process loads.
+    """
+
+    def __init__(self, examples: grain.MapDataset, batch_size: int, rows: Rows) -> None:
+        self._examples, self._size, self._rows = examples, batch_size, rows
+
+    def __len__(self) -> int:
+        return len(self._examples) // self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        found = [self._examples[int(index) * self._size + int(row)] for row in self._rows]
+        return {key: np.stack([one[key] for one in found]) for key in found[0]}
+
+
+def batches(source: Source, batch_size: int, seed: int, rows: Rows | None = None) -> grain.DatasetIterator:
+    """Shuffle the examples anew each epoch and batch them, without end.
+
+    Args:
+        source: the examples.
+        batch_size: examples a batch.
+        seed: of the order.
+        rows: those of each batch that are loaded; default all.
+
+    Returns:
+        An iterator over dicts of arrays, whose place `get_state()` tells: the same on every process.
+    """
+    whole: Any = source
+    examples = grain.MapDataset.source(whole).seed(seed).shuffle().repeat()
+    wanted: Any = Batches(examples, batch_size, np.arange(batch_size) if rows is None else rows)
+    dataset = grain.MapDataset.source(wanted)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

@@ -1,0 +1,87 @@
+"""The demo's moving digits as latents and texts, for any of the models: real pictures, made up encoders.
+
+An "encoder" cuts a frame into squares and takes each square's pixels for channels, so that `decode` gets the picture
+back exactly. A word's state is a fixed random vector; a text is its words' states and zeros behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+from einops import rearrange
+from jaxtyping import Float
+from wan import text
+from wan.digits import DigitVideos, from_model
+from wan.settings import DataSettings
+from wan.words import VOCABULARY
+
+Kind = Literal["wan", "i2v", "sdxl"]
+CANVAS = 16  # pixels along a side of a frame
+SIDE = {"wan": 4, "i2v": 4, "sdxl": 2}  # pixels along a square: its square is the number of channels
+MASKS = 4  # channels of an image-to-video condition that say which frames are given
+IMAGE = 1280  # width of the image encoder's states
+IMAGE_TOKENS = 257
+
+
+def encode(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray, "C F h w"]:
+    """Take the pixels of each square for channels."""
+    return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
+
+
+def decode(latents: Float[np.ndarray, "C F h w"]) -> Float[np.ndarray, "F H W"]:
+    """Undo `encode`, to ink from 0 to 16."""
+    side = round(len(latents) ** 0.5)
+    return from_model(rearrange(latents, "(y x) F h w -> F (h y) (w x) 1", y=side, x=side))
+
+
+def word_states(width: int) -> Float[np.ndarray, "words D"]:
+    """Draw a state for each word, the same every time; the padding's is zero."""
+    states = np.random.default_rng(0).standard_normal((len(VOCABULARY), width)).astype(np.float32)
+    states[text.PAD] = 0.0
+    return states
+
+
+def batches(kind: Kind, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0) -> Iterator[dict]:
+    """Yield `count` examples, one at a time, drawn from all videos without repeating.
+
+    Args:
+        kind: which model they are for.
+        count: at most as many as there are videos.
+        text_dim: width of the text's states.
+        pooled_dim: width of the pooled text, for SDXL.
+        seed: of the order.
+    """
+    videos = DigitVideos(DataSettings(frames=5, canvas=CANVAS, lane_spread=2))
+    words, pools = word_states(text_dim), word_states(pooled_dim)
+    for index in np.random.default_rng(seed).permutation(len(videos))[:count]:
+        one = videos[int(index)]
+        tokens = one["tokens"]
+        frames = one["video"][..., 0]
+        example = {"latents": encode(frames, SIDE[kind]), "text": words[tokens]}
+        if kind == "sdxl":
+            example["latents"] = example["latents"][:, 0]
+            example["pooled"] = pools[tokens].sum(0)
+            example["time_ids"] = np.array([CANVAS, CANVAS, 0, 0, CANVAS, CANVAS], np.float32)
+        if kind == "i2v":
+            example |= _first_frame(frames)
+        yield {name: array[None] for name, array in example.items()}
+
+
+def empty(kind: Kind, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
+    """Return what a dropped text is replaced by: no words."""
+    found = {"negative_text": np.zeros((1, text.LENGTH, text_dim), np.float32)}
+    return found | ({"negative_pooled": np.zeros((1, pooled_dim), np.float32)} if kind == "sdxl" else {})
+
+
+def _first_frame(frames: Float[np.ndarray, "F H W"]) -> dict[str, np.ndarray]:
+    """Return what says the first frame: its encoding, with the given frames marked, and states of its pixels."""
+    given = np.zeros_like(frames)
+    given[0] = frames[0]
+    latents = encode(given, SIDE["i2v"])
+    mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)
+    mask[:, 0] = 1.0
+    image = np.zeros((IMAGE_TOKENS, IMAGE), np.float32)
+    image[: frames[0].size // CANVAS, :CANVAS] = frames[0].reshape(-1, CANVAS)
+    return {"image": image, "condition": np.concatenate([mask, latents])}

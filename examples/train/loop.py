@@ -1,0 +1,181 @@
+"""The loop: checks first, then steps, with checkpoints, a bar, TensorBoard, a profile and pictures along the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from wan import hosts
+
+from maxattn import sharding
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError, MaxattnError
+
+from . import state as states
+from .board import Board
+from .checkpoint import Checkpoints
+from .cost import Cost, cost_of
+from .data import Rows, batches
+from .latents import LatentFolder
+from .opening import counted, opening
+from .optimizer import optimizer, schedule
+from .profiler import Profiler
+from .progress import Progress, recent
+from .settings import TrainingSettings
+from .state import Parts, State
+from .step import Facts, Step
+from .task import Arrays, Task
+
+# A checkpoint goes on only with these as they were; everything else may change between runs.
+FIXED = (
+    "model", "training.batch_size", "training.seed", "training.lora_rank", "training.lora_targets",
+    "training.moment_dtype", "training.max_grad_norm", "training.ema_decay",
+)  # fmt: skip
+FREE = ("model.folder", "model.shapes")
+Draw = Callable[[nnx.Module, int], None]  # a picture of samples of a model, after so many steps
+
+
+class Diverged(MaxattnError, ArithmeticError):
+    """The loss is no number any more."""
+
+
+class Training:
+    """Train a task from the last checkpoint to the last step.
+
+    Everything that can be wrong with settings, data and mesh is said when this is made, before anything is computed.
+
+    Args:
+        task: what is learned.
+        mesh: devices to train on; None for one.
+
+    Raises:
+        ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of other settings.
+    """
+
+    def __init__(self, task: Task, mesh: jax.sharding.Mesh | None = None) -> None:
+        self.task, self.mesh = task, mesh
+        self.training: TrainingSettings = task.settings.training
+        self.folder = Path(self.training.output_dir)
+        self.source = LatentFolder(task.settings.data.folder)
+        self.shapes = self.source.shapes
+        problems = [*task.wrong(self.shapes), *_undivided(self.training, mesh)]
+        if len(self.source) < self.training.batch_size:
+            rule = f"a batch has {self.training.batch_size} examples, and the folder holds {len(self.source)}"
+            problems.append(ConfigError("data.folder", self.source.folder, rule, "lower training.batch_size"))
+        if problems:
+            raise ConfigErrors(problems)
+        self.empty = self.source.empty
+        self.plans = task.plans(self.shapes, mesh)
+
+    def run(self, draw: Draw | None = None) -> tuple[nnx.Module, list[float]]:
+        """Train; return the model that draws (the average, where one is kept) and the loss of every step.
+
+        Args:
+            draw: makes a picture every `picture_every` steps.
+        """
+        more = {"data.folder": self.source.fingerprint}
+        again = not self.training.resume
+        with Checkpoints(self.task.settings, FIXED, FREE, more, again) as checkpoints:
+            for line in opening(self.training, checkpoints, self.plans):
+                print(line)
+            self.parts, state, fixed = self._begin(checkpoints)
+            self.cost = self._cost(state, fixed)
+            print(counted(state.trained, fixed))
+            if not self.source.says_empty and self.training.condition_dropout:
+                print("a dropped text is replaced by zeros: the folder holds no empty.safetensors")
+            data = batches(self.source, self.training.batch_size, self.training.seed, self._rows)
+            losses = checkpoints.losses
+            if checkpoints.step:
+                data.set_state(checkpoints.facts["data"])
+            if len(losses) < self.training.steps:
+                state = self._steps(state, fixed, data, losses, checkpoints, draw)
+        return self.parts.model(state.best, fixed), losses
+
+    def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
+        rank = self.training.lora_rank
+        model = states.build(self.task, self.mesh)
+        parts, (trained, fixed) = Parts(model, rank), states.split(model, rank)
+        averaged, where = self.training.ema_decay > 0, parts.shardings(self.mesh)
+        state = states.begin(trained, optimizer(self.training), averaged, where)
+        return parts, checkpoints.load(state) if checkpoints.step else state, fixed
+
+    def _cost(self, state: State, fixed: Any) -> Cost:
+        def forward(trained: Any, fixed: Any, examples: Arrays) -> jax.Array:
+            return self.task.loss(self.parts.model(trained, fixed), examples)
+
+        part = self.training.batch_size // self.training.gradient_accumulation_steps
+        batch = {n: jax.ShapeDtypeStruct((part, *shape), jnp.float32) for n, shape in self.shapes.items()}
+        examples = jax.eval_shape(self.task.noised, batch, self.empty, jax.random.key(0))
+        tokens = self.task.tokens(self.shapes)
+        return cost_of(self.training, tokens, self.mesh, forward, state.trained, fixed, examples)
+
+    @property
+    def _rows(self) -> Rows:
+        return hosts.rows_here(self.training.batch_size, self.mesh)
+
+    def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        place = partial(hosts.on_devices, rows=self._rows, batch_size=self.training.batch_size, mesh=self.mesh)
+        return {name: place(array) for name, array in batch.items()}
+
+    def _steps(
+        self, state: State, fixed: Any, data: grain.DatasetIterator, losses: list[float],
+        checkpoints: Checkpoints, draw: Draw | None,
+    ) -> State:  # fmt: skip
+        training, first = self.training, len(losses)
+        places = states.places(state, self.parts.shardings(self.mesh))
+        step = Step(self.task, self.parts, fixed, jax.tree.map(jnp.asarray, self.empty), places)
+        profiler = Profiler(self.task.settings, self.folder / "profile", first)
+        board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
+        with board, Progress(training, self.cost, first) as progress:
+            for number in range(first, training.steps):
+                with profiler.around(number):
+                    state, facts = step(state, self._placed(next(data)))
+                    losses.append(_finite(facts, number + 1))
+                progress.advance(losses)
+                done = number + 1
+                if done % training.log_every == 0 or done == training.steps:
+                    self._write(board, losses, facts, progress.seconds)
+                if done % training.checkpoint_every == 0 or done == training.steps:
+                    checkpoints.save(state, data, losses, self.plans)
+                if draw is not None and training.picture_every and done % training.picture_every == 0:
+                    draw(self.parts.model(state.best, fixed), done)
+                    progress.pause()
+        return state
+
+    def _write(self, board: Board, losses: list[float], facts: Facts, seconds: float | None) -> None:
+        speed = {"tokens_per_second": self.cost.tokens / seconds, "mfu": self.cost.mfu(seconds)} if seconds else {}
+        rate = float(schedule(self.training)(len(losses) - 1))
+        norm = float(facts.gradient_norm)
+        board.write(len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed)
+
+
+def _finite(facts: Facts, step: int) -> float:
+    loss = float(facts.loss)
+    if not math.isfinite(loss):
+        rule, remedy = (
+            f"training goes on while it is a number, and at step {step} it is none",
+            "lower the learning rate",
+        )
+        raise Diverged("loss", loss, rule, f"{remedy}, or go on from the last checkpoint with another")
+    return loss
+
+
+def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> list[ConfigError]:
+    """Refuse a batch whose parts do not divide over the mesh."""
+    ways = sharding.ways("B", sharding.mesh_shape(mesh))
+    part = training.batch_size // training.gradient_accumulation_steps
+    if part % ways == 0:
+        return []
+    count = training.gradient_accumulation_steps
+    said = f"in {count} parts of {part}" if count > 1 else f"{part}"
+    rule = f"each of the {ways} shards of the batch, over data and fsdp, gets as many examples of {said}"
+    remedy = f"use a multiple of {ways * count}, or other ici_*_parallelism"
+    return [ConfigError("training.batch_size", training.batch_size, rule, remedy)]

@@ -1,0 +1,88 @@
+"""One step: noise, gradients over the parts of a batch, clipping, AdamW, the average."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from .optimizer import optimizer
+from .state import Parts, State, Tree
+from .task import Arrays, Task
+
+
+class Facts(NamedTuple):
+    """Hold what a step says of itself.
+
+    Args:
+        loss: before the update.
+        gradient_norm: of all gradients together, before clipping.
+    """
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+
+
+class Step:
+    """Take steps; compiled once, the old state given up.
+
+    Args:
+        task: what is learned.
+        parts: how the model is put together.
+        fixed: its arrays that do not change.
+        empty: the conditions of the empty text.
+        places: shardings of the state; None for one device.
+    """
+
+    def __init__(self, task: Task, parts: Parts, fixed: Tree, empty: Arrays, places: Any) -> None:
+        self.task, self.parts, self.fixed, self.empty = task, parts, fixed, empty
+        self.training = task.settings.training
+        self.optimizer = optimizer(self.training)
+        # Left to the compiler, a small parameter may come back elsewhere, and the next step would compile anew.
+        out = None if places is None else (places, None)
+        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=out)
+
+    def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
+        """Return the state after one step; the one before is gone."""
+        return self._run(state, self.fixed, batch, self.empty)
+
+    def _step(self, state: State, fixed: Tree, batch: Arrays, empty: Arrays) -> tuple[State, Facts]:
+        key = jax.random.fold_in(jax.random.key(self.training.seed), state.step)
+        examples = self.task.noised(batch, empty, key)
+        loss, gradient = self.gradients(state.trained, fixed, examples)
+        updates, moments = self.optimizer.update(gradient, state.optimizer, state.trained)
+        trained = optax.apply_updates(state.trained, updates)
+        # Young averages forget faster, or they would remember where training began.
+        decay = jnp.minimum(self.training.ema_decay, (1.0 + state.step) / (10.0 + state.step))
+        average = followed(state.average, trained, decay) if state.average else {}
+        return State(state.step + 1, trained, average, moments), Facts(loss, optax.global_norm(gradient))
+
+    def gradients(self, trained: Tree, fixed: Tree, examples: Arrays) -> tuple[Float[Array, ""], Tree]:
+        """Return the loss over all examples and its gradients, computed over one part after the other."""
+        of_some = jax.value_and_grad(lambda t, some: self.task.loss(self.parts.model(t, fixed), some))
+        count = self.training.gradient_accumulation_steps
+        if count == 1:
+            return of_some(trained, examples)
+
+        def add(sums: Any, some: Arrays) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, of_some(trained, some)), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (jnp.zeros(()), trained))
+        sums, _ = jax.lax.scan(add, zeros, parts_of(examples, count))
+        return jax.tree.map(lambda x: x / count, sums)
+
+
+def parts_of(examples: Arrays, count: int) -> Arrays:
+    """Split a batch into parts along a new first axis; part i has the rows i, i + count, ...
+
+    Neighbouring rows lie on one device, so that every part is spread over all of them.
+    """
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), examples)
+
+
+def followed(average: Tree, trained: Tree, decay: Float[Array, ""]) -> Tree:
+    """Move an average of parameters towards the parameters: decay * average + (1 - decay) * parameters."""
+    return jax.tree.map(lambda a, b: (decay * a + (1.0 - decay) * b).astype(a.dtype), average, trained)

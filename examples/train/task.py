@@ -1,0 +1,59 @@
+"""What a model brings to the loop: how it is built, what it learns from a batch, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+
+Arrays = dict[str, Array]
+Shapes = Mapping[str, tuple[int, ...]]  # of the arrays of one example, by their names
+
+
+class Task(Protocol):
+    """Say what is trained. A batch is a dict of arrays by the names that latents.py lists, batch first."""
+
+    @property
+    def settings(self) -> Any:
+        """The settings of everything."""
+        ...
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the model. It is called under `nnx.eval_shape` or `jax.jit` as well."""
+        ...
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Put weights into a model without arrays; False where there are none, and it starts from random ones."""
+        ...
+
+    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield one error for each array of the data that the model cannot take, or lacks."""
+        ...
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise for a batch; return what `loss` needs of each example, batch first.
+
+        Args:
+            batch: clean examples.
+            empty: the conditions of the empty text, without a batch axis.
+            key: of all that is drawn.
+        """
+        ...
+
+    def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
+        """Measure how far the prediction is off, averaged over some of what `noised` gave."""
+        ...
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan the attention of a training step, as the model will call it."""
+        ...
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the tokens of an example."""
+        ...

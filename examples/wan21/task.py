@@ -1,0 +1,137 @@
+"""What there is to learn for Wan 2.1: velocities of noisy latents, from a text and, for image-to-video, an image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from train.task import Arrays, Shapes
+from train.wrong import unlike
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError
+
+from . import flow
+from .model import WanTransformer3D
+from .settings import ModelSettings, Settings
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class WanTask:
+    """Train a Wan 2.1 transformer by flow matching.
+
+    Args:
+        settings: of everything.
+        sizes: of the model, from `sizes_of(settings.model)`.
+    """
+
+    settings: Settings
+    sizes: Sizes
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
+        """Build the transformer."""
+        model = self.settings.model
+        how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Read the weights of `model.folder`, where there is one."""
+        if (folder := self.settings.model.folder) is None:
+            return False
+        weights.load_diffusers(model, transformer_of(folder), mesh=mesh)
+        return True
+
+    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield what the transformer cannot take of the data."""
+        sizes, (frames, rows, columns) = self.sizes, self.sizes.patch_size
+        expected: dict[str, tuple[Any, ...]] = {
+            "latents": (sizes.out_channels, f"{frames} f", f"{rows} h", f"{columns} w"),
+            "text": ("L", sizes.text_dim),
+        }
+        if sizes.image_dim is not None:
+            latents = shapes.get("latents", ("F", "h", "w"))
+            expected["image"] = ("S", sizes.image_dim)
+            expected["condition"] = (sizes.in_channels - sizes.out_channels, *latents[1:])
+        kind = "text-to-video" if sizes.image_dim is None else "image-to-video"
+        yield from unlike(shapes, expected, f"a model for {kind}")
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise; replace some texts by the empty one."""
+        for_flow, for_texts = jax.random.split(key)
+        drawn = flow.noised(channels_last(batch["latents"].astype(jnp.float32)), for_flow, self.settings.training)
+        dropped = jax.random.bernoulli(for_texts, self.settings.training.condition_dropout, drawn.times.shape)
+        text = jnp.where(dropped[:, None, None], empty["text"].astype(batch["text"].dtype), batch["text"])
+        more = {name: batch[name] for name in ("image", "condition") if name in batch}
+        return {"mixed": drawn.mixed, "times": drawn.times, "velocity": drawn.velocity, "text": text, **more}
+
+    def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean square of what the predicted velocity is off."""
+        x = examples["mixed"]
+        if "condition" in examples:
+            x = jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
+        velocity = model(x, 1000.0 * examples["times"], examples["text"], examples.get("image"))
+        return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention, the image's too."""
+        heads = (self.sizes.num_attention_heads, self.sizes.attention_head_dim)
+        batch = self.settings.training.batch_size // self.settings.training.gradient_accumulation_steps
+        dtype = jnp.dtype(self.settings.model.dtype)
+
+        def states(length: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch, length, *heads), dtype)
+
+        video = states(self.tokens(shapes))
+        calls = {"self": ma.Call.of(video, video)}
+        calls["cross"] = ma.Call.of(video, states(shapes["text"][0]), role="cross")
+        if "image" in shapes:
+            calls["image"] = ma.Call.of(video, states(shapes["image"][0]), role="cross")
+        return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the patches of a video."""
+        _, *sides = shapes["latents"]
+        return math.prod(side // patch for side, patch in zip(sides, self.sizes.patch_size, strict=True))
+
+
+def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
+    """Move the channels behind the places."""
+    return jnp.moveaxis(x, 1, -1)
+
+
+def transformer_of(folder: str | Path) -> Path:
+    """Return the transformer's folder of a pipeline's, or the folder itself."""
+    inside = Path(folder) / "transformer"
+    return inside if inside.is_dir() else Path(folder)
+
+
+def sizes_of(model: ModelSettings) -> Sizes:
+    """Return the sizes of the model: those of its folder, those that are named, or both when they agree.
+
+    Raises:
+        WeightsError: the folder says no sizes, or those of another model.
+        ConfigErrors: the folder's sizes are not those that are named.
+    """
+    if model.folder is None:
+        return model.asked or Sizes()
+    there = Sizes.of_folder(transformer_of(model.folder))
+    if model.asked is not None and (problems := list(_differences(model.asked, there, model.folder))):
+        raise ConfigErrors(problems)
+    return there
+
+
+def _differences(asked: Sizes, there: Sizes, folder: str) -> Iterator[ConfigError]:
+    for key, value in vars(asked).items():
+        if (found := getattr(there, key)) != value:
+            rule = f"the model in {folder} has {found}"
+            yield ConfigError(f"model.{key}", value, rule, "name its sizes, or write model.sizes=null to take them")
