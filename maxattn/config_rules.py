@@ -16,7 +16,8 @@ Strategy = Literal["auto", "none", "all_gather", "ring", "ulysses", "ulysses_rin
 Hardware = Literal["cpu", "gpu", "tpu"]
 Fallback = Literal["error", "warn", "allow"]
 RematPolicy = Literal[
-    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH",
+    "OFFLOAD_MATMUL_WITHOUT_BATCH",
 ]  # fmt: skip
 Attention = Literal[
     "auto",

@@ -23,7 +23,8 @@ Policy = Callable[..., Any]
 PLAIN = (bool, int, float, str, type(None))
 
 POLICIES = (
-    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH",
+    "OFFLOAD_MATMUL_WITHOUT_BATCH",
 )  # fmt: skip
 ATTENTION_NAMES = ("attn_out", "attn_lse")
 
@@ -35,8 +36,8 @@ def remat_policy(name: str) -> Policy | None:
         name: NONE: keep everything, there is no policy. FULL: keep nothing, recompute the layer.
             SAVE_ATTENTION: keep the attention's output and log-sum-exp, so that no attention is recomputed.
             SAVE_ATTENTION_AND_MATMUL: keep the results of the projections too: only norms and the like are recomputed.
-            MATMUL_WITHOUT_BATCH: keep the results of the projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH: keep them in
-            the host's pinned memory.
+            MATMUL_WITHOUT_BATCH: keep the results of the projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH:
+            keep them in the host's pinned memory.
 
     Raises:
         ConfigError: for an unknown name.
