@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--digits", choices=("wan", "i2v", "sdxl"), help="the demo's moving digits, for this model")
     parser.add_argument("--count", type=int, default=512, help="how many digits (512)")
     parser.add_argument("--text-dim", type=int, help="width of the digits' text states; default the real model's")
+    parser.add_argument("--pooled-dim", type=int, default=1280, help="width of the digits' pooled text, SDXL's (1280)")
     parser.add_argument("--per-shard", type=int, default=64, help="examples in a file (64)")
     args = parser.parse_args(arguments)
     if (args.files is None) == (args.digits is None):
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _of_digits(args: Any) -> Any:
-    dims = (args.text_dim or (2048 if args.digits == "sdxl" else 4096),)
+    dims = (args.text_dim or (2048 if args.digits == "sdxl" else 4096), args.pooled_dim)
     examples = digit_latents.batches(args.digits, args.count, *dims)
     empty = digit_latents.empty(args.digits, *dims)
     how = {"model": args.model or args.digits, "source": "digits", "per_shard": args.per_shard}

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -57,3 +58,8 @@ class Task(Protocol):
     def tokens(self, shapes: Shapes) -> int:
         """Count the tokens of an example."""
         ...
+
+
+def replaced(x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]) -> Float[Array, "B ..."]:
+    """Put the empty condition in place of those that are dropped."""
+    return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-from train.task import Arrays, Shapes
+from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
@@ -70,7 +70,7 @@ class WanTask:
         for_flow, for_texts = jax.random.split(key)
         drawn = flow.noised(channels_last(batch["latents"].astype(jnp.float32)), for_flow, self.settings.training)
         dropped = jax.random.bernoulli(for_texts, self.settings.training.condition_dropout, drawn.times.shape)
-        text = jnp.where(dropped[:, None, None], empty["text"].astype(batch["text"].dtype), batch["text"])
+        text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
         return {"mixed": drawn.mixed, "times": drawn.times, "velocity": drawn.velocity, "text": text, **more}
 

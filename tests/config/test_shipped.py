@@ -39,15 +39,15 @@ def test_a_shipped_file_loads_and_says_how_it_is_used(path: Path):
 @pytest.mark.parametrize("path", SHIPPED, ids=ids)
 def test_the_command_of_a_header_runs(path: Path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    command = re.search(r"^# Run +(.*)$", path.read_text(), re.M)
-    assert command
-    words = shlex.split(command[1])
-    if words[0] == "maxattn":
-        assert main(words[1:]) == 0
-        said = capsys.readouterr().out
-        assert path.name in said and "runs  " in said
-    else:
-        assert words[0] == "python" and (ROOT / words[1]).exists() and words[2] == f"configs/{path.name}"
+    commands = re.findall(r"^# (?:Run|LoRA|Draw|Check) +(.*)$", path.read_text(), re.M)
+    assert commands
+    for words in map(shlex.split, commands):
+        if words[0] == "maxattn":
+            assert main(words[1:]) == 0
+            said = capsys.readouterr().out
+            assert path.name in said and "runs  " in said
+        else:
+            assert words[0] == "python" and (ROOT / words[1]).exists() and words[2] == f"configs/{path.name}"
 
 
 def test_attention_yml_names_every_key_at_its_default():

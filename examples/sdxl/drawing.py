@@ -1,0 +1,117 @@
+"""What sampling has to know of SDXL: sizes of the picture, what the UNet is told, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from generate.folder import config_of
+from generate.kind import Arrays
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+
+from .settings import Settings
+from .sizes import Sizes
+from .unet import SIZE_NUMBERS, UNet
+
+
+@dataclass(frozen=True)
+class SdxlDrawing:
+    """Draw pictures with an SDXL UNet.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+        folder: the pipeline's; its vae says how many pixels a latent stands for, 8 without one.
+    """
+
+    settings: Settings
+    sizes: Sizes
+    folder: Path
+
+    part: Literal["unet"] = "unet"
+    takes_image: bool = False
+    needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+
+    @cached_property
+    def scale(self) -> int:
+        """Pixels along a side of one of latents."""
+        return 2 ** (len(config_of(self.folder, "vae").get("block_out_channels", range(4))) - 1)
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """[C, h, w] of one picture."""
+        s = self.settings.sampling
+        return (self.sizes.in_channels, s.height // self.scale, s.width // self.scale)
+
+    def wrong_sizes(self) -> Iterable[ConfigError]:
+        """Yield heights and widths that cannot be halved as often as the UNet does."""
+        unit = self.scale * 2 ** (len(self.sizes.block_out_channels) - 1)
+        for key in ("height", "width"):
+            if (value := getattr(self.settings.sampling, key)) % unit:
+                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
+                yield ConfigError(f"sampling.{key}", value, f"at the coarsest, {unit} pixels of it are one", near)
+
+    def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
+        """Return text and pooled text."""
+        numbers = SIZE_NUMBERS * self.sizes.addition_time_embed_dim
+        pooled = self.sizes.projection_class_embeddings_input_dim - numbers
+        found: dict[str, tuple[Any, ...]] = {"text": ("L", self.sizes.cross_attention_dim), "pooled": (pooled,)}
+        return found | ({f"negative_{name}": form for name, form in found.items()} if guided else {})
+
+    def encode(self, folder: Path, image: Path | None) -> Arrays:
+        """Encode the prompts with the folder's two encoders."""
+        from generate import torch_sdxl
+
+        s = self.settings.sampling
+        return torch_sdxl.texts(folder, s.prompt or "", s.negative_prompt, s.torch_device)
+
+    def completed(self, arrays: Arrays) -> Arrays:
+        """Add the sizes that the UNet is told, where a file does not: those that are drawn, uncropped."""
+        s = self.settings.sampling
+        drawn = np.array([[s.height, s.width, 0, 0, s.height, s.width]], np.float32)
+        return {"time_ids": drawn, **arrays}
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
+        """Build the UNet."""
+        dtype, kept = self.settings.model.dtype, self.settings.sampling.param_dtype
+        return UNet(self.sizes, self.settings, mesh, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(kept), rngs=rngs)
+
+    def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
+        """Return the arrays: the UNet computes keys and values of the text at every step."""
+        return dict(arrays)
+
+    def predict(self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any) -> Array:
+        """Predict the noise, or v."""
+        return model(x, t, told["text"], told["pooled"], told["time_ids"].astype(jnp.float32))
+
+    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention of every resolution that attends."""
+        dtype, found = jnp.dtype(self.settings.model.dtype), {}
+        _, height, width = self.latents
+        for level, channels in enumerate(self.sizes.block_out_channels):
+            if not self.sizes.attends[level]:
+                continue
+            heads = self.sizes.attention_head_dim[level]
+            shape = (heads, channels // heads)
+            picture = jax.ShapeDtypeStruct((rows, (height >> level) * (width >> level), *shape), dtype)
+            text = jax.ShapeDtypeStruct((rows, lengths["text"], *shape), dtype)
+            calls = {"self": ma.Call.of(picture, picture), "cross": ma.Call.of(picture, text, role="cross")}
+            found |= {f"{role} {level}": ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+        return found
+
+    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
+        """Decode latents and write pictures."""
+        from generate import media, torch_sdxl
+
+        pictures = torch_sdxl.decode(folder, latents, self.settings.sampling.torch_device)
+        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]

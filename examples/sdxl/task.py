@@ -1,0 +1,139 @@
+"""What there is to learn for SDXL: the noise (or v) in noisy latents, from a text and the picture's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from train.task import Arrays, Shapes, replaced
+from train.wrong import unlike
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError
+
+from . import noise
+from .settings import ModelSettings, Settings
+from .sizes import Sizes
+from .unet import SIZE_NUMBERS, UNet
+
+
+@dataclass(frozen=True)
+class SdxlTask:
+    """Train an SDXL UNet.
+
+    Args:
+        settings: of everything.
+        sizes: of the UNet, from `sizes_of(settings.model)`.
+    """
+
+    settings: Settings
+    sizes: Sizes
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
+        """Build the UNet."""
+        model = self.settings.model
+        how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return UNet(self.sizes, self.settings, mesh, rngs=rngs, **how)
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Read the weights of `model.folder`, where there is one."""
+        if (folder := self.settings.model.folder) is None:
+            return False
+        weights.load_diffusers(model, unet_of(folder), mesh=mesh)
+        return True
+
+    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield what the UNet cannot take of the data."""
+        sizes, halvings = self.sizes, 2 ** (len(self.sizes.block_out_channels) - 1)
+        numbers = SIZE_NUMBERS * sizes.addition_time_embed_dim
+        expected = {
+            "latents": (sizes.in_channels, f"{halvings} h", f"{halvings} w"),
+            "text": ("L", sizes.cross_attention_dim),
+            "pooled": (sizes.projection_class_embeddings_input_dim - numbers,),
+            "time_ids": (SIZE_NUMBERS,),
+        }
+        yield from unlike(shapes, expected, "an SDXL UNet")
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise; replace some texts by the empty one."""
+        settings, (for_noise, for_texts) = self.settings, jax.random.split(key)
+        clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
+        drawn = noise.noised(clean, for_noise, settings.model.prediction_type)
+        dropped = jax.random.bernoulli(for_texts, settings.training.condition_dropout, drawn.times.shape)
+        told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
+        return {
+            "mixed": drawn.mixed,
+            "times": drawn.times,
+            "target": drawn.target,
+            "time_ids": batch["time_ids"],
+            **told,
+        }
+
+    def loss(self, model: UNet, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean square of what the prediction is off, each example weighted by its time."""
+        times = examples["times"]
+        said = model(
+            examples["mixed"], times.astype(jnp.float32), examples["text"], examples["pooled"], examples["time_ids"]
+        )
+        off = jnp.mean((said.astype(jnp.float32) - examples["target"]) ** 2, axis=(1, 2, 3))
+        training = self.settings.training
+        return jnp.mean(off * noise.weights(times, training.snr_gamma, self.settings.model.prediction_type))
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention at every resolution that attends."""
+        batch = self.settings.training.batch_size // self.settings.training.gradient_accumulation_steps
+        dtype = jnp.dtype(self.settings.model.dtype)
+        _, height, width = shapes["latents"]
+        found = {}
+        for level, heads in enumerate(self.sizes.attention_head_dim):
+            if not self.sizes.attends[level]:
+                continue
+            dim = self.sizes.block_out_channels[level] // heads
+            tokens = (height >> level) * (width >> level)
+            x, text = (
+                jax.ShapeDtypeStruct((batch, length, heads, dim), dtype) for length in (tokens, shapes["text"][0])
+            )
+            calls = {"self": ma.Call.of(x, x), "cross": ma.Call.of(x, text, role="cross")}
+            found |= {f"{role} {height >> level}x{width >> level}": ma.plan(call, self.settings, mesh)
+                      for role, call in calls.items()}  # fmt: skip
+        return found
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the pixels of the latents."""
+        _, height, width = shapes["latents"]
+        return height * width
+
+
+def unet_of(folder: str | Path) -> Path:
+    """Return the UNet's folder of a pipeline's, or the folder itself."""
+    inside = Path(folder) / "unet"
+    return inside if inside.is_dir() else Path(folder)
+
+
+def sizes_of(model: ModelSettings) -> Sizes:
+    """Return the sizes of the UNet: those of its folder, or SDXL's with the settings' changes.
+
+    Raises:
+        WeightsError: the folder says no sizes, or those of another model.
+        ConfigErrors: the folder's sizes are not those of the settings.
+    """
+    if model.folder is None:
+        return Sizes(**model.changed_sizes)
+    there = Sizes.of_folder(unet_of(model.folder))
+    if problems := list(_differences(model, there)):
+        raise ConfigErrors(problems)
+    return there
+
+
+def _differences(model: ModelSettings, there: Sizes) -> Iterator[ConfigError]:
+    for key, value in model.changed_sizes.items():
+        if (found := getattr(there, key)) != value:
+            rule = f"the UNet in {model.folder} has {found}"
+            yield ConfigError(f"model.{key}", value, rule, "remove it: the folder says the sizes")
