@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,14 @@ def settings_of(
         ConfigErrors: for everything wrong in both.
         ConfigError: it is not said, or wrongly, which process of how many this is.
     """
+    parser = parser_of(description)
+    parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
+    found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
+    return read_settings(found, kind, {"model.folder": found.model, "data.folder": found.data})
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Make the arguments of every command: a YAML file, overrides, the model's folder, and which process this is."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("config", help="a YAML file, such as configs/wan_tiny.yml")
@@ -42,15 +50,28 @@ def settings_of(
         "overrides", nargs="*", metavar="key=value", help="steps=20, attention=dot_product, model.dim=64"
     )
     parser.add_argument("--model", metavar="FOLDER", help="weights in diffusers' format: model.folder=FOLDER")
-    parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
     many = parser.add_argument_group("many processes, each with its own devices; the same command in all of them")
     many.add_argument("--distributed", action="store_true", help="a TPU pod, SLURM, Open MPI or Kubernetes says who")
     many.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
     many.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
     many.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
-    found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
-    folders = {"model.folder": found.model, "data.folder": found.data}
-    overrides = [*found.overrides, *(f"{key}={json.dumps(path)}" for key, path in folders.items() if path is not None)]
+    return parser
+
+
+def read_settings(
+    found: argparse.Namespace,
+    kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]],
+    options: Mapping[str, Any],
+) -> Any:
+    """Read the settings that arguments say, and join the other processes of the run.
+
+    Args:
+        found: what `parser_of` parsed.
+        kind: returns the class that reads a file with these overrides.
+        options: values of keys that have an option of their own; None was not given.
+    """
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    overrides = [*found.overrides, *given]
     settings = kind(found.config, overrides).from_yaml(found.config, overrides)
     hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
     return settings
