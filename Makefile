@@ -46,7 +46,7 @@ $(TPU_READY): pyproject.toml
 
 test-tpu-compile: $(READY) $(if $(MAXATTN_TPU_PYTHON),,$(TPU_READY))  ## compile for every TPU what the block sizes promise (hours; a kill loses nothing)
 	MAXATTN_TPU_PYTHON=$(or $(MAXATTN_TPU_PYTHON),$(CURDIR)/.venv-tpu/bin/python) \
-	$(BIN)/python -m pytest -n 0 -m "" tests/block_sizes/test_compiles.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 -s -m "" tests/block_sizes/test_compiles.py $(ARGS)
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

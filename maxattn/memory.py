@@ -16,14 +16,8 @@ from maxattn.call import Call
 from maxattn.context.base import itemsize, readable
 from maxattn.plan import Plan
 from maxattn.sharding import ways
+from maxattn.target import HBM
 
-GIB = 2**30
-# Bytes that a program may use on one device. TPUs: what libtpu 0.0.42 says when a program needs more ("exceeds
-# available HBM (95.74G)"); of v7x, a device is half a chip. GPUs: the card's memory as its maker sells it.
-HBM = {
-    "TPU v4": 30.75 * GIB, "TPU v5e": 15.75 * GIB, "TPU v5p": 95.74 * GIB, "TPU v6e": 31.25 * GIB,
-    "TPU v7x": 94.75 * GIB, "NVIDIA A100": 80e9, "NVIDIA H100": 80e9, "NVIDIA H200": 141e9, "NVIDIA B200": 180e9,
-}  # fmt: skip
 FLOAT = 4
 
 

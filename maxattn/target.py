@@ -33,6 +33,13 @@ KNOWN: dict[str, Platform] = {
     "NVIDIA H200": "gpu",
     "NVIDIA B200": "gpu",
 }
+GIB = 2**30
+# Bytes that a program may use on one device. TPUs: what libtpu 0.0.42 says when a program needs more ("exceeds
+# available HBM (95.74G)"); of v7x, a device is half a chip. GPUs: the card's memory as its maker sells it.
+HBM: dict[str, float] = {
+    "TPU v4": 30.75 * GIB, "TPU v5e": 15.75 * GIB, "TPU v5p": 95.74 * GIB, "TPU v6e": 31.25 * GIB,
+    "TPU v7x": 94.75 * GIB, "NVIDIA A100": 80e9, "NVIDIA H100": 80e9, "NVIDIA H200": 141e9, "NVIDIA B200": 180e9,
+}  # fmt: skip
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
 _DEVICE_KIND_ALIASES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 

@@ -18,7 +18,7 @@ from maxattn.cli import common
 from maxattn.compile_job import Job, Outcome, run_in_child
 from maxattn.context.base import readable
 from maxattn.errors import MeshError
-from maxattn.memory import HBM
+from maxattn.target import HBM
 
 HELP = "compile for a TPU topology on this machine; memory, time, transfers, whether it fits"
 

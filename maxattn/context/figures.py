@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from maxattn.target import Target
+from maxattn.target import HBM, Target
 
 Link = Literal["torus", "switch"]
 
@@ -17,7 +17,7 @@ class Machine(NamedTuple):
 
     Args:
         flops: FLOP/s that an attention kernel reaches in bfloat16.
-        memory: bytes of HBM.
+        memory: bytes of HBM that a program may use.
         hbm: bytes/s of HBM.
         link: "torus" (each device has two neighbours along an axis) or "switch" (all reach all at full rate).
         neighbour: bytes/s that a device receives from one other: a hop of a ring.
@@ -51,29 +51,29 @@ _TPU = "published per-chip figures, not measured by us; 60% of the peak FLOP/s a
 _GPU = "published figures, not measured by us; 60% of the peak FLOP/s and 75% of the link assumed"
 
 
-def _tpu(peak: float, gib: float, hbm: float, neighbour: float) -> Machine:
-    return Machine(0.6 * peak, gib * 2**30, hbm, "torus", neighbour, 2 * neighbour, 0.0, _TPU)
+def _tpu(kind: str, peak: float, hbm: float, neighbour: float) -> Machine:
+    return Machine(0.6 * peak, HBM[kind], hbm, "torus", neighbour, 2 * neighbour, 0.0, _TPU)
 
 
-def _gpu(peak: float, memory: float, hbm: float, one_way: float) -> Machine:
+def _gpu(kind: str, peak: float, hbm: float, one_way: float) -> Machine:
     rate = 0.75 * one_way
-    return Machine(0.6 * peak, memory, hbm, "switch", rate, rate, rate, _GPU)
+    return Machine(0.6 * peak, HBM[kind], hbm, "switch", rate, rate, rate, _GPU)
 
 
 # neighbour: one direction of one inter-chip link (TPU); one direction of all NVLinks of a GPU.
 MACHINES: dict[str, Machine] = {
-    "TPU v4": _tpu(275e12, 32, 1.2e12, 45e9),
-    "TPU v5e": _tpu(197e12, 16, 0.82e12, 45e9),
-    "TPU v5p": _tpu(459e12, 95, 2.77e12, 90e9),
-    "TPU v6e": _tpu(918e12, 32, 1.64e12, 90e9),
-    "TPU v7x": _tpu(2307e12, 192, 7.4e12, 90e9),
-    "NVIDIA A100": _gpu(312e12, 80e9, 2.0e12, 300e9),
-    "NVIDIA H100": _gpu(989e12, 80e9, 3.35e12, 450e9),
-    "NVIDIA B200": _gpu(2250e12, 180e9, 8.0e12, 900e9),
+    "TPU v4": _tpu("TPU v4", 275e12, 1.2e12, 45e9),
+    "TPU v5e": _tpu("TPU v5e", 197e12, 0.82e12, 45e9),
+    "TPU v5p": _tpu("TPU v5p", 459e12, 2.77e12, 90e9),
+    "TPU v6e": _tpu("TPU v6e", 918e12, 1.64e12, 90e9),
+    "TPU v7x": _tpu("TPU v7x", 2307e12, 7.4e12, 90e9),
+    "NVIDIA A100": _gpu("NVIDIA A100", 312e12, 2.0e12, 300e9),
+    "NVIDIA H100": _gpu("NVIDIA H100", 989e12, 3.35e12, 450e9),
+    "NVIDIA B200": _gpu("NVIDIA B200", 2250e12, 8.0e12, 900e9),
     # On four H200s, 32,768 tokens of 40 heads of 128: 36.3 ms on one; 10.41 ms with K and V gathered (503 MB received)
     # and 10.01 ms with Ulysses (252 MB), where a quarter of the one would be 9.08 ms. HBM is published.
     "NVIDIA H200": Machine(
-        6e14, 141e9, 4.8e12, "switch", 380e9, 380e9, 270e9,
+        6e14, HBM["NVIDIA H200"], 4.8e12, "switch", 380e9, 380e9, 270e9,
         "measured on 4 H200s with cuDNN: gather and exchange; a ring's hop taken as a gather's rate, HBM as published",
     ),
     "cpu": Machine(5e10, 8e9, 1e10, "switch", 5e9, 5e9, 5e9, "a rule: emulated devices share one memory"),
