@@ -7,6 +7,11 @@ A part in which a query sees nothing has LSE -inf and adds nothing; a query that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,15 +22,27 @@ Partial = tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]
 
 def merge(a: Partial, b: Partial) -> Partial:
     """Return (out float32, lse) over the keys of both parts."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    top = jnp.maximum(lse_a, lse_b)
+    return merge_all((a, b))
+
+
+def merge_all(parts: Sequence[Partial]) -> Partial:
+    """Return (out float32, lse) over the keys of all parts, in one pass."""
+    if len(parts) == 1:
+        return parts[0][0].astype(jnp.float32), parts[0][1]
+    top = reduce(jnp.maximum, (lse for _, lse in parts))
     safe = jnp.where(top == NEG_INF, 0.0, top)
-    weight_a, weight_b = jnp.exp(lse_a - safe), jnp.exp(lse_b - safe)
-    total = weight_a + weight_b
+    weights = [jnp.exp(lse - safe) for _, lse in parts]
+    total = reduce(add, weights)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    out = _rows(weight_a / total) * out_a.astype(jnp.float32) + _rows(weight_b / total) * out_b.astype(jnp.float32)
+    out = reduce(add, (_rows(w / total) * out.astype(jnp.float32) for w, (out, _) in zip(weights, parts, strict=True)))
     return out, jnp.where(seen, safe + jnp.log(total), NEG_INF)
+
+
+def nothing_seen(shapes: Any) -> tuple[Array, Array]:
+    """Give the (out, lse) of queries that see nothing, in the shapes of arrays or of what describes them."""
+    out, lse = shapes
+    return jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32)
 
 
 def _rows(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:

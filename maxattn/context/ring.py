@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
+from maxattn.context import direct
 from maxattn.context.all_gather import WholeKeys
 from maxattn.context.balance import CONTIGUOUS, Balance, balance
 from maxattn.context.base import Collective
-from maxattn.context.merge import NEG_INF, merge
+from maxattn.context.direct import zeros
+from maxattn.context.merge import merge, nothing_seen
 from maxattn.context.traffic import dealt, hops_of
 from maxattn.context.trip import Trip
 from maxattn.context.zigzag import Layout
@@ -40,11 +41,13 @@ class Ring(WholeKeys):
         shape: the mesh's axes.
         inner: neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py).
         balance: whether places hold two chunks of the sequence each, and why.
+        direct: whether every device reaches every other at full rate, as GPUs do: `direct.py`.
     """
 
     name: ClassVar[str] = "ring"
     inner: int = 1
     balance: Balance = CONTIGUOUS
+    direct: bool = False
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
@@ -52,8 +55,9 @@ class Ring(WholeKeys):
         return cls(shape).balanced(call, target)
 
     def balanced(self, call: Call, target: Target) -> Self:
-        """Deal the sequence out in zig-zag where that saves more than it costs."""
-        return replace(self, balance=balance(self.places, self.inner, call, self.shape, target))
+        """Deal the sequence out in zig-zag where that saves more than it costs; see whether transfers go straight."""
+        even = balance(self.places, self.inner, call, self.shape, target)
+        return replace(self, balance=even, direct=target.platform == "gpu")
 
     @property
     def places(self) -> int:
@@ -100,7 +104,7 @@ class Ring(WholeKeys):
         place = self.place_call(call)
         sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
         deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
-        return (*deals, *hops_of(place, sends, self.runs))
+        return (*deals, *hops_of(place, sends, self.runs, self.direct))
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which at least one device has something to compute; hop 0 is always made."""
@@ -109,14 +113,16 @@ class Ring(WholeKeys):
     def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
+        if self.direct:
+            return direct.forward(trip, kernel, q, k, v)
         queries, here = trip.deal.out(q, 1), trip.keys(k, v)
-        totals = [_nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
+        totals = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
         for hop in trip.made:
 
             def attend(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
                 return kernel.forward(queries[i], *here[j], *trip.operands(hop, i, j))
 
-            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, attend, _nothing_seen))
+            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, attend, nothing_seen))
             for (i, _), part in parts.items():
                 totals[i] = merge(totals[i], part)
             here, totals = _in_step(coming, totals)
@@ -129,17 +135,19 @@ class Ring(WholeKeys):
     ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
         """Return this device's gradients; those of its K and V have been round the ring and are complete."""
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
+        if self.direct:
+            return direct.backward(trip, kernel, q, k, v, (out, lse, dout, dlse))
         queries, here = trip.deal.out(q, 1), trip.keys(k, v)
         given = (out, 1), (lse, 2), (dout, 1), (dlse, 2)
         rows: list[Any] = list(zip(*(trip.deal.out(x, axis) for x, axis in given), strict=True))
-        dqs, dkvs, dbs = _zeros(queries), _zeros(here), _zeros(trip.biases)
+        dqs, dkvs, dbs = zeros(queries), zeros(here), zeros(trip.biases)
         for hop in trip.made:
 
             def gradients(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
                 return kernel.backward(queries[i], *here[j], *trip.operands(hop, i, j), *rows[i])
 
             # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
-            (coming, dkvs), parts = _in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, _zeros))
+            (coming, dkvs), parts = _in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, zeros))
             for (i, j), (dq, dk, dv, db) in parts.items():
                 dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
                 dbs[i] = trip.add_bias(dbs[i], db, hop, j)
@@ -156,14 +164,3 @@ def _in_step(coming: Any, results: Any) -> Any:
     after it. With nothing else to put between a transfer's start and its end, the kernel goes there.
     """
     return jax.lax.optimization_barrier((coming, results))
-
-
-def _zeros(tree: Any) -> Any:
-    """Give float32 zeros, in the shapes of arrays or of what describes them."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
-
-
-def _nothing_seen(shapes: Any) -> tuple[Array, Array]:
-    """Give the (out, lse) of queries that see nothing."""
-    out, lse = shapes
-    return jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32)

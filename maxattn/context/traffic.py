@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 CONTEXT = ("context",)
 
 
-def hops_of(place: Call, sends: int, runs: int) -> tuple[Collective, ...]:
+def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[Collective, ...]:
     """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
 
     Args:
         place: the call of one hop.
         sends: hops after the first.
         runs: parts of the sequence that a place holds, each an array of its own.
+        direct: whether K and V are one array, and gradients go straight home in K's dtype, but for a place's own.
     """
-    size = 2 * place.batch * place.kv_len * place.kv_heads * place.head_dim
-    home = sends + 1 if sends else 0
+    size, item = 2 * place.batch * place.kv_len * place.kv_heads * place.head_dim, itemsize(place.dtype)
+    home = sends if direct or not sends else sends + 1
     made = (
-        ("K,V", "forward", size * itemsize(place.dtype), sends),
-        ("K,V", "backward", size * itemsize(place.dtype), sends),
-        ("dK,dV", "backward", size * 4, home),
+        ("K,V", "forward", size * item, sends),
+        ("K,V", "backward", size * item, sends),
+        ("dK,dV", "backward", size * (item if direct else 4), home),
     )
-    return tuple(Collective("ppermute", CONTEXT, w, when, b * n, n, 2 * runs) for w, when, b, n in made if n)
+    arrays = 1 if direct else 2 * runs
+    return tuple(Collective("ppermute", CONTEXT, w, when, b * n, n, arrays) for w, when, b, n in made if n)
 
 
 def dealt(call: Call, place: Call, shape: MeshShape, ring: Ring) -> tuple[Collective, ...]:

@@ -50,6 +50,11 @@ class Trip:
         """Count the runs of a place."""
         return range(self.layout.runs)
 
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether every query sees every key, with nothing added to the scores."""
+        return self.layout.runs == 1 and all(m.is_full for m in self.masks) and all(b is None for b in self.biases)
+
     # ---- what is here --------------------------------------------------------------------------------------------
 
     def keys(self, k: Array, v: Array) -> Keys:
@@ -102,13 +107,17 @@ class Trip:
 
     # ---- what travels --------------------------------------------------------------------------------------------
 
-    def send_on(self, hop: int, keys: Keys) -> Keys:
+    def send_on(self, hop: int, keys: Any) -> Any:
         """Send K and V to where the next hop computes with them; after the last one they stay."""
         return keys if hop == self.made[-1] else self._onwards(hop, keys, self._next(hop))
 
     def send_home(self, hop: int, grads: Any) -> Any:
         """Send what belongs to the keys that are here along with them, and home after the last hop."""
         return self._onwards(hop, grads, self._next(hop))
+
+    def send_to_owner(self, hop: int, grads: Any) -> Any:
+        """Send what belongs to the keys that are here straight to the place they came from."""
+        return self._onwards(hop, grads, self.n)
 
     def _next(self, hop: int) -> int:
         """Return the next hop that is made; n, which is at home, after the last."""

@@ -1,0 +1,151 @@
+"""A ring among GPUs: every device reaches every other at full rate, and one transfer at a time runs beside a kernel.
+
+XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K and V travel as one
+array; the gradients of a hop's keys go straight home, in the dtype of K, while the next hop is computed, and are summed
+there in float32; and where every pair is allowed, a hop beside which two arrays travel is computed in two halves of its
+keys. Partial results are kept as the kernel wrote them, and merged or summed in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn.context.merge import merge_all, nothing_seen
+from maxattn.context.trip import Keys, Trip
+from maxattn.kernels.base import Bias, Kernel
+from maxattn.kernels.sums import MOST_PARTS, added, sums_of, total
+
+Packed = Float[Array, "R2 B S K H"]
+"""K and V of each run that is here, or their gradients, as one array."""
+Rows = tuple[Array, Array, Array, Array]  # out, lse, dout, dlse
+
+
+def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Return this device's (out, lse)."""
+    queries, packed = trip.deal.out(q, 1), _packed(trip.keys(k, v))
+    parts: list[list[Any]] = [[] for _ in trip.runs]
+    for hop in trip.made:
+
+        def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
+            return kernel.forward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j))
+
+        packed, found = _beside(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
+        for (i, _), part in found.items():
+            parts[i] = [merge_all(parts[i]), part] if len(parts[i]) >= MOST_PARTS else [*parts[i], part]
+    nothing = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
+    out, lse = zip(*(merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)), strict=True)
+    return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(list(lse), 2)
+
+
+def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array, Bias]:
+    """Return this device's gradients; those of its K and V are complete."""
+    if trip.is_dense:
+        return *_of_all_pairs(trip, kernel, q, k, v, rows), None
+    queries, packed, home = trip.deal.out(q, 1), _packed(trip.keys(k, v)), _Home(trip)
+    dealt: list[Any] = list(zip(*(trip.deal.out(x, a) for x, a in zip(rows, (1, 2, 1, 2), strict=True)), strict=True))
+    dqs: list[list[Array]] = [[] for _ in trip.runs]
+    dbs: list[Any] = zeros(trip.biases)
+    for hop in trip.made:
+
+        def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
+            return kernel.backward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i])
+
+        found = trip.pieces(hop, gradients, zeros)
+        (packed, home.arrived), found = _beside((trip.send_on(hop, packed), home.sent()), found)
+        for (i, j), (dq, _, _, db) in found.items():
+            dqs[i], dbs[i] = added(dqs[i], dq), trip.add_bias(dbs[i], db, hop, j)
+        home.leave(hop, _gradients_of_keys(trip, found, packed))
+    summed = _unpacked(home.total())
+    dk, dv = (trip.deal.back([pair[which] for pair in summed], 1) for which in (0, 1))
+    dq = [total(parts, x).astype(q.dtype) for parts, x in zip(dqs, queries, strict=True)]
+    return trip.deal.back(dq, 1), dk, dv, trip.whole_bias(dbs)
+
+
+def zeros(tree: Any) -> Any:
+    """Give float32 zeros, in the shapes of arrays or of what describes them."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def _of_all_pairs(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """Return (dq, dk, dv) where every query sees every key: whole blocks, that can be halved."""
+    packed, home, sums = _packed([(k, v)]), _Home(trip), sums_of(kernel, q, k, rows)
+    for hop in trip.made:
+        coming, grads = packed, []
+        fetches, gives = hop != trip.made[-1], home.leaving is not None
+        for start, end in _cuts(k.shape[1], halves=fetches and gives):
+            if fetches:
+                coming, fetches = trip.send_on(hop, packed), False
+            elif gives:
+                home.arrived, gives = home.sent(), False
+            grads.append(sums.add(*(_cut(packed, which, start, end) for which in (0, 1))))
+            # What the next half sends or computes with is there only now.
+            ours = coming, packed, home.leaving, home.arrived, grads, sums.state
+            coming, packed, home.leaving, home.arrived, grads, sums.state = jax.lax.optimization_barrier(ours)
+        packed = coming
+        dk, dv = (jnp.concatenate(halves, 1).astype(k.dtype) for halves in zip(*grads, strict=True))
+        home.leave(hop, _packed([(dk, dv)]))
+    ((dk, dv),) = _unpacked(home.total())
+    return sums.dq(), dk, dv
+
+
+class _Home:
+    """Send the gradients of other places' keys to them, one hop late, and sum what comes in."""
+
+    def __init__(self, trip: Trip) -> None:
+        self.trip, self.hop = trip, 0
+        self.leaving: Packed | None = None
+        self.arrived: Packed | None = None
+        self._parts: list[Array] = []
+
+    def sent(self) -> Packed | None:
+        """Begin the transfer of what is leaving."""
+        return None if self.leaving is None else self.trip.send_to_owner(self.hop, self.leaving)
+
+    def leave(self, hop: int, grads: Packed) -> None:
+        """Take what has arrived, and gradients that leave next; those of this place's own keys stay."""
+        if self.arrived is not None:
+            self._parts = added(self._parts, self.arrived)
+        self.arrived, self.leaving, self.hop = None, grads, hop
+        if hop == 0:
+            self._parts, self.leaving = added(self._parts, grads), None
+
+    def total(self) -> Packed:
+        """Send what has not left yet, and sum all in float32, in one pass."""
+        last = self.sent()
+        parts = self._parts if last is None else added(self._parts, last)
+        return total(parts, parts[0]).astype(parts[0].dtype)
+
+
+def _beside(travels: Any, results: Any) -> Any:
+    """Let what travels be used, and what follows be computed, only when these results are there (see `ring.py`)."""
+    return jax.lax.optimization_barrier((travels, results))
+
+
+def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Packed) -> Packed:
+    """Sum over runs of queries, and round to the dtype of K."""
+    sums = [[total([g[p] for (_, j), g in found.items() if j == run], like[0]) for p in (1, 2)] for run in trip.runs]
+    return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
+
+
+def _packed(keys: Keys) -> Packed:
+    return jnp.stack([x for pair in keys for x in pair])
+
+
+def _unpacked(packed: Packed) -> Keys:
+    return [(packed[i], packed[i + 1]) for i in range(0, packed.shape[0], 2)]
+
+
+def _cut(packed: Packed, which: int, start: int, end: int) -> Array:
+    """Cut keys out in one slice, which XLA hands to a kernel without a copy where the batch is 1."""
+    _, b, _, k, h = packed.shape
+    return jax.lax.slice(packed, (which, 0, start, 0, 0), (which + 1, b, end, k, h))[0]
+
+
+def _cuts(length: int, halves: bool) -> tuple[tuple[int, int], ...]:
+    """Cut a block of keys, at a multiple of 128 where it is that long."""
+    middle = length // 2 if length < 256 else length // 2 // 128 * 128
+    return ((0, middle), (middle, length)) if halves and middle else ((0, length),)

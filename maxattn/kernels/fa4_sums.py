@@ -1,0 +1,106 @@
+"""FlashAttention-4's backward over many blocks of keys: its three launches apart, so that two of them are made once.
+
+    first    delta = rowsum(dout * out), the LSE in base 2, dQ = 0 in float32
+    blocks   dQ += dS K in place, dK, dV
+    last     dQ, scaled, in q's dtype
+
+Source: Dao-AILab, flash-attention (CuTe kernels); the launches of fa4-jax 0.1.0.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+
+LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
+HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
+
+
+def fits(kernel: Fa4, q: Array, k: Array) -> bool:
+    """Tell whether the launches are there and are these three: one key head for each query head, 8 | H up to 128."""
+    plain = q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= HEAD_LIMIT
+    return plain and not kernel.lse_gradient and all(hasattr(_kernels(), name) for name in LAUNCHES)
+
+
+class Fa4Sums:
+    """Hold delta, the LSE in base 2, and dQ in float32.
+
+    Args:
+        scale: multiplies the scores.
+        q, k: this device's queries, and keys of some block, whose shape alone counts.
+        rows: the (out, lse, dout, dlse) of all keys.
+    """
+
+    def __init__(self, scale: float, q: Array, k: Array, rows: tuple[Array, Array, Array, Array]) -> None:
+        out, lse, dout, _ = rows
+        self._q, self._dout = q, dout.astype(q.dtype)
+        self._launches = _Launches(scale, q, k)
+        # Rows that padding added have no LSE and no gradient.
+        safe = jnp.where(lse == NEG_INF, BIG_LSE, lse)
+        self.state: Any = self._launches.first(out.astype(q.dtype), self._dout, safe)
+
+    def add(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Add a block of keys to dQ, and return the block's (dk, dv)."""
+        delta, lse, dq = self.state
+        dq, dk, dv = self._launches.block(self._q, k, v, self._dout, lse, delta, dq)
+        self.state = delta, lse, dq
+        return dk, dv
+
+    def dq(self) -> Array:
+        """Return dQ over all blocks so far, in q's dtype."""
+        return self._launches.last(self.state[2], self._q)
+
+
+class _Launches:
+    """Make fa4-jax's launches, as its own backward makes them one after the other."""
+
+    def __init__(self, scale: float, q: Array, k: Array) -> None:
+        fa4 = _kernels()
+        self._call = import_module("cutejax").call
+        config = import_module("fa4_jax.attention").AttnConfig(
+            False, False, (None, None), float(scale), None, "cute", False, False
+        )
+        dtype, head_dim, _, ratio, arch = fa4._validate(config, "bwd", q, k, k)
+        tile = fa4._bwd_plan(dtype, head_dim, head_dim, ratio, False, False, arch).tile_m
+        self._made: Any = fa4._get_static(config, dtype, head_dim, head_dim, ratio, arch, "bwd")
+        b, t, n, _ = q.shape
+        rows, width = -(-t // tile) * tile, -(-head_dim // 32) * 32
+        self._stats = jax.ShapeDtypeStruct((b, n, rows), jnp.float32)
+        self._dq = jax.ShapeDtypeStruct((b, n, rows * width), jnp.float32)
+
+    def first(self, out: Array, dout: Array, lse: Array) -> Any:
+        fa4 = _kernels()
+        return self._call(
+            fa4._fa4_bwd_pre, [self._stats, self._stats, self._dq],
+            fa4._aux_static("pre", self._made["pre"], self._made["scale"]), out, dout, lse,
+            in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC], out_specs=fa4._F32_SPEC, name="fa4_bwd_pre",
+        )  # fmt: skip
+
+    def block(self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, dq: Array) -> Any:
+        fa4 = _kernels()
+        heads, floats = fa4._QKV_SPEC, fa4._F32_SPEC
+        return self._call(
+            fa4._fa4_bwd,
+            [self._dq, jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+            self._made, q, k, v, dout, lse, delta, dq, (), in_specs=[heads] * 4 + [floats] * 3,
+            out_specs=[floats, heads, heads], input_output_aliases={6: 0}, name="fa4_bwd",
+        )  # fmt: skip
+
+    def last(self, dq: Array, q: Array) -> Array:
+        fa4 = _kernels()
+        made = fa4._aux_static("post", self._made["post"], self._made["scale"])
+        return self._call(
+            fa4._fa4_bwd_post, jax.ShapeDtypeStruct(q.shape, q.dtype), made, dq, in_specs=[fa4._F32_SPEC],
+            out_specs=fa4._QKV_SPEC, name="fa4_bwd_post",
+        )  # fmt: skip
+
+
+def _kernels() -> Any:
+    return import_module("fa4_jax.kernels")  # an extra: it need not be there when this module is read

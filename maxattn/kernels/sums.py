@@ -1,0 +1,87 @@
+"""The backward over many blocks of keys, every pair allowed: dQ is begun once, added to block by block, and read once.
+
+A kernel that keeps dQ in float32 between blocks saves each block's passes over the queries. For any other kernel the
+parts are kept as it wrote them, and summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.kernels.base import Kernel
+from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels.pair import Pair
+from maxattn.masks import Full
+
+MOST_PARTS = 4  # that are kept before they become one in float32
+
+
+class Sums(Protocol):
+    """Hold the sum so far; `state` is a tree of arrays, which a caller may replace by equal ones."""
+
+    state: Any
+
+    def add(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Add a block of keys to dQ, and return the block's (dk, dv)."""
+        ...
+
+    def dq(self) -> Array:
+        """Return dQ over all blocks so far, in q's dtype."""
+        ...
+
+
+class Parts:
+    """Sum what a kernel's own backward gives.
+
+    Args:
+        kernel: any.
+        q: this device's queries.
+        rows: the (out, lse, dout, dlse) of all keys.
+    """
+
+    def __init__(self, kernel: Kernel, q: Array, rows: tuple[Array, Array, Array, Array]) -> None:
+        self._kernel, self._q, self._rows = kernel, q, rows
+        self.state: Any = []
+
+    def add(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Add a block of keys to dQ, and return the block's (dk, dv)."""
+        dq, dk, dv, _ = self._kernel.backward(self._q, k, v, None, Full(), 0, 0, *self._rows)
+        self.state = added(self.state, dq)
+        return dk, dv
+
+    def dq(self) -> Array:
+        """Return dQ over all blocks so far, in q's dtype."""
+        return total(self.state, self._q).astype(self._q.dtype)
+
+
+def sums_of(kernel: Kernel, q: Array, k: Array, rows: tuple[Array, Array, Array, Array]) -> Sums:
+    """Begin the backward over many blocks of keys.
+
+    Args:
+        kernel: whose backward it is.
+        q, k: this device's queries, and keys of some block.
+        rows: the (out, lse, dout, dlse) of all keys.
+    """
+    kernel = kernel.second if isinstance(kernel, Pair) else kernel
+    if isinstance(kernel, Fa4):
+        from maxattn.kernels import fa4_sums  # asks fa4-jax
+
+        if fa4_sums.fits(kernel, q, k):
+            return fa4_sums.Fa4Sums(kernel.scale, q, k, rows)
+    return Parts(kernel, q, rows)
+
+
+def added(parts: list[Array], part: Array) -> list[Array]:
+    """Keep one part more; many become one in float32."""
+    return [total(parts, part), part] if len(parts) >= MOST_PARTS else [*parts, part]
+
+
+def total(parts: list[Array], like: Array) -> Array:
+    """Sum parts in float32, in one pass."""
+    if not parts:
+        return jnp.zeros(like.shape, jnp.float32)
+    first, *rest = (x.astype(jnp.float32) for x in parts)
+    return sum(rest, first)

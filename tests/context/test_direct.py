@@ -1,0 +1,95 @@
+"""The ring as it runs among GPUs, on eight CPU devices: against float64, its transfers, and dQ begun once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn.attention import bind_mask, run
+from maxattn.kernels import sums
+from maxattn.masks import Full
+from tests.cases import HEADS, allowed, arrays, judge
+from tests.gpu.dense import DenseLibrary
+from tests.pairwise import pairwise
+from tests.reference import attention64, error
+from tests.test_attention import count_primitive
+
+AXES = {
+    "mask": ["full", "causal", "block window", "segments", "causal & lengths", "nothing"],
+    "length": ["64", "odd"],
+    "heads": ["mha", "gqa"],
+    "size": [4, 5],
+    "strategy": ["ring", "ulysses_ring"],
+    "bias": ["none", "full"],
+    "dtype": ["float32", "bfloat16"],
+    "head_dim": [8],
+    "batch": [2],
+}  # fmt: skip
+
+
+def legal(case: dict) -> bool:
+    return case["strategy"] == "ring" or (case["size"] == 4 and case["heads"] == "mha")
+
+
+def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
+    """Plan as for a CPU, with the transfers of a GPU."""
+    config = ma.AttentionConfig(
+        attention="dot_product", context_parallel=case["strategy"], ici_context_parallelism=case["size"],
+        ici_data_parallelism=1, **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
+    )  # fmt: skip
+    mesh = config.make_mesh(jax.devices()[: case["size"]])
+    mask = bind_mask(x["mask"], x["q"], x["k"], config)
+    call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
+    plan = ma.plan(call, config, mesh)
+    return replace(plan, context=replace(plan.context, direct=True)), mesh  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values())))
+def test_against_float64(case: dict) -> None:
+    x = arrays(case)
+    t, s = x["q"].shape[1], x["k"].shape[1]
+    ok = allowed(x["mask"], t, s)
+    dlse = jnp.where(True if ok is None else ok.any(-1), x["dlse"], 0.0)
+    plan, mesh = planned(case, x)
+    mask = Full() if x["mask"] is None else x["mask"]
+    mask = mask.bind(t, s, case["batch"], HEADS[case["heads"]][0])
+
+    def both(q, k, v, bias):
+        (out, lse), vjp = jax.vjp(partial(run, plan, mask=mask, mesh=mesh), q, k, v, bias)
+        return out, lse, *vjp((x["dout"], dlse))
+
+    operands = x["q"], x["k"], x["v"], x["bias"]
+    named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == "ppermute")
+    assert count_primitive(jax.make_jaxpr(both)(*operands).jaxpr, "ppermute") == named
+    want = attention64(*operands[:3], ok, x["bias"], dout=x["dout"], dlse=dlse)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    got = jax.jit(both)(*operands)
+    judge(case, {n: error(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None})
+
+
+def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> None:
+    case = {name: values[0] for name, values in AXES.items()} | {"size": 4, "dtype": "bfloat16"}
+    plan, _ = planned(case, arrays(case))
+    found = {(c.what, c.when): c for c in plan.collectives}
+    assert {key: (c.hops, c.arrays) for key, c in found.items()} == {
+        ("K,V", "forward"): (3, 1), ("K,V", "backward"): (3, 1), ("dK,dV", "backward"): (3, 1),
+    }  # fmt: skip
+    assert found["dK,dV", "backward"].bytes == found["K,V", "backward"].bytes
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 11])
+def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
+    want = attention64(q, k, v, dout=dout)
+    rows = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32), dout, jnp.zeros((2, 2, 33))
+    made = sums.sums_of(DenseLibrary(8**-0.5), q, k, rows)
+    parts = [made.add(k[:, i : i + 33 // blocks], v[:, i : i + 33 // blocks]) for i in range(0, 33, 33 // blocks)]
+    dk, dv = (jnp.concatenate(x, 1) for x in zip(*parts, strict=True))
+    assert max(error(g, w) for g, w in zip((made.dq(), dk, dv), want[2:5], strict=True)) < 2e-5
