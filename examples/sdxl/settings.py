@@ -32,8 +32,8 @@ class ModelSettings(Section):
     """Of the computation; norms and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
     """Of the parameters."""
-    prediction_type: Prediction = "epsilon"
-    """What the UNet says of a noisy picture: the noise, or v. SDXL base says the noise."""
+    prediction_type: Prediction | None = None
+    """What the UNet says of a noisy picture: the noise, or v. Null: as the folder's scheduler, or the noise."""
     shapes: tuple[str, ...] = ()
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
@@ -87,13 +87,13 @@ class SamplingSettings(Drawing):
     width: Count = 1024
     """Columns of pixels."""
 
-    def schedule(self, folder: str | None) -> Schedule:
+    def schedule(self, folder: str | None, prediction_type: Prediction | None = None) -> Schedule:
         """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these settings say."""
-        return self.sampler_of(folder).schedule(self.num_inference_steps)
+        return self.sampler_of(folder, prediction_type).schedule(self.num_inference_steps)
 
-    def sampler_of(self, folder: str | None) -> Sampler:
-        """Choose the sampler."""
-        return read(folder, "discrete", self.sampler)
+    def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
+        """Choose the sampler; what the model predicts is said by the folder, else as given."""
+        return read(folder, "discrete", self.sampler, prediction_type=prediction_type)
 
 
 class Settings(ma.AttentionConfig):

@@ -50,6 +50,12 @@ class Sizes:
         """Whether there is attention, by resolution."""
         return tuple(kind.startswith("CrossAttn") for kind in self.down_block_types)
 
+    def config(self) -> dict[str, Any]:
+        """Return what diffusers keeps in `config.json` beside the weights."""
+        up = [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
+        own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        return ONLY | {"mid_block_type": "UNetMidBlock2DCrossAttn", "up_block_types": up} | own
+
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
         """Read the sizes from a folder's `config.json`.
@@ -68,7 +74,9 @@ class Sizes:
                 remedy = "give the folder `unet` of an SDXL pipeline"
                 raise WeightsError(key, said[key], f"an SDXL UNet has {only}", remedy)
         known = {field.name for field in fields(cls)}
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items() if key in known}
+        values: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in said.items() if key in known
+        }
         return cls(**values)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from samplers.betas import Betas
+from samplers.read import Sampler
 from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
@@ -36,6 +40,32 @@ class SdxlTask:
     settings: Settings
     sizes: Sizes
 
+    part: ClassVar[str] = "unet"
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights are that training begins from."""
+        folder = self.settings.model.folder
+        return None if folder is None else unet_of(folder)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """What pictures are drawn with, and what says which times there are."""
+        found = self.settings.sampling.sampler_of(self.settings.model.folder)
+        asked = self.settings.model.prediction_type
+        return found if asked is None else replace(found, options={**found.options, "prediction_type": asked})
+
+    @cached_property
+    def betas(self) -> Betas:
+        """How much noise there is at each time, and what the UNet says of it."""
+        return Betas(**{key: self.sampler.options[key] for key in Betas.__dataclass_fields__})
+
+    def drawing(self) -> Any:
+        """Say how the UNet is called in sampling."""
+        from .drawing import SdxlDrawing  # pictures alone need it
+
+        return SdxlDrawing(self.settings, self.sizes, Path())
+
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
         model = self.settings.model
@@ -44,9 +74,9 @@ class SdxlTask:
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
         """Read the weights of `model.folder`, where there is one."""
-        if (folder := self.settings.model.folder) is None:
+        if self.folder is None:
             return False
-        weights.load_diffusers(model, unet_of(folder), mesh=mesh)
+        weights.load_diffusers(model, self.folder, mesh=mesh)
         return True
 
     def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
@@ -65,7 +95,7 @@ class SdxlTask:
         """Draw times and noise; replace some texts by the empty one."""
         settings, (for_noise, for_texts) = self.settings, jax.random.split(key)
         clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
-        drawn = noise.noised(clean, for_noise, settings.model.prediction_type)
+        drawn = noise.noised(clean, for_noise, self.betas)
         dropped = jax.random.bernoulli(for_texts, settings.training.condition_dropout, drawn.times.shape)
         told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
         return {
@@ -83,8 +113,7 @@ class SdxlTask:
             examples["mixed"], times.astype(jnp.float32), examples["text"], examples["pooled"], examples["time_ids"]
         )
         off = jnp.mean((said.astype(jnp.float32) - examples["target"]) ** 2, axis=(1, 2, 3))
-        training = self.settings.training
-        return jnp.mean(off * noise.weights(times, training.snr_gamma, self.settings.model.prediction_type))
+        return jnp.mean(off * noise.weights(times, self.settings.training.snr_gamma, self.betas))
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention at every resolution that attends."""

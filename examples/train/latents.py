@@ -54,7 +54,8 @@ class LatentFolder:
         self._counts = [shape[0] for header in headers for shape, _ in [header["latents"]]]
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
         self.shapes = {name: shape[1:] for name, (shape, _) in headers[0].items()}
-        self.kind = (self._files[0].metadata() or {}).get("source", "")
+        said = self._files[0].metadata() or {}
+        self.kind, self.model = said.get("source", ""), said.get("model", "")
         self._headers = headers
 
     def __len__(self) -> int:

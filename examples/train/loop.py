@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,13 @@ from .board import Board
 from .checkpoint import Checkpoints
 from .cost import Cost, cost_of
 from .data import Rows, batches
+from .export import export
 from .latents import LatentFolder
 from .opening import counted, opening
 from .optimizer import optimizer, schedule
 from .profiler import Profiler
 from .progress import Progress, recent
+from .samples import Samples
 from .settings import TrainingSettings
 from .state import Parts, State
 from .step import Facts, Step
@@ -40,7 +41,10 @@ FIXED = (
     "training.moment_dtype", "training.max_grad_norm", "training.ema_decay",
 )  # fmt: skip
 FREE = ("model.folder", "model.shapes")
-Draw = Callable[[nnx.Module, int], None]  # a picture of samples of a model, after so many steps
+NOT_EXPORTED = (
+    "not exported: each process holds a part of every parameter. The same command in one process, which can read the "
+    "checkpoint onto its own devices, exports"
+)
 
 
 class Diverged(MaxattnError, ArithmeticError):
@@ -75,12 +79,8 @@ class Training:
         self.empty = self.source.empty
         self.plans = task.plans(self.shapes, mesh)
 
-    def run(self, draw: Draw | None = None) -> tuple[nnx.Module, list[float]]:
-        """Train; return the model that draws (the average, where one is kept) and the loss of every step.
-
-        Args:
-            draw: makes a picture every `picture_every` steps.
-        """
+    def run(self) -> tuple[nnx.Module, list[float]]:
+        """Train and export; return the model that draws (the average, where one is kept) and the loss of every step."""
         more = {"data.folder": self.source.fingerprint}
         again = not self.training.resume
         with Checkpoints(self.task.settings, FIXED, FREE, more, again) as checkpoints:
@@ -96,8 +96,12 @@ class Training:
             if checkpoints.step:
                 data.set_state(checkpoints.facts["data"])
             if len(losses) < self.training.steps:
-                state = self._steps(state, fixed, data, losses, checkpoints, draw)
-        return self.parts.model(state.best, fixed), losses
+                state = self._steps(state, fixed, data, losses, checkpoints)
+        model = self.parts.model(state.best, fixed)
+        if self.training.export:
+            written = export(self.task, model, self.folder)
+            print(f"exported: {written}" if written else NOT_EXPORTED)
+        return model, losses
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
         rank = self.training.lora_rank
@@ -126,13 +130,13 @@ class Training:
         return {name: place(array) for name, array in batch.items()}
 
     def _steps(
-        self, state: State, fixed: Any, data: grain.DatasetIterator, losses: list[float],
-        checkpoints: Checkpoints, draw: Draw | None,
+        self, state: State, fixed: Any, data: grain.DatasetIterator, losses: list[float], checkpoints: Checkpoints
     ) -> State:  # fmt: skip
         training, first = self.training, len(losses)
         places = states.places(state, self.parts.shardings(self.mesh))
         step = Step(self.task, self.parts, fixed, jax.tree.map(jnp.asarray, self.empty), places)
         profiler = Profiler(self.task.settings, self.folder / "profile", first)
+        samples = Samples(self.task, self.source, self.parts, self.mesh) if training.picture_every else None
         board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
         with board, Progress(training, self.cost, first) as progress:
             for number in range(first, training.steps):
@@ -145,14 +149,14 @@ class Training:
                     self._write(board, losses, facts, progress.seconds)
                 if done % training.checkpoint_every == 0 or done == training.steps:
                     checkpoints.save(state, data, losses, self.plans)
-                if draw is not None and training.picture_every and done % training.picture_every == 0:
-                    draw(self.parts.model(state.best, fixed), done)
+                if samples is not None and done % training.picture_every == 0:
+                    print(f"samples after {done} steps: {samples(state.best, fixed, done)}")
                     progress.pause()
         return state
 
     def _write(self, board: Board, losses: list[float], facts: Facts, seconds: float | None) -> None:
         speed = {"tokens_per_second": self.cost.tokens / seconds, "mfu": self.cost.mfu(seconds)} if seconds else {}
-        rate = float(schedule(self.training)(len(losses) - 1))
+        rate = float(np.asarray(schedule(self.training)(len(losses) - 1)))
         norm = float(facts.gradient_norm)
         board.write(len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed)
 

@@ -2,7 +2,7 @@
 
     y = W x + b + (alpha / rank) B A x,  A [rank, in] random, B [out, rank] zero at first
 
-The parameters of a projection keep their names; `lora_A` and `lora_B` stand beside them.
+The parameters of a projection keep their names; `lora_A` and `lora_B`, float32 always, stand beside them.
 
 Source: Hu et al., https://arxiv.org/abs/2106.09685
 """
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
+from wan import hosts
 
 from maxattn import weights
 from maxattn.modules.base import AttentionBase
@@ -38,11 +39,10 @@ class Adapted(nnx.Linear):
                 setattr(self, name, value)
         *stack, width_in, width_out = linear.kernel.get_value().shape
         names = linear.kernel.get_metadata().get("out_sharding") or (None,) * (len(stack) + 2)
-        dtype = linear.kernel.get_value().dtype
-        down = jax.random.normal(rngs.params(), (*stack, width_in, rank), jnp.float32) / np.sqrt(width_in)
+        down = jax.random.normal(rngs.params(), (*stack, width_in, rank)) / np.sqrt(width_in)
         self.scale = scale
-        self.lora_A = lora_param(down.astype(dtype), (*names[:-1], None))
-        self.lora_B = lora_param(jnp.zeros((*stack, rank, width_out), dtype), (*names[:-2], None, names[-1]))
+        self.lora_A = lora_param(down, (*names[:-1], None))
+        self.lora_B = lora_param(jnp.zeros((*stack, rank, width_out)), (*names[:-2], None, names[-1]))
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Run the projection and its change."""
@@ -89,18 +89,17 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
         prefix: put before every name, such as "transformer.".
     """
     found: dict[str, np.ndarray] = {}
-    every = {entry.path: [] for entry in weights.entries(model)}
+    every: dict[Any, list[Any]] = {}
     for entry in weights.entries(model):
-        every[entry.path].append(entry)
+        every.setdefault(entry.path, []).append(entry)
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Adapted):
+            wholes = hosts.whole(module.lora_A[...]), hosts.whole(module.lora_B[...] * module.scale)
             for entry in every[(*path, "kernel")]:
                 name = prefix + entry.name.removesuffix(".weight")
-                down, up = (m[...] if entry.layer is None else m[...][entry.layer]
-                            for m in (module.lora_A, module.lora_B))  # fmt: skip
-                found[f"{name}.lora_A.weight"] = np.ascontiguousarray(np.asarray(down).T)
-                scaled = np.asarray(up.astype(jnp.float32) * module.scale).astype(up.dtype)
-                found[f"{name}.lora_B.weight"] = np.ascontiguousarray(scaled.T)
+                down, up = (x if entry.layer is None else x[entry.layer] for x in wholes)
+                found[f"{name}.lora_A.weight"] = np.ascontiguousarray(down.T)
+                found[f"{name}.lora_B.weight"] = np.ascontiguousarray(up.T)
     return found
 
 

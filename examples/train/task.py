@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
+from samplers.read import Sampler
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -23,6 +25,28 @@ class Task(Protocol):
     @property
     def settings(self) -> Any:
         """The settings of everything."""
+        ...
+
+    part: str
+    """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
+
+    @property
+    def sizes(self) -> Any:
+        """The model's, whose `config()` is what diffusers keeps beside weights."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights are that training begins from, in diffusers' format; None: random ones."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler:
+        """What samples are drawn with."""
+        ...
+
+    def drawing(self) -> Any:
+        """Say how the model is called in sampling: `told(model, arrays)` and `predict(model, x, t, told)`."""
         ...
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:

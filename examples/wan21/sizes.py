@@ -49,6 +49,12 @@ class Sizes:
         """D, the width of a token."""
         return self.num_attention_heads * self.attention_head_dim
 
+    def config(self) -> dict[str, Any]:
+        """Return what diffusers keeps in `config.json` beside the weights."""
+        kind = {"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
+        own = vars(self) | {"patch_size": list(self.patch_size)}
+        return kind | {key: value for key, value in own.items() if key != "rope_theta"} | {"rope_max_seq_len": 1024}
+
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
         """Read the sizes from a folder's `config.json`.

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from samplers.read import Sampler
 from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
@@ -38,6 +39,25 @@ class WanTask:
     settings: Settings
     sizes: Sizes
 
+    part: ClassVar[str] = "transformer"
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights are that training begins from."""
+        folder = self.settings.model.folder
+        return None if folder is None else transformer_of(folder)
+
+    @property
+    def sampler(self) -> Sampler:
+        """What videos are drawn with."""
+        return self.settings.sampling.sampler_of(self.settings.model.folder)
+
+    def drawing(self) -> Any:
+        """Say how the transformer is called in sampling."""
+        from .drawing import WanDrawing  # pictures alone need it
+
+        return WanDrawing(self.settings, self.sizes, Path())
+
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
         model = self.settings.model
@@ -46,9 +66,9 @@ class WanTask:
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
         """Read the weights of `model.folder`, where there is one."""
-        if (folder := self.settings.model.folder) is None:
+        if self.folder is None:
             return False
-        weights.load_diffusers(model, transformer_of(folder), mesh=mesh)
+        weights.load_diffusers(model, self.folder, mesh=mesh)
         return True
 
     def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:

@@ -1,0 +1,74 @@
+"""Writes what was learned as diffusers reads it: the model's folder, or the LoRA's file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from samplers.read import CLASSES
+from wan import hosts
+
+from maxattn import weights
+
+from . import lora
+from .task import Task
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+CONFIG = "config.json"
+
+
+def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
+    """Write a model to `folder`, or with LoRA its changes alone; return what was written.
+
+    Args:
+        task: whose model it is.
+        model: as it was trained.
+        folder: of the run.
+
+    Returns:
+        The folder or file; None on a run of several processes, each of which sees a part of every parameter.
+    """
+    if task.settings.training.lora_rank:
+        return _lora(task, model, folder / LORA_FILE)
+    if jax.process_count() > 1:
+        return None
+    whole = folder / task.part
+    weights.save_diffusers(model, whole)
+    _config(task, whole)
+    _scheduler(task, folder / "scheduler")
+    return whole
+
+
+def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    tensors = lora.to_diffusers(model, f"{task.part}.")  # every process takes part in gathering
+    if hosts.is_first():
+        beside = path.with_name(f"{path.name}.partial")
+        save_file(tensors, beside, metadata={"format": "pt"})
+        beside.replace(path)
+    return path
+
+
+def _config(task: Task, whole: Path) -> None:
+    """Copy the sizes of the folder that training began from, or write them."""
+    beside = whole / f"{CONFIG}.partial"
+    if (given := task.folder) is not None:
+        shutil.copyfile(given / CONFIG, beside)
+    else:
+        said: dict[str, Any] = task.sizes.config()
+        beside.write_text(json.dumps(said, indent=2) + "\n")
+    beside.replace(whole / CONFIG)
+
+
+def _scheduler(task: Task, folder: Path) -> None:
+    """Write the sampler's options, so that whoever draws from the folder does it as the model was trained."""
+    folder.mkdir(exist_ok=True)
+    said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
+    beside = folder / "scheduler_config.json.partial"
+    beside.write_text(json.dumps(said, indent=2) + "\n")
+    beside.replace(folder / "scheduler_config.json")
