@@ -25,6 +25,15 @@ def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.G
     return nnx.GroupNorm(channels, sizes.norm_num_groups, **how)
 
 
+@nnx.remat
+def activated(norm: nnx.GroupNorm, x: Image) -> Image:
+    """Compute silu(norm(x)) in float32 and keep the dtype of x.
+
+    The backward computes it again from x: that is cheaper than to write and read what it needs in float32.
+    """
+    return nnx.silu(norm(x)).astype(x.dtype)
+
+
 class ResnetBlock(nnx.Module):
     """Add to an image what two convolutions make of it and of the time."""
 
@@ -44,9 +53,9 @@ class ResnetBlock(nnx.Module):
             x: the image.
             e: embedding of the time.
         """
-        h = self.conv1(nnx.silu(self.norm1(x)).astype(x.dtype))
+        h = self.conv1(activated(self.norm1, x))
         h = h + self.time_emb_proj(nnx.silu(e))[:, None, None]
-        h = self.conv2(nnx.silu(self.norm2(h)).astype(x.dtype))
+        h = self.conv2(activated(self.norm2, h))
         return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
 
 

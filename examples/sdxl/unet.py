@@ -21,7 +21,7 @@ import maxattn as ma
 from maxattn.errors import InputError
 
 from .attention import Transformer
-from .layers import Downsample, Embedding, Image, ResnetBlock, Upsample, conv3, group_norm, sinusoids
+from .layers import Downsample, Embedding, Image, ResnetBlock, Upsample, activated, conv3, group_norm, sinusoids
 from .sizes import Sizes
 
 Text = Float[Array, "B S D"]
@@ -115,7 +115,7 @@ class UNet(nnx.Module):
                 x = x if attention is None else attention(x, text)
             for up in level.upsamplers:
                 x = up(x)
-        return self.conv_out(nnx.silu(self.conv_norm_out(x)).astype(x.dtype))
+        return self.conv_out(activated(self.conv_norm_out, x))
 
     def _embed(self, t: Array, pooled: Array, picture: Array) -> Float[Array, "B E"]:
         e = self.time_embedding(sinusoids(t, self.sizes.block_out_channels[0]).astype(self.dtype))
