@@ -1,24 +1,38 @@
-"""Draw videos with the model that `train_wan.py` trained.
+"""Draw videos: with Wan 2.1 from a folder in diffusers' format, or with the small model that `train_wan.py` trained.
 
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt "a red fox in snow" --out out/fox
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE --latents FILE
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --weights out/wan_1_3b --prompt ... --out DIR
+    python examples/generate_wan.py configs/wan_i2v_14b.yml --model FOLDER --prompt ... --image FILE --out DIR
     python examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
-    python examples/generate_wan.py configs/wan_tiny.yml guidance_scale=1
 
-Without a prompt all forty are drawn and judged.
+Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and --latents none is needed.
+The small model draws all forty prompts and judges them, unless one is given.
 """
 
 from __future__ import annotations
 
-from wan import hosts, text
-from wan.command import settings_of, tell
-from wan.drawing import draw_all, draw_prompt
-from wan.settings import Settings
-from wan.training import trained
+import argparse
+from pathlib import Path
 
+from generate.command import FILES, arguments_of, paths_of, settings_of
+from generate.files import wrong
+from generate.run import generate
+from wan import hosts, text
+from wan.command import demo_or_wan21, tell
+from wan.drawing import draw_all, draw_prompt
+from wan.settings import Settings as DemoSettings
+from wan.training import trained
+from wan21.drawing import WanDrawing
+from wan21.settings import Settings
+from wan21.task import sizes_of
+
+from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 
-def main(settings: Settings) -> None:
-    """Load the last checkpoint and draw.
+def demo(settings: DemoSettings) -> None:
+    """Load the last checkpoint of the small model and draw.
 
     Raises:
         ConfigError: nothing is to be drawn, or there is no checkpoint of these settings.
@@ -36,8 +50,21 @@ def main(settings: Settings) -> None:
         draw_prompt(state.average, prompt, settings)
 
 
+def main(found: argparse.Namespace) -> None:
+    """Draw what the arguments say."""
+    settings = settings_of(found, demo_or_wan21)
+    with hosts.first_speaks():
+        if isinstance(settings, Settings):
+            paths = paths_of(found, settings.model.folder)
+            kind = WanDrawing(settings, sizes_of(settings.model), Path(paths.model))
+            generate(kind, paths, settings.make_mesh())
+            return
+        if given := [name for name in FILES if getattr(found, name) is not None]:
+            rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
+            raise ConfigErrors([wrong(f"--{name}", getattr(found, name), rule, remedy) for name in given])
+        demo(settings)
+
+
 if __name__ == "__main__":
     with tell():
-        settings = settings_of(__doc__)
-        with hosts.first_speaks():
-            main(settings)
+        main(arguments_of(__doc__))

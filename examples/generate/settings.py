@@ -23,9 +23,11 @@ class SamplingSettings(Section):
     """What to draw; text encoders need maxattn[torch]. Unset where an embeddings file says it."""
     negative_prompt: str | None = None
     """What guidance leads away from; unset is the empty prompt."""
-    count: Count = 1
+    per_prompt: Count = 1
     """Samples of each prompt, each from noise of its own."""
-    param_dtype: Dtype = "bfloat16"
+    count: Count = 1
+    """Samples of a picture while training, of the first texts of the data."""
+    weights_dtype: Dtype = "bfloat16"
     """Of the parameters while sampling; those of norms stay float32. model.dtype is that of the computation."""
     torch_device: str = "cpu"
     """Where text encoders and VAE run: cpu or cuda."""

@@ -81,7 +81,8 @@ SHOWN = ("flow_shift", "shift", "solver_order", "prediction_type", "timestep_spa
 
 
 def read(
-    folder: str | Path | None, family: Family, sampler: str | None = None, flow_shift: float | None = None
+    folder: str | Path | None, family: Family, sampler: str | None = None, flow_shift: float | None = None,
+    prediction_type: str | None = None,
 ) -> Sampler:  # fmt: skip
     """Read the sampler of a pipeline's folder.
 
@@ -91,6 +92,7 @@ def read(
         family: what the model can be sampled with: "flow" for Wan, "discrete" for SDXL.
         sampler: another one than the file's, with the file's options where both have them.
         flow_shift: another one than the file's.
+        prediction_type: what the model predicts, where no file says it.
 
     Raises:
         ConfigErrors: everything that is unknown or not supported, at once.
@@ -98,6 +100,8 @@ def read(
     path = Path(folder or "") / "scheduler" / "scheduler_config.json"
     there = folder is not None and path.is_file()
     said: Mapping[str, Any] = json.loads(path.read_text()) if there else USUAL[family]
+    if not there and prediction_type is not None:
+        said = {**said, "prediction_type": prediction_type}
     kind = said.get("_class_name", "")
     name = sampler or NAMES.get(kind, "")
     if name not in FAMILIES[family]:

@@ -87,9 +87,9 @@ def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:
         noise: standard normal.
     """
     x = schedule.noise_scale * noise.astype(jnp.float32)
-    count = schedule.predict.shape[1] - 2
-    zero = jnp.zeros_like(x)
-    return State(x, zero if count else None, (zero,) * count)
+    # Each its own array: a buffer that is given up must not be in two places.
+    nothing = [jnp.zeros_like(x) for _ in range(schedule.predict.shape[1] - 1)]
+    return State(x, nothing[0] if len(nothing) > 1 else None, tuple(nothing[1:]))
 
 
 def step(schedule: Schedule, i: int | Int[Array, ""], state: State, predict: Predict) -> State:

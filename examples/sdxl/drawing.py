@@ -15,6 +15,7 @@ from flax import nnx
 from generate.folder import config_of
 from generate.kind import Arrays
 from jaxtyping import Array, Float
+from samplers.read import Sampler
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -53,6 +54,20 @@ class SdxlDrawing:
         s = self.settings.sampling
         return (self.sizes.in_channels, s.height // self.scale, s.width // self.scale)
 
+    def sampler(self) -> Sampler:
+        """Choose the sampler, as the pipeline and the settings say.
+
+        Raises:
+            ConfigError: the pipeline's model predicts something else than the settings say.
+        """
+        prediction = self.settings.model.prediction_type
+        found = self.settings.sampling.sampler_of(str(self.folder), prediction)
+        said = found.options["prediction_type"]
+        if prediction not in (None, said):
+            rule = f"the sampler of {self.folder} is for a UNet that predicts {said}"
+            raise ConfigError("model.prediction_type", prediction, rule, f"set model.prediction_type={said}")
+        return found
+
     def wrong_sizes(self) -> Iterable[ConfigError]:
         """Yield heights and widths that cannot be halved as often as the UNet does."""
         unit = self.scale * 2 ** (len(self.sizes.block_out_channels) - 1)
@@ -83,7 +98,7 @@ class SdxlDrawing:
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
-        dtype, kept = self.settings.model.dtype, self.settings.sampling.param_dtype
+        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
         return UNet(self.sizes, self.settings, mesh, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(kept), rngs=rngs)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:

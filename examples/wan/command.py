@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import maxattn as ma
@@ -70,7 +70,7 @@ def read_settings(
         kind: returns the class that reads a file with these overrides.
         options: values of keys that have an option of their own; None was not given.
     """
-    given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items() if value is not None]
     overrides = [*found.overrides, *given]
     settings = kind(found.config, overrides).from_yaml(found.config, overrides)
     hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
@@ -83,9 +83,10 @@ def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfi
 
     try:
         sections = dict(config_file.read(path).data)
-        config_overrides.apply(Wan21, sections, overrides)
-    except ConfigErrors:  # the class says it again, with whatever else is wrong
+    except ConfigErrors:  # the class says it again
         return Settings
+    with suppress(ConfigErrors):  # the same
+        config_overrides.apply(Wan21, sections, overrides)
     model = sections.get("model")
     return Wan21 if isinstance(model, dict) and {"sizes", "folder"} & model.keys() else Settings
 

@@ -2,7 +2,16 @@
 
 from maxattn.weights.files import SafeTensors
 from maxattn.weights.load import Loaded, load_diffusers, save_diffusers, to_diffusers
-from maxattn.weights.lora import merge_lora
+from maxattn.weights.lora import check_lora, merge_lora
 from maxattn.weights.names import entries
 
-__all__ = ["Loaded", "SafeTensors", "entries", "load_diffusers", "merge_lora", "save_diffusers", "to_diffusers"]
+__all__ = [
+    "Loaded",
+    "SafeTensors",
+    "check_lora",
+    "entries",
+    "load_diffusers",
+    "merge_lora",
+    "save_diffusers",
+    "to_diffusers",
+]

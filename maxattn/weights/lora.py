@@ -43,15 +43,35 @@ def merge_lora(
         WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, or wrong shapes. Nothing is
             changed then.
     """
-    held = files.SafeTensors(tensors) if isinstance(tensors, str | Path) else tensors
-    layers, alphas = _pairs([name for name in held if name.startswith(prefix)], prefix)
-    every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
-    _check(layers, every, held)
+    held, every, layers, alphas = _read(module, tensors, prefix)
     for layer, (down, up) in layers.items():
         a, b = (_whole(held[name]) for name in (down, up))
         alpha = float(_whole(held[alphas[layer]])) if layer in alphas else float(a.shape[0])
         _add(module, every[layer], scale * alpha / a.shape[0] * (b @ a))
     return tuple(layers)
+
+
+def check_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, *, prefix: str = "") -> tuple[str, ...]:
+    """Check LoRA weights against a module and change nothing; return the layers that they are for.
+
+    Args:
+        module: with arrays or, from `nnx.eval_shape`, without.
+        tensors, prefix: as for `merge_lora`.
+
+    Raises:
+        WeightsError: as `merge_lora` would.
+    """
+    return tuple(_read(module, tensors, prefix)[2])
+
+
+def _read(
+    module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str
+) -> tuple[Mapping[str, Any], dict[str, Entry], dict[str, tuple[str, str]], dict[str, str]]:
+    held = files.SafeTensors(tensors) if isinstance(tensors, str | Path) else tensors
+    layers, alphas = _pairs([name for name in held if name.startswith(prefix)], prefix)
+    every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
+    _check(layers, every, held)
+    return held, every, layers, alphas
 
 
 def _pairs(names: list[str], prefix: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:

@@ -1,0 +1,121 @@
+"""What is said before anything is read: settings, sizes, files and folders that do not fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from maxattn import weights
+from maxattn.config_errors import ConfigErrors
+from maxattn.errors import ConfigError, MaxattnError
+
+from . import files, folder
+from .files import wrong
+from .kind import Kind
+from .paths import Paths
+
+INSTALL = 'pip install "maxattn[torch]"'
+
+
+def check(kind: Kind, paths: Paths) -> None:
+    """Refuse everything that cannot work, at once.
+
+    Raises:
+        ConfigErrors: with all of it.
+    """
+    sizes = list(kind.wrong_sizes())
+    problems = [*folder.wrong(paths.model, kind.part), *sizes, *_wrong_input(kind, paths, not sizes)]
+    problems += [*_wrong_output(paths), *_wrong_noise(kind, paths, not sizes), *_wrong_files(kind, paths)]
+    if problems:
+        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+
+
+def _wrong_files(kind: Kind, paths: Paths) -> Iterator[MaxattnError]:
+    """Yield what the scheduler's file and those of the weights are refused for, when they are opened."""
+    opened: list[Any] = [lambda: kind.sampler().schedule(kind.settings.sampling.num_inference_steps)]
+    opened += [lambda: weights.SafeTensors(paths.weights_of(kind.part))]
+    if (lora := paths.lora) is not None:
+        opened.append(lambda: weights.SafeTensors(lora))
+    for look in opened:
+        try:
+            look()
+        except MaxattnError as error:
+            yield error
+
+
+def _flat(error: MaxattnError) -> Iterable[ConfigError]:
+    if isinstance(error, ConfigErrors):
+        return error.problems
+    return [error if isinstance(error, ConfigError)
+            else ConfigError(error.setting, error.value, error.rule, error.remedy, error.where)]  # fmt: skip
+
+
+def _wrong_input(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigError]:
+    sampling = kind.settings.sampling
+    if paths.embeddings is not None:
+        if sampling.prompt is not None:
+            remedy = "give one of them"
+            yield wrong(
+                "--prompt", repr(sampling.prompt), "what is drawn is said once, and --embeddings says it", remedy
+            )
+        if paths.image is not None:
+            remedy = "leave it out, or encode both with examples/embed.py"
+            yield wrong("--image", paths.image, "an embeddings file holds the encoded image", remedy)
+        guided = sampling.guidance_scale != 1
+        if sizes_fit:
+            found = files.shapes(paths.embeddings, "--embeddings")
+            yield from files.unlike(found, kind.expected(guided), paths.embeddings, "--embeddings")
+            yield from _other_length(found, guided and sampling.guidance_batched)
+        return
+    if sampling.prompt is None:
+        ways = "give --prompt (text encoders of the folder, with torch), or --embeddings FILE (examples/embed.py)"
+        yield wrong("--prompt", "(none)", "something says what is drawn", ways)
+        return
+    if kind.takes_image and paths.image is None:
+        rule = "an image-to-video model begins with an image"
+        yield wrong("--image", "(none)", rule, "give --image FILE, or --embeddings FILE (examples/embed.py)")
+    if not kind.takes_image and paths.image is not None:
+        yield wrong(
+            "--image", paths.image, "this model is told no image", "leave it out, or give an I2V model's folder"
+        )
+    if paths.image is not None and not paths.image.is_file():
+        yield wrong("--image", paths.image, "the file is there", "name a picture")
+    yield from without_torch("--prompt", paths.model, kind.needs_torch, "transformers", "--embeddings FILE instead")
+
+
+def without_torch(
+    option: str, model: Path, parts: tuple[str, ...], package: str, instead: str
+) -> Iterator[ConfigError]:
+    """Yield why torch's part of a run cannot be done, naming both ways out."""
+    missing = [name for name in ("torch", package) if find_spec(name) is None]
+    if missing:
+        rule = f"it is done by torch; not installed: {', '.join(missing)}"
+        yield wrong(option, model, rule, f"{INSTALL}, or give {instead}")
+    elif lacking := folder.lacking(model, parts):
+        rule = f"the folder holds {', '.join(parts)}; not there: {', '.join(lacking)}"
+        yield wrong(option, model, rule, f"fetch it, or give {instead}")
+
+
+def _other_length(found: files.Shapes, batched: bool) -> Iterator[ConfigError]:
+    lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]
+    if batched and len(set(lengths)) > 1:
+        rule = "in one call of the model both have as many tokens: " + " and ".join(str(n[0]) for n in lengths)
+        yield wrong("sampling.guidance_batched", True, rule, "set it to false, or make them alike")
+
+
+def _wrong_output(paths: Paths) -> Iterator[ConfigError]:
+    if paths.out is None and paths.latents is None:
+        ways = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
+        yield wrong("--out", "(none)", "what is drawn goes somewhere", ways)
+    if paths.out is not None:
+        yield from without_torch("--out", paths.model, ("vae",), "diffusers", "--latents FILE instead")
+
+
+def _wrong_noise(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigError]:
+    if paths.noise is not None and sizes_fit:
+        found = files.shapes(paths.noise, "--noise", ("noise",))
+        if found.get("noise", ())[1:] != kind.latents:
+            rule = f"it holds noise [B, {', '.join(map(str, kind.latents))}]"
+            yield wrong("--noise", f"{paths.noise}: {found}", rule, "make it for this height, width and frames")

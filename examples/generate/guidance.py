@@ -1,0 +1,40 @@
+"""Classifier-free guidance: y = y(untold) + scale (y(told) - y(untold)).
+
+Both are rows of one call, the untold ones first, or two calls one after the other: the numbers are the same.
+
+Source: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Call = Callable[[Float[Array, "B ..."], Float[Array, " B"], Any], Array]
+
+
+def guided(call: Call, told: tuple[Any, ...], scale: float) -> Callable[[Array, Array], Array]:
+    """Return the model as a function of sample and time.
+
+    Args:
+        call: of samples, times and what they are told.
+        told: without guidance, or for both in one call, one; else what is not meant, then what is.
+        scale: 1 is the model as it is: `told` then has as many rows as there are samples.
+    """
+
+    def at(x: Array, t: Array, what: Any) -> Array:
+        return call(x, jnp.broadcast_to(t, x.shape[:1]), what).astype(jnp.float32)
+
+    def predict(x: Array, t: Array) -> Array:
+        if scale == 1:
+            return at(x, t, told[0])
+        if len(told) == 2:
+            without, with_ = (at(x, t, what) for what in told)
+        else:
+            without, with_ = jnp.split(at(jnp.concatenate([x, x]), t, told[0]), 2)
+        return without + scale * (with_ - without)
+
+    return predict

@@ -1,0 +1,88 @@
+"""What a model brings to sampling: what it is built from, what it needs to be told, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from samplers.read import Sampler
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+
+Arrays = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]  # of arrays by their names, the batch first
+
+
+class Kind(Protocol):
+    """Say what is drawn. Arrays have the names and layouts of `files.py`."""
+
+    @property
+    def part(self) -> Literal["transformer", "unet"]:
+        """The folder of a pipeline that holds the model's weights, and the first word of LoRA's names."""
+        ...
+
+    @property
+    def needs_torch(self) -> tuple[str, ...]:
+        """The parts of a pipeline's folder that encode a prompt."""
+        ...
+
+    @property
+    def settings(self) -> Any:
+        """Those of attention, with the sections `model` and `sampling`."""
+        ...
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """The shape of one sample's latents, channels first."""
+        ...
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether the model is told an image."""
+        ...
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the model; called under `nnx.eval_shape`."""
+        ...
+
+    def sampler(self) -> Sampler:
+        """Choose the sampler."""
+        ...
+
+    def wrong_sizes(self) -> Iterable[ConfigError]:
+        """Yield what is wrong with the size of the sample."""
+        ...
+
+    def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
+        """Return the shape of each array that the model is told, without the batch; "L" is any size."""
+        ...
+
+    def encode(self, folder: Path, image: Path | None) -> Arrays:
+        """Encode the prompts of the settings (and an image) with torch."""
+        ...
+
+    def completed(self, arrays: Arrays) -> Arrays:
+        """Add what follows from the size of the sample to the arrays of a file."""
+        ...
+
+    def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
+        """Make of the arrays what every step needs, the batch first or second: computed once."""
+        ...
+
+    def predict(self, model: Any, x: Float[Array, "B ... C"], t: Float[Array, " B"], told: Any) -> Array:
+        """Call the model on latents, channels last."""
+        ...
+
+    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
+        """Plan the attention of a step of so many rows; `lengths` are the tokens of text and image."""
+        ...
+
+    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
+        """Decode latents with torch's VAE and write what they show; return the files."""
+        ...

@@ -1,0 +1,38 @@
+"""The files and folders of a run of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Hold what comes from files and goes into them.
+
+    Args:
+        model: a pipeline's folder in diffusers' format, or its model's alone.
+        weights: a folder whose weights are used instead of the model's, such as a training run's.
+        embeddings: what the model is told; else prompts are encoded with torch.
+        image: what an image-to-video model begins with, encoded with torch.
+        noise: where to begin, instead of noise of the seed.
+        lora: weights that are merged.
+        lora_scale: multiplies them.
+        latents: where latents are written.
+        out: the folder where what they show is written, decoded with torch.
+    """
+
+    model: Path
+    weights: Path | None = None
+    embeddings: Path | None = None
+    image: Path | None = None
+    noise: Path | None = None
+    lora: Path | None = None
+    lora_scale: float = 1.0
+    latents: Path | None = None
+    out: Path | None = None
+
+    def weights_of(self, part: str) -> Path:
+        """Return the folder of the weights: the part of a pipeline's folder, or the folder itself."""
+        given = self.weights or self.model
+        return given / part if (given / part).is_dir() else given

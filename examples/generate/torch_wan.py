@@ -1,0 +1,115 @@
+"""Wan's text encoder, image encoder and VAE, run by torch from a pipeline's folder, one at a time."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from .kind import Arrays
+from .media import to_pixels
+
+
+def texts(folder: Path, prompts: Mapping[str, str], tokens: int, device: str) -> Arrays:
+    """Encode prompts; behind a prompt's own tokens stand zeros, as in the model's training.
+
+    Args:
+        folder: with tokenizer and text_encoder.
+        prompts: by the name of the array that each becomes, [1, tokens, D].
+        tokens: of every prompt; what is longer is cut.
+        device: cpu or cuda.
+    """
+    import torch  # type: ignore[import-not-found]
+    from transformers import AutoTokenizer, UMT5EncoderModel  # type: ignore[import-not-found]
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto").to(device).eval()
+    found = {}
+    for name, prompt in prompts.items():
+        how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
+        ids = tokenizer([cleaned(prompt)], add_special_tokens=True, return_tensors="pt", **how).to(device)
+        with torch.no_grad():
+            states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
+        found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
+    return found
+
+
+def cleaned(prompt: str) -> str:
+    """Mend broken Unicode (where ftfy is installed), undo HTML's escapes, and write every gap as one space."""
+    if find_spec("ftfy") is not None:
+        import ftfy  # type: ignore[import-not-found]
+
+        prompt = ftfy.fix_text(prompt)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
+
+
+def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
+    """Encode the first frame of an image-to-video model: states of its image encoder, and the condition.
+
+    The condition's first channels mark the frames that are given, one channel for each frame of a latent; behind them
+    is the encoded video of the image and then nothing.
+
+    Args:
+        folder: with image_encoder, image_processor and vae.
+        path: of the picture.
+        size: frames, height and width of the video.
+        device: cpu or cuda.
+    """
+    import torch  # type: ignore[import-not-found]
+    from diffusers.video_processor import VideoProcessor  # type: ignore[import-not-found]
+    from PIL import Image
+    from transformers import CLIPImageProcessor, CLIPVisionModel  # type: ignore[import-not-found]
+
+    picture = Image.open(path).convert("RGB")
+    processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
+    encoder = CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32).to(device).eval()
+    with torch.no_grad():
+        pixels = processor(images=picture, return_tensors="pt").to(device)
+        states = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
+        vae, mean, std = _vae(folder, device)
+        frames, height, width = size
+        first = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial).preprocess(picture, height, width)
+        video = torch.zeros(1, 3, frames, height, width)
+        video[:, :, 0] = first
+        latents = (vae.encode(video.to(device)).latent_dist.mode() - mean) / std
+    given = torch.zeros(1, vae.config.scale_factor_temporal, *latents.shape[2:])
+    given[:, :, 0] = 1.0
+    condition = torch.cat([given, latents.cpu()], 1)
+    return {"image": states.float().cpu().numpy(), "condition": condition.numpy()}
+
+
+def decode(folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str) -> list[UInt8[np.ndarray, "f H W 3"]]:
+    """Decode latents into videos, one after the other.
+
+    Args:
+        folder: with vae.
+        latents: as the transformer sees them.
+        device: cpu or cuda.
+    """
+    import torch  # type: ignore[import-not-found]
+
+    vae, mean, std = _vae(folder, device)
+    found = []
+    for one in latents:
+        with torch.no_grad():
+            video = vae.decode(torch.from_numpy(one[None]).to(device) * std + mean, return_dict=False)[0][0]
+        # [3, F, H, W] -> [F, H, W, 3]
+        found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
+    return found
+
+
+def _vae(folder: Path, device: str) -> tuple[Any, Any, Any]:
+    """Load the VAE in float32, and the mean and spread of its latents."""
+    import torch  # type: ignore[import-not-found]
+    from diffusers import AutoencoderKLWan  # type: ignore[import-not-found]
+
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32).to(device).eval()
+    numbers = (torch.tensor(x, device=device).view(1, -1, 1, 1, 1)
+               for x in (vae.config.latents_mean, vae.config.latents_std))  # fmt: skip
+    return vae, *numbers
