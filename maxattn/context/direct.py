@@ -74,50 +74,65 @@ def _of_all_pairs(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows
     """Return (dq, dk, dv) where every query sees every key: whole blocks, that can be halved."""
     packed, home, sums = _packed([(k, v)]), _Home(trip), sums_of(kernel, q, k, rows)
     for hop in trip.made:
+        fetches, gives, last = hop != trip.made[-1], home.leaving is not None, hop == trip.made[-1] != 0
         coming, grads = packed, []
-        fetches, gives = hop != trip.made[-1], home.leaving is not None
-        for start, end in _cuts(k.shape[1], halves=fetches and gives):
+        # The last hop is halved too: nothing runs beside the gradients that leave after it.
+        for start, end in _cuts(k.shape[1], halves=last or (fetches and gives)):
             if fetches:
                 coming, fetches = trip.send_on(hop, packed), False
-            elif gives:
-                home.arrived, gives = home.sent(), False
+            else:
+                home.arrived = home.sent()
             grads.append(sums.add(*(_cut(packed, which, start, end) for which in (0, 1))))
             # What the next half sends or computes with is there only now.
             ours = coming, packed, home.leaving, home.arrived, grads, sums.state
             coming, packed, home.leaving, home.arrived, grads, sums.state = jax.lax.optimization_barrier(ours)
+            if last:
+                home.leave(hop, _packed([_rounded(grads.pop(), k)]), half=True)
         packed = coming
-        dk, dv = (jnp.concatenate(halves, 1).astype(k.dtype) for halves in zip(*grads, strict=True))
-        home.leave(hop, _packed([(dk, dv)]))
+        if not last:
+            home.leave(hop, _packed([_rounded([jnp.concatenate(x, 1) for x in zip(*grads, strict=True)], k)]))
     ((dk, dv),) = _unpacked(home.total())
     return sums.dq(), dk, dv
 
 
 class _Home:
-    """Send the gradients of other places' keys to them, one hop late, and sum what comes in."""
+    """Send the gradients of other places' keys to them, one hop or half a hop late, and sum what comes in."""
 
     def __init__(self, trip: Trip) -> None:
         self.trip, self.hop = trip, 0
         self.leaving: Packed | None = None
         self.arrived: Packed | None = None
-        self._parts: list[Array] = []
+        self._is_half, self._halves, self._parts = False, [], []
 
     def sent(self) -> Packed | None:
         """Begin the transfer of what is leaving."""
         return None if self.leaving is None else self.trip.send_to_owner(self.hop, self.leaving)
 
-    def leave(self, hop: int, grads: Packed) -> None:
+    def leave(self, hop: int, grads: Packed, half: bool = False) -> None:
         """Take what has arrived, and gradients that leave next; those of this place's own keys stay."""
-        if self.arrived is not None:
-            self._parts = added(self._parts, self.arrived)
-        self.arrived, self.leaving, self.hop = None, grads, hop
+        self._take(self.arrived)
+        self.arrived, self.leaving, self.hop, self._is_half = None, grads, hop, half
         if hop == 0:
             self._parts, self.leaving = added(self._parts, grads), None
 
     def total(self) -> Packed:
         """Send what has not left yet, and sum all in float32, in one pass."""
-        last = self.sent()
-        parts = self._parts if last is None else added(self._parts, last)
-        return total(parts, parts[0]).astype(parts[0].dtype)
+        self._take(self.sent())
+        if self._halves:
+            self._parts = added(self._parts, jnp.concatenate(self._halves, 2))
+        return total(self._parts, self._parts[0]).astype(self._parts[0].dtype)
+
+    def _take(self, arrived: Packed | None) -> None:
+        if arrived is not None and self._is_half:
+            self._halves.append(arrived)
+        elif arrived is not None:
+            self._parts = added(self._parts, arrived)
+
+
+def _rounded(grads: Any, k: Array) -> tuple[Array, Array]:
+    """Return (dk, dv) in the dtype of K."""
+    dk, dv = grads
+    return dk.astype(k.dtype), dv.astype(k.dtype)
 
 
 def _beside(travels: Any, results: Any) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONTEXT = ("context",)
 
 
-def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[Collective, ...]:
+def hops_of(place: Call, sends: int, runs: int, direct: bool = False, halved: bool = False) -> tuple[Collective, ...]:
     """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
 
     Args:
@@ -25,16 +25,18 @@ def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[C
         sends: hops after the first.
         runs: parts of the sequence that a place holds, each an array of its own.
         direct: whether K and V are one array, and gradients go straight home in K's dtype, but for a place's own.
+        halved: whether the last of those go in two halves.
     """
     size, item = 2 * place.batch * place.kv_len * place.kv_heads * place.head_dim, itemsize(place.dtype)
-    home = sends if direct or not sends else sends + 1
+    home = sends + halved if direct else sends + 1
+    moved = sends * size * item
     made = (
-        ("K,V", "forward", size * item, sends),
-        ("K,V", "backward", size * item, sends),
-        ("dK,dV", "backward", size * (item if direct else 4), home),
+        ("K,V", "forward", moved, sends),
+        ("K,V", "backward", moved, sends),
+        ("dK,dV", "backward", moved if direct else home * size * 4, home),
     )
     arrays = 1 if direct else 2 * runs
-    return tuple(Collective("ppermute", CONTEXT, w, when, b * n, n, arrays) for w, when, b, n in made if n)
+    return tuple(Collective("ppermute", CONTEXT, *each, arrays) for each in made if sends)
 
 
 def dealt(call: Call, place: Call, shape: MeshShape, ring: Ring) -> tuple[Collective, ...]:
