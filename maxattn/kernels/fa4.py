@@ -1,7 +1,8 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask of positions, and segment ids, are tested pair by pair in the
-tiles of the narrowest band around them.
+Bands skip the tiles they leave empty. Any other mask of positions becomes lists of tiles on Hopper GPUs: empty ones are
+skipped, full ones are not tested. Elsewhere, and for segment ids alone, pairs are tested in the tiles of the narrowest
+band around the mask.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
@@ -9,20 +10,21 @@ Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import fa4_calls as fa4
+from maxattn.kernels import fa4_pairs as fp
+from maxattn.kernels import fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fused import Fused, Lengths, Pairs
+from maxattn.kernels.fa4_sizes import takes_lists
+from maxattn.kernels.fused import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
@@ -37,12 +39,16 @@ class Fa4(Fused):
 
     Args:
         version: of fa4-jax.
-        tests_pairs: whether the mask is tested pair by pair, since no band says it.
+        tests_pairs: whether pairs are tested, since no band says the mask.
+        lists: whether the kernel gets lists of the tiles to visit.
+        sharded: whether the positions are known on the device alone.
     """
 
     name: ClassVar[str] = "flash"
     version: str = ""
     tests_pairs: bool = False
+    lists: bool = False
+    sharded: bool = False
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -69,11 +75,16 @@ class Fa4(Fused):
         parts = fm.split(call.mask)
         cut = not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
         pairs = fm.refuse_mask("flash", parts) is not None or not cut
-        return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "", pairs)
+        version = target.version("fa4-jax") or ""
+        lists = pairs and takes_lists(version, target.device_kind) and not fp.positions(call.mask).is_full
+        return Fa4(call.scale, call.return_lse, version, pairs, lists, call.sharded)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        blocks = "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+        if self.lists:
+            blocks = fp.lists_line(call, self.sharded)
+        else:
+            blocks = "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
         return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": blocks}
 
     def _tests(self, mask: Mask) -> bool:
@@ -87,9 +98,11 @@ class Fa4(Fused):
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(mask):
             return super().forward(q, k, v, bias, mask, q_offset, kv_offset)
-        piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
+        width = q.shape[3]
+        q, k, v = (pad_heads(x) for x in (q, k, v))
+        piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
         out, lse = self.piece_forward(q, k, v, piece, pairs)
-        return out, lse
+        return out[..., :width], lse
 
     def backward(
         self,
@@ -108,14 +121,26 @@ class Fa4(Fused):
         """Return (dq, dk, dv, None) from a given LSE and output."""
         if not self._tests(mask):
             return super().backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
-        piece, pairs = _pairs(mask, q, k, q_offset, kv_offset)
-        # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
-        dout = jnp.where((lse == NEG_INF).swapaxes(1, 2)[..., None], 0, dout).astype(q.dtype)
+        width = q.shape[3]
+        q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
+        piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
+        if not fp.all_see(pairs):
+            # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
+            dout = jnp.where((lse == NEG_INF).swapaxes(1, 2)[..., None], 0, dout)
+        dout = dout.astype(q.dtype)
         dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
-        return dq.astype(q.dtype), dk, dv, None
+        return dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width], None
+
+    def _tested(self, mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+        """Return the rectangle to go through, and what to test in it."""
+        listed = self.lists and not fp.positions(mask).is_full
+        return (fp.listed if listed else fp.pairs_of)(mask, q, k, q_offset, kv_offset)
 
     def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
+        if isinstance(lengths, Pairs) and lengths.tiles is not None:
+            found: fp.Tiles = lengths.tiles
+            return fa4_tiles.forward(q, k, v, found.tiling.forward, found.test, fp.arrays(lengths), self.scale)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
@@ -129,6 +154,10 @@ class Fa4(Fused):
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
+        if isinstance(lengths, Pairs) and lengths.tiles is not None:
+            found: fp.Tiles = lengths.tiles
+            own = found.tiling.backward, found.test, fp.arrays(lengths), self.scale
+            return fa4_tiles.backward(q, k, v, out, lse, dout, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
@@ -165,31 +194,3 @@ def _as_pairs(lengths: Lengths, t: int, s: int) -> Pairs | None:
         return lengths
     past = (jnp.arange(s, dtype=jnp.int32)[None] >= lengths[:, None]).astype(jnp.int32)
     return Pairs(None, None, jnp.zeros((lengths.shape[0], t), jnp.int32), past)
-
-
-def _pairs(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
-    """Return the narrowest band around a mask, and the test of every pair in it."""
-    split = sm.split(mask)
-    assert isinstance(split, sm.Split), split  # supports() refused it
-    t, s = q.shape[1], k.shape[1]
-    ids = sm.segment_ids(split, q.shape[0], t, s, kv_offset)
-    piece, lo, hi = Piece(0, t, 0, s), None, None
-    if not split.positions.is_full:
-        traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-        xp: Any = jnp if traced else np
-        found = split.positions.intervals(xp.arange(t) + q_offset, xp)
-        ends = [tuple(xp.clip(end - kv_offset, 0, s) for end in pair) for pair in found]
-        lo, hi = (xp.stack([e[i] for e in ends]) if ends else xp.zeros((1, t), np.int32) for i in (0, 1))
-        piece = piece if traced else _around(lo, hi, t, s)
-        lo, hi = jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32)
-    return piece, Pairs(lo, hi, *(ids or (None, None)))
-
-
-def _around(lo: np.ndarray, hi: np.ndarray, t: int, s: int) -> Piece:
-    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or would be negative, is left open."""
-    some = lo < hi
-    if not some.any():
-        return Piece(0, t, 0, s)
-    row = np.broadcast_to(np.arange(t), lo.shape)[some]
-    left, right = int((row - lo[some]).max()), int((hi[some] - 1 - row).max())
-    return Piece(0, t, 0, s, left if 0 <= left < t - 1 else None, right if 0 <= right < s - 1 else None)

@@ -53,8 +53,8 @@ def _mask_of(pairs: Any) -> tuple[Any, list[Array]]:
     """Return fa4-jax's (mask structure, arrays) of `Pairs`, or (None, [])."""
     if pairs is None:
         return None, []
-    found = [x for x in pairs if x is not None]
-    arrays = tuple(jnp.pad(x.astype(jnp.int32), ((0, 0), (0, TILE - x.shape[1] % TILE))) for x in found)
+    found = [x for x in (pairs.lo, pairs.hi, pairs.q_ids, pairs.kv_ids) if x is not None]
+    arrays = tuple(jnp.pad(x.astype(jnp.int32), ((0, 0), (0, TILE))) for x in found)
     count = 0 if pairs.lo is None else pairs.lo.shape[0]
     leaves, structure = jax.tree.flatten(_pairs_type()(count, pairs.q_ids is not None, arrays))
     return structure, leaves
@@ -92,7 +92,7 @@ def fa4_backward(
     mask, arrays = _mask_of(pairs)
     config = _config(band, scale, mask, False)
     width = q.shape[-1]
-    q, k, v, out, dout = (_widened(x) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
     grads = _fa4().fa4_vjp_p.bind(q, k, v, out, lse, dout, *arrays, cfg=config, has_d_lse=False)
     dq, dk, dv = (x[..., :width] for x in grads)
     return dq, dk, dv
@@ -112,14 +112,14 @@ def fa4_backward_lengths(
     """Return (dq, dk, dv) over the first `lengths[b]` keys of each batch row."""
     config = _config((None, None), scale, None, True)
     rows = lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
-    flat = [_widened(_flat(x)) for x in (q, k, v, out, dout)]
+    flat = [widened(_flat(x)) for x in (q, k, v, out, dout)]
     operands = (*flat[:4], rows, flat[4], *_ends(q, k, lengths))
     grads = _fa4().fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in grads)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
-def _widened(x: Array) -> Array:
+def widened(x: Array) -> Array:
     """Pad a head dim over 128 to one that the backward on Hopper compiles for: 192 or 256 (0.1.0 fails at 160)."""
     width = x.shape[-1]
     extra = 0 if width <= 128 else -width % 64

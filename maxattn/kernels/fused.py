@@ -28,15 +28,17 @@ from maxattn.masks import Mask
 
 
 class Pairs(NamedTuple):
-    """Allow pairs by intervals of keys and by ids, for kernels that test every pair of a rectangle.
+    """Allow pairs by intervals of keys and by ids, for kernels that test pairs of a rectangle.
 
-    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] == kv_ids[b, j]`.
+    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] == kv_ids[b, j]`. `tiles`
+    is how a kernel goes through them where it takes lists of tiles.
     """
 
     lo: Int[Array, "M T"] | None
     hi: Int[Array, "M T"] | None
     q_ids: Int[Array, "B T"] | None
     kv_ids: Int[Array, "B S"] | None
+    tiles: Any = None
 
 
 Lengths = Array | Pairs | None  # int32 [B], real keys of each batch row; or which pairs are allowed
@@ -71,7 +73,7 @@ class Fused:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         parts = fm.split(mask)
         width = q.shape[3]
-        q, k, v = (_pad_heads(x) for x in (q, k, v))
+        q, k, v = (pad_heads(x) for x in (q, k, v))
         keys = _Keys.of(parts, q, k, kv_offset)
         k, v = keys.packed(k), keys.packed(v)
 
@@ -99,7 +101,7 @@ class Fused:
         """Return (dq, dk, dv, None) from a given LSE and output; dk and dv are float32, rounded once to k's dtype."""
         parts = fm.split(mask)
         width = q.shape[3]
-        q, k, v, out, dout = (_pad_heads(x) for x in (q, k, v, out, dout))
+        q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
         keys = _Keys.of(parts, q, k, kv_offset)
         k, v = keys.packed(k), keys.packed(v)
         operands = (q, k, v, keys.lengths, out.astype(q.dtype), lse, dout.astype(q.dtype), dlse)
@@ -275,7 +277,7 @@ def _rows(x: Array) -> Array:
     return x.swapaxes(1, 2)[..., None]
 
 
-def _pad_heads(x: Array) -> Array:
+def pad_heads(x: Array) -> Array:
     """Pad the head dim to a multiple of 8 with zeros, which change no score and add columns that are dropped."""
     extra = -x.shape[3] % 8
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fa4, tokamax_mosaic
+from maxattn.kernels import fa4, fa4_pairs, tokamax_mosaic
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.fused_pieces import Piece, pieces
@@ -34,7 +34,7 @@ def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
     mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
     if not isinstance(sm.split(mask), sm.Split):
         pytest.skip("not for FlashAttention-4")
-    piece, found = fa4._pairs(mask, q, k, 0, 0)
+    piece, found = fa4_pairs.pairs_of(mask, q, k, 0, 0)
     ok = in_band(piece.left, piece.right, t, s)[None]
     if found.lo is not None:
         key = np.arange(s)

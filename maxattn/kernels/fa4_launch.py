@@ -1,0 +1,194 @@
+"""FlashAttention-4's Hopper kernels as objects, and what runs while they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from maxattn.kernels.fa4_sizes import Tile, backward_tile, forward_tile
+from maxattn.kernels.fa4_test import PairTest
+from maxattn.kernels.tile_lists import TileLists
+
+HOPPER = 90  # the architecture that these kernels are written for
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel with its scale, for the compiler; compared by identity, and made once for each request."""
+
+    kernel: Any
+    scale: float
+
+
+# ---- what runs inside of a compilation -------------------------------------------------------------------------------
+
+
+def run_forward(stream: Any, launch: Launch, q: Any, k: Any, v: Any, lists: Any, arrays: Any, out: Any, lse: Any):
+    """Launch a forward: operands first, then results, as `cutejax.call` hands them over."""
+    launch.kernel(
+        q, k, v, out, lse, launch.scale, blocksparse_tensors=_sparse(lists), aux_data=_aux(arrays), stream=stream
+    )
+
+
+def run_backward(
+    stream: Any, launch: Launch, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, _zeros: Any,
+    lists: Any, arrays: Any, dq: Any, dk: Any, dv: Any,
+):  # fmt: skip
+    """Launch a backward."""
+    # dq comes in twice, as zeros and as a result: one buffer, in which the kernel adds up.
+    scale = import_module("cutlass").Float32(launch.scale)
+    launch.kernel(
+        q, k, v, dout, lse, delta, dq, dk, dv, scale,
+        blocksparse_tensors=_sparse(lists), aux_data=_aux(arrays), stream=stream,
+    )  # fmt: skip
+
+
+def run_backward_groups(
+    stream: Any, launch: Launch, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, zeros: Any,
+    _zeros_k: Any, _zeros_v: Any, lists: Any, arrays: Any, dq: Any, dk: Any, dv: Any,
+):  # fmt: skip
+    """Launch a backward whose dk and dv are sums."""
+    # Where query heads share keys, dk and dv are added up in float32 like dq.
+    run_backward(stream, launch, q, k, v, dout, lse, delta, zeros, lists, arrays, dq, dk, dv)
+
+
+def _sparse(lists: TileLists) -> Any:
+    """Hand the lists to every batch row and head: strides of 0."""
+    cute = import_module("cutlass.cute")
+
+    def shared(x: Any) -> Any:
+        inner = (0, 0, 1) if len(x.shape) == 1 else (0, 0, x.shape[1], 1)
+        return cute.make_tensor(x.iterator, cute.make_layout((1, 1, *x.shape), stride=inner))
+
+    return import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors(*(shared(x) for x in lists))
+
+
+def _aux(arrays: tuple[Any, ...]) -> Any:
+    return import_module("fa4_jax.cute.utils").AuxData(tensors=tuple(arrays) or None)
+
+
+def _pair_test(test: PairTest) -> Callable[..., Any]:
+    """Write a test in the form that the kernels call."""
+    to_vector, boolean = import_module("fa4_jax.cute.utils").scalar_to_ssa, import_module("cutlass").Boolean
+
+    def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
+        return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), _Numbers), boolean)
+
+    return allowed
+
+
+class _Numbers:
+    """The three functions of numpy that masks of positions use, on numbers of a kernel."""
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        number, select = import_module("cutlass").Int32, import_module("cutlass.cutlass_dsl").select_
+        return number(select(condition, number(a), number(b)))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return import_module("cutlass").min(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return import_module("cutlass").max(a, b)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def library() -> Any:
+    """Return fa4-jax's own module of launches."""
+    return import_module("fa4_jax.kernels")  # an extra: it need not be there when this module is read
+
+
+def _dtype(name: str) -> Any:
+    return library()._DTYPES[jnp.dtype(name)]
+
+
+@cache
+def _last_first(module: str, name: str) -> Any:
+    """Make a kernel of the library that starts with its last row of tiles.
+
+    The rows that finish last decide how long most of the chip is idle in the end: they should be the short ones.
+    """
+    library_class, schedule = getattr(import_module(module), name), import_module("fa4_jax.cute.tile_scheduler")
+
+    class Schedule(schedule.SingleTileScheduler):
+        @staticmethod
+        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+            return Schedule(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
+
+        def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
+            work = super().get_current_work(loc=loc, ip=ip)
+            row, *rest = work.tile_idx
+            return schedule.WorkTileInfo((self.params.num_block - 1 - row, *rest), work.is_valid_tile)
+
+        def __new_from_mlir_values__(self, values: Any) -> Any:
+            old = super().__new_from_mlir_values__(values)
+            made = Schedule(old.params, old._blk_coord, loc=old._loc)
+            made._is_first_block = old._is_first_block
+            return made
+
+    class LastFirst(library_class):
+        def kernel(self, *operands: Any) -> Any:
+            return super().kernel(*(Schedule if x is schedule.SingleTileScheduler else x for x in operands))
+
+    return LastFirst
+
+
+def _class_of(module: str, name: str, last_first: bool) -> Any:
+    return _last_first(module, name) if last_first else getattr(import_module(module), name)
+
+
+@lru_cache(maxsize=256)
+def forward_launch(
+    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, last_first: bool
+) -> Launch:
+    """Make the forward for one kind of operands and one test, of which `arrays` arrays are read."""
+    tile = forward_tile(head_dim)
+    settings = library()._fwd_cfg_sm90(head_dim, head_dim, False, False)
+    kernel = _class_of("fa4_jax.cute.flash_fwd_sm90", "FlashAttentionForwardSm90", last_first)(
+        _dtype(dtype), head_dim, head_dim, group, pack_gqa=False, tile_m=tile.queries, tile_n=tile.keys, num_stages=2,
+        num_threads=(tile.queries // 64 + 1) * 128, intra_wg_overlap=settings.intra_wg_overlap,
+        mma_pv_is_rs=settings.mma_pv_is_rs, mask_mod=_pair_test(test), has_aux_tensors=arrays > 0,
+    )  # fmt: skip
+    return Launch(kernel, scale)
+
+
+class Backward(NamedTuple):
+    """What runs in a backward: before it, itself, and what turns sums into dq, dk and dv."""
+
+    tile: Tile
+    before: Any
+    main: Launch
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+@lru_cache(maxsize=256)
+def backward_launches(
+    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, last_first: bool
+) -> Backward:
+    """Make the backward, likewise."""
+    lib, kind, tile = library(), _dtype(dtype), backward_tile(head_dim)
+    plan = lib._bwd_plan(kind, head_dim, head_dim, group, False, False, HOPPER)
+    assert plan.family == HOPPER and (plan.tile_m, plan.tile_n) == tile, (plan, tile)
+    kernel = _class_of("fa4_jax.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90", last_first)(
+        kind, head_dim, head_dim, group, **lib._sm90_bwd_kwargs(plan.sm90, False, False), mask_mod=_pair_test(test),
+        has_aux_tensors=arrays > 0,
+    )  # fmt: skip
+
+    def after(name: str, which: str, by: float | None) -> Any:
+        made = lib._get_bwd_post(kind, head_dim, *lib._bwd_post_params(plan, HOPPER, which))
+        return lib._aux_static(name, made, by)
+
+    before = lib._aux_static("pre", lib._get_bwd_pre(kind, head_dim, head_dim, tile.queries), scale)
+    ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
+    return Backward(tile, before, Launch(kernel, scale), *ends)

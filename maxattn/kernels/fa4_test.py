@@ -1,0 +1,55 @@
+"""The test of one pair inside FlashAttention-4's kernels: by a mask of positions, or by intervals and ids in arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
+from typing import Any
+
+from maxattn.masks import Mask
+
+
+@dataclass(frozen=True)
+class PairTest:
+    """Say how a pair is tested; hashable, since the kernel is compiled for it.
+
+    Args:
+        positions: a bound mask of positions that the kernel evaluates, or None where arrays hold what it allows.
+        q_offset, kv_offset: positions of the first query and key, for `positions`.
+        intervals: how many rows the arrays `lo` and `hi` [M, T] have; 0 for none.
+        has_ids: whether ids of queries and keys [B, T], [B, S] must be equal.
+    """
+
+    positions: Mask | None = None
+    q_offset: int = 0
+    kv_offset: int = 0
+    intervals: int = 0
+    has_ids: bool = False
+
+    def __call__(self, b: Any, q: Any, kv: Any, arrays: tuple[Any, ...], xp: Any) -> Any:
+        """Tell whether query `q` of batch row `b` may attend to key `kv`.
+
+        Args:
+            b, q, kv: numbers of the kernel, or arrays that broadcast.
+            arrays: `lo`, `hi`, ids of queries, ids of keys; those that there are.
+            xp: has the functions of numpy that masks of positions use.
+        """
+        found = [] if self.positions is None else [self._by_position(self.positions, q, kv, xp)]
+        if self.intervals:
+            lo, hi = arrays[:2]
+            found.append(reduce(or_, [(kv >= lo[m, q]) & (kv < hi[m, q]) for m in range(self.intervals)]))
+        if self.has_ids:
+            q_ids, kv_ids = arrays[-2:]
+            found.append(q_ids[b, q] == kv_ids[b, kv])
+        return reduce(and_, found)
+
+    def _by_position(self, mask: Mask, q: Any, kv: Any, xp: Any) -> Any:
+        key = kv + self.kv_offset
+        spans = mask.spans(q + self.q_offset, xp, True)
+        return reduce(or_, [_inside(key, lo, hi) for lo, hi in spans], key != key)
+
+
+def _inside(key: Any, lo: Any, hi: Any) -> Any:
+    ends = [*([] if lo is None else [key >= lo]), *([] if hi is None else [key < hi])]
+    return reduce(and_, ends) if ends else key == key

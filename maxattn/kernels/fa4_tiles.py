@@ -1,0 +1,114 @@
+"""FlashAttention-4's Hopper kernels over lists of tiles: empty ones are skipped, full ones are not tested.
+
+fa4-jax carries the kernels, which take such lists, and its functions do not pass them on: here is the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.kernels import fa4_launch as fl
+from maxattn.kernels.fa4_calls import widened
+from maxattn.kernels.fa4_test import PairTest
+from maxattn.kernels.tile_lists import TileLists
+
+PAD = 256  # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
+
+
+def forward(
+    q: Array, k: Array, v: Array, lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float
+) -> tuple[Array, Array]:
+    """Return (out [B,T,N,H], lse [B,N,T]).
+
+    Args:
+        q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16, H a multiple of 8.
+        lists: of keys for each tile of queries.
+        test: of pairs in mixed tiles.
+        arrays: what the test reads, int32.
+        scale: multiplies the scores.
+    """
+    lib = fl.library()
+    group = q.shape[2] // k.shape[2]
+    launch = fl.forward_launch(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), lists.heavier_last)
+    rows = q.shape[0], q.shape[2], q.shape[1]
+    results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)
+    return _call(
+        fl.run_forward, results, launch, q, k, v, _on_device(lists), _padded(arrays),
+        in_specs=[lib._QKV_SPEC] * 3 + [None] * (4 + len(arrays)), out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
+        name="maxattn_forward",
+    )  # fmt: skip
+
+
+def backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
+    lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Return (dq, dk, dv) from a given output and LSE; `lists` are of queries for each tile of keys."""
+    lib, group, width = fl.library(), q.shape[2] // k.shape[2], q.shape[3]
+    q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
+    made = fl.backward_launches(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), lists.heavier_last)
+    stats = _before(made, q, out, lse, dout)
+    operands = (q, k, v, dout, *stats)
+    dkv = (k, v) if group == 1 else tuple(_zeros(made, k) for _ in range(2))
+    sums, dk, dv = _call(
+        fl.run_backward if group == 1 else fl.run_backward_groups,
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (stats[2], *dkv)),
+        made.main, *operands, *(() if group == 1 else dkv), _on_device(lists), _padded(arrays),
+        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * (3 if group == 1 else 5) + [None] * (4 + len(arrays)),
+        out_specs=[lib._F32_SPEC] + [lib._QKV_SPEC if group == 1 else lib._F32_SPEC] * 2,
+        input_output_aliases={6: 0} if group == 1 else {6: 0, 7: 1, 8: 2}, name="maxattn_backward",
+    )  # fmt: skip
+    if group > 1:
+        dk, dv = _after(lib._fa4_bwd_post_dk, made.dk, dk, k), _after(lib._fa4_bwd_post_dv, made.dv, dv, v)
+    dq = _after(lib._fa4_bwd_post, made.dq, sums, q)
+    return dq[..., :width], dk[..., :width], dv[..., :width]
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -> Any:
+    return import_module("cutejax").call(run, out, *operands, vmap_method="sequential", **settings)
+
+
+def _before(made: fl.Backward, q: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
+    """Return what the backward reads of each row: LSE in base 2, sums of out * dout, and zeros to add dq to."""
+    lib, (b, t, n, _) = fl.library(), q.shape
+    padded = -(-t // made.tile.queries) * made.tile.queries
+    shapes = (b, n, padded), (b, n, padded), (b, n, padded * _wide(q.shape[3]))
+    delta, lse2, zeros = _call(
+        lib._fa4_bwd_pre, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], made.before, out, dout, lse,
+        in_specs=[lib._QKV_SPEC, lib._QKV_SPEC, lib._LSE_SPEC], out_specs=lib._F32_SPEC, name="fa4_bwd_pre",
+    )  # fmt: skip
+    return lse2, delta, zeros
+
+
+def _after(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Array:
+    lib = fl.library()
+    out = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return _call(run, out, made, sums, in_specs=[lib._F32_SPEC], out_specs=lib._QKV_SPEC, name=run.__name__.strip("_"))
+
+
+def _zeros(made: fl.Backward, k: Array) -> Array:
+    b, s, heads, h = k.shape
+    padded = -(-s // made.tile.keys) * made.tile.keys
+    return jnp.zeros((b, heads, padded * _wide(h)), jnp.float32)
+
+
+def _wide(head_dim: int) -> int:
+    """Round a head dim up to what the sums are stored with."""
+    return -(-head_dim // 32) * 32
+
+
+def _on_device(lists: TileLists) -> TileLists:
+    return TileLists(*(jnp.asarray(x, jnp.int32) for x in lists))
+
+
+def _padded(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD))) for x in arrays)

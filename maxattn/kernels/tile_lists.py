@@ -1,0 +1,103 @@
+"""Which tiles a kernel visits, as lists: for each row of tiles those to test pair by pair, and those without a test.
+
+Tiles that a mask leaves empty are in neither list. The lists come from the mask's intervals, never from an array of
+T x S: constants where the positions are known, arithmetic on the device where they are traced.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxattn.kernels.base import Offset
+from maxattn.kernels.splash_mask import tile_kinds
+from maxattn.masks import EMPTY, FULL, MIXED, Mask
+
+
+class TileLists(NamedTuple):
+    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]` whole; both ascend.
+
+    mixed_count, full_count: [rows] int32.   mixed, full: [rows, most] int32; what is past a count means nothing.
+    """
+
+    mixed_count: Any
+    mixed: Any
+    full_count: Any
+    full: Any
+
+    @property
+    def heavier_last(self) -> bool:
+        """Whether the second half of the rows is known to have more tiles than the first."""
+        if isinstance(self.full_count, jax.Array):
+            return False
+        work = self.mixed_count + self.full_count
+        half = len(work) // 2
+        return bool(work[len(work) - half :].sum() > work[:half].sum())
+
+
+class Tiling(NamedTuple):
+    """The lists of one call: of keys for each tile of queries, and of queries for each tile of keys."""
+
+    forward: TileLists
+    backward: TileLists
+
+
+class Tally(NamedTuple):
+    """How many tiles of a mask are full, mixed and skipped."""
+
+    full: int
+    mixed: int
+    skipped: int
+
+
+def lists_of(kinds: Any, tests_all: bool = False) -> TileLists:
+    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`; `tests_all`: none goes untested."""
+    mixed, full = (kinds != EMPTY, kinds != kinds) if tests_all else (kinds == MIXED, kinds == FULL)
+    return TileLists(*_listed(mixed), *_listed(full))
+
+
+def _listed(chosen: Any) -> tuple[Any, Any]:
+    xp: Any = jnp if isinstance(chosen, jax.Array) else np
+    count = chosen.sum(axis=1).astype(np.int32)
+    order = xp.argsort(~chosen, axis=1, stable=True).astype(np.int32)
+    most = order.shape[1] if xp is jnp else max(1, int(count.max()))
+    return count, order[:, :most]
+
+
+def tiling(
+    mask: Mask, forward: tuple[int, int], backward: tuple[int, int], lengths: tuple[int, int],
+    offsets: tuple[Offset, Offset], tests_all: bool,
+) -> Tiling:  # fmt: skip
+    """List the tiles of both passes.
+
+    Args:
+        mask: bound, of positions alone.
+        forward, backward: (queries, keys) of a tile in either pass.
+        lengths: local numbers of queries and keys.
+        offsets: positions of the first local query and key; ints or traced.
+        tests_all: whether something else than `mask` is tested too, so that no tile may go untested.
+    """
+    if any(isinstance(offset, jax.Array) for offset in offsets):
+        return _tiling(mask, forward, backward, lengths, offsets, tests_all)
+    return _known_tiling(mask, forward, backward, lengths, (int(offsets[0]), int(offsets[1])), tests_all)
+
+
+def _tiling(
+    mask: Mask, forward: tuple[int, int], backward: tuple[int, int], lengths: tuple[int, int],
+    offsets: tuple[Offset, Offset], tests_all: bool,
+) -> Tiling:  # fmt: skip
+    kinds = [tile_kinds(mask, *tile, *lengths, *offsets) for tile in (forward, backward)]
+    return Tiling(lists_of(kinds[0], tests_all), lists_of(kinds[1].T, tests_all))
+
+
+_known_tiling = lru_cache(maxsize=64)(_tiling)
+
+
+def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
+    """Count the tiles of a mask of positions."""
+    counts = np.bincount(mask.block_map(*tile, *lengths).ravel(), minlength=3)
+    return Tally(int(counts[FULL]), int(counts[MIXED]), int(counts[EMPTY]))

@@ -1,0 +1,125 @@
+"""Lists of tiles against the dense mask, and the test of pairs that the kernels run in mixed tiles."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn import masks as M
+from maxattn.kernels import fa4_pairs, fa4_sizes
+from maxattn.kernels.tile_lists import TileLists, tally, tiling
+from tests.cases import LENGTHS, MASKS
+
+POSITIONS = ["window", "block window", "block causal", "video", "window | sink", "rows empty"]
+TILES = (16, 12), (10, 24)
+FRAMES = {
+    "1560x7": (M.BlockSlidingWindow(156, 7), 3276, 3276),
+    "256x16": (M.BlockSlidingWindow(256, 3), 1500, 1500),
+    "later queries": (M.BlockSlidingWindow(156, 3), 700, 1500),
+    "sink, first alone": (M.VideoMask(9, 130, 2, window=2, sink=2, first_frame_alone=True), 1170, 1170),
+    "no window": (M.VideoMask(9, 130, 3), 1170, 1170),
+}
+
+
+def visited(lists: TileLists) -> list[tuple[list[int], list[int]]]:
+    """Return the (mixed, full) tiles of each row."""
+    counts, x = (np.asarray(lists.mixed_count), np.asarray(lists.full_count)), lists
+    each = zip(counts[0], np.asarray(x.mixed), counts[1], np.asarray(x.full), strict=True)
+    return [(mixed[:m].tolist(), full[:f].tolist()) for m, mixed, f, full in each]
+
+
+def check(lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool) -> None:
+    """Hold the lists of `ok` [rows, columns] against it, tile by tile."""
+    for i, (mixed, full) in enumerate(visited(lists)):
+        rows = ok[i * tile[0] : (i + 1) * tile[0]]
+        parts = [rows[:, j : j + tile[1]] for j in range(0, ok.shape[1], tile[1])]
+        assert mixed == sorted(mixed) and full == sorted(full) and not set(mixed) & set(full)
+        assert all(parts[j].all() for j in full)
+        some = {j for j, part in enumerate(parts) if part.any()}
+        assert some <= {*mixed, *full}
+        if exact:
+            assert some == {*mixed, *full} and not any(parts[j].all() for j in mixed)
+
+
+def check_both(mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, int] = (0, 0)) -> None:
+    ok = np.asarray(mask.allowed(np.arange(t), np.arange(s), *offsets))[0, 0]
+    if traced:
+        lists = jax.jit(lambda a, b: tiling(mask, *TILES, (t, s), (a, b), False))(*map(jnp.int32, offsets))
+    else:
+        lists = tiling(mask, *TILES, (t, s), offsets, False)
+    exact = not traced and offsets == (0, 0)
+    check(lists.forward, ok, TILES[0], exact)
+    check(lists.backward, ok.T, TILES[1][::-1], exact)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("length", ["64", "odd", "cross", "one", "short"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_lists_of_small_masks(name: str, length: str, traced: bool) -> None:
+    t, s = LENGTHS[length]
+    mask = MASKS[name](1, 1, t, s)
+    assert mask is not None
+    mask = mask.bind(t, s)
+    check_both(mask, t, s, traced)
+    check_both(mask, t // 2 + 1, s // 2 + 1, traced, (t // 2 - 1, s // 3))
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_lists_of_frames(name: str) -> None:
+    mask, t, s = FRAMES[name]
+    mask = mask.bind(t, s)
+    check_both(mask, t, s, traced=False)
+    count = tally(mask, TILES[0], (t, s))
+    lists = tiling(mask, *TILES, (t, s), (0, 0), False)
+    assert (count.full, count.mixed) == (lists.forward.full_count.sum(), lists.forward.mixed_count.sum())
+    assert sum(count) == -(-t // TILES[0][0]) * -(-s // TILES[0][1])
+
+
+def test_nothing_goes_untested_beside_ids() -> None:
+    mask = M.BlockSlidingWindow(20, 2).bind(100, 100)
+    alone, beside = (tiling(mask, *TILES, (100, 100), (0, 0), ids) for ids in (False, True))
+    assert beside.forward.full_count.sum() == beside.backward.full_count.sum() == 0
+    for one, two in zip(visited(alone.forward), visited(beside.forward), strict=True):
+        assert sorted(one[0] + one[1]) == two[0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "last"), [(M.BlockSlidingWindow(20, 3), True), (~M.Causal() & M.KeyLimit(180), False)]
+)
+def test_the_heavier_half_of_the_rows_is_found(mask: M.Mask, last: bool) -> None:
+    lists = tiling(mask.bind(200, 200), *TILES, (200, 200), (0, 0), False)
+    assert lists.forward.heavier_last is last
+    assert lists.backward.heavier_last is not last
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", [*POSITIONS, "causal & lengths", "segments & window"])
+def test_pairs_pass_as_the_mask_says(name: str, traced: bool) -> None:
+    t, s = LENGTHS["cross"]
+    plain = MASKS[name.removesuffix(" & window")](3, 2, t, s)
+    assert plain is not None
+    mask = (plain & M.BlockSlidingWindow(9, 4) if name.endswith(" & window") else plain).bind(t, s, 3, 2)
+    q, k, offset = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8)), jnp.int32(0) if traced else 0
+    _, pairs = fa4_pairs.listed(mask, q, k, offset, 0)
+    arrays = tuple(np.asarray(x) for x in fa4_pairs.arrays(pairs))
+    at = np.arange(3)[:, None, None], np.arange(t)[None, :, None], np.arange(s)[None, None]
+    want = np.broadcast_to(np.asarray(mask.allowed(np.arange(t), np.arange(s)))[:, 0], (3, t, s))
+    assert (np.broadcast_to(pairs.tiles.test(*at, arrays, np), want.shape) == want).all()
+    assert fa4_pairs.all_see(pairs) <= want.any(-1).all()
+    hash(pairs.tiles.test)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
+def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
+    """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the forward."""
+    tile, width = fa4_sizes.forward_tile(head_dim), -(-head_dim // 16) * 16
+    scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0  # there P is stored beside them
+    numbers = tile.queries * width + 4 * tile.keys * width + scores
+    assert 2 * numbers + 1024 <= 227 * 1024
+
+
+def test_lists_are_for_hopper_and_a_known_library() -> None:
+    assert fa4_sizes.takes_lists("0.1.0", "NVIDIA H200") and fa4_sizes.takes_lists("0.1.3", "NVIDIA H100 80GB HBM3")
+    assert not fa4_sizes.takes_lists("0.2.0", "NVIDIA H200") and not fa4_sizes.takes_lists("0.1.0", "NVIDIA B200")
