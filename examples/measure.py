@@ -40,9 +40,12 @@ def main(said: argparse.Namespace) -> None:
     print(f"{work.name}: {said.what}, {said.dtype}; compiled in {compiled:.0f} s, needs {needs:.1f} GiB", flush=True)
     if said.hlo:
         Path(said.hlo).write_text(step.compiled.as_text())
+    if said.compile_only:
+        return
+    count = flops.count(step.forward, *step.shapes)
     wait_for(said.start_when)
     times = clock.measure(step, said.rounds, said.steps, said.profile)
-    facts = facts_of(said, work, step, times) | {"compile_s": round(compiled, 1)}
+    facts = facts_of(said, work, step, times, count) | {"compile_s": round(compiled, 1)}
     print("\n".join(lines(facts)), flush=True)
     if said.json:
         Path(said.json).write_text(json.dumps(facts, indent=1) + "\n")
@@ -64,10 +67,11 @@ def wait_for(path: str | None) -> None:
         time.sleep(0.05)
 
 
-def facts_of(said: argparse.Namespace, work: workloads.Workload, step: Step, times: clock.Times) -> dict[str, Any]:
+def facts_of(
+    said: argparse.Namespace, work: workloads.Workload, step: Step, times: clock.Times, count: flops.Work
+) -> dict[str, Any]:
     """Collect what was measured, for people and for files."""
     device = jax.local_devices()[0].device_kind
-    count = flops.count(step.forward, *step.shapes)
     total, peak = count.total(said.what == "train"), flops.peak(device)
     return {
         "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "device": device,
@@ -118,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", metavar="FOLDER", help="record a round, and say where its time went")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled program")
     p.add_argument("--json", metavar="FILE", help="write every figure")
+    p.add_argument("--compile-only", action="store_true", help="run nothing: fills JAX_COMPILATION_CACHE_DIR")
     p.add_argument("--start-when", metavar="FILE", help="compile, touch FILE.ready, and run once FILE is there")
     return p
 

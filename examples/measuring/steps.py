@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -56,9 +56,11 @@ def denoising(work: Workload, dtype: Any) -> Step:
         # Latents of unit variance stay so: a random model leads nowhere, and times of NaN would be no times.
         return 0.98 * x - 0.02 * forward(x, fixed).astype(x.dtype)
 
+    draw, before = drawing((latents, params, inputs)), jax.jit(once).lower(params, inputs).compile()
+
     def start() -> tuple[Any, Any]:
-        held = drawn(params)
-        return drawn(latents), (held, jax.jit(once)(held, drawn(inputs)))
+        x, held, given = draw()
+        return x, (held, before(held, given))
 
     fixed = (params, jax.eval_shape(once, params, inputs))
     compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile()
@@ -81,9 +83,11 @@ def training(work: Workload, dtype: Any) -> Step:
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, count + 1
 
+    draw, init = drawing((params, inputs)), jax.jit(optimizer.init).lower(params).compile()
+
     def start() -> tuple[Any, Any]:
-        held = drawn(params)
-        return (held, jax.jit(optimizer.init)(held), jnp.zeros((), jnp.int32)), drawn(inputs)
+        held, given = draw()
+        return (held, init(held), jnp.zeros((), jnp.int32)), given
 
     compiled = jax.jit(step, donate_argnums=0).lower(carry, inputs).compile()
     return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, inputs), compiled)
@@ -92,27 +96,35 @@ def training(work: Workload, dtype: Any) -> Step:
 # ---- random arrays ---------------------------------------------------------------------------------------------------
 
 
-def drawn(shapes: Any) -> Any:
-    """Draw random arrays of the given shapes: scales of norms near one, matrices by the width that goes in."""
+def drawing(shapes: Any) -> Callable[[], Any]:
+    """Compile what draws random arrays: scales of norms near one, matrices by the width that goes in."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    key = jax.random.key(SEED, impl="rbg")
-    return tree.unflatten([_leaf(path, leaf, jax.random.fold_in(key, i)) for i, (path, leaf) in enumerate(leaves)])
+    kinds = {(leaf.shape, jnp.dtype(leaf.dtype)) for _, leaf in leaves}
+    with ThreadPoolExecutor() as pool:
+        draw = dict(zip(kinds, pool.map(_normal, kinds), strict=True))
+
+    def start() -> Any:
+        made = (
+            draw[leaf.shape, jnp.dtype(leaf.dtype)](i, *_spread(path, leaf)) for i, (path, leaf) in enumerate(leaves)
+        )
+        return tree.unflatten(made)
+
+    return start
 
 
-def _leaf(path: Any, leaf: Any, key: Array) -> Array:
+def _spread(path: Any, leaf: Any) -> tuple[float, float]:
+    """Return standard deviation and mean of an array of a model."""
     name = jax.tree_util.keystr(path)
     if "kernel" in name:
         # Convolutions have their window before [in, out]; stacked layers have one axis there.
-        fan_in = leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]
-        return _normal(leaf.shape, leaf.dtype, fan_in**-0.5, 0.0)(key)
-    small = any(part in name for part in ("scale", "bias", "table"))
-    return _normal(leaf.shape, leaf.dtype, 0.02 if small else 1.0, float("'scale'" in name))(key)
+        return (leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]) ** -0.5, 0.0
+    return 0.02 if any(part in name for part in ("scale", "bias", "table")) else 1.0, float("'scale'" in name)
 
 
-@cache
-def _normal(shape: tuple[int, ...], dtype: Any, scale: float, mean: float) -> Callable[[Array], Array]:
-    @jax.jit
-    def draw(key: Array) -> Array:
-        return (mean + scale * jax.random.normal(key, shape)).astype(dtype)
+def _normal(kind: tuple[tuple[int, ...], Any]) -> Any:
+    shape, dtype = kind
 
-    return draw
+    def draw(seed: int, scale: float, mean: float) -> Array:
+        return (mean + scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape)).astype(dtype)
+
+    return jax.jit(draw).lower(0, 0.0, 0.0).compile()
