@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 from samplers.betas import Betas
 from samplers.read import Sampler
-from train.task import Arrays, Shapes, replaced
+from train.latents import LatentFolder
+from train.task import KEPT, Arrays, Fixed, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
@@ -23,7 +24,7 @@ from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import noise
-from .settings import ModelSettings, Settings
+from .settings import ModelSettings, Settings, TrainingSettings
 from .sizes import Sizes
 from .unet import SIZE_NUMBERS, UNet
 
@@ -42,13 +43,24 @@ class SdxlTask:
 
     part: ClassVar[str] = "unet"
 
+    fixed: ClassVar[Fixed] = KEPT
+
+    @property
+    def training(self) -> TrainingSettings:
+        """How it is trained."""
+        return self.settings.training
+
+    def source(self) -> LatentFolder:
+        """Open the folder of latents."""
+        return LatentFolder(self.settings.data.folder)
+
     @property
     def folder(self) -> Path | None:
         """Where the weights are that training begins from."""
         folder = self.settings.model.folder
         return None if folder is None else unet_of(folder)
 
-    @cached_property
+    @property
     def sampler(self) -> Sampler:
         """What pictures are drawn with, and what says which times there are."""
         found = self.settings.sampling.sampler_of(self.settings.model.folder)

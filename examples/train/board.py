@@ -44,6 +44,8 @@ class Board(AbstractContextManager["Board"]):
 
     def write(self, step: int, **scalars: float | None) -> None:
         """Write scalars of a step; those that are None are not known."""
-        for name, value in scalars.items() if self._writer is not None else ():
+        if self._writer is None:
+            return
+        for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(f"training/{name}", value, step)

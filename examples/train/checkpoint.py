@@ -23,6 +23,7 @@ from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .settings import TrainingSettings
+from .task import Fixed
 
 Facts = dict[str, Any]
 NOTHING: Facts = {"losses": [], "plans": {}}
@@ -33,8 +34,8 @@ class Checkpoints:
 
     Args:
         settings: of the run.
-        fixed: the beginnings of dotted keys with which alone a checkpoint goes on.
-        free: those among them that may change all the same.
+        training: its output_dir, and how many checkpoints are kept.
+        fixed: which settings may not change.
         more: facts beside the settings that must not change either, by the key that an error names.
         start_again: delete what is there.
 
@@ -45,12 +46,11 @@ class Checkpoints:
     def __init__(
         self,
         settings: Any,
-        fixed: tuple[str, ...],
-        free: tuple[str, ...] = (),
+        training: TrainingSettings,
+        fixed: Fixed,
         more: Mapping[str, Any] | None = None,
         start_again: bool = False,
     ) -> None:
-        training: TrainingSettings = settings.training
         self.settings, self.more = settings, dict(more or {})
         self.folder = Path(training.output_dir).absolute() / "checkpoints"
         if start_again:
@@ -62,8 +62,8 @@ class Checkpoints:
         self.step = self._manager.latest_step() or 0
         self.facts: Facts = self._read_facts() if self.step else NOTHING
         now = settings.resolved() | {"more": self.more}
-        kept = tuple(key for key in (*fixed, "more"))
-        problems = tuple(differences(self.facts["settings"], now, kept, free, self.folder)) if self.step else ()
+        kept = Fixed((*fixed.keys, "more"), fixed.free)
+        problems = tuple(differences(self.facts["settings"], now, kept, self.folder)) if self.step else ()
         if problems:
             self._manager.close()
             raise ConfigErrors(problems)
@@ -110,13 +110,11 @@ def _forget(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def differences(
-    saved: Mapping[str, Any], now: Mapping[str, Any], fixed: tuple[str, ...], free: tuple[str, ...], folder: Path
-) -> Iterator[ConfigError]:
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], fixed: Fixed, folder: Path) -> Iterator[ConfigError]:
     """Yield one error for each fixed value that is not what the checkpoint was made with."""
     then, here = dict(flat(saved)), dict(flat(now))
     for key in sorted(then.keys() | here.keys()):
-        if key.startswith(fixed) and not key.startswith(free) and then.get(key) != here.get(key):
+        if key.startswith(fixed.keys) and not key.startswith(fixed.free) and then.get(key) != here.get(key):
             rule = f"the checkpoint in {folder} was made with {then.get(key)}, and goes on only with that"
             remedy = "set it back, give another training.output_dir, or start again with training.resume=false"
             yield ConfigError(key.removeprefix("more."), here.get(key), rule, remedy)

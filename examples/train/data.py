@@ -35,7 +35,7 @@ class Batches:
         return len(self._examples) // self._size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        found = [self._examples[int(index) * self._size + int(row)] for row in self._rows]
+        found: list[Any] = [self._examples[int(index) * self._size + int(row)] for row in self._rows]
         return {key: np.stack([one[key] for one in found]) for key in found[0]}
 
 

@@ -32,7 +32,7 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
     Returns:
         The folder or file; None on a run of several processes, each of which sees a part of every parameter.
     """
-    if task.settings.training.lora_rank:
+    if task.training.lora_rank:
         return _lora(task, model, folder / LORA_FILE)
     if jax.process_count() > 1:
         return None

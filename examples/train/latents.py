@@ -55,7 +55,8 @@ class LatentFolder:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
         self.shapes = {name: shape[1:] for name, (shape, _) in headers[0].items()}
         said = self._files[0].metadata() or {}
-        self.kind, self.model = said.get("source", ""), said.get("model", "")
+        self.kind: str = said.get("source", "")
+        self.model: str = said.get("model", "")
         self._headers = headers
 
     def __len__(self) -> int:
@@ -81,6 +82,11 @@ class LatentFolder:
     def says_empty(self) -> bool:
         """Whether the folder holds the conditions of the empty text."""
         return (self.folder / EMPTY).is_file()
+
+    @property
+    def note(self) -> str:
+        """What a user should know of it before training."""
+        return "" if self.says_empty else f"a text that is dropped is replaced by zeros: there is no {EMPTY}"
 
     @property
     def fingerprint(self) -> str:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from .checkpoint import Checkpoints
 from .cost import Cost, cost_of
 from .data import Rows, batches
 from .export import export
-from .latents import LatentFolder
 from .opening import counted, opening
 from .optimizer import optimizer, schedule
 from .profiler import Profiler
@@ -35,12 +33,6 @@ from .state import Parts, State
 from .step import Facts, Step
 from .task import Arrays, Task
 
-# A checkpoint goes on only with these as they were; everything else may change between runs.
-FIXED = (
-    "model", "training.batch_size", "training.seed", "training.lora_rank", "training.lora_targets",
-    "training.moment_dtype", "training.max_grad_norm", "training.ema_decay",
-)  # fmt: skip
-FREE = ("model.folder", "model.shapes")
 NOT_EXPORTED = (
     "not exported: each process holds a part of every parameter. The same command in one process, which can read the "
     "checkpoint onto its own devices, exports"
@@ -66,50 +58,68 @@ class Training:
 
     def __init__(self, task: Task, mesh: jax.sharding.Mesh | None = None) -> None:
         self.task, self.mesh = task, mesh
-        self.training: TrainingSettings = task.settings.training
+        self.training = task.training
         self.folder = Path(self.training.output_dir)
-        self.source = LatentFolder(task.settings.data.folder)
+        self.source = task.source()
         self.shapes = self.source.shapes
         problems = [*task.wrong(self.shapes), *_undivided(self.training, mesh)]
         if len(self.source) < self.training.batch_size:
-            rule = f"a batch has {self.training.batch_size} examples, and the folder holds {len(self.source)}"
-            problems.append(ConfigError("data.folder", self.source.folder, rule, "lower training.batch_size"))
+            rule = f"a batch has as many different examples, and the data holds {len(self.source)}"
+            problems.append(ConfigError("training.batch_size", self.training.batch_size, rule, "lower it"))
         if problems:
             raise ConfigErrors(problems)
-        self.empty = self.source.empty
         self.plans = task.plans(self.shapes, mesh)
 
     def run(self) -> tuple[nnx.Module, list[float]]:
-        """Train and export; return the model that draws (the average, where one is kept) and the loss of every step."""
-        more = {"data.folder": self.source.fingerprint}
-        again = not self.training.resume
-        with Checkpoints(self.task.settings, FIXED, FREE, more, again) as checkpoints:
+        """Train and export; return the model that draws (the average, where one is kept) and the loss of every step.
+
+        Raises:
+            ConfigErrors: the last checkpoint was made with other settings, or other data.
+            Diverged: the loss is no number any more.
+        """
+        with self._checkpoints(not self.training.resume) as checkpoints:
             for line in opening(self.training, checkpoints, self.plans):
                 print(line)
             self.parts, state, fixed = self._begin(checkpoints)
-            self.cost = self._cost(state, fixed)
-            print(counted(state.trained, fixed))
-            if not self.source.says_empty and self.training.condition_dropout:
-                print("a dropped text is replaced by zeros: the folder holds no empty.safetensors")
-            data = batches(self.source, self.training.batch_size, self.training.seed, self._rows)
             losses = checkpoints.losses
-            if checkpoints.step:
-                data.set_state(checkpoints.facts["data"])
             if len(losses) < self.training.steps:
-                state = self._steps(state, fixed, data, losses, checkpoints)
+                print("\n".join(filter(None, (counted(state.trained, fixed), self.source.note))))
+                state = self._steps(state, fixed, checkpoints, losses)
         model = self.parts.model(state.best, fixed)
         if self.training.export:
             written = export(self.task, model, self.folder)
             print(f"exported: {written}" if written else NOT_EXPORTED)
         return model, losses
 
+    def trained(self) -> nnx.Module:
+        """Return the model of the last checkpoint: the average, where one is kept.
+
+        Raises:
+            ConfigError: there is no checkpoint, or it belongs to other settings.
+        """
+        if not (self.folder / "checkpoints").is_dir():
+            rule, remedy = "it holds a checkpoint", "train with the same config first"
+            raise ConfigError("training.output_dir", self.folder, rule, remedy)
+        with self._checkpoints() as checkpoints:
+            parts, state, fixed = self._begin(checkpoints)
+        return parts.model(state.best, fixed)
+
+    def _checkpoints(self, start_again: bool = False) -> Checkpoints:
+        more = {"data.folder": self.source.fingerprint}
+        return Checkpoints(self.task.settings, self.training, self.task.fixed, more, start_again)
+
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
-        rank = self.training.lora_rank
+        """Put the state together: from the checkpoint where there is one, and then nothing is made that it replaces."""
+        rank, adamw = self.training.lora_rank, optimizer(self.training)
+        averaged = self.training.ema_decay > 0
+        if checkpoints.step and not rank:
+            parts = Parts(states.abstract(self.task, self.mesh), rank)
+            if parts.all_learn:
+                return parts, checkpoints.load(parts.form(adamw, averaged, self.mesh)), {}
         model = states.build(self.task, self.mesh)
         parts, (trained, fixed) = Parts(model, rank), states.split(model, rank)
-        averaged, where = self.training.ema_decay > 0, parts.shardings(self.mesh)
-        state = states.begin(trained, optimizer(self.training), averaged, where)
-        return parts, checkpoints.load(state) if checkpoints.step else state, fixed
+        form = parts.form(adamw, averaged, self.mesh)
+        return parts, checkpoints.load(form) if checkpoints.step else states.begin(trained, adamw, form), fixed
 
     def _cost(self, state: State, fixed: Any) -> Cost:
         def forward(trained: Any, fixed: Any, examples: Arrays) -> jax.Array:
@@ -117,7 +127,7 @@ class Training:
 
         part = self.training.batch_size // self.training.gradient_accumulation_steps
         batch = {n: jax.ShapeDtypeStruct((part, *shape), jnp.float32) for n, shape in self.shapes.items()}
-        examples = jax.eval_shape(self.task.noised, batch, self.empty, jax.random.key(0))
+        examples = jax.eval_shape(self.task.noised, batch, self.source.empty, jax.random.key(0))
         tokens = self.task.tokens(self.shapes)
         return cost_of(self.training, tokens, self.mesh, forward, state.trained, fixed, examples)
 
@@ -129,33 +139,35 @@ class Training:
         place = partial(hosts.on_devices, rows=self._rows, batch_size=self.training.batch_size, mesh=self.mesh)
         return {name: place(array) for name, array in batch.items()}
 
-    def _steps(
-        self, state: State, fixed: Any, data: grain.DatasetIterator, losses: list[float], checkpoints: Checkpoints
-    ) -> State:  # fmt: skip
+    def _steps(self, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]) -> State:
+        """Take the steps that are left; `losses` grows."""
         training, first = self.training, len(losses)
-        places = states.places(state, self.parts.shardings(self.mesh))
-        step = Step(self.task, self.parts, fixed, jax.tree.map(jnp.asarray, self.empty), places)
+        data = batches(self.source, training.batch_size, training.seed, self._rows)
+        if checkpoints.step:
+            data.set_state(checkpoints.facts["data"])
+        empty, cost = jax.tree.map(jnp.asarray, self.source.empty), self._cost(state, fixed)
+        step = Step(self.task, self.parts, fixed, empty, states.places(state))
         profiler = Profiler(self.task.settings, self.folder / "profile", first)
         samples = Samples(self.task, self.source, self.parts, self.mesh) if training.picture_every else None
         board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
-        with board, Progress(training, self.cost, first) as progress:
-            for number in range(first, training.steps):
-                with profiler.around(number):
+        with board, Progress(training, cost, first) as progress:
+            for done in range(first + 1, training.steps + 1):
+                with profiler.around(done - 1):
                     state, facts = step(state, self._placed(next(data)))
-                    losses.append(_finite(facts, number + 1))
+                    losses.append(_finite(facts, done))
                 progress.advance(losses)
-                done = number + 1
-                if done % training.log_every == 0 or done == training.steps:
-                    self._write(board, losses, facts, progress.seconds)
-                if done % training.checkpoint_every == 0 or done == training.steps:
+                last = done == training.steps
+                if done % training.log_every == 0 or last:
+                    self._write(board, cost, losses, facts, progress.seconds)
+                if done % training.checkpoint_every == 0 or last:
                     checkpoints.save(state, data, losses, self.plans)
                 if samples is not None and done % training.picture_every == 0:
                     print(f"samples after {done} steps: {samples(state.best, fixed, done)}")
                     progress.pause()
         return state
 
-    def _write(self, board: Board, losses: list[float], facts: Facts, seconds: float | None) -> None:
-        speed = {"tokens_per_second": self.cost.tokens / seconds, "mfu": self.cost.mfu(seconds)} if seconds else {}
+    def _write(self, board: Board, cost: Cost, losses: list[float], facts: Facts, seconds: float | None) -> None:
+        speed = {"tokens_per_second": cost.tokens / seconds, "mfu": cost.mfu(seconds)} if seconds else {}
         rate = float(np.asarray(schedule(self.training)(len(losses) - 1)))
         norm = float(facts.gradient_norm)
         board.write(len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed)

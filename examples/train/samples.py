@@ -21,9 +21,8 @@ from wan import hosts, pictures
 from maxattn import sharding
 
 from . import digit_latents
-from .latents import LatentFolder
 from .state import Parts, Tree
-from .task import Task
+from .task import Examples, Task
 
 Latents = Float[np.ndarray, "n C F h w"]
 FRAMES = 6  # of a video in a picture of channels, evenly spaced
@@ -40,7 +39,7 @@ class Samples:
         mesh: devices to draw on.
     """
 
-    def __init__(self, task: Task, source: LatentFolder, parts: Parts, mesh: jax.sharding.Mesh | None) -> None:
+    def __init__(self, task: Task, source: Examples, parts: Parts, mesh: jax.sharding.Mesh | None) -> None:
         self.task, self.source, self.parts = task, source, parts
         self.sampling = task.settings.sampling
         self.count = min(self.sampling.count, len(source))
@@ -78,7 +77,7 @@ class Samples:
         """Draw with these parameters; return the picture."""
         drawn = hosts.whole(self._draw(trained, fixed, self.told, self.noise))[: self.count]
         latents = np.moveaxis(drawn, -1, 1)
-        folder = Path(self.task.settings.training.output_dir) / "samples"
+        folder = Path(self.task.training.output_dir) / "samples"
         path = folder / f"{step:07}.png"
         if hosts.is_first():
             folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ def _noise(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jnp.moveaxis(jax.random.normal(jax.random.key(seed), shape), 1, -1)
 
 
-def _save(latents: np.ndarray, path: Path, source: LatentFolder) -> None:
+def _save(latents: np.ndarray, path: Path, source: Examples) -> None:
     from safetensors.numpy import save_file
 
     metadata = {"model": source.model, "scaled": "true", "source": source.kind}

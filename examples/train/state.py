@@ -16,7 +16,6 @@ from flax import nnx
 from maxattn import sharding
 
 from . import lora
-from .settings import TrainingSettings
 from .task import Task
 
 Tree = Any  # nested dicts of arrays
@@ -52,76 +51,79 @@ class Parts:
     """
 
     def __init__(self, model: nnx.Module, lora_rank: int) -> None:
-        kind = nnx.LoRAParam if lora_rank else nnx.Param
-        self.graph, trained, fixed = nnx.split(model, kind, ...)
+        self.graph, trained, fixed = nnx.split(model, _kind(lora_rank), ...)
         self._trained, self._fixed = (jax.tree.map(_shape, state) for state in (trained, fixed))
 
     def model(self, trained: Tree, fixed: Tree) -> Any:
         """Put the model together."""
-        return nnx.merge(
-            self.graph, *(_filled(form, tree) for form, tree in zip(self._forms, (trained, fixed), strict=True))
-        )
-
-    def shardings(self, mesh: jax.sharding.Mesh | None) -> Tree:
-        """Say where each parameter that learns lies on a mesh; None for one device."""
-        if mesh is None:
-            return None
-        return nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
+        return nnx.merge(self.graph, _filled(self._trained, trained), _filled(self._fixed, fixed))
 
     @property
-    def _forms(self) -> tuple[Any, Any]:
-        return self._trained, self._fixed
+    def all_learn(self) -> bool:
+        """Whether there is nothing that stays."""
+        return not jax.tree.leaves(self._fixed)
+
+    def form(self, optimizer: optax.GradientTransformation, averaged: bool, mesh: jax.sharding.Mesh | None) -> State:
+        """Say what a state holds and where, without making it: shapes, dtypes and shardings.
+
+        Args:
+            optimizer: of the run.
+            averaged: whether an average is kept.
+            mesh: None for one device.
+        """
+        trained = nnx.to_pure_dict(self._trained)
+        shapes = jax.eval_shape(lambda t: _first(t, optimizer, averaged), trained)
+        if mesh is None:
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda x: _placed(x, here), shapes)
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        places = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
+        of_parameters = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, place: place, shapes.optimizer, places, transform_non_params=lambda _: whole
+        )
+        where: Any = (whole, places, places if averaged else {}, of_parameters)
+        return jax.tree.map(_placed, shapes, State(*where))
 
 
 def split(model: nnx.Module, lora_rank: int) -> tuple[Tree, Tree]:
     """Return the arrays of a model: those that learn, and the rest."""
-    kind = nnx.LoRAParam if lora_rank else nnx.Param
-    _, trained, fixed = nnx.split(model, kind, ...)
+    _, trained, fixed = nnx.split(model, _kind(lora_rank), ...)
     return nnx.to_pure_dict(trained), nnx.to_pure_dict(fixed)
 
 
-def begin(trained: Tree, optimizer: optax.GradientTransformation, averaged: bool, shardings: Tree) -> State:
-    """Make the state before the first step, each moment where its parameter lies.
+def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -> State:
+    """Make the state before the first step.
 
     Args:
         trained: the parameters that learn, on their devices.
         optimizer: of the run.
-        averaged: whether an average is kept.
-        shardings: of the parameters; None for one device.
+        form: from `Parts.form`.
     """
-    make = jax.jit(optimizer.init, out_shardings=_of_optimizer(optimizer, trained, shardings))
+    moments = jax.jit(optimizer.init, out_shardings=places(form.optimizer))(trained)
     # Copies: a donated array must not be in two places.
-    average = jax.tree.map(jnp.copy, trained) if averaged else {}
-    step = jnp.zeros((), jnp.int32)
-    return State(_everywhere(step, shardings), trained, average, make(trained))
+    average = jax.tree.map(jnp.copy, trained) if form.average else {}
+    return State(jax.device_put(jnp.zeros((), jnp.int32), form.step.sharding), trained, average, moments)
 
 
-def places(state: State, shardings: Tree) -> Any:
-    """Return the shardings of a whole state, for the step that returns it; None for one device."""
-    return None if shardings is None else jax.tree.map(lambda x: x.sharding, state)
+def places(form: Any) -> Any:
+    """Return the shardings of a tree of arrays or their shapes."""
+    return jax.tree.map(lambda x: x.sharding, form)
 
 
-def _of_optimizer(optimizer: optax.GradientTransformation, trained: Tree, shardings: Tree) -> Any:
-    if shardings is None:
-        return None
-    form = jax.eval_shape(optimizer.init, trained)
-    whole = _whole(shardings)
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, place: place, form, shardings, transform_non_params=lambda _: whole
-    )
+def _first(trained: Tree, optimizer: optax.GradientTransformation, averaged: bool) -> State:
+    return State(jnp.zeros((), jnp.int32), trained, trained if averaged else {}, optimizer.init(trained))
 
 
-def _everywhere(x: jax.Array, shardings: Tree) -> jax.Array:
-    return x if shardings is None else jax.device_put(x, _whole(shardings))
-
-
-def _whole(shardings: Tree) -> jax.sharding.NamedSharding:
-    mesh = jax.tree.leaves(shardings)[0].mesh
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+def _kind(lora_rank: int) -> type[nnx.Variable]:
+    return nnx.LoRAParam if lora_rank else nnx.Param
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _placed(x: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
 def _filled(form: nnx.State, tree: Tree) -> nnx.State:
@@ -133,13 +135,17 @@ def _filled(form: nnx.State, tree: Tree) -> nnx.State:
 # ---- the model before the first step ---------------------------------------------------------------------------------
 
 
+def abstract(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
+    """Build the model without arrays, LoRA left out."""
+    return nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(task.training.seed)))
+
+
 def build(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
     """Build the model with the weights it starts from, on the mesh, LoRA added where it is asked for.
 
     Weights of a folder go straight to their devices; random ones are made there.
     """
-    training: TrainingSettings = task.settings.training
-    model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(training.seed)))
+    training, model = task.training, abstract(task, mesh)
     if not task.load(model, mesh):
         _randomly(task, model, mesh)
     if training.lora_rank:
@@ -151,7 +157,7 @@ def build(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
 
 def _randomly(task: Task, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> None:
     def make() -> nnx.State:
-        return nnx.state(task.build(mesh, nnx.Rngs(task.settings.training.seed)))
+        return nnx.state(task.build(mesh, nnx.Rngs(task.training.seed)))
 
     where = None if mesh is None else sharding.parameter_shardings(jax.eval_shape(make), mesh)
     nnx.update(model, jax.jit(make, out_shardings=where)())

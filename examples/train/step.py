@@ -34,16 +34,15 @@ class Step:
         parts: how the model is put together.
         fixed: its arrays that do not change.
         empty: the conditions of the empty text.
-        places: shardings of the state; None for one device.
+        places: shardings of the state.
     """
 
     def __init__(self, task: Task, parts: Parts, fixed: Tree, empty: Arrays, places: Any) -> None:
         self.task, self.parts, self.fixed, self.empty = task, parts, fixed, empty
-        self.training = task.settings.training
+        self.training = task.training
         self.optimizer = optimizer(self.training)
         # Left to the compiler, a small parameter may come back elsewhere, and the next step would compile anew.
-        out = None if places is None else (places, None)
-        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=out)
+        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(places, None))
 
     def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
         """Return the state after one step; the one before is gone."""

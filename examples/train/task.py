@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 from samplers.read import Sampler
@@ -15,8 +16,57 @@ from samplers.read import Sampler
 import maxattn as ma
 from maxattn.errors import ConfigError
 
+from .data import Source
+from .settings import TrainingSettings
+
 Arrays = dict[str, Array]
 Shapes = Mapping[str, tuple[int, ...]]  # of the arrays of one example, by their names
+
+
+class Fixed(NamedTuple):
+    """Say with which settings alone a checkpoint goes on.
+
+    Args:
+        keys: beginnings of dotted keys.
+        free: those among them that may change all the same.
+    """
+
+    keys: tuple[str, ...]
+    free: tuple[str, ...] = ()
+
+
+class Examples(Source, Protocol):
+    """Offer examples by index, and say what they are before one is read."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of an example's arrays."""
+        ...
+
+    @property
+    def empty(self) -> dict[str, np.ndarray]:
+        """The conditions of the empty text, without a batch axis."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """What a user should know of the data before training, or nothing."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """What they show, "digits" or nothing."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """What they are for."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this data from other data."""
+        ...
 
 
 class Task(Protocol):
@@ -27,7 +77,23 @@ class Task(Protocol):
         """The settings of everything."""
         ...
 
-    part: str
+    @property
+    def training(self) -> TrainingSettings:
+        """How it is trained."""
+        ...
+
+    fixed: ClassVar[Fixed]
+    """What may not change between the runs of one training."""
+
+    def source(self) -> Examples:
+        """Open the data.
+
+        Raises:
+            ConfigErrors: it is not there, or not whole.
+        """
+        ...
+
+    part: ClassVar[str]
     """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
 
     @property
@@ -87,3 +153,13 @@ class Task(Protocol):
 def replaced(x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]) -> Float[Array, "B ..."]:
     """Put the empty condition in place of those that are dropped."""
     return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)
+
+
+# A checkpoint goes on only with these as they were; everything else may change between runs.
+KEPT = Fixed(
+    (
+        "model", "training.batch_size", "training.seed", "training.lora_rank", "training.lora_targets",
+        "training.moment_dtype", "training.max_grad_norm", "training.ema_decay",
+    ),
+    ("model.folder", "model.shapes"),
+)  # fmt: skip

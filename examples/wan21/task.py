@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 from samplers.read import Sampler
-from train.task import Arrays, Shapes, replaced
+from train.latents import LatentFolder
+from train.task import KEPT, Arrays, Fixed, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
@@ -23,7 +24,7 @@ from maxattn.errors import ConfigError
 
 from . import flow
 from .model import WanTransformer3D
-from .settings import ModelSettings, Settings
+from .settings import ModelSettings, Settings, TrainingSettings
 from .sizes import Sizes
 
 
@@ -40,6 +41,17 @@ class WanTask:
     sizes: Sizes
 
     part: ClassVar[str] = "transformer"
+
+    fixed: ClassVar[Fixed] = KEPT
+
+    @property
+    def training(self) -> TrainingSettings:
+        """How it is trained."""
+        return self.settings.training
+
+    def source(self) -> LatentFolder:
+        """Open the folder of latents."""
+        return LatentFolder(self.settings.data.folder)
 
     @property
     def folder(self) -> Path | None:
