@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +13,23 @@ from .kind import Arrays
 from .media import to_pixels
 
 
-def texts(folder: Path, prompt: str, negative_prompt: str | None, device: str) -> Arrays:
-    """Encode a prompt and what guidance leads away from: text, pooled, negative_text and negative_pooled.
+def texts(folder: Path, prompts: Sequence[str], negative_prompt: str | None, device: str) -> Arrays:
+    """Encode prompts and what guidance leads away from: text, pooled, negative_text and negative_pooled.
 
     Args:
         folder: with tokenizer, text_encoder, tokenizer_2 and text_encoder_2.
-        prompt: for both encoders.
+        prompts: a batch, for both encoders.
         negative_prompt: None is zeros where the pipeline says so (force_zeros_for_empty_prompt), else the empty prompt.
         device: cpu or cuda.
     """
-    zeros = negative_prompt is None and index_of(folder).get("force_zeros_for_empty_prompt", True)
-    prompts = [prompt] if zeros else [prompt, negative_prompt or ""]
-    first, _ = _encoded(folder, "", prompts, device)
-    second, pooled = _encoded(folder, "_2", prompts, device)
+    every = [*prompts, negative_prompt or ""]
+    first, _ = _encoded(folder, "", every, device)
+    second, pooled = _encoded(folder, "_2", every, device)
     text = np.concatenate([first, second], -1)
-    if zeros:
-        text, pooled = (np.concatenate([x, np.zeros_like(x)]) for x in (text, pooled))
-    return {"text": text[:1], "pooled": pooled[:1], "negative_text": text[1:], "negative_pooled": pooled[1:]}
+    if negative_prompt is None and index_of(folder).get("force_zeros_for_empty_prompt", True):
+        text[-1], pooled[-1] = 0.0, 0.0
+    told = {"text": text, "pooled": pooled}
+    return {name: x[:-1] for name, x in told.items()} | {f"negative_{name}": x[-1:] for name, x in told.items()}
 
 
 def _encoded(folder: Path, which: str, prompts: list[str], device: str) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +66,7 @@ def decode(folder: Path, latents: Float[np.ndarray, "B C h w"], device: str) -> 
     scale, mean, std = (vae.config.get(key) for key in ("scaling_factor", "latents_mean", "latents_std"))
     found = []
     for one in latents:
-        x = torch.from_numpy(one[None]).to(device) / scale
+        x = torch.tensor(one[None]).to(device) / scale
         if mean is not None and std is not None:
             x = x * torch.tensor(std, device=device).view(1, -1, 1, 1) + torch.tensor(mean, device=device).view(
                 1, -1, 1, 1

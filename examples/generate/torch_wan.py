@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from .kind import Arrays
 from .media import to_pixels
 
 
-def texts(folder: Path, prompts: Mapping[str, str], tokens: int, device: str) -> Arrays:
+def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
     """Encode prompts; behind a prompt's own tokens stand zeros, as in the model's training.
 
     Args:
         folder: with tokenizer and text_encoder.
-        prompts: by the name of the array that each becomes, [1, tokens, D].
+        prompts: by the name of the array that they become, [B, tokens, D].
         tokens: of every prompt; what is longer is cut.
         device: cpu or cuda.
     """
@@ -30,10 +30,10 @@ def texts(folder: Path, prompts: Mapping[str, str], tokens: int, device: str) ->
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto").to(device).eval()
+    how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
     found = {}
-    for name, prompt in prompts.items():
-        how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
-        ids = tokenizer([cleaned(prompt)], add_special_tokens=True, return_tensors="pt", **how).to(device)
+    for name, batch in prompts.items():
+        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how).to(device)
         with torch.no_grad():
             states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
         found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
@@ -98,7 +98,7 @@ def decode(folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str) -
     found = []
     for one in latents:
         with torch.no_grad():
-            video = vae.decode(torch.from_numpy(one[None]).to(device) * std + mean, return_dict=False)[0][0]
+            video = vae.decode(torch.tensor(one[None]).to(device) * std + mean, return_dict=False)[0][0]
         # [3, F, H, W] -> [F, H, W, 3]
         found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
     return found

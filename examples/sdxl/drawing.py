@@ -88,7 +88,7 @@ class SdxlDrawing:
         from generate import torch_sdxl
 
         s = self.settings.sampling
-        return torch_sdxl.texts(folder, s.prompt or "", s.negative_prompt, s.torch_device)
+        return torch_sdxl.texts(folder, [s.prompt or ""], s.negative_prompt, s.torch_device)
 
     def completed(self, arrays: Arrays) -> Arrays:
         """Add the sizes that the UNet is told, where a file does not: those that are drawn, uncropped."""

@@ -98,7 +98,7 @@ class WanDrawing:
         from generate import torch_wan
 
         s = self.settings.sampling
-        prompts = {"text": s.prompt or "", "negative_text": s.negative_prompt or ""}
+        prompts = {"text": [s.prompt or ""], "negative_text": [s.negative_prompt or ""]}
         arrays = torch_wan.texts(folder, prompts, s.text_tokens, s.torch_device)
         if image is not None:
             size = (s.frames, s.height, s.width)

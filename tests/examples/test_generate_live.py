@@ -1,0 +1,96 @@
+"""From a prompt to pixels, beside diffusers' own pipelines: where torch, diffusers and transformers are installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from tests.fixtures import make_pipelines as runs
+
+from .conftest import ROOT
+from .pipelines import EXACT, draw, sizes_of
+
+PROMPT, NEGATIVE = "a red  fox in the snow", "rain &amp; blue"
+BUILD = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "sdxl": runs.sdxl}
+NOISE = {"wan": (1, 4, 3, 4, 6), "wan_i2v": (1, 4, 3, 4, 6), "sdxl": (1, 4, 8, 12)}
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    for package in ("torch", "diffusers", "transformers", "ftfy"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Save a pipeline and run it; return latents and pixels, 0 to 255."""
+    import torch
+
+    torch.manual_seed(1)
+    pipe = BUILD[name]()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(folder)
+    noise = np.random.default_rng(2).standard_normal(NOISE[name], np.float32)
+    save_file({"noise": noise}, folder / "noise.safetensors")
+    size = runs.PICTURE if name == "sdxl" else runs.VIDEO
+    told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **size}
+    if name == "wan_i2v":
+        pixels = np.random.default_rng(4).integers(0, 255, (20, 30, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "first.png")
+        told["image"] = Image.open(folder / "first.png").convert("RGB")
+    told |= {"num_inference_steps": runs.STEPS, "guidance_scale": runs.GUIDANCE, "return_dict": False}
+    latents, pixels = (pipe(latents=torch.from_numpy(noise), output_type=kind, **told)[0] for kind in ("latent", "np"))
+    return latents.numpy(), np.asarray(pixels)[0] * 255
+
+
+def ours(name: str, folder: Path, *told: str) -> np.ndarray:
+    """Draw with our command; return the latents."""
+    file = folder / "latents.safetensors"
+    paths = ("--model", folder, "--noise", folder / "noise.safetensors", "--latents", file, "--out", folder / "out")
+    draw(name, *paths, *told, *EXACT, *sizes_of(name))
+    return load_file(file)["latents"]
+
+
+def options(name: str, folder: Path, negative: str | None) -> list[str]:
+    image = ["--image", str(folder / "first.png")] if name == "wan_i2v" else []
+    return ["--prompt", PROMPT, *(["--negative-prompt", negative] if negative else []), *image]
+
+
+@pytest.mark.parametrize(
+    ("name", "negative"), [("wan", NEGATIVE), ("wan_i2v", NEGATIVE), ("sdxl", None), ("sdxl", NEGATIVE)]
+)
+def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) -> None:
+    latents, pixels = theirs(name, tmp_path, negative)
+    got = ours(name, tmp_path, *options(name, tmp_path, negative))
+    np.testing.assert_allclose(got, latents, atol=1e-4 * np.abs(latents).max())
+    if name == "sdxl":
+        written = np.asarray(Image.open(tmp_path / "out" / "000.png"))
+    else:
+        sys.path.insert(0, str(ROOT / "examples"))
+        from generate import torch_wan
+
+        written = torch_wan.decode(tmp_path, got, "cpu")[0]
+        video = "000.mp4" if find_spec("imageio_ffmpeg") else "000"
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [video]
+    assert written.shape == pixels.shape
+    assert np.abs(written - pixels).max() <= 1.0, "half a level of rounding, and what latents are off"
+
+
+@pytest.mark.parametrize("name", ["wan_i2v", "sdxl"])
+def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
+    latents, _ = theirs(name, tmp_path, NEGATIVE)
+    sys.path.insert(0, str(ROOT / "examples"))
+    import embed
+
+    size = [x for key, value in runs.VIDEO.items() for x in (f"--{key.removeprefix('num_')}", str(value))]
+    file = tmp_path / "told.safetensors"
+    embed.main(embed.arguments_of([str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, "--to", str(file)]))
+    got = ours(name, tmp_path, "--embeddings", str(file))
+    np.testing.assert_allclose(got, latents, atol=1e-4 * np.abs(latents).max())
