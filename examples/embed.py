@@ -66,10 +66,10 @@ def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigErro
         yield wrong("--image", found.image or "(none)", rule, f"this is a {kind}")
     for option in ("image", "prompts"):
         if (path := getattr(found, option)) is not None and not path.is_file():
-            yield wrong(f"--{option}", path, "the file is there", "name a file")
-    yield from without_torch("folder", found.folder, NEEDS[kind], "transformers", INSTEAD)
+            yield wrong(f"--{option}", path, "it names a file, and there is none", "name one")
+    yield from without_torch("folder", "encoding a prompt", found.folder, NEEDS[kind], "transformers", INSTEAD)
     if found.image is not None:
-        yield from without_torch("--image", found.folder, ("vae",), "diffusers", INSTEAD)
+        yield from without_torch("--image", "encoding an image", found.folder, ("vae",), "diffusers", INSTEAD)
 
 
 def embed(found: argparse.Namespace, kind: str) -> files.Arrays:

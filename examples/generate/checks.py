@@ -71,7 +71,7 @@ def _wrong_input(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigEr
         return
     if sampling.prompt is None:
         ways = "give --prompt (text encoders of the folder, with torch), or --embeddings FILE (examples/embed.py)"
-        yield wrong("--prompt", "(none)", "something says what is drawn", ways)
+        yield wrong("--prompt", "(none)", "a prompt or a file says what is drawn", ways)
         return
     if kind.takes_image and paths.image is None:
         rule = "an image-to-video model begins with an image"
@@ -81,21 +81,30 @@ def _wrong_input(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigEr
             "--image", paths.image, "this model is told no image", "leave it out, or give an I2V model's folder"
         )
     if paths.image is not None and not paths.image.is_file():
-        yield wrong("--image", paths.image, "the file is there", "name a picture")
-    yield from without_torch("--prompt", paths.model, kind.needs_torch, "transformers", "--embeddings FILE instead")
+        yield wrong("--image", paths.image, "it names a file, and there is none", "name a picture")
+    how = (kind.needs_torch, "transformers", "--embeddings FILE instead")
+    yield from without_torch("--prompt", "encoding a prompt", paths.model, *how)
 
 
 def without_torch(
-    option: str, model: Path, parts: tuple[str, ...], package: str, instead: str
+    option: str, what: str, model: Path, parts: tuple[str, ...], package: str, instead: str
 ) -> Iterator[ConfigError]:
-    """Yield why torch's part of a run cannot be done, naming both ways out."""
-    missing = [name for name in ("torch", package) if find_spec(name) is None]
-    if missing:
-        rule = f"it is done by torch; not installed: {', '.join(missing)}"
-        yield wrong(option, model, rule, f"{INSTALL}, or give {instead}")
+    """Yield why torch's part of a run cannot be done, naming both ways out.
+
+    Args:
+        option: the command's.
+        what: is done, in words.
+        model: the pipeline's folder.
+        parts: of it that are needed.
+        package: beside torch.
+        instead: what is given where torch is not.
+    """
+    if missing := [name for name in ("torch", package) if find_spec(name) is None]:
+        value, remedy = f"{' and '.join(missing)} not installed", f"{INSTALL}, or give {instead}"
+        yield wrong(option, value, f"{what} is done by torch and {package}", remedy)
     elif lacking := folder.lacking(model, parts):
-        rule = f"the folder holds {', '.join(parts)}; not there: {', '.join(lacking)}"
-        yield wrong(option, model, rule, f"fetch it, or give {instead}")
+        value, remedy = f"{model} without {', '.join(lacking)}", f"fetch the whole folder, or give {instead}"
+        yield wrong(option, value, f"{what} takes these parts of a pipeline: {', '.join(parts)}", remedy)
 
 
 def _other_length(found: files.Shapes, batched: bool) -> Iterator[ConfigError]:
@@ -108,9 +117,10 @@ def _other_length(found: files.Shapes, batched: bool) -> Iterator[ConfigError]:
 def _wrong_output(paths: Paths) -> Iterator[ConfigError]:
     if paths.out is None and paths.latents is None:
         ways = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
-        yield wrong("--out", "(none)", "what is drawn goes somewhere", ways)
+        yield wrong("--out", "(none)", "a folder or a file takes what is drawn", ways)
     if paths.out is not None:
-        yield from without_torch("--out", paths.model, ("vae",), "diffusers", "--latents FILE instead")
+        how = (("vae",), "diffusers", "--latents FILE instead")
+        yield from without_torch("--out", "decoding latents", paths.model, *how)
 
 
 def _wrong_noise(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigError]:

@@ -99,7 +99,7 @@ def _open(path: Path, option: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ConfigErrors([wrong(option, path, "the file is there", MAKE)])
+        raise ConfigErrors([wrong(option, path, "it names a file, and there is none", MAKE)])
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:

@@ -73,7 +73,7 @@ def draw(name: str, *arguments: str) -> None:
     import generate_wan
     from generate.command import arguments_of
 
-    config = {"wan": "wan_1_3b.yml", "wan_i2v": "wan_i2v_14b.yml", "sdxl": "sdxl.yml"}[name]
-    sizes = [] if name == "sdxl" else ["model.sizes=null", "sampling.timestep_shift=null"]
+    config = {"wan": "wan_1_3b.yml", "wan_i2v": "wan_i2v_14b.yml", "sdxl": "sdxl.yml", "demo": "wan_tiny.yml"}[name]
+    sizes = [] if name in ("sdxl", "demo") else ["model.sizes=null", "sampling.timestep_shift=null"]
     command = generate_sdxl if name == "sdxl" else generate_wan
     command.main(arguments_of("", [str(ROOT / "configs" / config), *sizes, *map(str, arguments)]))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from maxattn.errors import ConfigError, WeightsError
 from tests.fixtures import make_pipelines as runs
+from tests.golden_text import check_golden
 
 from .pipelines import EXACT, draw, pipeline, sizes_of, told
 
-CASES = [(name, which) for name, ways in runs.SCHEDULERS.items() for which in ways]
-ONE = ("ici_data_parallelism=1", "ici_fsdp_parallelism=1", "ici_context_parallelism=1", "ici_tensor_parallelism=1")
+SLOW = [("wan", "flow_euler"), ("sdxl", "ddim")]
+CASES = [
+    pytest.param(name, which, marks=[pytest.mark.slow] if (name, which) in SLOW else [])
+    for name, ways in runs.SCHEDULERS.items()
+    for which in ways
+]
 
 
-def run(folder: Path, name: str, *arguments: str) -> np.ndarray:
+def run(folder: Path, name: str, *arguments: object) -> np.ndarray:
     """Draw from a folder, and return the latents that were written."""
     file = folder / "latents.safetensors"
     draw(name, "--model", folder, *EXACT, *sizes_of(name), "--latents", file, *arguments)
@@ -31,3 +39,133 @@ def check(got: np.ndarray, want: np.ndarray) -> None:
 def test_a_whole_run_is_diffusers(name: str, which: str, tmp_path: Path) -> None:
     held, options = told(tmp_path, name)
     check(run(pipeline(tmp_path, name, which), name, *options), held[f"out.{which}"])
+
+
+def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
+    held, options = told(tmp_path, "wan")
+    mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=4", "ici_tensor_parallelism=2", "attention=ring")
+    got = run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, *mesh, "guidance_batched=false")
+    check(got, held["out.unipc"])
+
+
+def lora(path: Path, model: Path) -> dict[str, np.ndarray]:
+    """Write LoRA weights for one layer of a Wan model and one of another part; return the model's weights with them."""
+    draw_numbers, layer = np.random.default_rng(0), "blocks.1.attn1.to_q"
+    down, up = (draw_numbers.standard_normal(shape, np.float32) for shape in ((2, 24), (24, 2)))
+    tensors = {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+    save_file(tensors | {"text_encoder.q.lora_A.weight": down}, path)
+    weights = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    return weights | {f"{layer}.weight": weights[f"{layer}.weight"] + 0.5 * up @ down}
+
+
+def test_samples_of_their_own_and_merged_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    merged = lora(tmp_path / "lora.safetensors", folder)
+    no_noise = options[:2]
+    many = run(
+        folder, "wan", *no_noise, "--lora", tmp_path / "lora.safetensors", "--lora-scale", 0.5, "--per-prompt", 9
+    )
+    said = capsys.readouterr().out
+    assert "9 samples in 24 rows of the model, 6 of them to fill up the 8 devices" in said
+    assert "LoRA weights of 1 layers merged, times 0.5; 1 tensors for other parts than transformer are not" in said
+    assert many.shape == (9, 4, 3, 4, 6)
+    assert len({sample.tobytes() for sample in many}) == 9, "each from noise of its own"
+    (tmp_path / "trained").mkdir()
+    save_file(merged, tmp_path / "trained" / "model.safetensors")
+    check(run(folder, "wan", *no_noise, "--weights", tmp_path / "trained")[0], many[0])
+
+
+def test_what_a_run_says_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, options = told(tmp_path, "wan")
+    run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, "guidance_scale=1", "ici_context_parallelism=8")
+    said = capsys.readouterr().out
+    for line in (
+        "self-attention  B=1 T=S=18 N=2 H=12 f32   mesh context=8",
+        "sampler   unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/",
+        "guidance  none",
+        "latents   [4, 3, 4, 6]",
+        "rows      1 samples in 1 rows of the model\n",
+        "step 4/4  ",
+    ):
+        assert line in said
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "latents.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"model": str(tmp_path), "scaled": "true"}
+
+
+# ---- what cannot be drawn is said before anything is read ------------------------------------------------------------
+
+
+def spoiled(folder: Path, **arrays: np.ndarray | None) -> None:
+    """Change arrays of the embeddings file; None leaves one out."""
+    held = load_file(folder / "told.safetensors") | arrays
+    save_file({key: value for key, value in held.items() if value is not None}, folder / "told.safetensors")
+
+
+OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
+PROMPT = ("--prompt", "a fox")
+WRONG = {
+    "nothing_said": ("wan", ()),
+    "prompt_and_file": ("wan", (*PROMPT, *TOLD, *OUT)),
+    "sizes": ("wan", (*TOLD, *OUT, "--height", "40", "--frames", "8")),
+    "sizes_sdxl": ("sdxl", (*TOLD, *OUT, "--width", "12")),
+    "image_missing": ("wan_i2v", (*PROMPT, *OUT)),
+    "image_unwanted": ("wan", (*PROMPT, *OUT, "--image", "first.png")),
+    "file_for_another_model": ("wan_i2v", (*TOLD, *OUT)),
+    "file_missing": ("wan", ("--embeddings", "gone.safetensors", *OUT)),
+    "noise_of_another_size": ("wan", (*TOLD, *OUT, "--noise", "noise.safetensors", "--width", "64")),
+    "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_drawn_is_said_first(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, arguments = WRONG[case]
+    told(tmp_path, "wan" if case == "file_for_another_model" else name)
+    pipeline(tmp_path, name, next(iter(runs.SCHEDULERS[name])))
+    if case == "file_for_another_model":
+        spoiled(tmp_path, text=np.ones((3, 7, 9), np.float32), negative_text=None, pooled=np.ones((2, 5), np.float32))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("generate.checks.find_spec", lambda name: object())
+    with pytest.raises(ConfigError) as error:
+        draw(name, "--model", ".", *EXACT, *sizes_of(name), *arguments)
+    check_golden(f"generate/{case}", str(error.value))
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_without_torch_both_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline(tmp_path, "wan", "unipc")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("generate.checks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        draw("wan", "--model", ".", *sizes_of("wan"), *PROMPT, "--out", "out")
+    check_golden("generate/without_torch", str(error.value))
+
+
+def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(tmp_path, "wan")
+    pipeline(tmp_path, "wan", "unipc")
+    monkeypatch.chdir(tmp_path)
+    two = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    Path("model_index.json").write_text(json.dumps(two))
+    with pytest.raises(ConfigError) as error:
+        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
+    check_golden("generate/two_transformers", str(error.value))
+    Path("model_index.json").unlink()
+    ones = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
+    layer = "transformer.blocks.9.attn1.to_q"
+    save_file({f"{layer}.lora_{side}.weight": x for side, x in ones.items()}, "lora.safetensors")
+    with pytest.raises(WeightsError, match=r"blocks\.9\.attn1\.to_q"):
+        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT, "--lora", "lora.safetensors")
+    shutil.rmtree("transformer")
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
+
+
+def test_the_small_model_takes_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--embeddings: .*\n.*forty prompts"):
+        draw("demo", *TOLD)
+    with pytest.raises(ConfigError, match=r"model\.folder: null"):
+        draw("wan", *PROMPT, "model.sizes=wan-2.1-t2v-1.3b")
