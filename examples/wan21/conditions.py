@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -30,21 +31,23 @@ class Conditions(nnx.Module):
 
     Args:
         sizes: of the model.
-        how: dtype and param_dtype.
+        how: dtype and param_dtype; the embedder of times is float32 whatever they are.
         rngs: source of the initial parameters.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
         dim = sizes.dim
-        self.freq_dim = sizes.freq_dim
-        self.time_embedder = Embedding(sizes.freq_dim, dim, gelu=False, rngs=rngs, **how)
+        self.freq_dim, self.dtype = sizes.freq_dim, how.get("dtype", jnp.float32)
+        # bfloat16 has too few digits for the sinusoids of 1000 times, and TPUs multiply in it unless they are told.
+        exact: dict[str, Any] = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        self.time_embedder = Embedding(sizes.freq_dim, dim, gelu=False, rngs=rngs, **exact)
         self.time_proj = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
         self.text_embedder = Embedding(sizes.text_dim, dim, gelu=True, rngs=rngs, **how)
         self.image_embedder = nnx.data(None if sizes.image_dim is None else ImageEmbedding(sizes, rngs=rngs, **how))
 
     def time(self, t: Float[Array, " B"]) -> Time:
         """Embed times, 0 to 1000."""
-        e = self.time_embedder(sinusoids(t, self.freq_dim))
+        e = self.time_embedder(sinusoids(t, self.freq_dim)).astype(self.dtype)
         return Time(e, rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6).astype(jnp.float32))
 
     def text(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
