@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels import fa4_pairs, fa4_sizes
+from maxattn.kernels import fa4_launch, fa4_pairs, fa4_sizes
 from maxattn.kernels.tile_lists import TileLists, tally, tiling
 from tests.cases import LENGTHS, MASKS
 
@@ -118,6 +118,18 @@ def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
     scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0  # there P is stored beside them
     numbers = tile.queries * width + 4 * tile.keys * width + scores
     assert 2 * numbers + 1024 <= 227 * 1024
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(7, 3), (5, 12), (5, 13), (4, 40), (1, 1)])
+def test_every_row_of_every_head_is_computed_once(rows: int, heads: int) -> None:
+    """In the order in which the chip starts them: heads one by one, the last ones row by row."""
+    head, row = (x.ravel() for x in np.mgrid[:heads, :rows])
+    got = list(zip(*(x.tolist() for x in fa4_launch._reordered(row, head, rows, heads, np)), strict=True))
+    alone = max(0, heads - fa4_launch.TOGETHER)
+    assert got == [
+        *((r, h) for h in range(alone) for r in range(rows)),
+        *((r, h) for r in range(rows) for h in range(alone, heads)),
+    ]
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:
