@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Array
 
 from maxattn.attention import attention
 from maxattn.bench.peers import PEERS
-from maxattn.bench.timing import Timed, measure
+from maxattn.bench.timing import Timed, Work, measure
 from maxattn.config import AttentionConfig
 from maxattn.kernels import KERNELS, DotProduct
 from maxattn.masks import Dense
@@ -37,6 +38,8 @@ class Row:
         peak: bytes of arguments, results and temporaries, as the compiler reports them.
         error: largest difference from float32 of some outputs, relative to their largest entry.
         note: why there is no time.
+        efficiency: of several devices: the time of one, over that of n times n.
+        bound: of a module: what its time is compared with, in ms.
     """
 
     shape: str
@@ -47,6 +50,8 @@ class Row:
     peak: int = 0
     error: float | None = None
     note: str = ""
+    efficiency: float | None = None
+    bound: float | None = None
 
 
 def bench(
@@ -62,50 +67,61 @@ def bench(
         budget: seconds for one measurement, about.
     """
     target = target or Target.here()
-    inputs = _inputs(shape, target)
+    inputs = random_inputs(shape, target)
     jobs = _jobs(shape, tuple(kernels), peers, target, inputs)
-    reference = (_reference(shape), lambda: [tuple(x[:1] for x in inputs[0][:3])])
-    wanted, *times = measure([reference, *((job.f, job.make) for job in jobs if not job.row.note)], budget)
+    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[0][:3])])
+    wanted, *times = measure([reference, *(Work(job.f, job.make) for job in jobs if not job.row.note)], budget)
     following = iter(times)
-    return [job.row if job.row.note else _row(job, next(following), wanted) for job in jobs]
+    return [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """Hold one function to measure, and the row it fills; a note in it says that there is nothing to measure."""
 
     row: Row
     shape: Shape
     f: Callable[..., Any] = print
     make: Callable[[], list[tuple[Any, ...]]] = list
+    around: Callable[[], AbstractContextManager[Any]] | None = None
+    count: bool = True  # whether its operations are those of an attention
 
 
 def _jobs(
     shape: Shape, kernels: tuple[str, ...], peers: bool, target: Target, inputs: list[tuple[Array, ...]]
-) -> list[_Job]:
+) -> list[Job]:
     jobs = []
     for name in kernels or (*KERNELS, "auto"):
         if name == "auto":
-            jobs += _both(shape, "auto", _auto(shape), inputs)
+            jobs += both_ways(shape, "auto", _auto(shape), inputs)
             continue
         reason = refusal(name, shape.call(), target)
         if reason is None and (kernels or not _too_large(name, shape)):
             jobs += _of_kernel(name, shape, target, inputs)
         elif reason is not None and kernels:
-            jobs.append(_Job(Row(shape.name, name, FORWARD, note=reason.rule), shape))
+            jobs.append(Job(Row(shape.name, name, FORWARD, note=reason.rule), shape))
     if peers and shape.mask.is_full:
         for name, make in PEERS.items():
             try:
-                jobs += _both(shape, f"bare {name}", make(), inputs)
+                jobs += both_ways(shape, f"bare {name}", make(), inputs)
             except ImportError as missing:
-                jobs.append(_Job(Row(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape))
+                jobs.append(Job(Row(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape))
     return jobs
+
+
+def config_of(kernel: str, *overrides: str) -> AttentionConfig:
+    """Return the config that asks for a kernel of `KERNELS`, or for auto."""
+    if kernel == "memory_efficient":
+        return AttentionConfig.from_overrides(
+            ["attention=dot_product", "use_memory_efficient_attention=true", *overrides]
+        )
+    return AttentionConfig.from_overrides([f"attention={kernel}", *overrides])
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
-def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]) -> list[_Job]:
+def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]) -> list[Job]:
     """Return a kernel's forward, and its backward from a given output and LSE."""
     kernel = KERNELS[name].build(shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
@@ -122,21 +138,21 @@ def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array
         return [(*each, *first(*each)) for each in inputs]
 
     row = Row(shape.name, name, FORWARD)
-    return [_Job(row, shape, forward, lambda: inputs), _Job(replace(row, what=BACKWARD), shape, backward, given)]
+    return [Job(row, shape, forward, lambda: inputs), Job(replace(row, what=BACKWARD), shape, backward, given)]
 
 
-def _both(shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]) -> list[_Job]:
+def both_ways(shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]) -> list[Job]:
     """Return a function's forward, and forward and backward together."""
     row = Row(shape.name, who, FORWARD)
-    forward = _Job(row, shape, f, lambda: [each[:3] for each in inputs])
-    return [forward, _Job(replace(row, what=BOTH), shape, _with_gradient(f), lambda: inputs)]
+    forward = Job(row, shape, f, lambda: [each[:3] for each in inputs])
+    return [forward, Job(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]
 
 
 def _auto(shape: Shape) -> Callable[..., Any]:
     return lambda q, k, v: attention(q, k, v, shape.mask, role=shape.role)
 
 
-def _with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     def both(q: Array, k: Array, v: Array, dout: Array) -> Any:
         out, gradients = jax.vjp(f, q, k, v)
         return out, gradients(dout)
@@ -144,7 +160,7 @@ def _with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
-def _inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
+def random_inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
     """Make random (q, k, v, dout): several of small shapes, so that calls in one program differ."""
     b, t, s, n, h = shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim
     size = b * t * n * h
@@ -158,30 +174,33 @@ def _inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
 def _too_large(name: str, shape: Shape) -> bool:
     """Leave out what nobody would run: dense scores of more than 30 GB, plain JAX for more than 2 TFLOP."""
     scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    return (name == "dot_product" and 4.0 * scores > 3e10) or (name == "memory_efficient" and _operations(shape) > 2e12)
+    return (name == "dot_product" and 4.0 * scores > 3e10) or (name == "memory_efficient" and operations(shape) > 2e12)
 
 
 # ---- what is said of it ----------------------------------------------------------------------------------------------
 
 
-def _row(job: _Job, timed: Timed, wanted: Timed) -> Row:
+def row_of(job: Job, timed: Timed, wanted: Timed | None) -> Row:
+    """Fill a row with what was measured; the error is of a forward, against what is wanted."""
     if not timed.seconds:
         return replace(job.row, note=timed.failed)
-    rate = _operations(job.shape) * WORK[job.row.what] / timed.seconds / 1e12
+    if not job.count:
+        return replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
+    rate = operations(job.shape) * WORK[job.row.what] / timed.seconds / 1e12
     row = replace(job.row, ms=1e3 * timed.seconds, tflops=rate, peak=timed.peak)
-    if job.row.what != FORWARD or wanted.first is None:
+    if job.row.what != FORWARD or wanted is None or wanted.first is None:
         return row
     out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
     got = out[:1, : wanted.first.shape[1]].astype(jnp.float32)
     return replace(row, error=float(jnp.abs(got - wanted.first).max() / jnp.abs(wanted.first).max()))
 
 
-def _operations(shape: Shape) -> float:
+def operations(shape: Shape) -> float:
     pairs = shape.mask.bind(shape.q_len, shape.kv_len).allowed_pairs(shape.q_len, shape.kv_len)
     return 4.0 * shape.batch * shape.heads * shape.head_dim * pairs
 
 
-def _reference(shape: Shape) -> Callable[..., Any]:
+def reference_of(shape: Shape) -> Callable[..., Any]:
     """Return dense attention in float32 of the first queries of one batch row."""
     few = min(CHECKED_QUERIES, shape.q_len)
     allowed = shape.mask.bind(shape.q_len, shape.kv_len).allowed(np.arange(few), np.arange(shape.kv_len))

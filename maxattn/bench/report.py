@@ -8,33 +8,45 @@ from dataclasses import asdict
 from typing import Any
 
 from maxattn.bench.measure import Row
+from maxattn.bench.timing import Timed
 from maxattn.target import Target
 
-HEADER = ("shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error")
+HEADER = ("shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error", "efficiency", "bound ms", "of it")
+LEFT = 3  # columns of words
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Return one line a measurement, in columns."""
+    """Return one line a measurement, in columns; columns that none of them fills are left out."""
     lines = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    kept = [i for i in range(len(HEADER)) if i <= LEFT or any(line[i] for line in lines[1:])]
+    widths = {i: max(len(line[i]) for line in lines) for i in kept}
     return "\n".join(
-        "  ".join(_aligned(line, widths)).rstrip() + _note(row) for line, row in zip(lines, (None, *rows), strict=True)
+        "  ".join(line[i].ljust(widths[i]) if i < LEFT else line[i].rjust(widths[i]) for i in kept).rstrip()
+        + _note(row)
+        for line, row in zip(lines, (None, *rows), strict=True)
     )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    words = row.shape, row.who, row.what
     if not row.ms:
-        return row.shape, row.who, row.what, "-", "-", "-", "-"
+        return *words, "-", *("",) * (len(HEADER) - LEFT - 1)
     error = "" if row.error is None else f"{row.error:.1e}"
-    return row.shape, row.who, row.what, f"{row.ms:.3f}", f"{row.tflops:.0f}", f"{row.peak / 2**30:.2f}", error
-
-
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
-    return [c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+    efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
+    bound = ("", "") if row.bound is None else (f"{row.bound:.3f}", f"{row.ms / row.bound:.3f}")
+    rate = f"{row.tflops:.0f}" if row.tflops else ""
+    return *words, f"{row.ms:.3f}", rate, f"{row.peak / 2**30:.2f}" if row.peak else "", error, efficiency, *bound
 
 
 def _note(row: Row | None) -> str:
     return f"  {row.note}" if row is not None and row.note else ""
+
+
+def as_kernels(row: Row, timed: Timed, most: int = 24) -> str:
+    """Return the device time of one measurement by kernel, the longest first."""
+    head = f"{row.shape}, {row.who}, {row.what}: {1e3 * timed.seconds:.3f} ms; kernels of the first device:"
+    lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in timed.kernels[:most])
+    return "\n".join((head, *lines))
 
 
 def to_json(rows: Sequence[Row], target: Target) -> str:

@@ -8,19 +8,38 @@ calls, each on its own random inputs, are compiled into one program.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import jax
 
+from maxattn.bench.profile import KernelTime, device_time
+
 BATCHES = 5
 MOST_CALLS = 20
 LONG = 0.1  # seconds, from which fewer batches will do
 FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Hold a function to measure.
+
+    Args:
+        f: of arrays.
+        make: returns its inputs: several tuples of arguments of one shape.
+        around: a context in which it is traced and compiled; functions that have one are compiled one at a time.
+    """
+
+    f: Callable[..., Any]
+    make: Callable[[], list[tuple[Any, ...]]]
+    around: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,26 +51,36 @@ class Timed:
         peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
         first: result of the first call, or None.
         failed: why there is none.
+        kernels: device time by kernel, where it was asked for.
     """
 
     seconds: float = 0.0
     peak: int = 0
     first: Any = None
     failed: str = ""
+    kernels: tuple[KernelTime, ...] = ()
 
 
 def measure(
-    functions: Sequence[tuple[Callable[..., Any], Callable[[], list[tuple[Any, ...]]]]], budget: float, workers: int = 0
+    functions: Sequence[Work],
+    budget: float,
+    workers: int = 0,
+    options: Mapping[str, Any] | None = None,
+    profiled: bool = False,
 ) -> list[Timed]:
     """Return the device time of functions.
 
     Args:
-        functions: (function, maker of its inputs: several tuples of arguments of one shape).
+        functions: what to measure.
         budget: seconds to spend on each, about.
         workers: how many are compiled at a time; 0 for half of the cores.
+        options: of XLA's compiler.
+        profiled: whether to record one more call of each with the profiler.
     """
+    compiled = partial(_compiled, options=dict(options or {}))
     with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
-        ready = list(pool.map(_compiled, *zip(*functions, strict=True))) if functions else []
+        waiting = [None if work.around else pool.submit(compiled, work) for work in functions]
+        ready = [compiled(work) if job is None else job.result() for work, job in zip(functions, waiting, strict=True)]
     warm = [_warmed(*each) for each in ready]
     batches = [_calls(each, budget) for each in warm]
     times: list[list[float]] = [[] for _ in ready]
@@ -60,14 +89,24 @@ def measure(
         for (program, inputs), (rounds, calls), found in zip(ready, batches, times, strict=True):
             if i < rounds:
                 found.append(_queue(program, inputs, calls) / calls)
-    return [_result(*each) for each in zip(ready, warm, times, strict=True)]
+    found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
+    if not profiled:
+        return found
+    return [replace(t, kernels=_kernels(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
 
 
-def _compiled(f: Callable[..., Any], make: Callable[[], list[tuple[Any, ...]]]) -> tuple[Any, Any]:
+def _kernels(program: Any, inputs: Any) -> tuple[KernelTime, ...]:
+    found = device_time(lambda: jax.block_until_ready(program(inputs)))
+    return tuple(replace(k, ms=k.ms / len(inputs), calls=k.calls / len(inputs)) for k in found)
+
+
+def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
-        inputs = make()
-        one = jax.jit(f)
-        return jax.jit(lambda sets: [one(*each) for each in sets]).lower(inputs).compile(), inputs
+        inputs = work.make()
+        one = jax.jit(work.f)
+        with (work.around or nullcontext)():
+            several = jax.jit(lambda sets: [one(*each) for each in sets], compiler_options=options)
+            return several.lower(inputs).compile(), inputs
     except FAILURES as failed:
         return None, f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
 

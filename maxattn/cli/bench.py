@@ -5,9 +5,14 @@
   maxattn bench --shape 2,4608,4608,24,128         B,T,S,N,H[,K]
   maxattn bench sdxl-64 --kernel flash --kernel auto
   maxattn bench --peers                            other libraries beside them, called bare
+  maxattn bench wan-14b-480p --mesh context=4      ring, Ulysses and all-gather beside one device
+  maxattn bench wan-1.3b-480p --module             a whole FlaxAttention, beside its attention and its matmuls
+  maxattn bench --report implementations --pictures out
+                                                   tables and pictures: implementations, block-window, layers
   maxattn bench --write-table                      measure the table that auto reads, and write it
 
 Times are of the device: short calls are compiled together into one program, so that the host does not count.
+GiB are those of one device: arguments, results and temporaries, as the compiler reports them.
 """
 
 from __future__ import annotations
@@ -23,37 +28,81 @@ from maxattn.shapes import SHAPES, Shape, read
 HELP = "measure kernels on this machine: device time, TFLOP/s, memory, error"
 GPU_SHAPES = ("wan-1.3b-480p", "wan-14b-720p", "wan-cross", "flux-1024", "sdxl-64", "sdxl-32", "sdxl-cross")
 CPU_SHAPES = ("1,256,256,4,64", "1,1024,1024,4,64", "2,1024,77,4,64")
+STRATEGIES = ("ring", "ulysses", "all_gather", "ulysses_ring")
+REPORTS = ("implementations", "block-window", "layers")
+MESH_AXES = ("data", "context", "tensor")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--shape", action="append", default=[], metavar="B,T,S,N,H", help="a shape without a name")
-    parser.add_argument("--kernel", action="append", default=[], metavar="KERNEL", help="measure this one (and others)")
-    parser.add_argument("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
-    parser.add_argument("--write-table", action="store_true", help="measure and write the table that auto reads")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, about (default 0.5)")
+    add = parser.add_argument
+    add("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    add("--shape", action="append", default=[], metavar="B,T,S,N,H", help="a shape without a name")
+    add("--kernel", action="append", default=[], metavar="KERNEL", help="measure this one (and others)")
+    add("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
+    add("--mesh", action="append", default=[], metavar="AXIS=N", help="spread over devices: data, context, tensor")
+    add("--strategy", action="append", default=[], choices=STRATEGIES, help="with --mesh (default: the first three)")
+    add("--module", action="store_true", help="a whole FlaxAttention beside its parts")
+    add("--param-dtype", default="float32", metavar="DTYPE", help="of the module's parameters (default float32)")
+    add("--report", action="append", default=[], choices=REPORTS, help="measure and write one of the reports")
+    add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
+    add("--profile", action="store_true", help="with --mesh or --module: print the device time by kernel")
+    add(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="with --mesh or --module: of XLA's compiler"
+    )
+    add("--json", type=Path, metavar="FILE", help="write the measurements")
+    add("--write-table", action="store_true", help="measure and write the table that auto reads")
+    add("--seconds", type=float, default=0.5, help="for one measurement, about (default 0.5)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from maxattn import bench
-    from maxattn.bench.table import kernels as of_table
     from maxattn.target import Target
 
     target = Target.here()
-    asked = _shapes(args, target.platform)
-    rows = []
-    for shape in asked:
-        kernels = tuple(args.kernel) or (of_table(shape) if args.write_table else ())
-        rows += (new := bench.bench(shape, kernels, args.peers, target, args.seconds))
-        print(bench.as_table(new), end="\n\n", flush=True)
+    rows: list[Any] = []
+    for new, text in _reports(args, target) if args.report else _measured(args, target):
+        rows += new
+        print(text, end="\n\n", flush=True)
         if args.json:
             args.json.write_text(bench.to_json(rows, target))
     if args.write_table:
-        _write(target, rows, asked)
+        _write(target, rows, _shapes(args, target.platform))
     return 0
+
+
+def _measured(args: argparse.Namespace, target: Any) -> Any:
+    """Measure shape by shape: yield (rows, their table)."""
+    from maxattn import bench
+    from maxattn.bench.mesh import bench_mesh
+    from maxattn.bench.module import bench_module
+    from maxattn.bench.table import kernels as of_table
+
+    mesh, options, budget = _mesh(args.mesh), _options(args.option), args.seconds
+    for shape in _shapes(args, target.platform):
+        kernels = tuple(args.kernel) or (of_table(shape) if args.write_table else ())
+        kernel = kernels[0] if kernels else "auto"
+        if mesh:
+            strategies = args.strategy or STRATEGIES[:3]
+            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, budget, options, args.profile)
+        elif args.module:
+            new = bench_module(shape, kernel, args.param_dtype, budget, options, args.profile)
+        else:
+            new = bench.bench(shape, kernels, args.peers, target, budget)
+        yield new, bench.as_table(new)
+
+
+def _reports(args: argparse.Namespace, target: Any) -> Any:
+    """Measure report by report: yield (rows, text)."""
+    from maxattn.bench.plots import draw
+    from maxattn.bench.reports import make
+
+    for name in args.report:
+        report = make(name, target, args.seconds)
+        if args.pictures:
+            draw(report, target.device_kind, args.pictures / f"{name}.png")
+        yield list(report.rows), report.text
 
 
 def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
@@ -63,6 +112,39 @@ def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
         return shapes()
     named = [*args.shapes, *args.shape]
     return [read(name) for name in named or (CPU_SHAPES if platform == "cpu" else GPU_SHAPES)]
+
+
+def _mesh(words: list[str]) -> dict[str, int]:
+    """Read axes: `context=4`.
+
+    Raises:
+        InputError: for another axis, what is no size, or more devices than there are.
+    """
+    import jax
+
+    found, devices = {}, 1
+    for word in words:
+        axis, _, size = word.partition("=")
+        if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
+            rule = f"it is AXIS=N, with an axis of {', '.join(MESH_AXES)}"
+            raise InputError("--mesh", word, rule, "write for example --mesh context=4")
+        found[axis], devices = int(size), devices * int(size)
+    if found and devices > jax.device_count():
+        there = f"this machine has {jax.device_count()}"
+        raise InputError("--mesh", " ".join(words), f"it needs {devices} devices, and {there}", "ask for fewer")
+    return found
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """Read options of XLA's compiler, numbers and booleans as such."""
+    values = {"true": True, "false": False}
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise InputError("--option", word, "it is NAME=VALUE", "write for example --option xla_gpu_name=true")
+        found[name] = values.get(value.lower(), int(value) if value.isdecimal() else value)
+    return found
 
 
 def _write(target: Any, rows: list[Any], measured: list[Shape]) -> None:

@@ -1,0 +1,87 @@
+"""Meshes, the whole module and the reports on a CPU, at small sizes: what they measure, compare and draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxattn.bench import as_table, reports
+from maxattn.bench.measure import BOTH, FORWARD
+from maxattn.bench.mesh import bench_mesh
+from maxattn.bench.module import bench_module, elementwise_bytes
+from maxattn.bench.plots import draw
+from maxattn.bench.profile import device_time
+from maxattn.bench.timing import Work, measure
+from maxattn.cli import main
+from maxattn.shapes import read
+from maxattn.target import Target
+
+CPU = Target("cpu", "cpu")
+
+
+def test_strategies_stand_beside_the_same_kernel_on_one_device() -> None:
+    rows = bench_mesh(read("1,128,128,4,16"), {"context": 4}, ["ring"], "dot_product", peers=True, budget=0.01)
+    who = ["dot_product, 1 device"] * 2 + ["ring over 4"] * 2
+    assert [(r.who, r.what) for r in rows[:4]] == list(zip(who, [FORWARD, BOTH] * 2, strict=True))
+    for one, four in zip(rows[:2], rows[2:4], strict=True):
+        assert four.efficiency == pytest.approx(one.ms / (4 * four.ms))
+    assert all(r.error is not None and r.error < 2e-2 for r in rows[:4] if r.what == FORWARD)
+    assert [r.note for r in rows[4:]] == ["No module named 'transformer_engine'"] * 2
+
+
+def test_a_strategy_that_cannot_run_says_why() -> None:
+    rows = bench_mesh(read("1,96,96,3,16"), {"context": 4}, ["ulysses"], "dot_product", budget=0.01)
+    assert "ulysses" in rows[-1].note and not rows[-1].ms
+
+
+def test_the_module_is_compared_with_its_parts() -> None:
+    rows = bench_module(read("1,64,64,2,16"), "dot_product", budget=0.01)
+    forward, both, *parts = rows
+    moved = [elementwise_bytes(read("1,64,64,2,16"), training) for training in (False, True)]
+    for row, i in ((forward, 0), (both, 1)):
+        assert row.bound == pytest.approx(parts[i].ms + parts[2 + i].ms + 1.15e3 * moved[i] / 4e12)
+    assert "of it" in as_table(rows) and "efficiency" not in as_table(rows)
+
+
+def test_the_bytes_of_the_elementwise_parts() -> None:
+    """q and k in and out, tables; backward dq, q and dq, the same of k, dv and dy; casts of four kernels."""
+    shape, array, tables = read("2,64,64,3,16"), 2 * 64 * 48 * 2, 2 * 2 * 64 * 8 * 4
+    assert elementwise_bytes(shape, False, "bfloat16") == 4 * array + tables
+    assert elementwise_bytes(shape, True, "bfloat16") == 12 * array + 2 * tables
+    assert elementwise_bytes(shape, True) - elementwise_bytes(shape, True, "bfloat16") == 2 * 4 * 48 * 48 * 6
+
+
+def test_the_profile_names_what_ran() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    product, x = jax.jit(lambda x: x @ x), jnp.ones((64, 64))
+    product(x)
+    assert sum(k.ms for k in device_time(lambda: jax.block_until_ready(product(x)))) > 0
+    (timed,) = measure([Work(lambda x: x @ x, lambda: [(x,), (x + 1,)])], 0.01, profiled=True)
+    assert timed.kernels and all(k.ms > 0 for k in timed.kernels)
+
+
+@pytest.mark.parametrize("name", reports.REPORTS)
+def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    plain = {name: kernel for name, kernel in reports.KERNELS.items() if "flash" not in name}
+    monkeypatch.setattr(reports, "KERNELS", plain)  # interpreted Pallas kernels take long to compile
+    report = reports.make(name, CPU, budget=0.005)
+    assert all(row.ms > 0 and row.peak > 0 for row in report.rows)
+    assert len(report.text.splitlines()) > 3
+    draw(report, "cpu", tmp_path / "pictures" / f"{name}.png")
+    assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape, out = ["bench", "--shape", "1,64,64,2,16", "--seconds", "0.01"], tmp_path / "b.json"
+    assert (
+        main([*shape, "--mesh", "context=2", "--strategy", "ring", "--kernel", "dot_product", "--json", str(out)]) == 0
+    )
+    assert json.loads(out.read_text())["rows"][-1]["efficiency"] > 0
+    assert main([*shape, "--mesh", "context=99"]) == main([*shape, "--mesh", "time=2"]) == 1
+    assert main([*shape, "--module", "--option", "nonsense"]) == 1
+    assert "it needs 99 devices" in capsys.readouterr().err
