@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxattn.errors import WeightsError
+from maxattn.weights.stream import Form, write
 
 SHARD_BYTES = 5 * 2**30  # the largest file that `save_tensors` writes, unless one tensor is larger
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -109,7 +110,7 @@ def _open(path: Path) -> Any:
 
 
 def save_tensors(
-    sizes: Mapping[str, int],
+    forms: Mapping[str, Form],
     read: Callable[[str], np.ndarray],
     folder: str | Path,
     name: str = "diffusion_pytorch_model",
@@ -118,8 +119,8 @@ def save_tensors(
     """Write tensors as safetensors: one file, or several and their index, as diffusers does.
 
     Args:
-        sizes: bytes of each tensor, by name: they decide how many files there are.
-        read: makes one tensor; those of one file are held at a time.
+        forms: shape and dtype of each tensor, by name: their bytes decide how many files there are.
+        read: makes one tensor; one is held at a time.
         folder: made where it is missing. A file takes its name when it is whole, the index last.
         name: of the files.
         shard_bytes: the largest file, where no tensor is larger.
@@ -127,34 +128,35 @@ def save_tensors(
     Returns:
         The files, the index last where there is one.
     """
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(sizes, shard_bytes)
+    shards = _shards(forms, shard_bytes)
     several = len(shards) > 1
     files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
              for i in range(len(shards))]  # fmt: skip
     for file, names in zip(files, shards, strict=True):
-        whole = {tensor: np.ascontiguousarray(read(tensor)) for tensor in names}
-        _write(folder / file, lambda path, whole=whole: save_file(whole, path, metadata={"format": "pt"}))
+        some = {tensor: forms[tensor] for tensor in names}
+        _write(folder / file, lambda path, some=some: write(path, some, read))
     if not several:
         return (folder / files[0],)
     where = {tensor: file for file, names in zip(files, shards, strict=True) for tensor in names}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+    index = {
+        "metadata": {"total_size": sum(form.bytes for form in forms.values())},
+        "weight_map": dict(sorted(where.items())),
+    }
     _write(folder / f"{name}.safetensors.index.json", lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
     return (*(folder / file for file in files), folder / f"{name}.safetensors.index.json")
 
 
-def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+def _shards(forms: Mapping[str, Form], most: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held = 0
-    for name, size in sizes.items():
-        if shards[-1] and held + size > most:
+    for name, form in forms.items():
+        if shards[-1] and held + form.bytes > most:
             shards.append([])
             held = 0
         shards[-1].append(name)
-        held += size
+        held += form.bytes
     return shards
 
 

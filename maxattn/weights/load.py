@@ -18,6 +18,7 @@ from maxattn.errors import WeightsError
 from maxattn.weights import files
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.places import on_host, variable_at
+from maxattn.weights.stream import Form
 
 log = logging.getLogger("maxattn")
 LISTED = 12  # names of one kind that an error lists
@@ -85,7 +86,7 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def save_diffusers(module: nnx.Module, folder: str | Path, shard_bytes: int = files.SHARD_BYTES) -> tuple[Path, ...]:
-    """Write the parameters of a module as a folder that diffusers loads; one file at a time is held on the host.
+    """Write the parameters of a module as a folder that diffusers loads; one tensor at a time is held on the host.
 
     Args:
         module: with arrays.
@@ -93,9 +94,8 @@ def save_diffusers(module: nnx.Module, folder: str | Path, shard_bytes: int = fi
         shard_bytes: the largest file.
     """
     every = {entry.name: entry for entry in entries(module)}
-    sizes = {name: int(np.prod(e.shape)) * variable_at(module, e.path).get_value().dtype.itemsize
-             for name, e in every.items()}  # fmt: skip
-    return files.save_tensors(sizes, lambda name: _read(module, every[name]), folder, shard_bytes=shard_bytes)
+    forms = {name: Form(e.shape, variable_at(module, e.path).get_value().dtype) for name, e in every.items()}
+    return files.save_tensors(forms, lambda name: _read(module, every[name]), folder, shard_bytes=shard_bytes)
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
