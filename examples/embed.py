@@ -30,7 +30,7 @@ NEEDS = {
     "WanImageToVideoPipeline": ("tokenizer", "text_encoder", "image_encoder", "image_processor", "vae"),
     "StableDiffusionXLPipeline": ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
 }
-INSTEAD = "an embeddings file that was made elsewhere"
+INSTEAD = "make the file on another machine"
 
 
 def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

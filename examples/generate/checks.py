@@ -82,7 +82,7 @@ def _wrong_input(kind: Kind, paths: Paths, sizes_fit: bool) -> Iterator[ConfigEr
         )
     if paths.image is not None and not paths.image.is_file():
         yield wrong("--image", paths.image, "it names a file, and there is none", "name a picture")
-    how = (kind.needs_torch, "transformers", "--embeddings FILE instead")
+    how = (kind.needs_torch, "transformers", "give --embeddings FILE instead")
     yield from without_torch("--prompt", "encoding a prompt", paths.model, *how)
 
 
@@ -97,13 +97,13 @@ def without_torch(
         model: the pipeline's folder.
         parts: of it that are needed.
         package: beside torch.
-        instead: what is given where torch is not.
+        instead: what to do where torch is not.
     """
     if missing := [name for name in ("torch", package) if find_spec(name) is None]:
-        value, remedy = f"{' and '.join(missing)} not installed", f"{INSTALL}, or give {instead}"
+        value, remedy = f"{' and '.join(missing)} not installed", f"{INSTALL}, or {instead}"
         yield wrong(option, value, f"{what} is done by torch and {package}", remedy)
     elif lacking := folder.lacking(model, parts):
-        value, remedy = f"{model} without {', '.join(lacking)}", f"fetch the whole folder, or give {instead}"
+        value, remedy = f"{model} without {', '.join(lacking)}", f"fetch the whole folder, or {instead}"
         yield wrong(option, value, f"{what} takes these parts of a pipeline: {', '.join(parts)}", remedy)
 
 
@@ -119,7 +119,7 @@ def _wrong_output(paths: Paths) -> Iterator[ConfigError]:
         ways = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
         yield wrong("--out", "(none)", "a folder or a file takes what is drawn", ways)
     if paths.out is not None:
-        how = (("vae",), "diffusers", "--latents FILE instead")
+        how = (("vae",), "diffusers", "give --latents FILE instead")
         yield from without_torch("--out", "decoding latents", paths.model, *how)
 
 

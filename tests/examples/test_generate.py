@@ -144,6 +144,27 @@ def test_without_torch_both_ways_out_are_named(tmp_path: Path, monkeypatch: pyte
     check_golden("generate/without_torch", str(error.value))
 
 
+def test_embed_and_decode_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import decode
+    import embed
+
+    pipeline(tmp_path, "sdxl", "euler")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("generate.checks.find_spec", lambda name: None)
+    Path("vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    save_file({"latents": np.ones((1, 4, 3, 4, 6), np.float32)}, "latents.safetensors")
+    asked = {
+        "embed": (embed, "StableDiffusionXLPipeline", ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"]),
+        "embed_other": (embed, "FluxPipeline", ["--prompt", "a fox", "--to", "file"]),
+        "decode": (decode, "StableDiffusionXLPipeline", ["latents.safetensors", "--out", "out"]),
+    }
+    for name, (command, kind, arguments) in asked.items():
+        Path("model_index.json").write_text(json.dumps({"_class_name": kind}))
+        with pytest.raises(ConfigError) as error:
+            command.main(command.arguments_of([".", *arguments]))
+        check_golden(f"generate/{name}", str(error.value))
+
+
 def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told(tmp_path, "wan")
     pipeline(tmp_path, "wan", "unipc")

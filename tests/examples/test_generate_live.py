@@ -73,12 +73,21 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
     if name == "sdxl":
         written = np.asarray(Image.open(tmp_path / "out" / "000.png"))
     else:
-        sys.path.insert(0, str(ROOT / "examples"))
         from generate import torch_wan
 
         written = torch_wan.decode(tmp_path, got, "cpu")[0]
         video = "000.mp4" if find_spec("imageio_ffmpeg") else "000"
         assert [path.name for path in (tmp_path / "out").iterdir()] == [video]
+    sys.path.insert(0, str(ROOT / "examples"))
+    import decode
+
+    decode.main(
+        decode.arguments_of([str(tmp_path), str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "2")])
+    )
+    files, again = (sorted(path for path in (tmp_path / of).rglob("*") if path.is_file()) for of in ("out", "2"))
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again], (
+        "from a latents file the same"
+    )
     assert written.shape == pixels.shape
     assert np.abs(written - pixels).max() <= 1.0, "half a level of rounding, and what latents are off"
 
@@ -94,3 +103,20 @@ def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
     embed.main(embed.arguments_of([str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, "--to", str(file)]))
     got = ours(name, tmp_path, "--embeddings", str(file))
     np.testing.assert_allclose(got, latents, atol=1e-4 * np.abs(latents).max())
+
+
+def test_prompts_of_a_file_are_a_batch(tmp_path: Path) -> None:
+    latents, _ = theirs("wan", tmp_path, NEGATIVE)
+    sys.path.insert(0, str(ROOT / "examples"))
+    import embed
+
+    (tmp_path / "prompts.txt").write_text(f"a cat\n\n{PROMPT}\n")
+    file = tmp_path / "told.safetensors"
+    how = ["--prompts", str(tmp_path / "prompts.txt"), "--negative-prompt", NEGATIVE, "--to", str(file)]
+    embed.main(embed.arguments_of([str(tmp_path), *how]))
+    assert load_file(file)["text"].shape == (2, 512, 8)
+    noise = load_file(tmp_path / "noise.safetensors")["noise"]
+    save_file({"noise": np.concatenate([noise, noise])}, tmp_path / "noise.safetensors")
+    got = ours("wan", tmp_path, "--embeddings", str(file))
+    np.testing.assert_allclose(got[1:], latents, atol=1e-4 * np.abs(latents).max())
+    assert np.abs(got[0] - got[1]).max() > 1e-2, "another prompt, another video"

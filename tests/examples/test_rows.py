@@ -1,0 +1,50 @@
+"""The batch of a run: which text and which noise each row has, in one call of the model or two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from generate.guidance import guided
+from generate.rows import Rows, noise, told_in_rows
+
+TEXT, NEGATIVE = np.arange(3.0).reshape(3, 1, 1), np.full((1, 1, 1), -1.0)
+
+
+def test_every_prompt_has_its_samples_and_one_negative_prompt_goes_with_all() -> None:
+    rows = Rows(texts=3, count=2, calls=2, ways=1)
+    (both,) = told_in_rows({"text": TEXT, "negative_text": NEGATIVE}, rows, guided=True)
+    np.testing.assert_array_equal(both["text"].ravel(), [-1] * 6 + [0, 0, 1, 1, 2, 2])
+    one_after_the_other = told_in_rows({"text": TEXT, "negative_text": NEGATIVE}, Rows(3, 2, 1, 1), guided=True)
+    np.testing.assert_array_equal([x["text"].ravel() for x in one_after_the_other], [[-1] * 6, [0, 0, 1, 1, 2, 2]])
+    (alone,) = told_in_rows({"text": TEXT}, Rows(3, 2, 1, 1), guided=False)
+    np.testing.assert_array_equal(alone["text"].ravel(), [0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("texts", "calls", "ways", "samples"), [(1, 2, 8, 4), (1, 1, 8, 8), (3, 2, 4, 4), (5, 2, 1, 5), (4, 2, 3, 6)]
+)
+def test_rows_fill_the_devices(texts: int, calls: int, ways: int, samples: int) -> None:
+    rows = Rows(texts, 1, calls, ways)
+    assert rows.samples == samples
+    assert rows.spread(TEXT[:1]).shape[0] == samples
+    assert ("fill up" in str(rows)) == (samples != texts)
+
+
+def test_noise_of_a_row_depends_on_seed_and_row_alone() -> None:
+    few, many = (noise(3, Rows(n, 1, 1, 1), (2, 2)) for n in (2, 5))
+    np.testing.assert_array_equal(few, many[:2])
+    assert (few != noise(4, Rows(2, 1, 1, 1), (2, 2))).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
+def test_guidance_leads_away_from_the_negative_prompt(scale: float) -> None:
+    def call(x, t, told):
+        return x + t[:, None, None] * told
+
+    x, t = np.ones((3, 1, 1), np.float32), np.float32(2.0)
+    want = 1 + 2 * (-1 + scale * (TEXT + 1))
+    told = (np.concatenate([np.repeat(NEGATIVE, 3, 0), TEXT]),) if scale != 1 else (TEXT,)
+    np.testing.assert_allclose(guided(call, told, scale)(x, t), want)
+    np.testing.assert_allclose(
+        guided(call, (np.repeat(NEGATIVE, 3, 0), TEXT)[-(1 + (scale != 1)) :], scale)(x, t), want
+    )
