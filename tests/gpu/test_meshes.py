@@ -1,14 +1,27 @@
-"""Context strategies over the GPU kernels, on two GPUs, against float64: a ring cuts hops into full and diagonal."""
+"""Context strategies over the GPU kernels, on two and on four GPUs, against float64.
+
+A ring cuts hops into full and diagonal; where all is full and no gradient of the LSE is asked for, dQ stays in one
+float32 sum over all hops.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import maxattn as ma
+from maxattn import masks as M
+from maxattn.attention import run
+from maxattn.context.balance import Balance
 from maxattn.errors import Unsupported
 from tests.cases import judge, run_case
 from tests.gpu.there import skip_unless_there
 from tests.pairwise import product
+from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +42,33 @@ def test_two_gpus(case: dict, record_property) -> None:
     )
     case = case | FIXED
     try:
-        errors = run_case(case, config, config.make_mesh())
+        errors = run_case(case, config, config.make_mesh(jax.devices()[:2]))
     except Unsupported as refused:
         assert case["kernel"] in str(refused)
         record_property("refused", str(refused))
         return
     judge(case, errors)
+
+
+@pytest.mark.parametrize("kernel", AXES["kernel"])
+@pytest.mark.parametrize("order", ["full", "causal", "zig-zag"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
+def test_ring_of_four(kernel: str, order: str, heads: tuple[int, int]) -> None:
+    """600 tokens a device, so that halves of a block are no whole tiles."""
+    skip_unless_there(kernel, devices=4)
+    config = ma.AttentionConfig(attention=kernel, context_parallel="ring", ici_context_parallelism=4)
+    mesh, rng, (n, k) = config.make_mesh(jax.devices()[:4]), np.random.default_rng(5), heads
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 2400, m, 128)), "bfloat16") for m in (n, k, k, n))
+    mask = (M.Full() if order == "full" else M.Causal()).bind(2400, 2400)
+    plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
+    # At this length the deal would cost more than it saves.
+    plan = replace(plan, context=replace(plan.context, balance=Balance(order == "zig-zag")))  # type: ignore[type-var]
+
+    @jax.jit
+    def both(q, k, v, dout):
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, mask, mesh)[0], q, k, v)
+        return out, *vjp(dout)
+
+    want = attention64(q, k, v, None if order == "full" else np.tril(np.ones((2400, 2400), bool)), dout=dout)
+    names, wanted = ("out", "dq", "dk", "dv"), (want.out, want.dq, want.dk, want.dv)
+    judge({"dtype": "bfloat16"}, {m: error(g, w) for m, g, w in zip(names, both(q, k, v, dout), wanted, strict=True)})
