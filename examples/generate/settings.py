@@ -18,7 +18,7 @@ class SamplingSettings(Section):
     guidance_scale: Annotated[float, Ge(0)] = 5.0
     """Classifier-free guidance, away from the negative prompt; 1 is the model as it is, in half the time."""
     guidance_batched: bool = True
-    """Prompt and negative prompt in one call of the model; false: one after the other, in about half the memory."""
+    """Prompt and negative prompt in one call of the model; false: one after the other, with half the rows in memory."""
     prompt: str | None = None
     """What to draw; text encoders need maxattn[torch]. Unset where an embeddings file says it."""
     negative_prompt: str | None = None

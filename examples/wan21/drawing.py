@@ -71,7 +71,10 @@ class WanDrawing:
         return self.settings.sampling.sampler_of(str(self.folder))
 
     def wrong_sizes(self) -> Iterable[ConfigError]:
-        """Yield heights, widths and frames that latents or patches do not divide into."""
+        """Yield heights, widths and frames that latents or patches do not divide into, and models of two images."""
+        if self.sizes.pos_embed_seq_len is not None:
+            rule, remedy = "a model of first and last frame takes two images, which sampling does not", "give another"
+            yield ConfigError("model.folder", self.folder, rule, remedy)
         s, (time, *sides), (frames, *patch) = self.settings.sampling, self.scale, self.sizes.patch_size
         for key, side, ratio in zip(("height", "width"), sides, patch, strict=True):
             unit, value = side * ratio, getattr(s, key)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxattn.errors import ConfigError, WeightsError
+from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
 from tests.golden_text import check_golden
 
@@ -175,6 +176,13 @@ def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
     check_golden("generate/two_transformers", str(error.value))
     Path("model_index.json").unlink()
+    two_images = json.loads(Path("transformer/config.json").read_text()) | made.IMAGE | {"pos_embed_seq_len": 10}
+    Path("transformer/config.json").write_text(json.dumps(two_images))
+    with pytest.raises(ConfigError, match="first and last frame"):
+        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
+    shutil.rmtree("transformer")
+    shutil.rmtree("scheduler")
+    pipeline(Path(), "wan", "unipc")
     ones = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
     layer = "transformer.blocks.9.attn1.to_q"
     save_file({f"{layer}.lora_{side}.weight": x for side, x in ones.items()}, "lora.safetensors")
