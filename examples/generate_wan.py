@@ -43,11 +43,11 @@ def demo(settings: DemoSettings) -> None:
         raise ConfigError("sampling.per_prompt", each, "at least one video of a prompt is drawn", "use 1 or more")
     if prompt is not None:
         text.encode([prompt])
-    state = trained(settings, settings.make_mesh())
+    model = trained(settings, settings.make_mesh())
     if prompt is None:
-        draw_all(state.average, settings)
+        draw_all(model, settings)
     else:
-        draw_prompt(state.average, prompt, settings)
+        draw_prompt(model, prompt, settings)
 
 
 def main(found: argparse.Namespace) -> None:

@@ -25,12 +25,12 @@ from wan21.training import train as train_wan21
 def demo(settings: DemoSettings) -> None:
     """Train on digits, draw the loss curve, then draw and judge videos."""
     began = time.perf_counter()
-    state, losses = train(settings, settings.make_mesh())
+    model, losses = train(settings, settings.make_mesh())
     trained = time.perf_counter()
     if hosts.is_first():
         print(f"loss curve: {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}")
     if settings.sampling.per_prompt:
-        draw_all(state.average, settings)
+        draw_all(model, settings)
     done = time.perf_counter()
     print(f"training {trained - began:.0f} s, drawing and judging {done - trained:.0f} s")
 

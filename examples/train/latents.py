@@ -57,6 +57,7 @@ class LatentFolder:
         said = self._files[0].metadata() or {}
         self.kind: str = said.get("source", "")
         self.model: str = said.get("model", "")
+        self.note = "" if self.says_empty else f"a text that is dropped is replaced by zeros: there is no {EMPTY}"
         self._headers = headers
 
     def __len__(self) -> int:
@@ -82,11 +83,6 @@ class LatentFolder:
     def says_empty(self) -> bool:
         """Whether the folder holds the conditions of the empty text."""
         return (self.folder / EMPTY).is_file()
-
-    @property
-    def note(self) -> str:
-        """What a user should know of it before training."""
-        return "" if self.says_empty else f"a text that is dropped is replaced by zeros: there is no {EMPTY}"
 
     @property
     def fingerprint(self) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from wan import hosts
 
 from maxattn import sharding
@@ -70,7 +69,7 @@ class Training:
             raise ConfigErrors(problems)
         self.plans = task.plans(self.shapes, mesh)
 
-    def run(self) -> tuple[nnx.Module, list[float]]:
+    def run(self) -> tuple[Any, list[float]]:
         """Train and export; return the model that draws (the average, where one is kept) and the loss of every step.
 
         Raises:
@@ -91,18 +90,22 @@ class Training:
             print(f"exported: {written}" if written else NOT_EXPORTED)
         return model, losses
 
-    def trained(self) -> nnx.Module:
-        """Return the model of the last checkpoint: the average, where one is kept.
+    def trained(self) -> Any:
+        """Return the model of the last checkpoint: the average, where one is kept; `last` says what it raises."""
+        parts, state, fixed = self.last()
+        return parts.model(state.best, fixed)
+
+    def last(self) -> tuple[Parts, State, Any]:
+        """Return the last checkpoint: how the model is put together, what was trained, and what stayed.
 
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
         if not (self.folder / "checkpoints").is_dir():
-            rule, remedy = "it holds a checkpoint", "train with the same config first"
+            rule, remedy = "it holds a checkpoint", "run the training command with the same config first"
             raise ConfigError("training.output_dir", self.folder, rule, remedy)
         with self._checkpoints() as checkpoints:
-            parts, state, fixed = self._begin(checkpoints)
-        return parts.model(state.best, fixed)
+            return self._begin(checkpoints)
 
     def _checkpoints(self, start_again: bool = False) -> Checkpoints:
         more = {"data.folder": self.source.fingerprint}

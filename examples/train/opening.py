@@ -22,6 +22,7 @@ def opening(training: TrainingSettings, checkpoints: Checkpoints, plans: dict[st
         return
     if done >= wanted:
         yield f"training is complete: {done} of {wanted} steps in {checkpoints.folder}"
+        yield "training.resume=false trains anew"
         return
     yield f"going on from step {done} of {wanted}, in {checkpoints.folder}"
     before = checkpoints.facts["settings"]["training"]["steps"]

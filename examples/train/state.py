@@ -99,6 +99,8 @@ def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -
         optimizer: of the run.
         form: from `Parts.form`.
     """
+    # Committed to their places: the first step would else be compiled for arrays that later ones are not.
+    trained = jax.device_put(trained, places(form.trained))
     moments = jax.jit(optimizer.init, out_shardings=places(form.optimizer))(trained)
     # Copies: a donated array must not be in two places.
     average = jax.tree.map(jnp.copy, trained) if form.average else {}

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
-from samplers.read import Sampler
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -48,20 +47,12 @@ class Examples(Source, Protocol):
         """The conditions of the empty text, without a batch axis."""
         ...
 
-    @property
-    def note(self) -> str:
-        """What a user should know of the data before training, or nothing."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """What they show, "digits" or nothing."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """What they are for."""
-        ...
+    note: str
+    """What a user should know of the data before training, or nothing."""
+    kind: str
+    """What they show, "digits" or nothing."""
+    model: str
+    """What they are for."""
 
     @property
     def fingerprint(self) -> str:
@@ -107,8 +98,8 @@ class Task(Protocol):
         ...
 
     @property
-    def sampler(self) -> Sampler:
-        """What samples are drawn with."""
+    def sampler(self) -> Any:
+        """What samples are drawn with, a `samplers.read.Sampler`; None where none are drawn or exported."""
         ...
 
     def drawing(self) -> Any:

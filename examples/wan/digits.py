@@ -6,9 +6,8 @@ Every video is a function of its index alone and the order of the seed, so a dat
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Literal
 
-import grain
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
@@ -18,16 +17,8 @@ from .words import SIDE, STEPS, all_prompts, prompt_of
 
 Scan = UInt8[np.ndarray, "8 8"]
 Split = Literal["train", "test"]
-Rows = Int[np.ndarray, " rows"]
 
 INK = 16.0  # the darkest value of a scan
-
-
-class Batch(TypedDict):
-    """Hold videos, ink scaled to -1..1, and the token ids of their prompts."""
-
-    video: Float[np.ndarray, "B F H W 1"]
-    tokens: Int[np.ndarray, "B S"]
 
 
 def load(split: Split) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"]]:
@@ -106,42 +97,3 @@ def to_model(frames: UInt8[np.ndarray, "..."]) -> Float[np.ndarray, "... 1"]:
 def from_model(video: Float[np.ndarray, "... 1"]) -> Float[np.ndarray, "..."]:
     """Undo `to_model`, clipped to the ink that a scan can have."""
     return np.clip((np.asarray(video)[..., 0] + 1.0) * (INK / 2), 0.0, INK)
-
-
-class Batches:
-    """Offer the batches of a run one after the other, of each the rows that are asked for.
-
-    Args:
-        videos: in the order in which they are learned from.
-        batch_size: rows of a whole batch.
-        rows: those that this process loads.
-    """
-
-    def __init__(self, videos: grain.MapDataset, batch_size: int, rows: Rows) -> None:
-        self._videos, self._size, self._rows = videos, batch_size, rows
-
-    def __len__(self) -> int:
-        return len(self._videos) // self._size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        found = [self._videos[int(index) * self._size + int(row)] for row in self._rows]
-        return {key: np.stack([one[key] for one in found]) for key in found[0]}
-
-
-def batches(data: DataSettings, batch_size: int, seed: int, rows: Rows | None = None) -> grain.DatasetIterator:
-    """Shuffle the training videos anew each epoch and batch them, without end.
-
-    Args:
-        data: what the videos are.
-        batch_size: videos a batch.
-        seed: of the order.
-        rows: those of each batch that are loaded; default all.
-
-    Returns:
-        An iterator over `Batch`, whose place `get_state()` tells: the same on every process.
-    """
-    source: grain.MapDataset = grain.MapDataset.source(DigitVideos(data))  # pyright: ignore[reportArgumentType]
-    videos = source.seed(seed).shuffle().repeat()
-    wanted = Batches(videos, batch_size, np.arange(batch_size) if rows is None else rows)
-    dataset: grain.MapDataset = grain.MapDataset.source(wanted)  # pyright: ignore[reportArgumentType]
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

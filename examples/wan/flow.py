@@ -14,35 +14,45 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from train import flow
+from train.flow import shifted
+from train.task import Arrays
 
 from .model import Video, WanTransformer, Words
 from .settings import SamplingSettings, TrainingSettings
 from .text import PAD, drop
 
 
-def shifted(t: Float[Array, "..."], shift: float) -> Float[Array, "..."]:
-    """Move times towards the noise: shift t / (1 + (shift - 1) t); 1 leaves them where they are."""
-    return shift * t / (1.0 + (shift - 1.0) * t)
+def noised(video: Video, words: Words, key: Array, training: TrainingSettings) -> Arrays:
+    """Draw times and noise; replace some prompts by the empty one.
+
+    Args:
+        video: clean videos, -1..1.
+        words: token ids of their prompts.
+        key: of times, noise and dropped prompts.
+        training: `timestep_shift` and `prompt_dropout`.
+    """
+    times, noises, drops = jax.random.split(key, 3)
+    drawn = flow.noised(video, flow.times(times, len(video), training.timestep_shift), noises)
+    return drawn._asdict() | {"words": drop(words, training.prompt_dropout, drops)}
+
+
+def loss(model: WanTransformer, examples: Arrays) -> Float[Array, ""]:
+    """Measure how far the predicted velocity is from the true one.
+
+    Args:
+        model: what predicts.
+        examples: from `noised`.
+    """
+    velocity = model(examples["mixed"], examples["times"], examples["words"])
+    return jnp.mean((velocity - examples["velocity"]) ** 2)
 
 
 def loss_of(
     model: WanTransformer, video: Video, words: Words, key: Array, training: TrainingSettings
 ) -> Float[Array, ""]:
-    """Measure how far the predicted velocity is from the true one, at random times.
-
-    Args:
-        model: what predicts.
-        video: clean videos, -1..1.
-        words: token ids of their prompts; some are replaced by the empty prompt.
-        key: of times, noise and dropped prompts.
-        training: `timestep_shift` and `prompt_dropout`.
-    """
-    times, noises, drops = jax.random.split(key, 3)
-    t = shifted(jax.nn.sigmoid(jax.random.normal(times, video.shape[:1])), training.timestep_shift)
-    noise = jax.random.normal(noises, video.shape)
-    mix = t[:, None, None, None, None]
-    velocity = model((1 - mix) * video + mix * noise, t, drop(words, training.prompt_dropout, drops))
-    return jnp.mean((velocity - (noise - video)) ** 2)
+    """Draw times and noise, and measure the loss; `noised` names the arguments."""
+    return loss(model, noised(video, words, key, training))
 
 
 @partial(nnx.jit, static_argnames="sampling")

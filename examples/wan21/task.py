@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 from samplers.read import Sampler
+from train import flow
 from train.latents import LatentFolder
 from train.task import KEPT, Arrays, Fixed, Shapes, replaced
 from train.wrong import unlike
@@ -22,7 +23,6 @@ from maxattn import weights
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
-from . import flow
 from .model import WanTransformer3D
 from .settings import ModelSettings, Settings, TrainingSettings
 from .sizes import Sizes
@@ -99,9 +99,11 @@ class WanTask:
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some texts by the empty one."""
-        for_flow, for_texts = jax.random.split(key)
-        drawn = flow.noised(channels_last(batch["latents"].astype(jnp.float32)), for_flow, self.settings.training)
-        dropped = jax.random.bernoulli(for_texts, self.settings.training.condition_dropout, drawn.times.shape)
+        for_times, for_noise, for_texts = jax.random.split(key, 3)
+        said, clean = self.settings.training, channels_last(batch["latents"].astype(jnp.float32))
+        how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
+        drawn = flow.noised(clean, flow.times(for_times, len(clean), *how), for_noise)
+        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
         text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
         return {"mixed": drawn.mixed, "times": drawn.times, "velocity": drawn.velocity, "text": text, **more}

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from train.data import batches
 from wan import digits, text
 from wan.settings import DataSettings
 from wan.words import DIRECTIONS, STEPS, all_prompts, prompt_of
@@ -64,8 +65,8 @@ def test_held_out_prompts_never_appear_and_all_others_do():
 
 def test_held_out_prompts_never_reach_a_batch():
     never = {tuple(row) for row in text.encode(HELD_OUT)}
-    batches = digits.batches(DATA, 64, seed=1)
-    seen = {tuple(row) for _ in range(20) for row in next(batches)["tokens"]}
+    drawn = batches(digits.DigitVideos(DATA), 64, seed=1)
+    seen = {tuple(row) for _ in range(20) for row in next(drawn)["tokens"]}
     assert len(seen) == 36
     assert not seen & never
 
@@ -86,19 +87,19 @@ def test_scans_are_for_training_or_kept_aside():
 
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_an_iterator_goes_on_from_its_place(batch_size: int):
-    batches = digits.batches(DATA, batch_size, seed=0)
+    drawn = batches(digits.DigitVideos(DATA), batch_size, seed=0)
     for _ in range(3):
-        next(batches)
-    place, fresh = batches.get_state(), digits.batches(DATA, batch_size, seed=0)
+        next(drawn)
+    place, fresh = drawn.get_state(), batches(digits.DigitVideos(DATA), batch_size, seed=0)
     fresh.set_state(place)
     for _ in range(3):
-        ours, theirs = next(batches), next(fresh)
+        ours, theirs = next(drawn), next(fresh)
         np.testing.assert_array_equal(ours["video"], theirs["video"])
         np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
 
 
 def test_the_seed_decides_the_order():
-    one, other = (next(digits.batches(DATA, 16, seed))["video"] for seed in (0, 1))
+    one, other = (next(batches(digits.DigitVideos(DATA), 16, seed))["video"] for seed in (0, 1))
     assert (one != other).any()
 
 

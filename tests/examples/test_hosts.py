@@ -8,11 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from train.data import batches
+from train.loop import Training
 from wan import digits, hosts
 from wan.command import settings_of
 from wan.settings import DataSettings, Settings
-from wan.training import trained
+from wan.task import DemoTask
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -31,7 +32,8 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
 
 def test_a_process_loads_the_rows_it_is_asked_for():
     data = DataSettings()
-    whole, some = digits.batches(data, 8, seed=3), digits.batches(data, 8, seed=3, rows=np.array([1, 6]))
+    videos = digits.DigitVideos(data)
+    whole, some = batches(videos, 8, seed=3), batches(videos, 8, seed=3, rows=np.array([1, 6]))
     for _ in range(3):
         everything, part = next(whole), next(some)
         assert everything["video"].shape[0] == 8
@@ -101,11 +103,12 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
 
     # What two processes with four devices each wrote is read here, bit for bit, onto another mesh.
     settings = Settings.from_yaml(two, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"])
-    state = trained(settings, settings.make_mesh())
+    state = Training(DemoTask(settings), settings.make_mesh()).last()[1]
     wrote = {plain(name): array for name, array in arrays(tmp_path / "two", STEPS).items()}
-    for path, array in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(state))):
-        np.testing.assert_array_equal(array, wrote[plain(jax.tree_util.keystr(path))])
-    kernel = state.model.blocks[0].ffn.up.kernel[...]
+    for name in ("trained", "average"):
+        for path, array in jax.tree_util.tree_leaves_with_path({name: getattr(state, name)}):
+            np.testing.assert_array_equal(array, wrote[plain(jax.tree_util.keystr(path))])
+    kernel = state.trained["blocks"][0]["ffn"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 

@@ -8,17 +8,19 @@ from io import StringIO
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
-from wan import digits
-from wan.checkpoint import Checkpoints
-from wan.opening import plans_of
-from wan.progress import Progress, recent
+from train.checkpoint import Checkpoints
+from train.cost import Cost
+from train.loop import Training
+from train.progress import Progress, recent
+from train.state import State
+from wan.model import WanTransformer
 from wan.settings import Settings
-from wan.training import TrainState, train, train_step, trained
+from wan.task import DemoTask
+from wan.training import train, trained
 
 from maxattn.errors import ConfigError
 
@@ -44,38 +46,28 @@ def with_training(settings: Settings, **changes: object) -> Settings:
     return settings.replace(training=settings.training.replace(**changes))
 
 
-def parameters(state: TrainState) -> dict:
-    return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(state)))
+def last(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> State:
+    return Training(DemoTask(settings), mesh).last()[1]
 
 
 def test_the_loss_goes_down(small: Settings):
-    settings = with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2)
-    state = TrainState(settings)
-    batches = digits.batches(settings.data, 8, seed=0)
-    step = nnx.cached_partial(train_step, state)
-    losses = []
-    for _ in range(60):
-        batch = next(batches)
-        losses.append(float(step(batch["video"], batch["tokens"], training=settings.training)))
+    _, losses = train(with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2, checkpoint_every=60))
     # An untrained model predicts 0: its loss is mean |noise - x|^2, about 1.9.
     assert np.mean(losses[:3]) == pytest.approx(1.9, abs=0.2)
     assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:3])
-    assert state.step == 60
 
 
 def test_a_step_moves_parameters_and_their_average(small: Settings):
-    state = TrainState(small)
-    before = parameters(state)
-    assert not jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any() or None, before["model"], before["average"]))
-    batch = next(digits.batches(small.data, 8, seed=0))
-    for _ in range(3):  # The rate of the first step is 0.
-        train_step(state, jnp.asarray(batch["video"]), jnp.asarray(batch["tokens"]), small.training)
-    after = parameters(state)
-    moved = np.abs(after["model"]["position"] - before["model"]["position"]).max()
-    followed = np.abs(after["average"]["position"] - before["model"]["position"]).max()
+    settings = with_training(small, steps=3)
+    untrained = WanTransformer(settings, rngs=nnx.Rngs(settings.training.seed)).position[...]
+    model, _ = train(settings)
+    state = last(settings)
+    trained_now, average = state.trained["position"], state.average["position"]
+    moved = np.abs(trained_now - untrained).max()
     assert moved > 1e-4
-    assert 0.1 * moved < followed
-    assert np.abs(after["average"]["position"] - after["model"]["position"]).max() > 0
+    assert 0.1 * moved < np.abs(average - untrained).max()
+    assert np.abs(average - trained_now).max() > 0
+    np.testing.assert_array_equal(model.position[...], average)
 
 
 def test_what_is_planned_is_what_runs(
@@ -86,15 +78,16 @@ def test_what_is_planned_is_what_runs(
     with caplog.at_level(logging.INFO, logger="maxattn"):
         train(small)
     announced = {record.getMessage() for record in caplog.records if record.name == "maxattn"}
-    assert announced == {plan.explain() for plan in plans_of(small).values()}
+    task = DemoTask(small)
+    assert announced == {plan.explain() for plan in task.plans(task.source().shapes, None).values()}
 
 
 def test_a_complete_run_says_so_and_takes_no_step(done: Settings, capsys: pytest.CaptureFixture[str]):
-    state, losses = train(done)
+    _, losses = train(done)
     printed = capsys.readouterr().out
     assert "training is complete: 3 of 3 steps" in printed
     assert "step 1/" not in printed
-    assert (state.step, len(losses)) == (3, 3)
+    assert (int(last(done).step), len(losses)) == (3, 3)
 
 
 def test_plans_are_told_before_the_first_step(small: Settings, capsys: pytest.CaptureFixture[str]):
@@ -109,32 +102,33 @@ def test_plans_are_told_before_the_first_step(small: Settings, capsys: pytest.Ca
 
 
 def test_what_was_trained_is_loaded_bit_for_bit(done: Settings):
-    first, again = trained(done), trained(done)
-    assert first.step == 3
-    for ours, theirs in zip(jax.tree.leaves(parameters(first)), jax.tree.leaves(parameters(again)), strict=True):
+    first, again = last(done), last(done)
+    assert int(first.step) == 3
+    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    untrained = parameters(TrainState(done))["average"]["position"]
-    assert (parameters(first)["average"]["position"] != untrained).any()
+    untrained = WanTransformer(done, rngs=nnx.Rngs(done.training.seed)).position[...]
+    assert (trained(done).position[...] != untrained).any()
 
 
 def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
     spread = done.replace(ici_fsdp_parallelism=8)
-    state = trained(spread, spread.make_mesh())
-    kernel = state.model.blocks[0].ffn.up.kernel[...]
-    assert kernel.addressable_shards[0].data.size == kernel.size // 8
-    np.testing.assert_array_equal(kernel, trained(done).model.blocks[0].ffn.up.kernel[...])
+    kernels = [
+        state.trained["blocks"][0]["ffn"]["up"]["kernel"] for state in (last(spread, spread.make_mesh()), last(done))
+    ]
+    assert kernels[0].addressable_shards[0].data.size == kernels[0].size // 8
+    np.testing.assert_array_equal(*kernels)
 
 
 def test_training_goes_on_over_eight_devices(small: Settings, capsys: pytest.CaptureFixture[str]):
     _, alone = train(small)
     spread = with_training(small.replace(ici_fsdp_parallelism=8), steps=5)
-    state, losses = train(spread, spread.make_mesh())
+    _, losses = train(spread, spread.make_mesh())
     printed = capsys.readouterr().out
     assert "going on from step 3 of 5" in printed
     assert "training.steps was 3" in printed
     assert "self-attention changed: mesh: {} -> {'fsdp': 8}" in printed
     assert losses[:3] == alone
-    assert state.step == 5
+    assert int(last(spread).step) == 5
     assert np.isfinite(losses).all()
 
 
@@ -165,7 +159,7 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
     assert begun in capsys.readouterr().out
     left_over = Path(small.training.output_dir) / "checkpoints" / "2"
     assert left_over.is_dir()
-    with Checkpoints(small, start_again=True) as checkpoints:
+    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed, start_again=True) as checkpoints:
         assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
     _, again = train(with_training(small, resume=False))
     assert begun in capsys.readouterr().out
@@ -175,7 +169,7 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
 
 
 def test_drawing_before_training_is_refused(small: Settings):
-    with pytest.raises(ConfigError, match=r"run examples/train_wan\.py with the same config first"):
+    with pytest.raises(ConfigError, match="run the training command with the same config first"):
         trained(small)
     assert not Path(small.training.output_dir).exists()
 
@@ -186,9 +180,7 @@ def test_a_half_written_checkpoint_is_never_read(small: Settings):
     half = folder / "9.orbax-checkpoint-tmp"
     half.mkdir()
     (half / "state").write_text("half")
-    with Checkpoints(small) as checkpoints:
-        assert checkpoints.step == 3
-    assert trained(small).step == 3
+    assert int(last(small).step) == 3
 
 
 def test_a_profile_of_the_steps_asked_for(done: Settings):
@@ -205,9 +197,9 @@ def test_no_profile_unless_asked(small: Settings):
 
 
 def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
-    settings = with_training(small, steps=250, log_every=100)
+    training = DemoTask(with_training(small, steps=250, log_every=100)).training
     losses = [1.0] * 90
-    with Progress(settings, 90, Console(file=StringIO(), force_terminal=False)) as progress:
+    with Progress(training, Cost(tokens=160), 90, Console(file=StringIO(), force_terminal=False)) as progress:
         for _ in range(160):
             losses.append(0.5)
             progress.advance(losses)
@@ -220,8 +212,8 @@ def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.Captur
 
 def test_a_bar_where_there_is_one(small: Settings, capsys: pytest.CaptureFixture[str]):
     screen = StringIO()
-    settings = with_training(small, steps=4)
-    with Progress(settings, 0, Console(file=screen, force_terminal=True, width=120)) as progress:
+    training = DemoTask(with_training(small, steps=4)).training
+    with Progress(training, Cost(tokens=160), 0, Console(file=screen, force_terminal=True, width=120)) as progress:
         for step in range(1, 5):
             progress.advance([0.25] * step)
     assert "4/4" in screen.getvalue()

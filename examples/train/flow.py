@@ -8,12 +8,10 @@ https://arxiv.org/abs/2403.03206
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
-
-from .settings import TrainingSettings
 
 
 class Noised(NamedTuple):
@@ -35,30 +33,36 @@ def shifted(t: Float[Array, "..."], shift: float) -> Float[Array, "..."]:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def times(key: Array, count: int, training: TrainingSettings) -> Float[Array, " B"]:
-    """Draw times, 0 (clean) to 1 (noise), and shift them.
+def times(
+    key: Array,
+    count: int,
+    shift: float,
+    sampling: Literal["logit_normal", "uniform"] = "logit_normal",
+    mean: float = 0.0,
+    std: float = 1.0,
+) -> Float[Array, " B"]:
+    """Draw times, 0 (clean) to 1 (noise).
 
     Args:
         key: of what is drawn.
         count: B.
-        training: `timestep_sampling`, `logit_mean`, `logit_std` and `timestep_shift`.
+        shift: moves them; above 1, more of the noisy ones.
+        sampling: all as likely, or the sigmoid of normal numbers,
+        mean, std: of those.
     """
-    if training.timestep_sampling == "uniform":
-        return shifted(jax.random.uniform(key, (count,)), training.timestep_shift)
-    t = jax.nn.sigmoid(training.logit_mean + training.logit_std * jax.random.normal(key, (count,)))
-    return shifted(t, training.timestep_shift)
+    if sampling == "uniform":
+        return shifted(jax.random.uniform(key, (count,)), shift)
+    return shifted(jax.nn.sigmoid(mean + std * jax.random.normal(key, (count,))), shift)
 
 
-def noised(clean: Float[Array, "B ..."], key: Array, training: TrainingSettings) -> Noised:
-    """Draw times and noise, and mix.
+def noised(clean: Float[Array, "B ..."], t: Float[Array, " B"], key: Array) -> Noised:
+    """Draw noise, and mix.
 
     Args:
         clean: latents, float32.
+        t: from `times`.
         key: of what is drawn.
-        training: how times are drawn.
     """
-    for_times, for_noise = jax.random.split(key)
-    t = times(for_times, clean.shape[0], training)
-    noise = jax.random.normal(for_noise, clean.shape)
+    noise = jax.random.normal(key, clean.shape)
     mix = t.reshape(-1, *(1,) * (clean.ndim - 1))
     return Noised((1 - mix) * clean + mix * noise, t, noise - clean)

@@ -1,0 +1,123 @@
+"""What the demo learns: velocities of moving digits, from their prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from train.settings import TrainingSettings
+from train.task import Arrays, Fixed, Shapes
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+from maxattn.masks import KeyPadding
+
+from . import flow, text
+from .digits import DigitVideos
+from .model import WanTransformer
+from .settings import Settings
+
+
+class Digits(DigitVideos):
+    """Offer the videos that are trained on, as the loop wants to know them."""
+
+    note: str = ""
+    kind: str = "digits"
+    model: str = "demo"
+
+    @property
+    def empty(self) -> dict[str, np.ndarray]:
+        """Nothing: the empty prompt is made of its tokens."""
+        return {}
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of a video and its tokens."""
+        return {name: array.shape for name, array in self[0].items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """How many videos there are; which, the settings say."""
+        return f"{len(self)} digits"
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """Train the demo.
+
+    Args:
+        settings: of everything.
+    """
+
+    settings: Settings
+
+    part: ClassVar[str] = "transformer"
+    fixed: ClassVar[Fixed] = Fixed(("model", "data", "training.batch_size", "training.seed"))
+    folder: None = None
+    sizes: None = None
+    sampler: None = None
+
+    @property
+    def training(self) -> TrainingSettings:
+        """How it is trained: the demo's settings, and what it does not leave open."""
+        said = self.settings.training
+        kept = {key: getattr(said, key) for key in SAME}
+        return TrainingSettings(
+            **kept, learning_rate_schedule="cosine", adam_b2=0.99, condition_dropout=said.prompt_dropout,
+            tensorboard=False, export=False,
+        )  # fmt: skip
+
+    def source(self) -> Digits:
+        """Open the digits."""
+        return Digits(self.settings.data)
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Begin from random parameters."""
+        return False
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer:
+        """Build the transformer."""
+        return WanTransformer(self.settings, mesh, rngs=rngs)
+
+    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield nothing: the settings have said what fits."""
+        return ()
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise; replace some prompts by the empty one."""
+        return flow.noised(batch["video"], batch["tokens"], key, self.settings.training)
+
+    def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
+        """Measure how far the predicted velocity is off."""
+        return flow.loss(model, examples)
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention of a training step, as the model will call them."""
+        model, batch = self.settings.model, self.settings.training.batch_size
+        heads = (model.heads, model.dim_head)
+        video = jax.ShapeDtypeStruct((batch, self.tokens(shapes), *heads), jnp.float32)
+        words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
+        mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
+        calls = {"self": ma.Call.of(video, video), "cross": ma.Call.of(video, words, mask, role="cross")}
+        return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the patches of a video."""
+        return math.prod(self.settings.grid)
+
+    def drawing(self) -> None:
+        """Draw nothing while training: the demo draws at its end."""
+
+
+# Keys that the demo's settings share with every training run's.
+SAME = (
+    "steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "ema_decay", "checkpoint_every",
+    "log_every", "seed", "resume", "output_dir",
+)  # fmt: skip
