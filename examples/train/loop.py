@@ -194,7 +194,7 @@ def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> li
     if part % ways == 0:
         return []
     count = training.gradient_accumulation_steps
-    said = f"in {count} parts of {part}" if count > 1 else f"{part}"
-    rule = f"each of the {ways} shards of the batch, over data and fsdp, gets as many examples of {said}"
+    parts = f"each of its {count} parts is" if count > 1 else "it is"
+    rule = f"{parts} spread evenly over the {ways} devices of data and fsdp"
     remedy = f"use a multiple of {ways * count}, or other ici_*_parallelism"
     return [ConfigError("training.batch_size", training.batch_size, rule, remedy)]

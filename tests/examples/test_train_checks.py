@@ -1,0 +1,108 @@
+"""What cannot be trained is said before anything is computed, all of it at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdxl.task import SdxlTask
+from sdxl.task import sizes_of as sdxl_sizes
+from train.loop import Training
+from wan21.task import WanTask
+from wan21.task import sizes_of as wan_sizes
+
+import maxattn as ma
+from maxattn.errors import ConfigError, WeightsError
+from tests.golden_text import check_golden
+
+from .made import I2V, WAN, folder, sdxl, wan
+
+
+def begin(settings: Any, mesh: Any = None) -> Training:
+    if hasattr(settings.training, "snr_gamma"):
+        return Training(SdxlTask(settings, sdxl_sizes(settings.model)), mesh)
+    return Training(WanTask(settings, wan_sizes(settings.model)), mesh)
+
+
+def no_folder(path: Path) -> Any:
+    return begin(wan(path))
+
+
+def missing_tensors(path: Path) -> Any:
+    return begin(wan(path, I2V, folder(path / "data", "wan")))
+
+
+def shapes_of_another_model(path: Path) -> Any:
+    data = folder(path / "data", "i2v", latents=(16, 2, 5, 4), text=(3, 7))
+    return begin(wan(path, WAN, data))
+
+
+def sdxl_shapes(path: Path) -> Any:
+    data = folder(path / "data", "sdxl", latents=(4, 8, 6), pooled=(6,), time_ids=(4,))
+    return begin(sdxl(path, data))
+
+
+def undivided_batch(path: Path) -> Any:
+    config = wan(path, WAN, folder(path / "data", "wan"), batch_size=6, gradient_accumulation_steps=2)
+    return begin(config, ma.AttentionConfig(ici_fsdp_parallelism=4, ici_data_parallelism=2).make_mesh())
+
+
+def few_examples(path: Path) -> Any:
+    return begin(wan(path, WAN, folder(path / "data", "wan"), batch_size=8))
+
+
+def sizes_of_a_folder(path: Path) -> Any:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"num_layers": 3, "ffn_dim": 16}))
+    return begin(wan(path, WAN | {"folder": str(path)}, folder(path / "data", "wan")))
+
+
+def no_model(path: Path) -> Any:
+    return begin(wan(path, WAN | {"folder": str(path / "nowhere")}, folder(path / "data", "wan")))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [no_folder, missing_tensors, shapes_of_another_model, sdxl_shapes, undivided_batch, few_examples,
+     sizes_of_a_folder, no_model],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: Path):
+    with pytest.raises((ConfigError, WeightsError)) as error:
+        case(tmp_path / "run")
+    check_golden(f"training/{case.__name__}", str(error.value).replace(str(tmp_path), "."))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: wan(path, {"sizes": None}), ("sizes: null", "wan-2.1-t2v-1.3b")),
+        (lambda path: wan(path, {"folder": "x", "num_layers": 2}), ("num_layers: 2", "sizes is null")),
+        (lambda path: wan(path, gradient_accumulation_steps=3), ("gradient_accumulation_steps: 3", "1, 2, 4")),
+        (lambda path: wan(path, lora_alpha=8.0), ("lora_alpha: 8.0", "lora_rank is 0")),
+        (lambda path: wan(path, lora_rank=2, lora_targets=[]), ("lora_targets: []",)),
+        (lambda path: wan(path, lora_rank=2, lora_targets=["to_x"]), ("lora_targets", "to_q")),
+        (lambda path: wan(path, snr_gamma=5.0), ("snr_gamma",)),
+        (lambda path: sdxl(path, timestep_shift=3.0), ("timestep_shift",)),
+        (
+            lambda path: sdxl(path, model={"attention_head_dim": [1, 2]}),
+            ("attention_head_dim: [1, 2]", "3 resolutions"),
+        ),
+    ],
+)
+def test_settings_that_cannot_be_meant(make: Callable[[Path], Any], said: tuple[str, ...], tmp_path: Path):
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path)
+    assert all(word in str(error.value) for word in said), str(error.value)
+
+
+def test_a_real_model_needs_no_array_to_be_checked(tmp_path: Path):
+    data = folder(tmp_path / "data", "wan", latents=(16, 21, 60, 104), text=(512, 4096), count=1, empty=False)
+    started = begin(wan(tmp_path, {"sizes": "wan-2.1-t2v-1.3b"}, data, batch_size=1))
+    assert started.task.tokens(started.shapes) == 32760
+    assert {role: (plan.call.q_len, plan.call.kv_len) for role, plan in started.plans.items()} == {
+        "self": (32760, 32760), "cross": (32760, 512),
+    }  # fmt: skip
