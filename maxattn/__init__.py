@@ -5,7 +5,7 @@ from __future__ import annotations
 from maxattn import masks, weights
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
-from maxattn.modules import CrossAttention, FlaxAttention, attention_fn, swap
+from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
 from maxattn.plan import Call, Plan, Reason, Target, plan
 from maxattn.remat import remat, remat_policy
 from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
@@ -15,6 +15,7 @@ __all__ = [
     "Call",
     "CrossAttention",
     "FlaxAttention",
+    "JointAttention",
     "Plan",
     "Reason",
     "Rotary",

@@ -3,6 +3,7 @@
 from maxattn.modules.adapters import AttentionFn, attention_fn
 from maxattn.modules.cross_attention import KV, CrossAttention
 from maxattn.modules.heads import attention_flat, merge_heads, split_heads
+from maxattn.modules.joint_attention import JointAttention
 from maxattn.modules.self_attention import FlaxAttention
 from maxattn.modules.swap import Swapped, SwapTable, swap
 
@@ -11,6 +12,7 @@ __all__ = [
     "AttentionFn",
     "CrossAttention",
     "FlaxAttention",
+    "JointAttention",
     "SwapTable",
     "Swapped",
     "attention_flat",

@@ -1,0 +1,114 @@
+"""Flux's double block: text and picture keep weights of their own, and attend together.
+
+    (shift1, scale1, gate1, shift2, scale2, gate2) = linear(silu(e)), for text and picture each
+    x', c' = joint attention of norm(x) * (1 + scale1) + shift1 and of the same of c
+    x += gate1 * x';  x += gate2 * ffn(norm(x) * (1 + scale2) + shift2);  c alike
+
+Axes: B batch, T tokens of the picture, S of the text, D width. Parameter names are those of diffusers.
+
+Source: Flux.1, https://github.com/black-forest-labs/flux; rotary positions (text at 0, then time, row and column).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from wan21.layers import FeedForward, gated, modulated, norm32
+
+import maxattn as ma
+from maxattn import sharding
+
+EPS = 1e-6
+AXES = (16, 56, 56)  # channels of a head for time, row and column
+Tokens = Float[Array, "B T D"]
+Parts = list[Float[Array, "B 1 D"]]
+
+
+class Modulation(nnx.Module):
+    """Norm without parameters, and what an embedding says about scale, shift and gates.
+
+    Args:
+        dim: D.
+        how: dtype and param_dtype.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(self, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
+        self.linear = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
+        self.norm = norm32(dim, EPS, False, rngs)
+
+    def __call__(self, e: Float[Array, "B D"]) -> Parts:
+        """Return shift, scale and gate of the attention, then of the feed-forward layer, in float32."""
+        return jnp.split(self.linear(nnx.silu(e)).astype(jnp.float32)[:, None], 6, axis=-1)
+
+
+class FluxBlock(nnx.Module):
+    """Run joint attention and two feed-forward layers.
+
+    Args:
+        dim: D.
+        heads: N; a head has D / N channels.
+        config: attention's settings.
+        mesh: devices to spread over; default none.
+        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default float32.
+        param_dtype: of the parameters. Default float32.
+        rngs: source of the initial parameters.
+    """
+
+    diffusers_names: ClassVar[dict[str, str]] = {"ffn": "ff", "ffn_context": "ff_context"}
+
+    def __init__(
+        self, dim: int, heads: int, config: ma.AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None,
+        *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.mesh = mesh
+        self.norm1, self.norm1_context = Modulation(dim, **how), Modulation(dim, **how)
+        self.attn = ma.JointAttention(
+            dim, dim, heads, dim_head=dim // heads, bias=True, qk_norm="rms_norm", eps=EPS, config=config, mesh=mesh,
+            **how,
+        )  # fmt: skip
+        self.norm2, self.norm2_context = norm32(dim, EPS, False, rngs), norm32(dim, EPS, False, rngs)
+        self.ffn, self.ffn_context = FeedForward(dim, 4 * dim, **how), FeedForward(dim, 4 * dim, **how)
+
+    def __call__(self, x: Tokens, text: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary) -> tuple[Tokens, Tokens]:
+        """Return the picture's and the text's new tokens.
+
+        Args:
+            x: the picture's, [B, T, D].
+            text: the text's, [B, S, D].
+            e: embedding of time, guidance and pooled text.
+            rotary: positions of S + T tokens, from `positions`.
+        """
+        mine, theirs = self.norm1(e), self.norm1_context(e)
+        attended, text_attended = self.attn(
+            modulated(x, self.norm1.norm, mine[1], mine[0]),
+            modulated(text, self.norm1_context.norm, theirs[1], theirs[0]),
+            rotary_emb=rotary,
+        )
+        x = self._rest(x, attended, mine, self.norm2, self.ffn)
+        text = self._rest(text, text_attended, theirs, self.norm2_context, self.ffn_context)
+        return sharding.constrain(x, self.mesh, "BT."), text
+
+    def _rest(self, x: Tokens, attended: Tokens, parts: Parts, norm: nnx.LayerNorm, ffn: FeedForward) -> Tokens:
+        _, _, gate1, shift2, scale2, gate2 = parts
+        x = gated(x, attended, gate1)
+        return gated(x, ffn(modulated(x, norm, scale2, shift2)), gate2)
+
+
+def positions(text: int, height: int, width: int, axes: tuple[int, ...] = AXES, theta: float = 1e4) -> ma.Rotary:
+    """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's by row and column.
+
+    Args:
+        text: S.
+        height, width: tokens of the picture; T is their product.
+        axes: channels of a head that turn with time, row and column.
+        theta: base of the frequencies.
+    """
+    picture = np.stack(np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), -1).reshape(-1, 3)
+    return ma.rope.rope_nd(axes, np.concatenate([np.zeros((text, 3)), picture]), theta)

@@ -1,0 +1,142 @@
+"""Joint attention: `JointAttention`, two sequences with projections of their own in one attention, as in Flux."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn import sharding
+from maxattn.config import AttentionConfig
+from maxattn.modules import checks
+from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, linear_on_mesh
+from maxattn.modules.heads import merge_heads
+from maxattn.modules.self_attention import FlaxAttention
+
+
+class JointAttention(FlaxAttention):
+    """Attend from every token of a text and a picture to every token of both.
+
+    q = [norm_added_q(add_q_proj text), norm_q(to_q x)], k and v alike
+    [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v;  y = to_out x',  text_y = to_add_out text'
+
+    The text comes first in the joint sequence: in rotary positions, masks and biases too.
+
+    Args:
+        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim: as in
+            `FlaxAttention`. The dropout is on the picture's output alone, as in diffusers.
+        added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
+        added_proj_bias: whether the text's three projections have a bias; default True.
+        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in `FlaxAttention`.
+
+    Raises:
+        InputError: for sizes that do not divide, or a value out of range.
+
+    Source: Esser et al., Scaling rectified flow transformers, https://arxiv.org/abs/2403.03206
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        added_kv_proj_dim: int | None = None,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        dim_head: int = 64,
+        dropout: float = 0.0,
+        bias: bool = False,
+        added_proj_bias: bool = True,
+        out_bias: bool = True,
+        qk_norm: str | None = None,
+        eps: float = 1e-5,
+        scale: float | None = None,
+        out_dim: int | None = None,
+        *,
+        config: AttentionConfig | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Callable[..., Array] = KERNEL_INIT,
+        bias_init: Callable[..., Array] = BIAS_INIT,
+        rngs: nnx.Rngs,
+    ) -> None:
+        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
+        how |= {"kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}
+        super().__init__(
+            query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
+            config=config, mesh=mesh, **how,
+        )  # fmt: skip
+        width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
+        checks.positive("added_kv_proj_dim", width)
+        self.added_kv_proj_dim = width
+        inner, kv_inner, into = self.heads * dim_head, self.kv_heads * dim_head, ("fsdp", "tensor")
+        self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, added_proj_bias, into, **how)
+        self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
+        self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
+        self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, ("tensor", "fsdp"), **how)
+        self.norm_added_q = self._norm(self.heads, param_dtype, rngs)
+        self.norm_added_k = self._norm(self.kv_heads, param_dtype, rngs)
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Float[Array, "B T query_dim"],
+        encoder_hidden_states: Float[Array, "B S added_kv_proj_dim"],
+        rotary_emb: Any = None,
+        mask: Any = None,
+        bias: Float[Array, "#B #N #ST #ST"] | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[Float[Array, "B T out_dim"], Float[Array, "B S added_kv_proj_dim"]]:
+        """Attend within both sequences together.
+
+        Args:
+            hidden_states: the picture's tokens, [B, T, query_dim].
+            encoder_hidden_states: the text's, [B, S, added_kv_proj_dim].
+            rotary_emb: positions of all S + T tokens, as `maxattn.rope.apply_rotary` takes them; default none.
+            mask: over the S + T tokens, a mask of `maxattn.masks`; default everything.
+            bias: added to the scores, each axis of [B, N, S + T, S + T] full or 1.
+            deterministic: False drops output channels of the picture at random.
+            rngs: source of the dropout, needed only then.
+
+        Returns:
+            The picture's output, then the text's.
+
+        Raises:
+            InputError: for shapes or dtypes that do not fit, or dropout without rngs.
+        """
+        checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
+        checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
+        x, text = hidden_states, encoder_hidden_states
+        b, t, _ = x.shape
+        checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
+        s = text.shape[1]
+        rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
+        self._check_attention(b, s + t, s + t, mask, bias)
+        q = self._joint(text, x, self.add_q_proj, self.to_q, "query_proj", self.heads, self.norm_added_q, self.norm_q)
+        k = self._joint(text, x, self.add_k_proj, self.to_k, "key_proj", self.kv_heads, self.norm_added_k, self.norm_k)
+        v = self._joint(text, x, self.add_v_proj, self.to_v, "value_proj", self.kv_heads)
+        q, k = (self._rotate(each, rotary) for each in (q, k))
+        q, k, v = (sharding.constrain(each, self.mesh, letters) for each, letters in zip(
+            (q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True))  # fmt: skip
+        out = self._attend(q, k, v, mask, bias)
+        return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
+
+    def _joint(
+        self, text: Array, x: Array, added: nnx.Linear, own: nnx.Linear, name: str, heads: int,
+        norm_added: Any = None, norm: Any = None,
+    ) -> Float[Array, "B ST N H"]:  # fmt: skip
+        parts = [
+            self._to_heads(self._project(text, added, name), heads, norm_added),
+            self._to_heads(self._project(x, own, name), heads, norm),
+        ]
+        return jnp.concatenate(parts, axis=1)
+
+    def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"]:
+        with self._scope("to_add_out"):
+            y = self.to_add_out(merge_heads(out))
+        # A text is short: its length stays whole.
+        return sharding.constrain(y, self.mesh, "B..")

@@ -1,0 +1,103 @@
+"""Flux's double block with diffusers' weights: diffusers' numbers, on one device and over context."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flux.block import FluxBlock, positions
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.errors import InputError
+from tests.fixtures import make_diffusers as made
+
+from .parity import Tensors, fixture, part
+
+DENSE = ma.AttentionConfig(attention="dot_product")
+
+
+def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> None:
+    """Hold text and picture against theirs to 2e-5 of their scale, all gradients to 1e-4 of each one's."""
+    given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
+    block = nnx.eval_shape(lambda: FluxBlock(32, made.FLUX_HEADS, config, mesh, rngs=nnx.Rngs(0)))
+    weights.load_diffusers(block, part(theirs, "weights."), mesh=mesh)
+    rotary = positions(made.FLUX_TEXT, made.HEIGHT, made.ROWS, made.FLUX_AXES)
+
+    @nnx.jit
+    def both(block: FluxBlock, x: jax.Array) -> Any:
+        def loss(block: FluxBlock, x: jax.Array) -> Any:
+            picture, text = block(x, given["text"], given["temb"], rotary)
+            out = jnp.concatenate([text, picture], axis=1)
+            return jnp.sum(out * theirs["dout"]), out
+
+        return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(block, x)
+
+    (_, out), (by_weights, by_x) = both(block, given["x"])
+    np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
+    nnx.update(block, by_weights)
+    got = weights.to_diffusers(block) | {"in.x": np.asarray(by_x)}
+    assert {f"grad.{key}" for key in got} == {key for key in theirs if key.startswith("grad.")}
+    for key, value in got.items():
+        want = theirs[f"grad.{key}"]
+        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)
+
+
+def test_the_block_is_diffusers() -> None:
+    compare(fixture("flux_block"), DENSE)
+
+
+@pytest.mark.parametrize(
+    ("context", "strategy"),
+    [
+        (4, "ring"),
+        pytest.param(2, "ring", marks=pytest.mark.slow),
+        pytest.param(4, "all_gather", marks=pytest.mark.slow),
+    ],
+)
+def test_over_context_it_is_the_same(context: int, strategy: str) -> None:
+    # 17 tokens in all: no number of devices divides them.
+    config = ma.AttentionConfig(
+        attention="dot_product", context_parallel=strategy,  # type: ignore[arg-type]
+        ici_data_parallelism=1, ici_context_parallelism=context,
+    )  # fmt: skip
+    compare(fixture("flux_block"), config, config.make_mesh(jax.devices()[:context]))
+
+
+def test_live() -> None:
+    for package in ("torch", "diffusers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    compare({key: value.numpy() for key, value in made.run("flux_block").items()}, DENSE)
+
+
+def test_a_mask_hides_tokens_of_the_text_from_both() -> None:
+    block = ma.JointAttention(16, 12, heads=2, dim_head=8, config=DENSE, rngs=nnx.Rngs(0))
+    x, text = jax.random.normal(jax.random.key(0), (2, 6, 16)), jax.random.normal(jax.random.key(1), (2, 4, 12))
+    seen = jnp.arange(10)[None] != 3
+    mask = ma.masks.KeyPadding(jnp.broadcast_to(seen, (2, 10)))
+    moved = text.at[:, 3].add(1.0)
+    for a, b in zip(block(x, text, mask=mask), block(x, moved, mask=mask), strict=True):
+        np.testing.assert_allclose(a[:, :3], b[:, :3], atol=1e-6)
+    assert not np.allclose(block(x, text)[0], block(x, moved)[0], atol=1e-3)
+    picture, other = block(x, text)
+    assert picture.shape == (2, 6, 16) and other.shape == (2, 4, 12)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    block = ma.JointAttention(16, 12, heads=2, dim_head=8, config=DENSE, rngs=nnx.Rngs(0))
+    x, text = jnp.ones((2, 6, 16)), jnp.ones((2, 4, 12))
+    for arguments, word in (
+        ((x, jnp.ones((2, 4, 16))), "added_kv_proj_dim=12"),
+        ((x, jnp.ones((1, 4, 12))), "batch"),
+        ((x, text, ma.rope_1d(8, 6)), "for 10 tokens"),
+    ):
+        with pytest.raises(InputError, match=word):
+            nnx.eval_shape(lambda m, a=arguments: m(*a), block)
+    with pytest.raises(InputError, match="added_kv_proj_dim"):
+        ma.JointAttention(16, 0, heads=2, dim_head=8, rngs=nnx.Rngs(0))
