@@ -254,8 +254,10 @@ def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
 
 
 def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    a, b = x[..., ::2], x[..., 1::2]
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+    # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a GPU's bandwidth.
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
+    return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)
 
 
 def _turn_half(x: Array, cos: Array, sin: Array) -> Array:

@@ -43,9 +43,12 @@ def _note(row: Row | None) -> str:
 
 
 def as_kernels(row: Row, timed: Timed, most: int = 24) -> str:
-    """Return the device time of one measurement by kernel, the longest first."""
-    head = f"{row.shape}, {row.who}, {row.what}: {1e3 * timed.seconds:.3f} ms; kernels of the first device:"
-    lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in timed.kernels[:most])
+    """Return the device time of one recorded run by kernel, the longest first."""
+    p = timed.profile
+    head = f"{row.shape}, {row.who}, {row.what}: {1e3 * timed.seconds:.3f} ms; one run, first device: {p.span:.3f} ms"
+    if p.transfers:
+        head += f", transfers {p.transfers:.3f} ms, {p.alone:.3f} of them beside no kernel, idle {p.idle:.3f} ms"
+    lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in p.kernels[:most])
     return "\n".join((head, *lines))
 
 

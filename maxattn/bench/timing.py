@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from maxattn.bench.profile import KernelTime, device_time
+from maxattn.bench.profile import Profile, device_time
 
 BATCHES = 5
 MOST_CALLS = 20
@@ -51,14 +51,14 @@ class Timed:
         peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
         first: result of the first call, or None.
         failed: why there is none.
-        kernels: device time by kernel, where it was asked for.
+        profile: device time by kernel, where it was asked for.
     """
 
     seconds: float = 0.0
     peak: int = 0
     first: Any = None
     failed: str = ""
-    kernels: tuple[KernelTime, ...] = ()
+    profile: Profile = field(default_factory=Profile)
 
 
 def measure(
@@ -92,12 +92,11 @@ def measure(
     found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
     if not profiled:
         return found
-    return [replace(t, kernels=_kernels(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
+    return [replace(t, profile=_profile(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
 
 
-def _kernels(program: Any, inputs: Any) -> tuple[KernelTime, ...]:
-    found = device_time(lambda: jax.block_until_ready(program(inputs)))
-    return tuple(replace(k, ms=k.ms / len(inputs), calls=k.calls / len(inputs)) for k in found)
+def _profile(program: Any, inputs: Any) -> Profile:
+    return device_time(lambda: jax.block_until_ready(program(inputs)))
 
 
 def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:

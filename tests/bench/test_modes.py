@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from maxattn.bench import as_table, reports
+from maxattn.bench import as_table, profile, reports
 from maxattn.bench.measure import BOTH, FORWARD
 from maxattn.bench.mesh import bench_mesh
 from maxattn.bench.module import bench_module, elementwise_bytes
@@ -59,9 +60,16 @@ def test_the_profile_names_what_ran() -> None:
 
     product, x = jax.jit(lambda x: x @ x), jnp.ones((64, 64))
     product(x)
-    assert sum(k.ms for k in device_time(lambda: jax.block_until_ready(product(x)))) > 0
+    found = device_time(lambda: jax.block_until_ready(product(x)))
+    assert 0 < max(k.ms for k in found.kernels) <= found.span
     (timed,) = measure([Work(lambda x: x @ x, lambda: [(x,), (x + 1,)])], 0.01, profiled=True)
-    assert timed.kernels and all(k.ms > 0 for k in timed.kernels)
+    assert timed.profile.kernels and all(k.ms > 0 for k in timed.profile.kernels)
+
+
+def test_what_of_the_transfers_is_covered() -> None:
+    spans = {"kernel": [(0, 4), (6, 8)], "ncclDevKernel_SendRecv": [(1, 2), (3, 5), (7, 9)]}
+    events = [SimpleNamespace(name=n, start_ns=a * 1e6, duration_ns=(b - a) * 1e6) for n in spans for a, b in spans[n]]
+    assert profile._overlap(events) == (9, 5, 2, 1)
 
 
 @pytest.mark.parametrize("name", reports.REPORTS)
