@@ -16,7 +16,7 @@ from generate.run import generate
 from sdxl.drawing import SdxlDrawing
 from sdxl.settings import Settings
 from sdxl.task import sizes_of
-from wan import hosts
+from train import hosts
 from wan.command import tell
 
 

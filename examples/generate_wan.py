@@ -18,7 +18,8 @@ from pathlib import Path
 from generate.command import FILES, arguments_of, paths_of, settings_of
 from generate.files import wrong
 from generate.run import generate
-from wan import hosts, text
+from train import hosts
+from wan import text
 from wan.command import demo_or_wan21, tell
 from wan.drawing import draw_all, draw_prompt
 from wan.settings import Settings as DemoSettings

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from sdxl.settings import Settings
 from sdxl.training import train
-from wan import hosts
+from train import hosts
 from wan.command import settings_of, tell
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from wan import hosts, pictures
+from train import hosts
+from wan import pictures
 from wan.command import demo_or_wan21, settings_of, tell
 from wan.drawing import draw_all
 from wan.settings import Settings as DemoSettings

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from samplers.read import Sampler
-from wan import hosts
+from train import hosts
 
 from maxattn import weights
 from maxattn.errors import InputError

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from wan import hosts
-
 from maxattn.errors import ConfigError
+
+from . import hosts
 
 
 class Board(AbstractContextManager["Board"]):

@@ -13,15 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import grain
 import jax
 import orbax.checkpoint as ocp
-from wan import hosts
 
 import maxattn as ma
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
+from . import hosts
 from .settings import TrainingSettings
 from .task import Fixed
 
@@ -88,11 +87,18 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         return self._manager.restore(self.step, args=args)["state"]
 
-    def save(self, state: Any, data: grain.DatasetIterator, losses: list[float], plans: dict[str, ma.Plan]) -> None:
-        """Save after the last step of `losses`; the writing goes on behind the next steps."""
+    def save(self, state: Any, place: Any, losses: list[float], plans: dict[str, ma.Plan]) -> None:
+        """Save after the last step of `losses`; the writing goes on behind the next steps.
+
+        Args:
+            state: arrays.
+            place: in the data, from the iterator's `get_state()`.
+            losses: of every step so far.
+            plans: of attention, by role.
+        """
         facts = {
             "settings": self.settings.resolved() | {"more": self.more},
-            "data": data.get_state(),
+            "data": place,
             "losses": losses,
             "plans": {role: plan.to_dict() for role, plan in plans.items()},
             "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},

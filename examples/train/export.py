@@ -10,11 +10,10 @@ from typing import Any
 import jax
 from flax import nnx
 from samplers.read import CLASSES
-from wan import hosts
 
 from maxattn import weights
 
-from . import lora
+from . import hosts, lora
 from .task import Task
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

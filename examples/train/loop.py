@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from wan import hosts
 
 from maxattn import sharding
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
+from . import hosts
 from . import state as states
 from .board import Board
 from .checkpoint import Checkpoints
@@ -129,7 +130,8 @@ class Training:
             return self.task.loss(self.parts.model(trained, fixed), examples)
 
         part = self.training.batch_size // self.training.gradient_accumulation_steps
-        batch = {n: jax.ShapeDtypeStruct((part, *shape), jnp.float32) for n, shape in self.shapes.items()}
+        one = self.source[0]
+        batch = {name: jax.ShapeDtypeStruct((part, *x.shape), x.dtype) for name, x in one.items()}
         examples = jax.eval_shape(self.task.noised, batch, self.source.empty, jax.random.key(0))
         tokens = self.task.tokens(self.shapes)
         return cost_of(self.training, tokens, self.mesh, forward, state.trained, fixed, examples)
@@ -154,16 +156,20 @@ class Training:
         samples = Samples(self.task, self.source, self.parts, self.mesh) if training.picture_every else None
         board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
         with board, Progress(training, cost, first) as progress:
+            batch = self._placed(next(data))
             for done in range(first + 1, training.steps + 1):
+                last = done == training.steps
                 with profiler.around(done - 1):
-                    state, facts = step(state, self._placed(next(data)))
+                    state, facts = step(state, batch)
+                    place = deepcopy(data.get_state())
+                    # The next batch travels to the devices while they compute.
+                    batch = {} if last else self._placed(next(data))
                     losses.append(_finite(facts, done))
                 progress.advance(losses)
-                last = done == training.steps
                 if done % training.log_every == 0 or last:
                     self._write(board, cost, losses, facts, progress.seconds)
                 if done % training.checkpoint_every == 0 or last:
-                    checkpoints.save(state, data, losses, self.plans)
+                    checkpoints.save(state, place, losses, self.plans)
                 if samples is not None and done % training.picture_every == 0:
                     print(f"samples after {done} steps: {samples(state.best, fixed, done)}")
                     progress.pause()

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
-from wan import hosts
 
 from maxattn import weights
 from maxattn.modules.base import AttentionBase
+
+from . import hosts
 
 
 class Adapted(nnx.Linear):

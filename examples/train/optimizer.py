@@ -16,7 +16,8 @@ def schedule(training: TrainingSettings) -> optax.Schedule:
     peak, warmup = training.learning_rate, training.warmup_steps
     if training.learning_rate_schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(training.steps, warmup + 1), 0.01 * peak)
-    return optax.warmup_constant_schedule(0.0, peak, warmup)
+    # A warm-up of no steps would stay at zero for ever.
+    return optax.warmup_constant_schedule(0.0, peak, warmup) if warmup else optax.constant_schedule(peak)
 
 
 def optimizer(training: TrainingSettings) -> optax.GradientTransformation:

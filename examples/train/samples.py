@@ -16,11 +16,11 @@ from generate.guidance import guided
 from jaxtyping import Float
 from PIL import Image
 from samplers import sample
-from wan import hosts, pictures
+from wan import pictures
 
 from maxattn import sharding
 
-from . import digit_latents
+from . import digit_latents, hosts
 from .state import Parts, Tree
 from .task import Examples, Task
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from train import hosts
+
 import maxattn as ma
 from maxattn import config_file, config_overrides
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import MaxattnError
 
-from . import hosts
 from .settings import Settings
 
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
+from train import hosts
 
 from maxattn import sharding
 
-from . import evaluate, hosts, pictures, text
+from . import evaluate, pictures, text
 from .digits import from_model
 from .flow import sample
 from .model import WanTransformer

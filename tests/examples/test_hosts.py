@@ -8,9 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from train import hosts
 from train.data import batches
 from train.loop import Training
-from wan import digits, hosts
+from wan import digits
 from wan.command import settings_of
 from wan.settings import DataSettings, Settings
 from wan.task import DemoTask
