@@ -140,7 +140,8 @@ class Fa4(Fused):
         """Return (out, lse) of one rectangle."""
         if isinstance(lengths, Pairs) and lengths.tiles is not None:
             found: fp.Tiles = lengths.tiles
-            return fa4_tiles.forward(q, k, v, found.tiling.forward, found.test, fp.arrays(lengths), self.scale)
+            own = found.tiling.forward, found.test, fp.arrays(lengths), self.scale, found.tiles[0]
+            return fa4_tiles.forward(q, k, v, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
@@ -156,7 +157,7 @@ class Fa4(Fused):
         """Return (dq, dk, dv) of one rectangle."""
         if isinstance(lengths, Pairs) and lengths.tiles is not None:
             found: fp.Tiles = lengths.tiles
-            own = found.tiling.backward, found.test, fp.arrays(lengths), self.scale
+            own = found.tiling.backward, found.test, fp.arrays(lengths), self.scale, found.tiles[1]
             return fa4_tiles.backward(q, k, v, out, lse, dout, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from maxattn.kernels.fa4_sizes import Tile, backward_tile, forward_tile
+from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_lists import TileLists
 
 HOPPER = 90  # the architecture that these kernels are written for
-TOGETHER = 12  # heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +112,10 @@ def _dtype(name: str) -> Any:
 
 
 @cache
-def _ordered(module: str, name: str, last_first: bool) -> Any:
-    """Make a kernel of the library that goes through its rows of tiles in our order.
+def _last_first(module: str, name: str) -> Any:
+    """Make a kernel of the library that starts with its last row of tiles.
 
-    The rows that are computed last decide how much of the chip idles in the end: they should be the short ones, of
-    several heads at once. All other heads come one by one, so that their keys stay in the L2 cache.
+    The rows that finish last decide how long most of the chip is idle in the end: they should be the short ones.
     """
     library_class, schedule = getattr(import_module(module), name), import_module("fa4_jax.cute.tile_scheduler")
 
@@ -128,10 +126,8 @@ def _ordered(module: str, name: str, last_first: bool) -> Any:
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             work = super().get_current_work(loc=loc, ip=ip)
-            (row, head, *rest), rows, heads = work.tile_idx, self.params.num_block, self.params.num_head
-            row, head = _reordered(row, head, rows, heads, _Numbers)
-            row = rows - 1 - row if last_first else row
-            return schedule.WorkTileInfo((row, head, *rest), work.is_valid_tile)
+            row, *rest = work.tile_idx
+            return schedule.WorkTileInfo((self.params.num_block - 1 - row, *rest), work.is_valid_tile)
 
         def __new_from_mlir_values__(self, values: Any) -> Any:
             old = super().__new_from_mlir_values__(values)
@@ -139,29 +135,24 @@ def _ordered(module: str, name: str, last_first: bool) -> Any:
             made._is_first_block = old._is_first_block
             return made
 
-    class Ordered(library_class):
+    class LastFirst(library_class):
         def kernel(self, *operands: Any) -> Any:
             return super().kernel(*(Schedule if x is schedule.SingleTileScheduler else x for x in operands))
 
-    return Ordered
+    return LastFirst
 
 
-def _reordered(row: Any, head: Any, rows: Any, heads: Any, xp: Any) -> tuple[Any, Any]:
-    """Return the (row, head) to compute in the place of another: the last heads go through each row together."""
-    together = xp.minimum(heads, TOGETHER)
-    step = (head - (heads - together)) * rows + row
-    own_row, own_head = step // together, heads - together + step % together
-    return xp.where(step < 0, row, own_row), xp.where(step < 0, head, own_head)
+def _class_of(module: str, name: str, last_first: bool) -> Any:
+    return _last_first(module, name) if last_first else getattr(import_module(module), name)
 
 
 @lru_cache(maxsize=256)
 def forward_launch(
-    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, last_first: bool
+    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, tile: Tile, last_first: bool
 ) -> Launch:
     """Make the forward for one kind of operands and one test, of which `arrays` arrays are read."""
-    tile = forward_tile(head_dim)
     settings = library()._fwd_cfg_sm90(head_dim, head_dim, False, False)
-    kernel = _ordered("fa4_jax.cute.flash_fwd_sm90", "FlashAttentionForwardSm90", last_first)(
+    kernel = _class_of("fa4_jax.cute.flash_fwd_sm90", "FlashAttentionForwardSm90", last_first)(
         _dtype(dtype), head_dim, head_dim, group, pack_gqa=False, tile_m=tile.queries, tile_n=tile.keys, num_stages=2,
         num_threads=(tile.queries // 64 + 1) * 128, intra_wg_overlap=settings.intra_wg_overlap,
         mma_pv_is_rs=settings.mma_pv_is_rs, mask_mod=_pair_test(test), has_aux_tensors=arrays > 0,
@@ -182,13 +173,13 @@ class Backward(NamedTuple):
 
 @lru_cache(maxsize=256)
 def backward_launches(
-    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, last_first: bool
+    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, tile: Tile, last_first: bool
 ) -> Backward:
-    """Make the backward, likewise."""
-    lib, kind, tile = library(), _dtype(dtype), backward_tile(head_dim)
-    plan = lib._bwd_plan(kind, head_dim, head_dim, group, False, False, HOPPER)
-    assert plan.family == HOPPER and (plan.tile_m, plan.tile_n) == tile, (plan, tile)
-    kernel = _ordered("fa4_jax.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90", last_first)(
+    """Make the backward, likewise, with the settings that the library has for this tile."""
+    lib, kind = library(), _dtype(dtype)
+    plans = [lib._bwd_plan(kind, head_dim, head_dim, group, False, window, HOPPER) for window in (False, True)]
+    plan = next(p for p in plans if p.family == HOPPER and (p.tile_m, p.tile_n) == tile)
+    kernel = _class_of("fa4_jax.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90", last_first)(
         kind, head_dim, head_dim, group, **lib._sm90_bwd_kwargs(plan.sm90, False, False), mask_mod=_pair_test(test),
         has_aux_tensors=arrays > 0,
     )  # fmt: skip

@@ -12,18 +12,19 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Offset
-from maxattn.kernels.fa4_sizes import backward_tile, forward_tile
+from maxattn.kernels.fa4_sizes import Tile, backward_tile, forward_tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.fused import Pairs
 from maxattn.kernels.fused_pieces import Piece
-from maxattn.kernels.tile_lists import Tiling, tally, tiling
+from maxattn.kernels.tile_lists import Tiling, tally, tiling, visited
 from maxattn.masks import Mask
 
 
 class Tiles(NamedTuple):
-    """The lists of both passes, and the test of pairs in mixed tiles."""
+    """The lists of both passes and the tiles that they are of, and the test of pairs in mixed tiles."""
 
     tiling: Tiling
+    tiles: tuple[Tile, Tile]
     test: PairTest
     all_see: bool
 
@@ -36,16 +37,21 @@ def listed(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) 
     split = _split(mask)
     lengths, offsets = (q.shape[1], k.shape[1]), (q_offset, kv_offset)
     ids = sm.segment_ids(split, q.shape[0], *lengths, kv_offset)
-    tiles = forward_tile(q.shape[3]), backward_tile(q.shape[3])
+    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
+    tiles = _forward_tile(split.positions, q.shape[3], lengths, traced), backward_tile(q.shape[3])
     lists = tiling(split.positions, *tiles, lengths, offsets, ids is not None)
-    if isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array):
+    if traced:
         lo, hi = _ends(split.positions, lengths, offsets, jnp)
-        found = Tiles(lists, PairTest(intervals=lo.shape[0], has_ids=ids is not None), False)
+        found = Tiles(lists, tiles, PairTest(intervals=lo.shape[0], has_ids=ids is not None), False)
         return Piece(0, lengths[0], 0, lengths[1]), Pairs(lo, hi, *(ids or (None, None)), found)
     lo, hi = _ends(split.positions, lengths, offsets, np)
     see = ids is None and bool((lo < hi).any(axis=0).all())
-    found = Tiles(lists, PairTest(split.positions, int(q_offset), int(kv_offset), 0, ids is not None), see)
+    found = Tiles(lists, tiles, PairTest(split.positions, int(q_offset), int(kv_offset), 0, ids is not None), see)
     return Piece(0, lengths[0], 0, lengths[1]), Pairs(None, None, *(ids or (None, None)), found)
+
+
+def _forward_tile(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool) -> Tile:
+    return forward_tile(head_dim, None if traced else lambda tile: visited(mask, tile, lengths))
 
 
 def all_see(pairs: Pairs) -> bool:
@@ -71,11 +77,12 @@ def positions(mask: Mask) -> Mask:
 
 def lists_line(call: Call, sharded: bool) -> str:
     """Say how many tiles the forward goes through."""
-    tile = forward_tile(call.head_dim)
+    lengths = call.q_len, call.kv_len
+    tile = _forward_tile(positions(call.mask), call.head_dim, lengths, sharded)
     what = f"lists of {tile.queries}x{tile.keys} tiles"
     if sharded:
         return f"{what}, made on the device from its positions"
-    count = tally(positions(call.mask), tile, (call.q_len, call.kv_len))
+    count = tally(positions(call.mask), tile, lengths)
     ids = _split(call.mask).has_ids
     tested = f"{count.full + count.mixed} tested" if ids else f"{count.full} full, {count.mixed} mixed"
     return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"

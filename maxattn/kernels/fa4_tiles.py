@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from maxattn.kernels import fa4_launch as fl
 from maxattn.kernels.fa4_calls import widened
+from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_lists import TileLists
 
@@ -22,7 +23,7 @@ PAD = 256  # more than any tile: the kernels look arrays up for whole tiles, pas
 
 
 def forward(
-    q: Array, k: Array, v: Array, lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float
+    q: Array, k: Array, v: Array, lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float, tile: Tile
 ) -> tuple[Array, Array]:
     """Return (out [B,T,N,H], lse [B,N,T]).
 
@@ -32,10 +33,13 @@ def forward(
         test: of pairs in mixed tiles.
         arrays: what the test reads, int32.
         scale: multiplies the scores.
+        tile: that the lists are of.
     """
     lib = fl.library()
     group = q.shape[2] // k.shape[2]
-    launch = fl.forward_launch(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), lists.heavier_last)
+    launch = fl.forward_launch(
+        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, lists.heavier_last
+    )
     rows = q.shape[0], q.shape[2], q.shape[1]
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)
     return _call(
@@ -47,12 +51,14 @@ def forward(
 
 def backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
-    lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float,
+    lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float, tile: Tile,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return (dq, dk, dv) from a given output and LSE; `lists` are of queries for each tile of keys."""
     lib, group, width = fl.library(), q.shape[2] // k.shape[2], q.shape[3]
     q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
-    made = fl.backward_launches(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), lists.heavier_last)
+    made = fl.backward_launches(
+        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, lists.heavier_last
+    )
     stats = _before(made, q, out, lse, dout)
     operands = (q, k, v, dout, *stats)
     dkv = (k, v) if group == 1 else tuple(_zeros(made, k) for _ in range(2))

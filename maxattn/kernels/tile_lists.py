@@ -19,7 +19,7 @@ from maxattn.masks import EMPTY, FULL, MIXED, Mask
 
 
 class TileLists(NamedTuple):
-    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]` whole.
+    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]` whole; both ascend.
 
     mixed_count, full_count: [rows] int32.   mixed, full: [rows, most] int32; what is past a count means nothing.
     """
@@ -40,10 +40,7 @@ class TileLists(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The lists of one call: of keys for each tile of queries, and of queries for each tile of keys.
-
-    The kernels go through the former from behind, and expect the last keys, which may be fewer than a tile, at its end.
-    """
+    """The lists of one call: of keys for each tile of queries, and of queries for each tile of keys."""
 
     forward: TileLists
     backward: TileLists
@@ -57,39 +54,16 @@ class Tally(NamedTuple):
     skipped: int
 
 
-def lists_of(kinds: Any, tests_all: bool = False, descend: bool = False) -> TileLists:
-    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`.
-
-    Rows that run at the same time share what the L2 cache holds where they are at the same tile. Neighbouring windows
-    hold most tiles in common and start at different ones, so a row goes through its tiles by their index modulo the
-    length of a window.
-
-    Args:
-        kinds: int8, numpy or traced.
-        tests_all: no tile goes untested.
-        descend: list the last tile to visit first; the last column stays at the end of its list.
-    """
-    xp: Any = jnp if isinstance(kinds, jax.Array) else np
-    visited = kinds != EMPTY
-    mixed, full = (visited, visited & False) if tests_all else (kinds == MIXED, kinds == FULL)
-    place = xp.arange(kinds.shape[1]) % period(visited.sum(axis=1))
-    if descend:
-        last = xp.arange(kinds.shape[1]) == kinds.shape[1] - 1
-        place = xp.where(last, kinds.shape[1], -place)
-    return TileLists(*_listed(mixed, place), *_listed(full, place))
+def lists_of(kinds: Any, tests_all: bool = False) -> TileLists:
+    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`; `tests_all`: none goes untested."""
+    mixed, full = (kinds != EMPTY, kinds != kinds) if tests_all else (kinds == MIXED, kinds == FULL)
+    return TileLists(*_listed(mixed), *_listed(full))
 
 
-def period(counts: Any) -> Any:
-    """Return the length of a window in tiles: one that nine of ten rows do not exceed."""
-    xp: Any = jnp if isinstance(counts, jax.Array) else np
-    return xp.maximum(xp.sort(counts)[(9 * len(counts)) // 10], 1)
-
-
-def _listed(chosen: Any, place: Any) -> tuple[Any, Any]:
+def _listed(chosen: Any) -> tuple[Any, Any]:
     xp: Any = jnp if isinstance(chosen, jax.Array) else np
     count = chosen.sum(axis=1).astype(np.int32)
-    beyond = chosen.shape[1] + 1
-    order = xp.argsort(xp.where(chosen, place[None], beyond), axis=1, stable=True).astype(np.int32)
+    order = xp.argsort(~chosen, axis=1, stable=True).astype(np.int32)
     most = order.shape[1] if xp is jnp else max(1, int(count.max()))
     return count, order[:, :most]
 
@@ -117,10 +91,16 @@ def _tiling(
     offsets: tuple[Offset, Offset], tests_all: bool,
 ) -> Tiling:  # fmt: skip
     kinds = [tile_kinds(mask, *tile, *lengths, *offsets) for tile in (forward, backward)]
-    return Tiling(lists_of(kinds[0], tests_all, descend=True), lists_of(kinds[1].T, tests_all))
+    return Tiling(lists_of(kinds[0], tests_all), lists_of(kinds[1].T, tests_all))
 
 
 _known_tiling = lru_cache(maxsize=64)(_tiling)
+
+
+def visited(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int:
+    """Count the pairs in tiles that are not skipped."""
+    count = tally(mask, tile, lengths)
+    return (count.full + count.mixed) * tile[0] * tile[1]
 
 
 def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels import fa4_launch, fa4_pairs, fa4_sizes
+from maxattn.kernels import fa4_pairs, fa4_sizes
 from maxattn.kernels.tile_lists import TileLists, tally, tiling
+from maxattn.kernels.tile_lists import visited as visited_pairs
 from tests.cases import LENGTHS, MASKS
 
 POSITIONS = ["window", "block window", "block causal", "video", "window | sink", "rows empty"]
@@ -30,13 +31,12 @@ def visited(lists: TileLists) -> list[tuple[list[int], list[int]]]:
     return [(mixed[:m].tolist(), full[:f].tolist()) for m, mixed, f, full in each]
 
 
-def check(lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool, keys: bool) -> None:
-    """Hold the lists of `ok` [rows, columns] against it, tile by tile; `keys`: the columns are keys."""
+def check(lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool) -> None:
+    """Hold the lists of `ok` [rows, columns] against it, tile by tile."""
     for i, (mixed, full) in enumerate(visited(lists)):
         rows = ok[i * tile[0] : (i + 1) * tile[0]]
         parts = [rows[:, j : j + tile[1]] for j in range(0, ok.shape[1], tile[1])]
-        assert len({*mixed, *full}) == len(mixed) + len(full)
-        assert not keys or all(len(parts) - 1 not in x[:-1] for x in (mixed, full))
+        assert mixed == sorted(mixed) and full == sorted(full) and not set(mixed) & set(full)
         assert all(parts[j].all() for j in full)
         some = {j for j, part in enumerate(parts) if part.any()}
         assert some <= {*mixed, *full}
@@ -51,8 +51,8 @@ def check_both(mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, i
     else:
         lists = tiling(mask, *TILES, (t, s), offsets, False)
     exact = not traced and offsets == (0, 0)
-    check(lists.forward, ok, TILES[0], exact, keys=True)
-    check(lists.backward, ok.T, TILES[1][::-1], exact, keys=False)
+    check(lists.forward, ok, TILES[0], exact)
+    check(lists.backward, ok.T, TILES[1][::-1], exact)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -83,17 +83,7 @@ def test_nothing_goes_untested_beside_ids() -> None:
     alone, beside = (tiling(mask, *TILES, (100, 100), (0, 0), ids) for ids in (False, True))
     assert beside.forward.full_count.sum() == beside.backward.full_count.sum() == 0
     for one, two in zip(visited(alone.forward), visited(beside.forward), strict=True):
-        assert sorted(one[0] + one[1]) == sorted(two[0])
-
-
-def test_windows_that_overlap_are_gone_through_together() -> None:
-    """At each step, rows of different windows are at the same tile, or whole windows apart."""
-    mask = M.BlockSlidingWindow(16, 6).bind(480, 480)
-    lists = tiling(mask, (16, 16), (16, 16), (480, 480), (0, 0), False)
-    steps = np.array([row[1][::-1] for row in visited(lists.forward)[8:-1]])
-    assert steps.shape[1] == 6 and (steps % 6 == np.arange(6)).all()
-    steps = np.array([row[1] for row in visited(lists.backward)[:-6]])
-    assert steps.shape[1] == 6 and (steps % 6 == np.arange(6)).all()
+        assert sorted(one[0] + one[1]) == two[0]
 
 
 @pytest.mark.parametrize(
@@ -131,16 +121,13 @@ def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
     assert 2 * numbers + 1024 <= 227 * 1024
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(7, 3), (5, 12), (5, 13), (4, 40), (1, 1)])
-def test_every_row_of_every_head_is_computed_once(rows: int, heads: int) -> None:
-    """In the order in which the chip starts them: heads one by one, the last ones row by row."""
-    head, row = (x.ravel() for x in np.mgrid[:heads, :rows])
-    got = list(zip(*(x.tolist() for x in fa4_launch._reordered(row, head, rows, heads, np)), strict=True))
-    alone = max(0, heads - fa4_launch.TOGETHER)
-    assert got == [
-        *((r, h) for h in range(alone) for r in range(rows)),
-        *((r, h) for r in range(rows) for h in range(alone, heads)),
-    ]
+def test_smaller_tiles_where_they_skip_more() -> None:
+    """Blocks of 256 are two tiles of 128; of blocks of 1,560 tokens, tiles of 192 visit as few pairs."""
+    for block, want in ((256, (128, 128)), (1560, (192, 128))):
+        mask = M.BlockSlidingWindow(block, 4).bind(12 * block, 12 * block)
+        tile = fa4_sizes.forward_tile(64, lambda tile, mask=mask, n=12 * block: visited_pairs(mask, tile, (n, n)))
+        assert tile == want
+    assert fa4_sizes.forward_tile(64) == (192, 128)
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:
