@@ -31,7 +31,7 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
     for hop in trip.made:
 
         def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.forward(queries[i], *_of_forward(_unpacked(packed)[j]), *trip.operands(hop, i, j))
+            return kernel.forward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j))
 
         packed, found = _beside(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
         for (i, _), part in found.items():
@@ -52,7 +52,7 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
     for hop in trip.made:
 
         def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.backward(queries[i], *_apart(_unpacked(packed)[j]), *trip.operands(hop, i, j), *dealt[i])
+            return kernel.backward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i])
 
         found = trip.pieces(hop, gradients, zeros)
         (packed, home.arrived), found = _beside((trip.send_on(hop, packed), home.sent()), found)
@@ -82,7 +82,7 @@ def _of_all_pairs(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows
                 coming, fetches = trip.send_on(hop, packed), False
             else:
                 home.arrived = home.sent()
-            grads.append(sums.add(*_apart([_cut(packed, which, start, end) for which in (0, 1)])))
+            grads.append(sums.add(*(_cut(packed, which, start, end) for which in (0, 1))))
             # What the next half sends or computes with is there only now.
             ours = coming, packed, home.leaving, home.arrived, grads, sums.state
             coming, packed, home.leaving, home.arrived, grads, sums.state = jax.lax.optimization_barrier(ours)
@@ -159,21 +159,8 @@ def _unpacked(packed: Packed) -> Keys:
     return [(packed[i], packed[i + 1]) for i in range(0, packed.shape[0], 2)]
 
 
-def _apart(keys: Any) -> Any:
-    """Make K and V arrays of their own, for a backward.
-
-    XLA hands slices to a custom call without a copy, but then forgets which of its results share the memory of its
-    operands (jax 0.11.2): a kernel that adds to float32 sums in place, as FlashAttention-4's does, would find garbage.
-    """
-    return jax.lax.optimization_barrier(tuple(keys))
-
-
-def _of_forward(keys: Any) -> Any:
-    return keys
-
-
 def _cut(packed: Packed, which: int, start: int, end: int) -> Array:
-    """Cut keys out in one slice."""
+    """Cut keys out in one slice, which XLA hands to most kernels without a copy where the batch is 1."""
     _, b, _, k, h = packed.shape
     return jax.lax.slice(packed, (which, 0, start, 0, 0), (which + 1, b, end, k, h))[0]
 

@@ -120,10 +120,15 @@ def fa4_backward_lengths(
 
 
 def widened(x: Array) -> Array:
-    """Pad a head dim over 128 to one that the backward on Hopper compiles for: 192 or 256 (0.1.0 fails at 160)."""
+    """Make an operand of the backward: an array of its own, its head dim one that the kernels compile for on Hopper.
+
+    XLA hands slices to a custom call without a copy, but then forgets which results share the memory of which operands
+    (jax 0.11.2): the float32 sums, which the kernel adds to in place, would begin as garbage.
+    """
     width = x.shape[-1]
-    extra = 0 if width <= 128 else -width % 64
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
+    extra = 0 if width <= 128 else -width % 64  # 192 or 256: 0.1.0 fails at 160
+    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
+    return jax.lax.optimization_barrier(x)
 
 
 def _flat(x: Array) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels.fa4_calls import widened
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
@@ -49,7 +50,7 @@ class Fa4Sums:
     def add(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Add a block of keys to dQ, and return the block's (dk, dv)."""
         delta, lse, dq = self.state
-        dq, dk, dv = self._launches.block(self._q, k, v, self._dout, lse, delta, dq)
+        dq, dk, dv = self._launches.block(*(widened(x) for x in (self._q, k, v, self._dout)), lse, delta, dq)
         self.state = delta, lse, dq
         return dk, dv
 
