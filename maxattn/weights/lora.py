@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -122,5 +123,11 @@ def _add(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
     old = variable.get_value()
     # [out, in] -> [in, out]
     added = jnp.asarray(change.T)
-    whole = added if entry.layer is None else jnp.zeros(old.shape, jnp.float32).at[entry.layer].set(added)
-    variable.set_value((old.astype(jnp.float32) + whole).astype(old.dtype))
+    if entry.layer is None:
+        variable.set_value(_sum(old, added))
+    else:  # only the layer's slice is in float32: a stack of all may be half of a device's memory
+        variable.set_value(old.at[entry.layer].set(_sum(old[entry.layer], added)))
+
+
+def _sum(old: jax.Array, added: jax.Array) -> jax.Array:
+    return (old.astype(jnp.float32) + added).astype(old.dtype)
