@@ -108,6 +108,13 @@ def on_devices(local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.shardin
     return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh, local.ndim), shard)
 
 
+def everywhere(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> Array:
+    """Put an array that all processes have whole on every device of a mesh; None keeps it on this process' device."""
+    if mesh is None:
+        return jax.numpy.asarray(array)
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
 def whole(array: Array) -> np.ndarray:
     """Bring an array that is spread over processes to each of them."""
     if jax.process_count() == 1:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxattn import sharding
@@ -150,7 +149,8 @@ class Training:
         data = batches(self.source, training.batch_size, training.seed, self._rows)
         if checkpoints.step:
             data.set_state(checkpoints.facts["data"])
-        empty, cost = jax.tree.map(jnp.asarray, self.source.empty), self._cost(state, fixed)
+        empty = {name: hosts.everywhere(array, self.mesh) for name, array in self.source.empty.items()}
+        cost = self._cost(state, fixed)
         step = Step(self.task, self.parts, fixed, empty, states.places(state))
         profiler = Profiler(self.task.settings, self.folder / "profile", first)
         samples = Samples(self.task, self.source, self.parts, self.mesh) if training.picture_every else None
