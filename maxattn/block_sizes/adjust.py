@@ -48,11 +48,14 @@ def adjust(
     return sizes, tuple(_changes(asked, sizes, reasons, facts))
 
 
+DIVIDING = frozenset({"BlockSlidingWindow", "BlockCausal", "VideoMask"})  # masks whose test divides positions
+
+
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
     """Gather what the rules look at."""
     return Facts(
         call.q_len, call.kv_len, call.head_dim, ITEMSIZE[call.dtype], call.role == "cross", kernel, training,
-        chip_of(target),
+        chip_of(target), not DIVIDING.isdisjoint(call.mask.names()),
     )  # fmt: skip
 
 

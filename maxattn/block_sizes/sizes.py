@@ -83,6 +83,7 @@ class Facts:
         kernel: "flash" or "tokamax_flash".
         training: whether the backward kernels run too.
         chip: the TPU, or None where no VMEM limits the sizes (interpret mode on a CPU).
+        divides: whether the mask's test divides positions, as masks of blocks do.
     """
 
     q_len: int
@@ -93,6 +94,7 @@ class Facts:
     kernel: KernelKind
     training: bool
     chip: Chip | None
+    divides: bool = False
 
     @property
     def q_step(self) -> int:

@@ -67,10 +67,12 @@ SPILL: dict[tuple[Family, Part, int], Spill] = {
 }
 # v7x differs from v6e in float32 alone, in what was measured.
 SPILL |= {("v7x", part, size): spill for (family, part, size), spill in SPILL.items() if family == "v6e"}
-SPILL["v7x", "forward", 4] = Spill(0.45, 0.7, 0.0, 1.92)
+SPILL["v7x", "forward", 4] = Spill(0.45, 1.15, 0.0, 1.92)
 SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
 # The share of the fetched scores where all keys are one block: without a loop over blocks, v7x keeps more of them.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
+# What a test of the mask that divides positions adds to the share of the fetched scores, where it was seen to.
+DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3, ("v7x", "dq", 2): 0.3}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 
 
@@ -143,6 +145,8 @@ def _proven_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
     chip = facts.chip
     if chip is None or chip.limit < CHIPS[chip.name].limit or (facts.kernel, facts.itemsize) != ("flash", 2):
         return 0
+    if facts.divides and (chip.family, part, facts.itemsize) in DIVIDING:
+        return 0
     tiles = PROVEN.get((chip.name, part), ()) if facts.head_dim == PROVEN_HEAD_DIM else ()
     return max((q for q, *keys in tiles if keys == [kv, compute]), default=0)
 
@@ -152,5 +156,6 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
     share = RAGGED if facts.head_dim > LANES and facts.head_dim % LANES else 1.0
     fetched = ONE_BLOCK.get((family, part, facts.itemsize), spill.fetched) if facts.kv_len <= kv else spill.fetched
+    fetched += DIVIDING.get((family, part, facts.itemsize), 0.0) if facts.divides else 0.0
     query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
     return cost.query + FLOAT * share * query, cost.key + FLOAT * share * spill.key * facts.head_dim
