@@ -96,7 +96,7 @@ def _jobs(
             jobs += both_ways(shape, "auto", _auto(shape), inputs)
             continue
         reason = refusal(name, shape.call(), target)
-        if reason is None and (kernels or not _too_large(name, shape)):
+        if reason is None and (kernels or not too_large(name, shape)):
             jobs += _of_kernel(name, shape, target, inputs)
         elif reason is not None and kernels:
             jobs.append(Job(Row(shape.name, name, FORWARD, note=reason.rule), shape))
@@ -171,7 +171,7 @@ def random_inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
     return [tuple(make(key, dims) for key, dims in zip(row, sizes, strict=True)) for row in keys]
 
 
-def _too_large(name: str, shape: Shape) -> bool:
+def too_large(name: str, shape: Shape) -> bool:
     """Leave out what nobody would run: dense scores of more than 30 GB, plain JAX for more than 2 TFLOP."""
     scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
     return (name == "dot_product" and 4.0 * scores > 3e10) or (name == "memory_efficient" and operations(shape) > 2e12)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from maxattn.bench.measure import BACKWARD, BOTH, FORWARD, Row, bench
+from maxattn.bench.measure import BACKWARD, BOTH, FORWARD, Row, bench, too_large
 from maxattn.bench.module import bench_module
 from maxattn.kernels import KERNELS
 from maxattn.masks import BlockSlidingWindow
@@ -142,7 +142,9 @@ def _layers(target: Target, budget: float) -> Report:
     rows: list[Row] = []
     for shape in shapes:
         for name in KERNELS:
-            if refusal(name, shape.call(), target) is None and (name != TILED or shape.q_len <= 8192):
+            if too_large(name, shape):
+                rows.append(Row(shape.name, name, BOTH, note="left out: too much memory or time"))
+            elif refusal(name, shape.call(), target) is None:
                 rows += [replace(row, who=name) for row in _step(shape, name, budget)]
     lines = [("layer", "attention", "step (ms)", "memory (GiB)")]
     for row in rows:

@@ -50,7 +50,8 @@ class Fa4Sums:
     def add(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Add a block of keys to dQ, and return the block's (dk, dv)."""
         delta, lse, dq = self.state
-        dq, dk, dv = self._launches.block(*(widened(x) for x in (self._q, k, v, self._dout)), lse, delta, dq)
+        q, dout = widened(self._q), widened(self._dout)
+        dq, dk, dv = self._launches.block(q, widened(k), widened(v), dout, lse, delta, dq)
         self.state = delta, lse, dq
         return dk, dv
 
