@@ -64,7 +64,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     forward, backward = (tuple(name for name, _ in pairs) for pairs in (entry.forward, entry.backward))
     best = [next((n for n in names if _usable(n, call, target)), None) for names in (forward, backward)]
     if best[0] is None or best[1] is None:
-        return (*forward[:1], *PLAIN), _because(entry, device, target)
+        return (*forward[:1], *PLAIN), f"plain JAX, since no kernel that was measured on an {device} takes this call"
     first = best[0] if best[0] == best[1] else f"{best[0]}/{best[1]}"
     faster = (*forward[: forward.index(best[0])], *backward[: backward.index(best[1])])
     there = [n for n in (*faster, *_by_total(entry)) if n != "flash" or has_fa4(target)]

@@ -35,6 +35,8 @@ EXPLAINED = {
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
+    "auto_head_dim_512": lambda: plan("auto", H200, call(h=512)),
+    "auto_mask_of_pairs": lambda: plan("auto", H200, call(mask=M.Dense(TABLE))),
     "auto_block_window": lambda: plan("auto", H200, SHAPES["swba-1560x7"].call()),
     "flash_h200": lambda: plan("flash", H200, call(mask=M.Causal())),
     "flash_causal_gathered": lambda: plan(
@@ -43,6 +45,9 @@ EXPLAINED = {
     "flash_no_extras": lambda: plan("flash", BARE, call()),
     "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
     "ring_over_cudnn": lambda: plan("cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="ring"),
+    "ring_over_flash": lambda: plan(
+        "flash", H200, SHAPES["wan-14b-480p"].call(), {"context": 4}, context_parallel="ring"
+    ),
     "te": lambda: plan("cudnn_flash_te", H200, call(s=77)),
     "tokamax": lambda: plan("tokamax_flash", H200, call(mask=M.BlockSlidingWindow(256, 4))),
 }
