@@ -72,12 +72,15 @@ def test_what_of_the_transfers_is_covered() -> None:
     assert profile._overlap(events) == (9, 5, 2, 1)
 
 
-@pytest.mark.parametrize("name", reports.REPORTS)
+@pytest.mark.parametrize(
+    "name", [n if n == "implementations" else pytest.param(n, marks=pytest.mark.slow) for n in reports.REPORTS]
+)
 def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     plain = {name: kernel for name, kernel in reports.KERNELS.items() if "flash" not in name}
     monkeypatch.setattr(reports, "KERNELS", plain)  # interpreted Pallas kernels take long to compile
     report = reports.make(name, CPU, budget=0.005)
+    assert {row.who for row in report.rows} <= set(plain)
     assert all(row.ms > 0 and row.peak > 0 for row in report.rows)
     assert len(report.text.splitlines()) > 3
     draw(report, "cpu", tmp_path / "pictures" / f"{name}.png")

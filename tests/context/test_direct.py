@@ -24,7 +24,7 @@ AXES = {
     "mask": ["full", "causal", "block window", "segments", "causal & lengths", "nothing"],
     "length": ["64", "odd"],
     "heads": ["mha", "gqa"],
-    "size": [4, 5],
+    "size": [4],
     "strategy": ["ring", "ulysses_ring"],
     "bias": ["none", "full"],
     "dtype": ["float32", "bfloat16"],
