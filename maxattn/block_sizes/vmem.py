@@ -72,7 +72,7 @@ SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
 # The share of the fetched scores where all keys are one block: without a loop over blocks, v7x keeps more of them.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
 # What a test of the mask that divides positions adds to the share of the fetched scores, where it was seen to.
-DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3, ("v7x", "dq", 2): 0.3}
+DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 
 
