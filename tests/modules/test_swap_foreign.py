@@ -107,8 +107,10 @@ def test_same_outputs_and_gradients(make: Callable[[], Model], config: str) -> N
     assert len(table.swapped) == attentions and not table.left
     again, again_gradients = run(model)
     np.testing.assert_allclose(again, out, atol=2e-5 * np.abs(out).max())
+    # Some are zero but for rounding (a key's bias moves no softmax): those are held to the scale of all.
+    scale = max(float(np.abs(want).max()) for want in gradients)
     for got, want in zip(again_gradients, gradients, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4 * max(float(np.abs(want).max()), 1e-3))
+        np.testing.assert_allclose(got, want, atol=1e-4 * max(float(np.abs(want).max()), 1e-2 * scale))
     after = nnx.state(model)
     assert jax.tree.structure(before) == jax.tree.structure(after)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
@@ -118,9 +120,7 @@ def test_what_has_an_attention_of_its_own_is_left_and_said() -> None:
     gemma = pytest.importorskip("bonsai.models.gemma3.modeling", reason="bonsai's sources are not on the path")
     kinds = [getattr(gemma, name) for name in ("SiglipAttention", "Gemma3Attention")]
     # Their sizes are billions: the shapes alone say what swap needs.
-    config = gemma.ModelConfig.gemma3_4b_it() if hasattr(gemma.ModelConfig, "gemma3_4b_it") else None
-    if config is None:
-        pytest.skip("bonsai's gemma3 has no config of that name")
+    config = gemma.ModelConfig.gemma3_4b_it(norm_dtype=jnp.float32)
     model = nnx.eval_shape(lambda: gemma.Gemma3Model(config, rngs=nnx.Rngs(0)))
     table = ma.swap(model)
     assert {row.kind for row in table.left} == {kind.__name__ for kind in kinds}
