@@ -33,6 +33,7 @@ class Model(NamedTuple):
         lengths: tokens of self-attention on one device, and the share that may be padded.
         example: batch, tokens and heads of the call in the file's command.
         mesh: the mesh of that call.
+        strategy: the config's `context_parallel`, with the reason behind it; "" leaves it to `auto`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Model(NamedTuple):
     lengths: tuple[tuple[int, float], ...]
     example: tuple[int, int, int]
     mesh: str
+    strategy: str = ""
 
 
 def _shards(length: int, *ways: int) -> tuple[tuple[int, float], ...]:
@@ -56,6 +58,9 @@ MODELS = (
           _shards(75_600, 2, 4, 8), (1, 75_600, 40), "{'context': 8}"),
     Model("flux", "a Flux-shaped model at 1024x1024: 4,608 tokens, text among them, also over context 2 or 4", 128,
           _shards(4608, 1, 2, 4), (1, 4608, 24), "{}"),
+    Model("flux_context_8", "a Flux-shaped model at 1024x1024, over context 8: a device sees 4,608 tokens of 3 heads", 128,
+          _shards(4608, 1, 2, 4), (1, 4608, 24), "{'context': 8}",
+          "ulysses         # shards of 576 tokens are no multiple of 128: a ring pads them by 11%"),
     Model("sdxl", "an SDXL-shaped UNet at 1024x1024: 4,096 and 1,024 tokens", 64,
           ((4096, UNSHARDED), (1024, UNSHARDED)), (1, 4096, 10), "{}"),
 )  # fmt: skip
@@ -116,6 +121,7 @@ def text_of(model: Model, kind: str, name: str) -> str:
         f"{length:,}: {100 * padding(length, sizes.block_q).share:.2f}% and "
         f"{100 * padding(length, sizes.block_kv).share:.2f}%" for length, _ in model.lengths
     )  # fmt: skip
+    strategy = f"context_parallel: {model.strategy}\n" if model.strategy else ""
     keys = "".join(f"  {key}: {value}\n" for key, value in sizes.given().items())
     call = f"ma.Call({batch}, {tokens}, {tokens}, {heads}, {heads}, {model.head_dim}, 'bfloat16')"
     config = f"ma.AttentionConfig.from_yaml('configs/block_sizes/{name}')"
@@ -130,7 +136,7 @@ def text_of(model: Model, kind: str, name: str) -> str:
 # Made by  python -m maxattn.block_sizes.presets configs/block_sizes (the largest tiles that fit; not timed on a {kind})
 
 attention: flash                   # or tokamax_flash
-flash_block_sizes:
+{strategy}flash_block_sizes:
 {keys}  use_fused_bwd_kernel: null       # true: one kernel for dQ, dK and dV, where its parts of dQ fit the memory
 """
 

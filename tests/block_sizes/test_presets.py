@@ -77,21 +77,23 @@ def test_the_page_has_the_presets_that_ship():
     assert table() in (DOCS / "presets.md").read_text()
 
 
-def plan_of_flux(kind: str, strategy: str) -> ma.Plan:
-    config = config_of(kind, "flux", f"context_parallel={strategy}")
-    return ma.plan(ma.Call(1, FLUX, FLUX, 24, 24, 128, "bfloat16"), config, {"context": 8}, Target.named(kind))
+def plan_of_flux(kind: str, preset: str, *overrides: str) -> ma.Plan:
+    call = ma.Call(1, FLUX, FLUX, 24, 24, 128, "bfloat16")
+    return ma.plan(call, config_of(kind, preset, *overrides), {"context": 8}, Target.named(kind))
 
 
-def test_flux_over_eight_devices_pads_nothing_with_ulysses():
+@pytest.mark.parametrize("kind", CHIPS)
+def test_flux_over_eight_devices_pads_nothing(kind):
     """Shards of 576 tokens are no multiple of 128: only a strategy that gives a device the whole sequence pads none."""
-    kernel = plan_of_flux("TPU v5p", "ulysses").kernel
-    assert padding(FLUX, kernel.blocks.block_q) == padding(FLUX, kernel.blocks.block_kv) == (FLUX, 0.0)
+    plan = plan_of_flux(kind, "flux_context_8")
+    assert plan.context.name == "ulysses"
+    assert padding(FLUX, plan.kernel.blocks.block_q) == padding(FLUX, plan.kernel.blocks.block_kv) == (FLUX, 0.0)
+    assert plan.notes == ()
     assert min(padding(576, n).share for n in range(128, 2049, 128)) == pytest.approx(1 / 9)
 
 
 def test_padding_above_a_tenth_is_a_note_in_the_plan():
-    assert plan_of_flux("TPU v5p", "ring").notes == (
+    assert plan_of_flux("TPU v5p", "flux", "context_parallel=ring").notes == (
         "block_q: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
         "block_kv: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
     )
-    assert plan_of_flux("TPU v5p", "ulysses").notes == ()
