@@ -58,7 +58,7 @@ MODELS = (
           _shards(75_600, 2, 4, 8), (1, 75_600, 40), "{'context': 8}"),
     Model("flux", "a Flux-shaped model at 1024x1024: 4,608 tokens, text among them, also over context 2 or 4", 128,
           _shards(4608, 1, 2, 4), (1, 4608, 24), "{}"),
-    Model("flux_context_8", "a Flux-shaped model at 1024x1024, over context 8: a device sees 4,608 tokens of 3 heads", 128,
+    Model("flux_context_8", "a Flux-shaped model at 1024x1024, over context 8: 4,608 tokens of 3 heads a device", 128,
           _shards(4608, 1, 2, 4), (1, 4608, 24), "{'context': 8}",
           "ulysses         # shards of 576 tokens are no multiple of 128: a ring pads them by 11%"),
     Model("sdxl", "an SDXL-shaped UNet at 1024x1024: 4,096 and 1,024 tokens", 64,
