@@ -102,7 +102,10 @@ class Training:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
         if not (self.folder / "checkpoints").is_dir():
-            rule, remedy = "it holds a checkpoint", "run the training command with the same config first"
+            rule, remedy = (
+                "it holds a checkpoint",
+                "train with the same config first (examples/train_wan.py, train_sdxl.py)",
+            )
             raise ConfigError("training.output_dir", self.folder, rule, remedy)
         with self._checkpoints() as checkpoints:
             return self._begin(checkpoints)

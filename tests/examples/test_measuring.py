@@ -64,6 +64,7 @@ def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     assert breakdown.kind_of("loop_convert_fusion") == "rest"
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> None:
     import measure
 

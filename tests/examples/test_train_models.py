@@ -165,6 +165,7 @@ def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Pat
 # ---- LoRA, image to video --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lora_learns_alone_and_merges_to_the_same_model(tmp_path: Path):
     """For image-to-video: the image's projections are adapted as well."""
     path, data = tmp_path / "run", folder(tmp_path / "data", "i2v")

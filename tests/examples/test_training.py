@@ -119,6 +119,7 @@ def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
     np.testing.assert_array_equal(*kernels)
 
 
+@pytest.mark.slow
 def test_training_goes_on_over_eight_devices(small: Settings, capsys: pytest.CaptureFixture[str]):
     _, alone = train(small)
     spread = with_training(small.replace(ici_fsdp_parallelism=8), steps=5)
@@ -169,7 +170,7 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
 
 
 def test_drawing_before_training_is_refused(small: Settings):
-    with pytest.raises(ConfigError, match="run the training command with the same config first"):
+    with pytest.raises(ConfigError, match="train with the same config first"):
         trained(small)
     assert not Path(small.training.output_dir).exists()
 

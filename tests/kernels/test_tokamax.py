@@ -52,7 +52,10 @@ def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> 
 
 @pytest.mark.parametrize(
     ("mask", "base2"),
-    [(M.Full(), False), (M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32)), True)],
+    [
+        pytest.param(M.Full(), False, marks=pytest.mark.slow),
+        (M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32)), True),
+    ],
 )
 def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
     """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and gradients."""
