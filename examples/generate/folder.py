@@ -15,6 +15,12 @@ PIPELINES = {
 }  # fmt: skip
 
 
+def part_of(folder: str | Path, part: str) -> Path:
+    """Return a part's folder in a pipeline's, or the folder itself where it is the part's own."""
+    inside = Path(folder) / part
+    return inside if inside.is_dir() else Path(folder)
+
+
 def config_of(folder: Path, part: str) -> dict[str, Any]:
     """Read the `config.json` of a part; empty where there is none."""
     path = folder / part / "config.json"

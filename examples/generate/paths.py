@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .folder import part_of
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -34,5 +36,4 @@ class Paths:
 
     def weights_of(self, part: str) -> Path:
         """Return the folder of the weights: the part of a pipeline's folder, or the folder itself."""
-        given = self.weights or self.model
-        return given / part if (given / part).is_dir() else given
+        return part_of(self.weights or self.model, part)

@@ -11,26 +11,26 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from generate.folder import part_of
 from jaxtyping import Array, Float
 from samplers.betas import Betas
 from samplers.read import Sampler
-from train.latents import LatentFolder
-from train.task import KEPT, Arrays, Fixed, Shapes, replaced
+from train.latent_task import LatentTask
+from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
-from maxattn import weights
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import noise
-from .settings import ModelSettings, Settings, TrainingSettings
+from .settings import ModelSettings, Settings
 from .sizes import Sizes
 from .unet import SIZE_NUMBERS, UNet
 
 
 @dataclass(frozen=True)
-class SdxlTask:
+class SdxlTask(LatentTask):
     """Train an SDXL UNet.
 
     Args:
@@ -42,23 +42,6 @@ class SdxlTask:
     sizes: Sizes
 
     part: ClassVar[str] = "unet"
-
-    fixed: ClassVar[Fixed] = KEPT
-
-    @property
-    def training(self) -> TrainingSettings:
-        """How it is trained."""
-        return self.settings.training
-
-    def source(self) -> LatentFolder:
-        """Open the folder of latents."""
-        return LatentFolder(self.settings.data.folder)
-
-    @property
-    def folder(self) -> Path | None:
-        """Where the weights are that training begins from."""
-        folder = self.settings.model.folder
-        return None if folder is None else unet_of(folder)
 
     @property
     def sampler(self) -> Sampler:
@@ -83,13 +66,6 @@ class SdxlTask:
         model = self.settings.model
         how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
         return UNet(self.sizes, self.settings, mesh, rngs=rngs, **how)
-
-    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Read the weights of `model.folder`, where there is one."""
-        if self.folder is None:
-            return False
-        weights.load_diffusers(model, self.folder, mesh=mesh)
-        return True
 
     def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield what the UNet cannot take of the data."""
@@ -152,12 +128,6 @@ class SdxlTask:
         return height * width
 
 
-def unet_of(folder: str | Path) -> Path:
-    """Return the UNet's folder of a pipeline's, or the folder itself."""
-    inside = Path(folder) / "unet"
-    return inside if inside.is_dir() else Path(folder)
-
-
 def sizes_of(model: ModelSettings) -> Sizes:
     """Return the sizes of the UNet: those of its folder, or SDXL's with the settings' changes.
 
@@ -167,7 +137,7 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """
     if model.folder is None:
         return Sizes(**model.changed_sizes)
-    there = Sizes.of_folder(unet_of(model.folder))
+    there = Sizes.of_folder(part_of(model.folder, "unet"))
     if problems := list(_differences(model, there)):
         raise ConfigErrors(problems)
     return there

@@ -11,25 +11,25 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from generate.folder import part_of
 from jaxtyping import Array, Float
 from samplers.read import Sampler
 from train import flow
-from train.latents import LatentFolder
-from train.task import KEPT, Arrays, Fixed, Shapes, replaced
+from train.latent_task import LatentTask
+from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
-from maxattn import weights
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .model import WanTransformer3D
-from .settings import ModelSettings, Settings, TrainingSettings
+from .settings import ModelSettings, Settings
 from .sizes import Sizes
 
 
 @dataclass(frozen=True)
-class WanTask:
+class WanTask(LatentTask):
     """Train a Wan 2.1 transformer by flow matching.
 
     Args:
@@ -41,23 +41,6 @@ class WanTask:
     sizes: Sizes
 
     part: ClassVar[str] = "transformer"
-
-    fixed: ClassVar[Fixed] = KEPT
-
-    @property
-    def training(self) -> TrainingSettings:
-        """How it is trained."""
-        return self.settings.training
-
-    def source(self) -> LatentFolder:
-        """Open the folder of latents."""
-        return LatentFolder(self.settings.data.folder)
-
-    @property
-    def folder(self) -> Path | None:
-        """Where the weights are that training begins from."""
-        folder = self.settings.model.folder
-        return None if folder is None else transformer_of(folder)
 
     @property
     def sampler(self) -> Sampler:
@@ -75,13 +58,6 @@ class WanTask:
         model = self.settings.model
         how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
         return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
-
-    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Read the weights of `model.folder`, where there is one."""
-        if self.folder is None:
-            return False
-        weights.load_diffusers(model, self.folder, mesh=mesh)
-        return True
 
     def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield what the transformer cannot take of the data."""
@@ -143,12 +119,6 @@ def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
     return jnp.moveaxis(x, 1, -1)
 
 
-def transformer_of(folder: str | Path) -> Path:
-    """Return the transformer's folder of a pipeline's, or the folder itself."""
-    inside = Path(folder) / "transformer"
-    return inside if inside.is_dir() else Path(folder)
-
-
 def sizes_of(model: ModelSettings) -> Sizes:
     """Return the sizes of the model: those of its folder, those that are named, or both when they agree.
 
@@ -158,7 +128,7 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """
     if model.folder is None:
         return model.asked or Sizes()
-    there = Sizes.of_folder(transformer_of(model.folder))
+    there = Sizes.of_folder(part_of(model.folder, "transformer"))
     if model.asked is not None and (problems := list(_differences(model.asked, there, model.folder))):
         raise ConfigErrors(problems)
     return there

@@ -1,0 +1,54 @@
+"""What the tasks of real models share: a folder of latents to learn from, and one of weights to begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+from generate.folder import part_of
+
+from maxattn import weights
+
+from .latents import LatentFolder
+from .task import KEPT, Fixed
+
+
+@dataclass(frozen=True)
+class LatentTask:
+    """Begin a `Task` whose examples are latents and whose weights have diffusers' format.
+
+    Args:
+        settings: of everything.
+        sizes: of the model, from `sizes_of(settings.model)` of its package.
+    """
+
+    settings: Any
+    sizes: Any
+
+    part: ClassVar[str]
+    fixed: ClassVar[Fixed] = KEPT
+
+    @property
+    def training(self) -> Any:
+        """How it is trained."""
+        return self.settings.training
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights are that training begins from."""
+        folder = self.settings.model.folder
+        return None if folder is None else part_of(folder, self.part)
+
+    def source(self) -> LatentFolder:
+        """Open the folder of latents."""
+        return LatentFolder(self.settings.data.folder)
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Read the weights of `model.folder`, where there is one."""
+        if self.folder is None:
+            return False
+        weights.load_diffusers(model, self.folder, mesh=mesh)
+        return True
