@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from train.wrong import fits
 
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
@@ -72,7 +73,7 @@ def unlike(found: Shapes, expected: Mapping[str, tuple[Any, ...]], path: Path, o
         if name not in found:
             remedy = NO_GUIDANCE if name.startswith("negative_") else MAKE
             yield wrong(option, f"{path} without {name}", f"the model is told {text}", remedy)
-        elif not _fits(found[name][1:], form):
+        elif not fits(found[name][1:], form):
             yield wrong(option, f"{path}: {name} {list(found[name])}", f"the model takes {text}", SIZES)
     for name in sorted(found.keys() - expected.keys() - {"time_ids", "negative_text", "negative_pooled"}):
         yield wrong(option, f"{path}: {name}", "this model is not told that", "leave it out")
@@ -89,10 +90,6 @@ SIZES = "make it for this model and this height, width and frames"
 def wrong(option: str, value: object, rule: str, remedy: str) -> ConfigError:
     """Make the error of a command's option."""
     return ConfigError(option, value, rule, remedy)
-
-
-def _fits(shape: tuple[int, ...], form: tuple[Any, ...]) -> bool:
-    return len(shape) == len(form) and all(size == want or want == "L" for size, want in zip(shape, form, strict=True))
 
 
 def _open(path: Path, option: str) -> Any:

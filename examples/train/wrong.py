@@ -17,7 +17,7 @@ def unlike(shapes: Shapes, expected: Mapping[str, tuple[Any, ...]], whose: str) 
 
     Args:
         shapes: of one example's arrays.
-        expected: what the model takes, by name: a number is that size, "L" any, "2 h" any multiple of 2.
+        expected: what the model takes, by name, as `fits` reads it.
         whose: the model, in words.
     """
     for name in sorted(shapes.keys() | expected.keys()):
@@ -26,7 +26,7 @@ def unlike(shapes: Shapes, expected: Mapping[str, tuple[Any, ...]], whose: str) 
             yield ConfigError("data.folder", f"no {name}", rule, MAKE)
         elif name not in expected:
             yield ConfigError("data.folder", f"{name} {list(shapes[name])}", f"{whose} takes no {name}", MAKE)
-        elif not _fits(shapes[name], expected[name]):
+        elif not fits(shapes[name], expected[name]):
             rule = f"{whose} takes {name} {_text(expected[name])}"
             yield ConfigError("data.folder", f"{name} {list(shapes[name])}", rule, MAKE)
 
@@ -35,7 +35,8 @@ def _text(form: tuple[Any, ...]) -> str:
     return f"[{', '.join(str(size).removeprefix('1 ') for size in form)}]"
 
 
-def _fits(shape: tuple[int, ...], form: tuple[Any, ...]) -> bool:
+def fits(shape: tuple[int, ...], form: tuple[Any, ...]) -> bool:
+    """Tell whether a shape is of a form: a number is that size, "L" any, "2 h" any multiple of 2."""
     return len(shape) == len(form) and all(map(_size_fits, shape, form))
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from maxattn.kernels.fa4 import Fa4
 from maxattn.kernels.fa4_calls import widened
+from maxattn.kernels.fa4_launch import library
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
@@ -27,7 +28,7 @@ HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
 def fits(kernel: Fa4, q: Array, k: Array) -> bool:
     """Tell whether the launches are there and are these three: one key head for each query head, 8 | H up to 128."""
     plain = q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= HEAD_LIMIT
-    return plain and not kernel.lse_gradient and all(hasattr(_kernels(), name) for name in LAUNCHES)
+    return plain and not kernel.lse_gradient and all(hasattr(library(), name) for name in LAUNCHES)
 
 
 class Fa4Sums:
@@ -64,7 +65,7 @@ class _Launches:
     """Make fa4-jax's launches, as its own backward makes them one after the other."""
 
     def __init__(self, scale: float, q: Array, k: Array) -> None:
-        fa4 = _kernels()
+        fa4 = library()
         self._call = import_module("cutejax").call
         config = import_module("fa4_jax.attention").AttnConfig(
             False, False, (None, None), float(scale), None, "cute", False, False
@@ -78,7 +79,7 @@ class _Launches:
         self._dq = jax.ShapeDtypeStruct((b, n, rows * width), jnp.float32)
 
     def first(self, out: Array, dout: Array, lse: Array) -> Any:
-        fa4 = _kernels()
+        fa4 = library()
         return self._call(
             fa4._fa4_bwd_pre, [self._stats, self._stats, self._dq],
             fa4._aux_static("pre", self._made["pre"], self._made["scale"]), out, dout, lse,
@@ -86,7 +87,7 @@ class _Launches:
         )  # fmt: skip
 
     def block(self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, dq: Array) -> Any:
-        fa4 = _kernels()
+        fa4 = library()
         heads, floats = fa4._QKV_SPEC, fa4._F32_SPEC
         return self._call(
             fa4._fa4_bwd,
@@ -96,13 +97,9 @@ class _Launches:
         )  # fmt: skip
 
     def last(self, dq: Array, q: Array) -> Array:
-        fa4 = _kernels()
+        fa4 = library()
         made = fa4._aux_static("post", self._made["post"], self._made["scale"])
         return self._call(
             fa4._fa4_bwd_post, jax.ShapeDtypeStruct(q.shape, q.dtype), made, dq, in_specs=[fa4._F32_SPEC],
             out_specs=fa4._QKV_SPEC, name="fa4_bwd_post",
         )  # fmt: skip
-
-
-def _kernels() -> Any:
-    return import_module("fa4_jax.kernels")  # an extra: it need not be there when this module is read
