@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import numpy as np
 from .conftest import HELD_OUT, ROOT, SMALL
 
 COMMAND = (sys.executable, str(ROOT / "examples" / "train_wan.py"))
+# How long a run may say nothing: it imports and compiles in silence, and the machine may be busy with other things.
+SILENCE = 600.0
 
 
 def config(folder: Path, **training: Any) -> Path:
@@ -64,9 +69,41 @@ def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> li
 
 def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
     """Wait for processes to end, and return what each printed."""
-    printed = [process.communicate(timeout=300)[0] for process in started]
-    assert all(process.returncode == 0 for process in started), "\n".join(printed)
+    printed = ["" for _ in started]
+    for who, line in lines(*started):
+        printed[who] += line
+    codes = [process.wait() for process in started]
+    assert not any(codes), "\n".join([str(codes), *printed])
     return printed
+
+
+def lines(*started: subprocess.Popen[str]) -> Iterator[tuple[int, str]]:
+    """Yield each line that processes print, and which printed it, until all have ended.
+
+    Time limits are on progress: where none prints a line for `SILENCE` seconds, all are killed, and this fails.
+    """
+    heard: queue.Queue[tuple[int, str | None]] = queue.Queue()
+
+    def listen(who: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            heard.put((who, line))
+        heard.put((who, None))
+
+    for who, process in enumerate(started):
+        threading.Thread(target=listen, args=(who, process), daemon=True).start()
+    speaking = len(started)
+    while speaking:
+        try:
+            who, line = heard.get(timeout=SILENCE)
+        except queue.Empty:
+            for process in started:
+                process.kill()
+            raise AssertionError(f"nothing printed for {SILENCE:g} s") from None
+        if line is None:
+            speaking -= 1
+        else:
+            yield who, line
 
 
 def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:

@@ -53,11 +53,12 @@ def test_two_gpus(case: dict, record_property) -> None:
 @pytest.mark.parametrize("kernel", AXES["kernel"])
 @pytest.mark.parametrize("order", ["full", "causal", "zig-zag"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
-def test_ring_of_four(kernel: str, order: str, heads: tuple[int, int]) -> None:
-    """600 tokens a device, so that halves of a block are no whole tiles."""
-    skip_unless_there(kernel, devices=4)
-    config = ma.AttentionConfig(attention=kernel, context_parallel="ring", ici_context_parallelism=4)
-    mesh, rng, (n, k) = config.make_mesh(jax.devices()[:4]), np.random.default_rng(5), heads
+@pytest.mark.parametrize("devices", [2, 4])
+def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> None:
+    """600 or 1,200 tokens a device, so that halves of a block are no whole tiles."""
+    skip_unless_there(kernel, devices=devices)
+    config = ma.AttentionConfig(attention=kernel, context_parallel="ring", ici_context_parallelism=devices)
+    mesh, rng, (n, k) = config.make_mesh(jax.devices()[:devices]), np.random.default_rng(5), heads
     q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 2400, m, 128)), "bfloat16") for m in (n, k, k, n))
     mask = (M.Full() if order == "full" else M.Causal()).bind(2400, 2400)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
