@@ -99,7 +99,8 @@ class Checkpoints:
         facts = {
             "settings": self.settings.resolved() | {"more": self.more},
             "data": place,
-            "losses": losses,
+            # They are written behind the next steps, whose losses the caller adds to his list.
+            "losses": list(losses),
             "plans": {role: plan.to_dict() for role, plan in plans.items()},
             "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
         }

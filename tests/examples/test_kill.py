@@ -6,14 +6,17 @@ import json
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from .runs import arrays, config, finish, start
+from .runs import arrays, config, finish, lines, start
 from .test_resume import saved
 
-KILLS, STEPS, EVERY = 20, 80, 2
+KILLS, STEPS, EVERY = 20, 120, 2
+AFTER = 3  # steps of a life, at most, before its kill is due
+SAVING = 0.1  # seconds: the files of a checkpoint are being written so long, or longer
 
 
 def losses_at(folder: Path, step: int) -> list[float]:
@@ -21,49 +24,62 @@ def losses_at(folder: Path, step: int) -> list[float]:
     return json.loads((folder / "run" / "checkpoints" / str(step) / "facts" / "metadata").read_text())["losses"]
 
 
+def unfinished(folder: Path, since: float = 0.0) -> list[str]:
+    """List the checkpoints of a run that were begun, and not finished, after a time."""
+    found = []
+    for path in (folder / "run" / "checkpoints").glob("*"):
+        with suppress(FileNotFoundError):  # finished between the listing and here, and so renamed
+            found += [path.name] if not path.name.isdigit() and path.stat().st_ctime >= since else []
+    return found
+
+
 def live_and_die(path: Path, chance: random.Random, life: int) -> str:
-    """Run until some steps are done, wait up to the time of two more, kill; return what was printed."""
-    process = start(path, f"training.steps={STEPS}")
-    assert process.stdout is not None
-    printed, left, last = [], chance.randint(1, 5), time.monotonic()
-    for line in process.stdout:
-        printed.append(line)
+    """Run until a random step is done, and then on to a random moment; kill; return what was printed.
+
+    Every second life ends while a checkpoint is being written: so soon after its temporary folder has appeared.
+    """
+    born, process, printed, left, last = time.time(), start(path), "", chance.randint(1, AFTER), time.monotonic()
+    for _, line in lines(process):
+        printed += line
         if line.startswith("step "):
             left, spent, last = left - 1, time.monotonic() - last, time.monotonic()
             if not left:
-                time.sleep(chance.uniform(0.0, 2.0 * min(spent, 0.5)))
+                if life % 2:
+                    while process.poll() is None and not unfinished(path.parent, born):
+                        time.sleep(0.001)
+                time.sleep(chance.uniform(0.0, SAVING if life % 2 else 2.0 * min(spent, 0.5)))
                 break
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, f"life {life}: {''.join(printed)}"
-    return "".join(printed)
+    assert process.wait() == -signal.SIGKILL, f"life {life}: {printed}"
+    return printed
 
 
 @pytest.mark.slow
 def test_every_resume_is_exact(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"random moments of seed {seed}")
-    chance = random.Random(seed)
+    chance, folder = random.Random(seed), tmp_path / "killed"
     how = {"steps": STEPS, "checkpoint_every": EVERY}
-    whole, killed = config(tmp_path / "whole", **how), config(tmp_path / "killed", **how)
+    whole, killed = config(tmp_path / "whole", **how), config(folder, **how)
     finish(whole)
     right = losses_at(tmp_path / "whole", STEPS)
-    half, reached = 0, []
+    reached, halves = [0], []
     for life in range(KILLS):
-        before = max(saved(tmp_path / "killed"), default=0) if life else 0
-        said = live_and_die(killed, chance, life)
-        assert (f"going on from step {before} of {STEPS}" in said) == bool(before), said
-        folder = tmp_path / "killed" / "run" / "checkpoints"
-        half += sum(not path.name.isdigit() for path in folder.iterdir())
-        reached.append(max(saved(tmp_path / "killed"), default=0))
-        print(f"life {life}: last whole checkpoint {reached[-1]}", flush=True)
-        if reached[-1]:
-            assert losses_at(tmp_path / "killed", reached[-1]) == right[: reached[-1]], life
+        born, said = time.time(), live_and_die(killed, chance, life)
+        assert (f"going on from step {reached[-1]} of {STEPS}" in said) == bool(reached[-1]), said
+        halves.append(len(unfinished(folder, born)))
+        reached.append(max(saved(folder), default=0))
+        print(f"life {life}: last whole checkpoint {reached[-1]}, {halves[-1]} half-written", flush=True)
+        for step in saved(folder):
+            assert losses_at(folder, step) == right[:step], (life, step)
     assert 0 < reached[-1] < STEPS
-    finish(killed)
-    assert losses_at(tmp_path / "killed", STEPS) == right
+    assert sum(halves) >= KILLS // 4, "too few kills came while a checkpoint was being written"
+    assert f"going on from step {reached[-1]} of {STEPS}" in finish(killed)
+    assert losses_at(folder, STEPS) == right
     # The last arrays hang on every step before: one inexact resume, and they differ.
-    ours, theirs = arrays(tmp_path / "killed", STEPS), arrays(tmp_path / "whole", STEPS)
+    ours, theirs = arrays(folder, STEPS), arrays(tmp_path / "whole", STEPS)
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         assert array.dtype == theirs[name].dtype and array.tobytes() == theirs[name].tobytes(), name
-    print(f"{KILLS} kills, last whole checkpoints {reached}, {half} half-written ones found and never loaded")
+    assert not unfinished(folder), "what was half-written is gone"
+    print(f"{KILLS} kills, last whole checkpoints {reached[1:]}, half-written ones found and never loaded: {halves}")

@@ -110,6 +110,15 @@ def test_what_was_trained_is_loaded_bit_for_bit(done: Settings):
     assert (trained(done).position[...] != untrained).any()
 
 
+def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
+    losses = [1.0] * 20_000  # so many that their writing is under way when the next one comes
+    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed) as checkpoints:
+        checkpoints.save({"x": np.zeros(2)}, {}, losses, {})
+        losses += [2.0] * 1000
+    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed) as checkpoints:
+        assert checkpoints.step == len(checkpoints.losses) == 20_000
+
+
 def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
     spread = done.replace(ici_fsdp_parallelism=8)
     kernels = [
