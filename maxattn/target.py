@@ -40,6 +40,12 @@ HBM: dict[str, float] = {
     "TPU v4": 30.75 * GIB, "TPU v5e": 15.75 * GIB, "TPU v5p": 95.74 * GIB, "TPU v6e": 31.25 * GIB,
     "TPU v7x": 94.75 * GIB, "NVIDIA A100": 80e9, "NVIDIA H100": 80e9, "NVIDIA H200": 141e9, "NVIDIA B200": 180e9,
 }  # fmt: skip
+# Dense bfloat16 FLOP/s of one device, as its maker gives them. Of v7x the maker gives a chip's, 2307e12: libtpu lists
+# each of its two cores as a device, with half of the products, of the memory and of the memory's rate.
+PEAK: dict[str, float] = {
+    "TPU v4": 275e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "TPU v7x": 1153e12,
+    "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+}  # fmt: skip
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
 _DEVICE_KIND_ALIASES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 
@@ -126,6 +132,16 @@ def _here(env: tuple[tuple[str, str], ...]) -> Target:
 def device_kind(spelling: str) -> str:
     """Return our name of what jax calls a device."""
     return _DEVICE_KIND_ALIASES.get(spelling, spelling)
+
+
+def known_kind(kind: str) -> str | None:
+    """Return the name of `KNOWN` whose figures hold for a device, for example of an "NVIDIA H100 80GB HBM3"; or None.
+
+    Args:
+        kind: jax's name of it, or ours.
+    """
+    kind = device_kind(kind)
+    return next((name for name in KNOWN if kind == name or kind.startswith((f"{name} ", f"{name}-"))), None)
 
 
 def installed() -> tuple[tuple[str, str], ...]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from maxattn.target import PEAK, known_kind
+
 BACKWARD = {"attention": 2.5, "matmul": 2.0}  # of the forward
-PEAK = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
-        "TPU v4": 275e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "TPU v7x": 1153e12}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def count(f: Callable[..., Any], *shapes: Any) -> Work:
 
 def peak(device_kind: str) -> float | None:
     """Return the dense bfloat16 operations a second that a device's maker gives, or None where unknown."""
-    found = [rate for name, rate in PEAK.items() if device_kind.startswith(name)]
-    return found[0] if found else None
+    return PEAK.get(known_kind(device_kind) or "")
 
 
 def _of(jaxpr: Any) -> Work:

@@ -4,8 +4,9 @@
 
 Compute is the pairs of the device with most of them (in each hop of a ring), at the target's rate. The transfers of
 `all_gather` and Ulysses stand before and after the kernel and are counted whole; a ring's hop counts where it takes
-longer than the work that it runs beside, and its merges in float32 count at the rate of the memory. Memory is what the
-strategy holds beside q, k, v, out and their gradients.
+longer than the work that it runs beside, and on GPUs for the share of the kernel's rate that it takes meanwhile; its
+merges and sums count at the rate of the memory. Memory is what the strategy holds beside q, k, v, out and their
+gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from maxattn.context.base import itemsize, readable
 from maxattn.context.figures import START, Machine
 from maxattn.context.ring import Ring
 from maxattn.context.zigzag import Layout
+from maxattn.kernels.sums import MOST_PARTS
 from maxattn.sharding import ways
 
 FLOAT = 4
@@ -103,8 +105,11 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     work = _work(ring.layout, call).max(axis=0) * size.pair / ring.inner
     waits, memory = _exchanges(ring, size, machine)
     if ring.places > 1:
-        waits += _hops(work, ring, size, machine)
-        memory += size.kv * (2 + 2 * FLOAT / size.item) + 2 * FLOAT / size.item * size.q
+        dense = call.mask.is_full and call.bias is None
+        waits += _hops(work, ring, size, machine, halved=ring.direct and dense)
+        # Two blocks of K and V, and two of sums in float32, or parts of them; the same of the queries.
+        parts = min(ring.places, MOST_PARTS) if ring.direct else 2 * FLOAT / size.item
+        memory += (2 + parts) * size.kv + parts * size.q
     if ring.runs > 1:
         waits += (6 * size.q + 3 * size.kv) / machine.exchanged(n) + 4 * START
     return Cost(ring.label().replace(f" over {n}", ""), float(work.sum()), waits, memory)
@@ -116,16 +121,28 @@ def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float
         return 0.0, 0.0
     # Fifteen arrays: five forward, seven and three backward; those of statistics are small.
     received = (6 * size.q + 3 * size.kv) * (ring.inner - 1) / ring.inner
-    return received / machine.exchanged(ring.inner) + 15 * START, 2 * size.q + 2 * size.kv
+    # What came in for the backward, q, k, v, out and dout, and the gradients before they go back.
+    return received / machine.exchanged(ring.inner) + 15 * START, 4 * size.q + 2 * size.kv
 
 
-def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine) -> float:
-    """Return the seconds that hops take longer than the work beside them, that merges take, and that the last one home
-    takes."""
-    hop = size.kv / machine.neighbour
-    sums = size.kv * FLOAT / size.item / machine.neighbour
+def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, halved: bool) -> float:
+    """Return the seconds that hops take longer than the work beside them or take from it, that merges take, and that
+    the last one home takes."""
+    hop, item = size.kv / machine.neighbour, size.item
+    home = hop if ring.direct else hop * FLOAT / item
     forward, backward = work[:-1] / TRAINING, work[:-1] * (TRAINING - 1) / TRAINING
-    late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + sums - backward, 0).sum() + sums
-    # out and dq are read and written in float32, dk and dv too, and a part of each is read.
-    merged = (2 * FLOAT + size.item) / size.item * (2 * size.q + size.kv) * ring.places / machine.hbm
-    return float(late) + merged + (6 * ring.places - 4) * START
+    late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
+    last = home / 2 if halved else home  # the first half leaves beside a kernel
+    beside = machine.slowed * (ring.places - 1) * (2 * hop + home)
+    return float(late) + last + beside + _merges(ring, size) / machine.hbm + (6 * ring.places - 4) * START
+
+
+def _merges(ring: Ring, size: _Sizes) -> float:
+    """Count the bytes of merging partial outputs, and of summing partial gradients."""
+    n, item = ring.places, size.item
+    if not ring.direct:
+        # out and dq are read and written in float32, dk and dv too, and a part of each is read.
+        return (2 * FLOAT + item) / item * (2 * size.q + size.kv) * n
+    # Each part of out, dq, dk and dv is read once, each sum is written. K and V are made one array, forward and
+    # backward, and dK and dV of each hop.
+    return (n + 1) * (2 * size.q + size.kv) + (4 + 2 * n) * size.kv
