@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from maxattn.bench.profile import events_of
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
@@ -47,9 +47,9 @@ def breakdown(folder: str | Path, steps: int, program: str = "") -> tuple[Kernel
     origins = dict(re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', program, re.MULTILINE))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
-    for name, op, duration in _events(folder):
-        key = (_bare(name), kind_of(name, origins.get(op, "")))
-        seconds[key] += duration
+    for event in events_of(folder):
+        key = (_bare(event.name), kind_of(event.name, origins.get(event.op, "")))
+        seconds[key] += (event.end - event.start) / 1e9
         calls[key] += 1
     longest = sorted(seconds.items(), key=lambda item: -item[1])
     return tuple(Kernel(*key, 1e3 * time / steps, calls[key] / steps) for key, time in longest)
@@ -70,26 +70,6 @@ def kind_of(name: str, origin: str = "") -> str:
 def by_kind(kernels: tuple[Kernel, ...]) -> dict[str, float]:
     """Add the milliseconds of each kind up."""
     return {kind: sum(k.ms for k in kernels if k.kind == kind) for kind in KINDS}
-
-
-def _events(folder: str | Path) -> Iterator[tuple[str, str, float]]:
-    """Yield (kernel, operation of the program, seconds) of all that the first device ran."""
-    from jax.profiler import ProfileData
-
-    path = max(Path(folder).rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-    for plane in _planes(ProfileData.from_file(str(path))):
-        for line in plane.lines:
-            if line.name.startswith(("Stream", "tf_XLA", "XLA Ops")):
-                for event in line.events:
-                    stats: dict[str, Any] = dict(event.stats)
-                    if plane.name.startswith("/device") or "hlo_op" in stats:
-                        yield event.name, str(stats.get("hlo_op", event.name)), event.duration_ns / 1e9
-
-
-def _planes(data: Any) -> list[Any]:
-    """Return the first device's planes; on a CPU the host's, whose operations are its kernels."""
-    devices = [plane for plane in data.planes if re.match(r"/device:(GPU|TPU):0", plane.name)]
-    return devices or [plane for plane in data.planes if plane.name.startswith("/host:CPU")]
 
 
 def _bare(name: str) -> str:

@@ -1,15 +1,34 @@
-"""Device time by kernel, as jax's profiler records it."""
+"""Device time by kernel, as jax's profiler records it: of the first device, on a CPU of XLA's operations."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+DEVICE = re.compile(r"/device:(GPU|TPU):\d+$")
+KERNELS = ("Stream", "XLA Ops")  # the lines of a GPU's kernels, and of a TPU's
+
+
+class Event(NamedTuple):
+    """Hold one call of one kernel.
+
+    Args:
+        name: as the device ran it.
+        op: the program's operation that it was compiled from.
+        start, end: in ns.
+    """
+
+    name: str
+    op: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -47,23 +66,32 @@ class Profile:
 
 
 def device_time(run: Callable[[], Any]) -> Profile:
-    """Record one run. On a CPU the kernels are XLA's operations."""
+    """Record one run."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
-        records = [jax.profiler.ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
+        events = events_of(folder)
     found: dict[str, list[float]] = defaultdict(list)
-    events = [event for record in records for event in _events(record)]
     for event in events:
-        found[event.name].append(event.duration_ns)
+        found[event.name].append(event.end - event.start)
     times = [KernelTime(name, sum(each) / 1e6, len(each)) for name, each in found.items()]
     return Profile(tuple(sorted(times, key=lambda time: -time.ms)), *_overlap(events))
 
 
-def _overlap(events: list[Any]) -> tuple[float, float, float, float]:
+def events_of(folder: str | Path) -> list[Event]:
+    """Read the newest record: all that the first device ran.
+
+    Args:
+        folder: that `jax.profiler.start_trace` was given.
+    """
+    newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    return list(_events(jax.profiler.ProfileData.from_file(str(newest))))
+
+
+def _overlap(events: list[Event]) -> tuple[float, float, float, float]:
     """Return ms of (span, transfers, transfers alone, idle)."""
-    moves = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if "nccl" in e.name.lower()]
-    kernels = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if "nccl" not in e.name.lower()]
+    moves = [(e.start, e.end) for e in events if "nccl" in e.name.lower()]
+    kernels = [(e.start, e.end) for e in events if "nccl" not in e.name.lower()]
     every = moves + kernels
     if not every:
         return 0.0, 0.0, 0.0, 0.0
@@ -81,12 +109,11 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _events(record: Any) -> Iterator[Any]:
+def _events(record: Any) -> Iterator[Event]:
     planes = {plane.name: plane for plane in record.planes}
-    device = next((plane for name, plane in sorted(planes.items()) if name.startswith("/device:")), None)
-    if device is not None:
-        yield from (event for line in device.lines if line.name.startswith("Stream") for event in line.events)
-        return
-    for plane in planes.values():
-        for line in plane.lines:
-            yield from (event for event in line.events if any(key == "hlo_op" for key, _ in event.stats))
+    device = next((plane for name, plane in sorted(planes.items()) if DEVICE.match(name)), None)
+    for line in [line for plane in ([device] if device else planes.values()) for line in plane.lines]:
+        for event in line.events if device is None or line.name.startswith(KERNELS) else ():
+            op = dict(event.stats).get("hlo_op")
+            if device or op:  # a CPU's lines hold Python's calls too
+                yield Event(event.name, str(op or event.name), event.start_ns, event.start_ns + event.duration_ns)

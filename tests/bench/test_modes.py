@@ -68,8 +68,20 @@ def test_the_profile_names_what_ran() -> None:
 
 def test_what_of_the_transfers_is_covered() -> None:
     spans = {"kernel": [(0, 4), (6, 8)], "ncclDevKernel_SendRecv": [(1, 2), (3, 5), (7, 9)]}
-    events = [SimpleNamespace(name=n, start_ns=a * 1e6, duration_ns=(b - a) * 1e6) for n in spans for a, b in spans[n]]
+    events = [profile.Event(n, n, a * 1e6, b * 1e6) for n in spans for a, b in spans[n]]
     assert profile._overlap(events) == (9, 5, 2, 1)
+
+
+@pytest.mark.parametrize("lines", [("Stream #13(Compute)", "Stream #17(MemcpyP2P)"), ("XLA Ops",)])
+def test_of_a_gpu_and_of_a_tpu_the_first_device_s_kernels_are_read(lines: tuple[str, ...]) -> None:
+    def plane(name: str, *lines: str) -> SimpleNamespace:
+        event = SimpleNamespace(name="fusion", start_ns=1.0, duration_ns=2.0, stats=[("hlo_op", f"fusion.{name[-1]}")])
+        return SimpleNamespace(name=name, lines=[SimpleNamespace(name=line, events=[event]) for line in lines])
+
+    kind = "TPU" if "XLA Ops" in lines else "GPU"
+    named = (f"/device:{kind}:1", f"/device:{kind}:0", "/device:CUSTOM:Megascale:0", "/host:CPU")
+    record = SimpleNamespace(planes=[plane(name, *lines, "Steps", "Async XLA Ops") for name in named])
+    assert list(profile._events(record)) == [("fusion", "fusion.0", 1.0, 3.0)] * len(lines)
 
 
 @pytest.mark.parametrize(
