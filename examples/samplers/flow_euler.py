@@ -6,14 +6,16 @@ FlowMatchEulerDiscreteScheduler, which shifts its smallest sigma twice.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float
 
 from .schedule import Schedule, one_step
 
 
-def shifted(sigma: Float[np.ndarray, "..."], shift: float) -> Float[np.ndarray, "..."]:
-    """Move sigmas towards the noise: shift s / (1 + (shift - 1) s); 1 leaves them where they are."""
+def shifted(sigma: Any, shift: float) -> Any:
+    """Move sigmas (numpy, jax) towards the noise: shift s / (1 + (shift - 1) s); 1 leaves them where they are."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
@@ -26,7 +28,16 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
         train_steps: what sigma 1 is called as a time.
     """
     first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
-    # Sigmas are float32 numbers: the model is told these very times.
-    sigmas = np.append(shifted(np.linspace(first, last, steps), shift), 0.0).astype(np.float32)
+    return over(np.append(shifted(np.linspace(first, last, steps), shift), 0.0), train_steps=train_steps)
+
+
+def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedule:
+    """Make the schedule of Euler steps over a grid of sigmas.
+
+    Args:
+        sigmas: falling from 1 to 0, one more than there are steps.
+        train_steps: what sigma 1 is called as a time.
+    """
+    sigmas = sigmas.astype(np.float32)  # the model is told these very times
     change = np.diff(sigmas.astype(np.float64))
-    return one_step(sigmas[:-1] * np.float32(train_steps), np.stack([np.ones(steps), change], -1))
+    return one_step(sigmas[:-1] * np.float32(train_steps), np.stack([np.ones_like(change), change], -1))

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
+from samplers.flow_euler import shifted
 
 
 class Noised(NamedTuple):
@@ -26,11 +27,6 @@ class Noised(NamedTuple):
     mixed: Float[Array, "B ..."]
     times: Float[Array, " B"]
     velocity: Float[Array, "B ..."]
-
-
-def shifted(t: Float[Array, "..."], shift: float) -> Float[Array, "..."]:
-    """Move times towards the noise: shift t / (1 + (shift - 1) t); 1 leaves them where they are."""
-    return shift * t / (1.0 + (shift - 1.0) * t)
 
 
 def times(

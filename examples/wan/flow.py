@@ -1,10 +1,4 @@
-"""Flow matching: learn the straight line from data to noise, then walk it backwards.
-
-    x_t = (1 - t) x + t noise        v = dx_t / dt = noise - x        loss = mean |model(x_t, t) - v|^2
-
-Source: Lipman et al. 2022, https://arxiv.org/abs/2210.02747; the choice of times, Esser et al. 2024,
-https://arxiv.org/abs/2403.03206
-"""
+"""Flow matching of prompted videos: learn the line from data to noise (train/flow.py), then walk it backwards."""
 
 from __future__ import annotations
 
@@ -12,10 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import samplers
 from flax import nnx
+from generate.guidance import guided
 from jaxtyping import Array, Float
+from samplers import flow_euler
 from train import flow
-from train.flow import shifted
 from train.task import Arrays
 
 from .model import Video, WanTransformer, Words
@@ -59,29 +56,14 @@ def loss_of(
 def sample(model: WanTransformer, words: Words, noise: Video, sampling: SamplingSettings) -> Video:
     """Walk from noise to videos in Euler steps, away from what the empty prompt would give.
 
-    v = v(empty) + guidance_scale (v(prompt) - v(empty))
-
     Args:
         model: what predicts velocities.
         words: token ids of the prompts.
         noise: where to start.
         sampling: `num_inference_steps`, `guidance_scale` and `timestep_shift`.
     """
-    guided = sampling.guidance_scale != 1.0
-    both = jnp.concatenate([words, jnp.full_like(words, PAD)]) if guided else words
-    kv = model.encode(both)
-
-    def velocity(x: Video, t: Array) -> Video:
-        twice = jnp.concatenate([x, x]) if guided else x
-        v = model(twice, jnp.broadcast_to(t, twice.shape[:1]), both, kv)
-        if not guided:
-            return v
-        told, untold = jnp.split(v, 2)
-        return untold + sampling.guidance_scale * (told - untold)
-
-    def euler(x: Video, span: tuple[Array, Array]) -> tuple[Video, None]:
-        here, there = span
-        return x + (there - here) * velocity(x, here), None
-
-    times = shifted(jnp.linspace(1.0, 0.0, sampling.num_inference_steps + 1), sampling.timestep_shift)
-    return jax.lax.scan(euler, noise, (times[:-1], times[1:]))[0]
+    scale, nothing = sampling.guidance_scale, jnp.full_like(words, PAD)
+    told = words if scale == 1.0 else jnp.concatenate([nothing, words])
+    predict = guided(lambda x, t, known: model(x, t, *known), ((told, model.encode(told)),), scale)
+    sigmas = flow_euler.shifted(np.linspace(1.0, 0.0, sampling.num_inference_steps + 1), sampling.timestep_shift)
+    return samplers.sample(predict, noise, flow_euler.over(sigmas, train_steps=1))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from train.flow import shifted
 from wan import text
-from wan.flow import loss_of, sample, shifted
+from wan.flow import loss_of, sample
 from wan.settings import SamplingSettings, TrainingSettings
 
 SHAPE = (6, 2, 4, 4, 1)
