@@ -25,6 +25,7 @@ from measuring.steps import Step, denoising, training
 
 import maxattn as ma
 from maxattn.errors import MaxattnError
+from maxattn.xla_options import xla_options
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -34,7 +35,8 @@ def main(said: argparse.Namespace) -> None:
     config = ma.AttentionConfig.from_overrides(said.overrides)
     work = workload(said, config)
     began = time.perf_counter()
-    step = (training if said.what == "train" else denoising)(work, DTYPES[said.dtype])
+    options = xla_options(said.option)
+    step = (training if said.what == "train" else denoising)(work, DTYPES[said.dtype], options)
     compiled = time.perf_counter() - began
     needs = compiler_bytes(step) / 2**30
     print(f"{work.name}: {said.what}, {said.dtype}; compiled in {compiled:.0f} s, needs {needs:.1f} GiB", flush=True)
@@ -74,7 +76,7 @@ def facts_of(
     device = jax.local_devices()[0].device_kind
     total, peak = count.total(said.what == "train"), flops.peak(device)
     return {
-        "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "device": device,
+        "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "options": said.option, "device": device,
         "jax": jax.__version__, "ms": times.median, "rounds_ms": times.ms, "peak_bytes": times.peak,
         "compiler_bytes": compiler_bytes(step), "tokens_per_s": 1e3 * work.tokens / times.median, "flop": total,
         "flop_attention_forward": count.attention, "flop_matmul_forward": count.matmul,
@@ -117,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument(f"--{name}", type=int, help=f"{told}; default 1 video of 832x480, 8 pictures of 1024x1024")
     p.add_argument("--frames", type=int, default=81, help="of a video; default 81")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
+    p.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler")
     p.add_argument("--rounds", type=int, default=5, help="that are timed; default 5")
     p.add_argument("--steps", type=int, default=3, help="in a round; default 3")
     p.add_argument("--profile", metavar="FOLDER", help="record a round, and say where its time went")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Step:
     compiled: Any
 
 
-def denoising(work: Workload, dtype: Any) -> Step:
+def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
     """Compile one step of sampling: one prediction, and the latents moved along it. Parameters are in `dtype`.
 
     Keys and values of the text, where the model keeps them apart, are made once before the steps.
@@ -63,11 +63,11 @@ def denoising(work: Workload, dtype: Any) -> Step:
         return x, (held, before(held, given))
 
     fixed = (params, jax.eval_shape(once, params, inputs))
-    compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile(dict(options or {}))
     return Step(compiled, start, forward, (latents, fixed), compiled)
 
 
-def training(work: Workload, dtype: Any) -> Step:
+def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
     """Compile one step of training: loss, gradients and AdamW in one program. Parameters are float32."""
     graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, jnp.float32)))
     optimizer = optax.adamw(1e-5)
@@ -89,7 +89,7 @@ def training(work: Workload, dtype: Any) -> Step:
         held, given = draw()
         return (held, init(held), jnp.zeros((), jnp.int32)), given
 
-    compiled = jax.jit(step, donate_argnums=0).lower(carry, inputs).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(carry, inputs).compile(dict(options or {}))
     return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, inputs), compiled)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from maxattn import sharding
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn.xla_options import xla_options
 
 from . import hosts
 from . import state as states
@@ -65,6 +66,10 @@ class Training:
         if len(self.source) < self.training.batch_size:
             rule = f"a batch has as many different examples, and the data holds {len(self.source)}"
             problems.append(ConfigError("training.batch_size", self.training.batch_size, rule, "lower it"))
+        try:
+            xla_options(self.training.compiler_options, "training.compiler_options")
+        except ConfigError as refused:
+            problems.append(refused)
         if problems:
             raise ConfigErrors(problems)
         self.plans = task.plans(self.shapes, mesh)

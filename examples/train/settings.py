@@ -77,6 +77,8 @@ class TrainingSettings(Section):
     """Of new parameters, order of examples, times and noise."""
     resume: bool = True
     """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again."""
+    compiler_options: tuple[str, ...] = ()
+    """Of XLA, for the step: NAME=VALUE, the names as in XLA_FLAGS."""
     output_dir: str = "out/train"
     """Where all that is written goes."""
 

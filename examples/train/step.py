@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from maxattn.xla_options import xla_options
+
 from .optimizer import optimizer
 from .state import Parts, State, Tree
 from .task import Arrays, Task
@@ -35,6 +37,9 @@ class Step:
         fixed: its arrays that do not change.
         empty: the conditions of the empty text.
         places: shardings of the state.
+
+    Raises:
+        ConfigError: the compiler knows no such option.
     """
 
     def __init__(self, task: Task, parts: Parts, fixed: Tree, empty: Arrays, places: Any) -> None:
@@ -42,7 +47,8 @@ class Step:
         self.training = task.training
         self.optimizer = optimizer(self.training)
         # Left to the compiler, a small parameter may come back elsewhere, and the next step would compile anew.
-        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(places, None))
+        options = xla_options(self.training.compiler_options, "training.compiler_options")
+        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(places, None), compiler_options=options)
 
     def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
         """Return the state after one step; the one before is gone."""

@@ -78,8 +78,9 @@ def _measured(args: argparse.Namespace, target: Any) -> Any:
     from maxattn.bench.mesh import bench_mesh
     from maxattn.bench.module import bench_module
     from maxattn.bench.table import kernels as of_table
+    from maxattn.xla_options import xla_options
 
-    mesh, options, budget = _mesh(args.mesh), _options(args.option), args.seconds
+    mesh, options, budget = _mesh(args.mesh), xla_options(args.option), args.seconds
     for shape in _shapes(args, target.platform):
         kernels = tuple(args.kernel) or (of_table(shape) if args.write_table else ())
         kernel = kernels[0] if kernels else "auto"
@@ -132,18 +133,6 @@ def _mesh(words: list[str]) -> dict[str, int]:
     if found and devices > jax.device_count():
         there = f"this machine has {jax.device_count()}"
         raise InputError("--mesh", " ".join(words), f"it needs {devices} devices, and {there}", "ask for fewer")
-    return found
-
-
-def _options(words: list[str]) -> dict[str, Any]:
-    """Read options of XLA's compiler, numbers and booleans as such."""
-    values = {"true": True, "false": False}
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise InputError("--option", word, "it is NAME=VALUE", "write for example --option xla_gpu_name=true")
-        found[name] = values.get(value.lower(), int(value) if value.isdecimal() else value)
     return found
 
 

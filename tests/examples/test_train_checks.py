@@ -99,6 +99,21 @@ def test_settings_that_cannot_be_meant(make: Callable[[Path], Any], said: tuple[
     assert all(word in str(error.value) for word in said), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("xla_gpu_no_such_thing=1", "No such compile option"),
+        ("xla_gpu_autotune_level=much", "not a valid int32"),
+        ("fast", "it is NAME=VALUE"),
+    ],
+)
+def test_options_that_the_compiler_does_not_know(option: str, said: str, tmp_path: Path):
+    settings = wan(tmp_path / "run", WAN, folder(tmp_path / "data", "wan"), compiler_options=[option])
+    with pytest.raises(ConfigError, match=r"training\.compiler_options") as error:
+        begin(settings)
+    assert said in str(error.value) and not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_real_model_needs_no_array_to_be_checked(tmp_path: Path):
     data = folder(tmp_path / "data", "wan", latents=(16, 21, 60, 104), text=(512, 4096), count=1, empty=False)
     started = begin(wan(tmp_path, {"sizes": "wan-2.1-t2v-1.3b"}, data, batch_size=1))

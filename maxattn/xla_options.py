@@ -1,0 +1,42 @@
+"""Options of XLA's compiler, as a command line or a file gives them: NAME=VALUE, the names as in XLA_FLAGS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from maxattn.errors import ConfigError
+
+VALUES = {"true": True, "false": False}
+
+
+def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
+    """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it knows them.
+
+    Args:
+        words: NAME=VALUE each; whole numbers, true and false are read as such.
+        setting: what the options are called in errors.
+
+    Raises:
+        ConfigError: for a word of another form, and for an option that the compiler refuses.
+    """
+    options = dict(_option(word, setting) for word in words)
+    for name, value in options.items():
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        except (jax.errors.JaxRuntimeError, ValueError) as refused:
+            why = str(refused).partition("\n")[0]
+            rule = f"the compiler of jax {jax.__version__} refuses it: {why}"
+            raise ConfigError(
+                setting, f"{name}={value}", rule, "write it as in XLA_FLAGS, without the dashes"
+            ) from None
+    return options
+
+
+def _option(word: str, setting: str) -> tuple[str, Any]:
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2")
+    return name.removeprefix("--"), VALUES.get(value.lower(), int(value) if value.isdecimal() else value)
