@@ -76,8 +76,8 @@ def facts_of(
     device = jax.local_devices()[0].device_kind
     total, peak = count.total(said.what == "train"), flops.peak(device)
     return {
-        "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "options": said.option, "device": device,
-        "jax": jax.__version__, "ms": times.median, "rounds_ms": times.ms, "peak_bytes": times.peak,
+        "model": work.name, "step": said.what, "dtype": said.dtype, "overrides": said.overrides, "options": said.option,
+        "device": device, "jax": jax.__version__, "ms": times.median, "rounds_ms": times.ms, "peak_bytes": times.peak,
         "compiler_bytes": compiler_bytes(step), "tokens_per_s": 1e3 * work.tokens / times.median, "flop": total,
         "flop_attention_forward": count.attention, "flop_matmul_forward": count.matmul,
         "mfu": total / (times.median / 1e3) / peak if peak else None,
