@@ -11,11 +11,13 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn import sharding
+from maxattn.modules import KV
 
 from .layers import Image, group_norm
 from .sizes import Sizes
 
 Tokens = Float[Array, "B T C"]
+Text = Float[Array, "B S D"]
 
 
 class Transformer(nnx.Module):
@@ -41,15 +43,21 @@ class Transformer(nnx.Module):
         self.transformer_blocks: Block = stacked(jax.random.split(rngs.params(), layers))
         self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
 
-    def __call__(self, x: Image, text: Float[Array, "B S D"]) -> Image:
-        """Attend to the image itself and to the text."""
+    def encode(self, text: Text) -> KV:
+        """Compute the keys and values of a text for every block; the arrays have a leading axis of layers."""
+        return nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)(self.transformer_blocks)
+
+    def __call__(self, x: Image, text: Text | None, kv: KV | None = None) -> Image:
+        """Attend to the image itself and to the text, given as its states or as what `encode` made of them."""
         # Rows of an image stay together: tokens that are split over context would have the compiler split convolutions
         # as well, and with fewer rows than devices it gets their gradients wrong (seen with jax 0.10.2 on CPU).
         x = sharding.constrain(x, self.mesh, "B...")
         tokens = self.proj_in(rearrange(self.norm(x).astype(x.dtype), "B H W C -> B (H W) C"))
         run = ma.remat(Block.__call__, self.config)
-        step = nnx.scan(lambda tokens, block: run(block, tokens, text), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        tokens = step(tokens, self.transformer_blocks)
+        step = nnx.scan(
+            lambda tokens, block, kv: run(block, tokens, text, kv), in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry
+        )
+        tokens = step(tokens, self.transformer_blocks, kv)
         y = rearrange(self.proj_out(tokens), "B (H W) C -> B H W C", H=x.shape[1])
         return x + sharding.constrain(y, self.mesh, "B...")
 
@@ -70,15 +78,16 @@ class Block(nnx.Module):
         self.attn2 = ma.CrossAttention(channels, sizes.cross_attention_dim, **attention)
         self.ff = GatedFeedForward(channels, rngs=rngs, **how)
 
-    def __call__(self, x: Tokens, text: Float[Array, "B S D"]) -> Tokens:
+    def __call__(self, x: Tokens, text: Text | None, kv: KV | None = None) -> Tokens:
         """Run the three layers.
 
         Args:
             x: the image's tokens.
-            text: states of the text encoders.
+            text: states of the text encoders; or else
+            kv: what `attn2.compute_kv` made of them.
         """
         x = x + self.attn1(self.norm1(x).astype(x.dtype))
-        x = x + self.attn2(self.norm2(x).astype(x.dtype), text)
+        x = x + self.attn2(self.norm2(x).astype(x.dtype), text, kv)
         x = x + self.ff(self.norm3(x).astype(x.dtype))
         return sharding.constrain(x, self.mesh, "BT.")
 

@@ -102,12 +102,13 @@ class SdxlDrawing:
         return UNet(self.sizes, self.settings, mesh, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(kept), rngs=rngs)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Return the arrays: the UNet computes keys and values of the text at every step."""
-        return dict(arrays)
+        """Compute the keys and values of the text wherever the UNet attends to it, once for all steps."""
+        return model.encode(arrays["text"]), arrays["pooled"], arrays["time_ids"].astype(jnp.float32)
 
     def predict(self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any) -> Array:
         """Predict the noise, or v."""
-        return model(x, t, told["text"], told["pooled"], told["time_ids"].astype(jnp.float32))
+        kv, pooled, picture = told
+        return model(x, t, None, pooled, picture, kv)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""

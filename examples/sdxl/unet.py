@@ -8,8 +8,9 @@ Source: Podell et al., https://arxiv.org/abs/2307.01952
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import jax
@@ -19,12 +20,12 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import InputError
+from maxattn.modules import KV
 
-from .attention import Transformer
+from .attention import Text, Transformer
 from .layers import Downsample, Embedding, Image, ResnetBlock, Upsample, activated, conv3, group_norm, sinusoids
 from .sizes import Sizes
 
-Text = Float[Array, "B S D"]
 SIZE_NUMBERS = 6  # height and width of the original, top and left of the crop, height and width wanted
 
 
@@ -77,50 +78,82 @@ class UNet(nnx.Module):
         self.conv_norm_out = group_norm(first, sizes, sizes.norm_eps, rngs)
         self.conv_out = conv3(first, sizes.out_channels, **how)
 
+    def encode(self, text: Text) -> tuple[KV, ...]:
+        """Compute the keys and values of a text for every attention to it: once, not once a denoising step.
+
+        Args:
+            text: states of both text encoders, [B, S, cross_attention_dim].
+
+        Returns:
+            One `KV` for each of the UNet's `Transformer`s, in the order of the forward; its arrays have a leading axis
+            of layers.
+        """
+        text = text.astype(self.dtype)
+        return tuple(transformer.encode(text) for transformer in self._transformers())
+
     def __call__(
         self,
         latents: Image,
         t: Float[Array, " B"],
-        text: Text,
+        text: Text | None,
         pooled: Float[Array, "B P"],
         picture: Float[Array, "B 6"],
+        kv: tuple[KV, ...] | None = None,
     ) -> Image:
         """Predict.
 
         Args:
             latents: noisy, [B, H, W, in_channels]; H and W divide by 2 at every change of resolution.
             t: times, 0 to 1000.
-            text: states of both text encoders, [B, S, cross_attention_dim].
+            text: states of both text encoders, [B, S, cross_attention_dim]; or None, and
+            kv: what `encode` gave.
             pooled: pooled states of the second, [B, P].
             picture: original height and width, top and left of the crop, wanted height and width, in pixels.
         """
         self._check(latents, pooled, picture)
+        self._check_text(text, kv)
         e = self._embed(t, pooled, picture)
-        text = text.astype(self.dtype)
+        text = None if text is None else text.astype(self.dtype)
+        known = repeat(None) if kv is None else iter(kv)
         x = self.conv_in(latents.astype(self.dtype))
         left = [x]
         for level in self.down_blocks:
             for resnet, attention in zip_longest(level.resnets, level.attentions):
                 x = resnet(x, e)
-                x = x if attention is None else attention(x, text)
+                x = x if attention is None else attention(x, text, next(known))
                 left.append(x)
             for down in level.downsamplers:
                 x = down(x)
                 left.append(x)
         first, second = self.mid_block.resnets
-        x = second(self.mid_block.attentions[0](first(x, e), text), e)
+        x = second(self.mid_block.attentions[0](first(x, e), text, next(known)), e)
         for level in self.up_blocks:
             for resnet, attention in zip_longest(level.resnets, level.attentions):
                 x = resnet(jnp.concatenate([x, left.pop()], axis=-1), e)
-                x = x if attention is None else attention(x, text)
+                x = x if attention is None else attention(x, text, next(known))
             for up in level.upsamplers:
                 x = up(x)
         return self.conv_out(activated(self.conv_norm_out, x))
+
+    def _transformers(self) -> Iterator[Transformer]:
+        """Yield what attends to the text, in the order of the forward."""
+        for level in (*self.down_blocks, self.mid_block, *self.up_blocks):
+            yield from level.attentions
 
     def _embed(self, t: Array, pooled: Array, picture: Array) -> Float[Array, "B E"]:
         e = self.time_embedding(sinusoids(t, self.sizes.block_out_channels[0]).astype(self.dtype))
         numbers = sinusoids(picture.reshape(-1), self.sizes.addition_time_embed_dim).reshape(picture.shape[0], -1)
         return e + self.add_embedding(jnp.concatenate([pooled, numbers.astype(pooled.dtype)], -1).astype(self.dtype))
+
+    def _check_text(self, text: Any, kv: Any) -> None:
+        if (text is None) == (kv is None):
+            said = "None, and no kv" if text is None else "given, and kv too"
+            rule = "the UNet takes exactly one of text and kv"
+            raise InputError("text", said, rule, "pass text, or kv=encode(text)")
+        wanted = sum(1 for _ in self._transformers())
+        if kv is not None and len(kv) != wanted:
+            rule = f"one for each of the {wanted} places where this UNet attends to a text"
+            raise InputError("kv", f"{len(kv)} of them", rule, "make it with this UNet's encode(text)")
 
     def _check(self, latents: Array, pooled: Array, picture: Array) -> None:
         halvings = 2 ** (len(self.sizes.block_out_channels) - 1)

@@ -1,4 +1,4 @@
-"""Holds a whole model with diffusers' weights against diffusers' output and gradients, from the committed fixtures."""
+"""Holds a whole model with diffusers' weights against diffusers' output and gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from maxattn import weights
+from tests.closeness import hold
 from tests.weights.test_diffusers import FOLDER
 
 Tensors = dict[str, np.ndarray]
@@ -56,10 +57,7 @@ def compare(
         return out, grads
 
     out, (by_weights, by_x) = both(model, channels_last(theirs["in.x"]))
-    np.testing.assert_allclose(channels_second(out), theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
+    hold("output", {"": channels_second(out)}, {"": theirs["out"]}, 2e-5)
     nnx.update(model, by_weights)  # so that gradients come out under diffusers' names, too
     gradients = weights.to_diffusers(model) | {"in.x": channels_second(by_x)}
-    assert {f"grad.{key}" for key in gradients} == {key for key in theirs if key.startswith("grad.")}
-    for key, value in gradients.items():
-        want = theirs[f"grad.{key}"]
-        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)
+    hold("gradients", gradients, part(theirs, "grad."), 1e-4, least=1e-3)

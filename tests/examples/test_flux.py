@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -15,7 +14,9 @@ from flux.block import FluxBlock, positions
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError
+from tests.closeness import hold
 from tests.fixtures import make_diffusers as made
+from tests.weights.test_diffusers import live
 
 from .parity import Tensors, fixture, part
 
@@ -39,13 +40,10 @@ def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> No
         return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(block, x)
 
     (_, out), (by_weights, by_x) = both(block, given["x"])
-    np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
+    hold("output", {"": out}, {"": theirs["out"]}, 2e-5)
     nnx.update(block, by_weights)
     got = weights.to_diffusers(block) | {"in.x": np.asarray(by_x)}
-    assert {f"grad.{key}" for key in got} == {key for key in theirs if key.startswith("grad.")}
-    for key, value in got.items():
-        want = theirs[f"grad.{key}"]
-        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)
+    hold("gradients", got, part(theirs, "grad."), 1e-4, least=1e-3)
 
 
 def test_the_block_is_diffusers() -> None:
@@ -70,10 +68,7 @@ def test_over_context_it_is_the_same(context: int, strategy: str) -> None:
 
 
 def test_live() -> None:
-    for package in ("torch", "diffusers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    compare({key: value.numpy() for key, value in made.run("flux_block").items()}, DENSE)
+    compare(live("flux_block"), DENSE)
 
 
 def test_a_mask_hides_tokens_of_the_text_from_both() -> None:

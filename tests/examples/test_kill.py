@@ -15,7 +15,7 @@ from .runs import arrays, config, finish, lines, start
 from .test_resume import saved
 
 KILLS, STEPS, EVERY = 20, 120, 2
-AFTER = 3  # steps of a life, at most, before its kill is due
+AFTER = 5  # steps of a life, at most, before its kill is due
 SAVING = 0.1  # seconds: the files of a checkpoint are being written so long, or longer
 
 

@@ -16,8 +16,9 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError, WeightsError
 from tests.fixtures import make_diffusers as made
+from tests.weights.test_diffusers import live
 
-from .parity import Tensors, compare, fixture, part
+from .parity import Tensors, channels_last, channels_second, compare, fixture, part
 
 
 def loaded(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> UNet:
@@ -33,6 +34,23 @@ def call(model: UNet, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
 def test_the_whole_unet_is_diffusers() -> None:
     theirs = fixture("sdxl_unet")
     compare(loaded(theirs, ma.AttentionConfig(remat_policy="FULL")), theirs, call)
+
+
+def test_the_whole_unet_is_diffusers_live() -> None:
+    theirs = live("sdxl_unet")
+    compare(loaded(theirs, ma.AttentionConfig()), theirs, call)
+
+
+def test_text_is_encoded_once_for_all_steps() -> None:
+    theirs = fixture("sdxl_unet")
+    unet, given = loaded(theirs, ma.AttentionConfig()), part(theirs, "in.")
+    kv = nnx.jit(UNet.encode)(unet, jnp.asarray(given["text"]))
+    # Down: one of one layer and one of two; the middle; up: two of each.
+    assert [x.k.shape[:3] for x in kv] == [(n, 2, 5) for n in (1, 2, 2, 2, 2, 1, 1)]
+    pooled, picture = jnp.asarray(given["pooled"]), jnp.asarray(made.PICTURE)
+    step = nnx.jit(lambda m, x, kv: m(x, jnp.asarray(made.TIMES), None, pooled, picture, kv))
+    out = channels_second(step(unet, channels_last(given["x"]), kv))
+    np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
 
 
 @pytest.mark.slow
@@ -58,6 +76,10 @@ def test_what_does_not_fit_is_said(tmp_path) -> None:
     for wrong in ({"latents": jnp.ones((2, 8, 6, 4))}, {"pooled": jnp.ones((2, 4))}, {"picture": jnp.ones((1, 6))}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             nnx.eval_shape(lambda m, w=wrong: m(t=jnp.ones(2), text=jnp.ones((2, 5, 6)), **(good | w)), model)
+    wrong = {"exactly one of text and kv": (None, None), "0 of them": (None, ())}
+    for words, (text, kv) in wrong.items():
+        with pytest.raises(InputError, match=words):
+            nnx.eval_shape(lambda m, text=text, kv=kv: m(t=jnp.ones(2), text=text, kv=kv, **good), model)
     with pytest.raises(WeightsError, match=r"config\.json"):
         Sizes.of_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"addition_embed_type": null}')

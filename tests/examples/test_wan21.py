@@ -16,6 +16,7 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError, WeightsError
 from tests.fixtures import make_diffusers as made
+from tests.weights.test_diffusers import live
 
 from .parity import channels_last, compare, fixture, part
 
@@ -39,6 +40,12 @@ def call(model: WanTransformer3D, x: jax.Array, given: dict[str, jax.Array]) -> 
 def test_the_whole_model_is_diffusers(case: str) -> None:
     theirs = fixture(case)
     compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_whole_model_is_diffusers_live(case: str) -> None:
+    theirs = live(case)
+    compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call)
 
 
 def test_on_a_mesh_it_is_the_same() -> None:

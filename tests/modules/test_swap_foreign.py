@@ -2,15 +2,20 @@
 
 They are not copied here. Where their sources are, the tests run:
 
-    git clone https://github.com/jax-ml/bonsai && git clone https://github.com/google/flax
-    PYTHONPATH=bonsai MAXATTN_FLAX_DOCS=flax/docs_nnx/examples pytest tests/modules/test_swap_foreign.py
+    git clone https://github.com/jax-ml/bonsai && git -C bonsai checkout 36284254cf73
+    git clone https://github.com/google/flax && git -C flax checkout 18f8f311c275
+    PYTHONPATH=bonsai MAXATTN_FLAX_DOCS=flax/docs_nnx/examples python -m pytest -n 0 tests/modules/test_swap_foreign.py
+
+The models need nothing that maxattn[dev] does not bring.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +93,12 @@ MODELS = (bonsai_vit, bonsai_whisper, flax_diffusion, flax_translation)
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_same_outputs_and_gradients(make: Callable[[], Model], config: str) -> None:
+def test_same_outputs_and_gradients(
+    make: Callable[[], Model], config: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A plan that another test has met would not be announced again.
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_announced", set())
+    caplog.set_level(logging.INFO, logger="maxattn")
     model, call, attentions = make()
     before = nnx.state(model)
 
@@ -102,13 +112,18 @@ def test_same_outputs_and_gradients(make: Callable[[], Model], config: str) -> N
 
     run = nnx.jit(both)
     out, gradients = run(model)
+    assert not caplog.records
     table = ma.swap(model, CONFIGS[config])
     print(table)
     assert len(table.swapped) == attentions and not table.left
     again, again_gradients = run(model)
+    assert any("runs    dot_product" in record.getMessage() for record in caplog.records), "maxattn attends now"
+    print(f"output: {np.abs(again - out).max() / np.abs(out).max():.1e} of its scale")
     np.testing.assert_allclose(again, out, atol=2e-5 * np.abs(out).max())
     # Some are zero but for rounding (a key's bias moves no softmax): those are held to the scale of all.
     scale = max(float(np.abs(want).max()) for want in gradients)
+    most = max(float(np.abs(a - b).max()) for a, b in zip(again_gradients, gradients, strict=True))
+    print(f"gradients: {most / scale:.1e} of the largest")
     for got, want in zip(again_gradients, gradients, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4 * max(float(np.abs(want).max()), 1e-2 * scale))
     after = nnx.state(model)

@@ -17,6 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import maxattn as ma
+from tests.closeness import hold
 from tests.fixtures import make_diffusers as made
 
 FOLDER = Path(made.__file__).parent
@@ -54,7 +55,7 @@ def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]
     assert loaded == ma.weights.Loaded()
     given = {key: jnp.asarray(value) for key, value in part["in."].items()}
     out, back = nnx.jit(lambda m, g: (call(m, case, g), 0))(module, given)[0], theirs["out"]
-    np.testing.assert_allclose(out, back, atol=2e-5 * np.abs(back).max())
+    hold(f"{case}, output", {"": out}, {"": back}, 2e-5)
 
     def loss(m: nnx.Module, x: jax.Array) -> jax.Array:
         return jnp.sum(call(m, case, given | {"x": x}) * theirs["dout"])
@@ -62,10 +63,16 @@ def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]
     by_weights, by_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, given["x"])
     nnx.update(module, by_weights)  # so that gradients come out under diffusers' names, too
     got = ma.weights.to_diffusers(module) | {"in.x": np.asarray(by_x)}
-    assert {f"grad.{key}" for key in got} == {key for key in theirs if key.startswith("grad.")}
-    for key, value in got.items():
-        want = theirs[f"grad.{key}"]
-        np.testing.assert_allclose(value, want, atol=1e-4 * max(np.abs(want).max(), 1e-3), err_msg=key)
+    want = {key.removeprefix("grad."): value for key, value in theirs.items() if key.startswith("grad.")}
+    hold(f"{case}, gradients", got, want, 1e-4, least=1e-3)
+
+
+def live(case: str) -> dict[str, np.ndarray]:
+    """Run a case in diffusers, here and now."""
+    for package in ("torch", "diffusers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    return {key: value.numpy() for key, value in made.run(case).items()}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -76,7 +83,4 @@ def test_numbers_are_diffusers(case: str, config: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_diffusers_live(case: str) -> None:
-    for package in ("torch", "diffusers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    compare(case, CONFIGS["dense"], {key: value.numpy() for key, value in made.run(case).items()})
+    compare(case, CONFIGS["dense"], live(case))
