@@ -30,6 +30,9 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Run both layers on every token."""
+        if x.ndim == 3 and x.shape[0] == 1:
+            # With a batch axis of one, XLA transposes what is kept of `up` for its gradient on a GPU.
+            return self(x[0])[None]
         return self.down(nnx.gelu(self.up(x), approximate=self.approximate))
 
 
