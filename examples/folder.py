@@ -18,7 +18,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,12 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
         shard_bytes: the largest file.
     """
     sizes = UNetSizes() if name == "sdxl" else SIZES[name]
-    kind, part, scheduler = ("UNet2DConditionModel", "unet", EULER) if name == "sdxl" else (
-        "WanTransformer3DModel", "transformer", UNIPC
-    )  # fmt: skip
+    part, scheduler = ("unet", EULER) if name == "sdxl" else ("transformer", UNIPC)
     model = shapes_of(sizes, dtype)
     every = {entry.name: entry for entry in weights.entries(model)}
     forms = {name: Form(entry.shape, variable_at(model, entry.path).get_value().dtype) for name, entry in every.items()}
     files = save_tensors(forms, lambda name: random(name, forms[name]), folder / part, shard_bytes=shard_bytes)
-    write_json(folder / part / "config.json", {"_class_name": kind, **asdict(sizes)})
+    write_json(folder / part / "config.json", sizes.config())
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     return files
 

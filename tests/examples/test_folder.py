@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 import folder
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from wan21.sizes import Sizes
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from sdxl.sizes import Sizes as UNetSizes
+from wan21.model import WanTransformer3D
+from wan21.sizes import SIZES, Sizes
 
 from maxattn import weights
+from tests.closeness import hold
 from tests.fixtures import make_diffusers as made
 
 from .conftest import ROOT
@@ -47,16 +59,96 @@ def test_random_tensors_have_their_own_seeds() -> None:
     np.testing.assert_array_equal(one, folder.random("a.weight", form))
 
 
+@pytest.mark.parametrize(("name", "part"), [("small", "transformer"), ("sdxl", "unet")])
+def test_diffusers_reads_what_is_made(name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diffusers_or_skip()
+    import diffusers
+
+    monkeypatch.setattr(folder, "SIZES", {"small": Sizes(**made.MODEL)})
+    small_unet = type("SmallUNet", (UNetSizes,), {"__init__": lambda self: UNetSizes.__init__(self, **made.UNET)})
+    monkeypatch.setattr(folder, "UNetSizes", small_unet)
+    folder.make(tmp_path, name, "float32", 100_000)
+    kind = getattr(diffusers, json.loads((tmp_path / part / "config.json").read_text())["_class_name"])
+    theirs = kind.from_pretrained(tmp_path / part)
+    held = weights.SafeTensors(tmp_path / part)
+    assert set(theirs.state_dict()) == set(held)
+    for key, value in theirs.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), held[key][()], err_msg=key)
+    known = inspect.signature(kind.__init__).parameters.keys()
+    assert json.loads((tmp_path / part / "config.json").read_text()).keys() - known == {"_class_name"}
+    scheduler = json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())
+    options = getattr(diffusers, scheduler.pop("_class_name")).from_pretrained(tmp_path / "scheduler").config
+    assert {key: options[key] for key in scheduler} == scheduler
+
+
+def diffusers_or_skip() -> None:
+    for package in ("torch", "diffusers", "accelerate"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+# ---- the real size: 3 GB on disk, and as much again for a moment; about 12 GB of memory at most ----------------------
+
+SIZE = ("--dtype", "bfloat16", "--shard-gib", "1")
+COMMAND = [sys.executable, str(ROOT / "examples" / "folder.py")]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Make Wan 2.1 1.3B of random weights; it is deleted afterwards."""
+    path = tmp_path_factory.mktemp("real")
+    subprocess.run([*COMMAND, "make", str(path), *SIZE], check=True)
+    yield path
+    shutil.rmtree(path)
+
+
 @pytest.mark.slow
-def test_wan_1_3b_loads_and_saves_with_one_parameter_more_than_the_model_in_memory(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "folder.py")]
-    size = ["--dtype", "bfloat16", "--shard-gib", "1"]
-    subprocess.run([*command, "make", str(tmp_path / "made"), *size], check=True, timeout=900)
-    where = [str(tmp_path / "made" / "transformer"), "--save", str(tmp_path / "again")]
-    done = subprocess.run([*command, "check", *where, *size], check=True, timeout=900, capture_output=True, text=True)
+def test_wan_1_3b_loads_and_saves_with_one_parameter_more_than_the_model_in_memory(real: Path, tmp_path: Path) -> None:
+    where = [str(real / "transformer"), "--save", str(tmp_path / "again")]
+    done = subprocess.run([*COMMAND, "check", *where, *SIZE], check=True, capture_output=True, text=True)
+    shutil.rmtree(tmp_path / "again")
     seen = json.loads(done.stdout)
     print(seen)
     assert seen["different"] == [] and seen["tensors"] == 825 and seen["files"] > 3
     # On a CPU the model itself is in the host's memory; beside it at most one parameter, of all layers stacked.
     assert seen["load_peak"] < seen["bytes"] + 1.2 * seen["largest"]
     assert seen["save_peak"] < 0.5 * seen["largest"]
+
+
+@pytest.mark.slow
+def test_wan_1_3b_draws_a_tiny_video(real: Path, tmp_path: Path) -> None:
+    numbers, told, out = np.random.default_rng(0), tmp_path / "told.safetensors", tmp_path / "latents.safetensors"
+    texts = {name: numbers.standard_normal((1, 512, 4096), np.float32) for name in ("text", "negative_text")}
+    save_file(texts, told)
+    command = [sys.executable, str(ROOT / "examples" / "generate_wan.py"), str(ROOT / "configs" / "wan_1_3b.yml")]
+    files = ["--model", str(real), "--embeddings", str(told), "--latents", str(out)]
+    size = ["num_inference_steps=4", "height=64", "width=96", "frames=9"]
+    one_device = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run([*command, *files, *size], check=True, capture_output=True, text=True, env=one_device)
+    print(done.stdout, f"at most {getrusage(RUSAGE_CHILDREN).ru_maxrss / 2**20:.1f} GiB, with pages of the files")
+    assert "1,419.0 million parameters read" in done.stdout and "step 4/4" in done.stdout
+    latents = load_file(out)["latents"]
+    assert latents.shape == (1, 16, 3, 8, 12) and np.isfinite(latents).all()
+    assert 0.1 < latents.std() < 10
+
+
+@pytest.mark.slow
+def test_wan_1_3b_is_diffusers_live(real: Path) -> None:
+    """One forward in float32, from the same files, which diffusers reads with its own `from_pretrained`."""
+    diffusers_or_skip()
+    numbers, times = np.random.default_rng(1), np.array([900.0], np.float32)
+    x, text = (numbers.standard_normal(shape, np.float32) for shape in ((1, 16, 3, 8, 12), (1, 512, 4096)))
+    theirs = by_diffusers(real / "transformer", x, times, text)
+    model = nnx.eval_shape(lambda: WanTransformer3D(SIZES["wan-2.1-t2v-1.3b"], rngs=nnx.Rngs(0)))
+    weights.load_diffusers(model, real / "transformer")
+    out = nnx.jit(lambda m: m(jnp.moveaxis(x, 1, -1), jnp.asarray(times), jnp.asarray(text)))(model)
+    hold("Wan 2.1 1.3B, output", {"": np.moveaxis(np.asarray(out), -1, 1)}, {"": theirs}, 2e-5)
+
+
+def by_diffusers(folder: Path, x: np.ndarray, times: np.ndarray, text: np.ndarray) -> np.ndarray:
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(*map(torch.from_numpy, (x, times, text)), return_dict=False)[0].numpy()
