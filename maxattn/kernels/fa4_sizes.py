@@ -44,11 +44,11 @@ def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) ->
 
 
 def backward_tile(head_dim: int) -> Tile:
-    """Return the tile of the backward, as fa4-jax's own table has it for masks that are no band."""
+    """Return the tile of the backward, one that fa4-jax has settings for."""
     if head_dim <= 64:
         return Tile(128, 128)
     if head_dim <= 96:
         return Tile(64, 128)
     if head_dim <= 128:
-        return Tile(80, 128)
+        return Tile(64, 128)
     return Tile(64, 96) if head_dim <= 192 else Tile(64, 64)
