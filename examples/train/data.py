@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import numpy as np
 from jaxtyping import Int
+
+if TYPE_CHECKING:
+    import grain
 
 Rows = Int[np.ndarray, " rows"]
 
@@ -51,6 +53,8 @@ def batches(source: Source, batch_size: int, seed: int, rows: Rows | None = None
     Returns:
         An iterator over dicts of arrays, whose place `get_state()` tells: the same on every process.
     """
+    import grain  # sampling, which reads this file too, does without it
+
     whole: Any = source
     examples = grain.MapDataset.source(whole).seed(seed).shuffle().repeat()
     wanted: Any = Batches(examples, batch_size, np.arange(batch_size) if rows is None else rows)
