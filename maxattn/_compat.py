@@ -49,6 +49,39 @@ def is_tracer(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+# ---- Pallas for Triton -----------------------------------------------------------------------------------------------
+# Deprecated since jax 0.11, in favour of kernels in Mosaic: where it is gone, XLA does what the kernels did.
+
+
+def triton_there() -> bool:
+    """Say whether Pallas lowers for Triton here: newer jax asks the GPU, or an `AbstractDevice`, for its kind."""
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return False
+    asks = getattr(triton, "get_gpu_info", None)
+    if asks is None:
+        return True
+    try:
+        asks()
+    except ValueError:
+        return False
+    return True
+
+
+def triton_params(warps: int) -> Any:
+    """Make the parameters of a Pallas kernel for Triton, a program of which runs on so many warps of 32 threads."""
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=warps)
+
+
+def triton_split(x: Any) -> tuple[Any, Any]:
+    """Split [..., 2] into its two parts inside of such a kernel."""
+    a, b = jax.lax.split(x, (1, 1), axis=x.ndim - 1)
+    return a.reshape(x.shape[:-1]), b.reshape(x.shape[:-1])
+
+
 # ---- splash attention ------------------------------------------------------------------------------------------------
 # Its forward and its two backward kernels are private functions, with the same arguments in jax 0.10.2 to 0.12; its
 # public function hides them behind a custom_vjp that takes neither a given LSE nor a gradient of the LSE.

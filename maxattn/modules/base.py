@@ -22,6 +22,7 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
+from maxattn.norm_rotary import fused_row, norm_rotary, runs_here
 from maxattn.norms import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 
@@ -115,6 +116,20 @@ class AttentionBase(nnx.Module):
         with self._scope("to_qkv"):
             return checkpoint_name(linear(x), name)
 
+    def _turned_heads(
+        self, x: Array, linear: nnx.Linear, name: str, heads: int, norm: QKNorm | None, rotary: Rotary | None,
+        letters: str = "BTNH",
+    ) -> Heads:  # fmt: skip
+        """Project to queries or keys, norm them and turn them: in one kernel where there is one."""
+        row = fused_row(self.qk_norm, norm, rotary, heads, self.dim_head)
+        if row is None or not runs_here(row, x, self.mesh, letters):
+            return self._rotate(self._to_heads(self._project(x, linear, name), heads, norm), rotary)
+        with self._scope("to_qkv"):
+            y, bias = without_bias(linear, x)
+            y = checkpoint_name(y, name)
+        with self._scope("norm_rope"):
+            return norm_rotary(row, y, bias, norm, rotary, self.mesh, letters)
+
     def _to_heads(self, x: Float[Array, "B T NH"], heads: int, norm: QKNorm | None = None) -> Heads:
         """Norm and split: across heads before the split, per head after it."""
         with self._scope("norm"):
@@ -129,8 +144,8 @@ class AttentionBase(nnx.Module):
             return apply_rotary(x, rotary)
 
     def _queries(self, hidden_states: Array, rotary: Rotary | None) -> Heads:
-        q = self._to_heads(self._project(hidden_states, self.to_q, "query_proj"), self.heads, self.norm_q)
-        return sharding.constrain(self._rotate(q, rotary), self.mesh, "BTNH")
+        q = self._turned_heads(hidden_states, self.to_q, "query_proj", self.heads, self.norm_q, rotary)
+        return sharding.constrain(q, self.mesh, "BTNH")
 
     def _attend(self, q: Heads, k: Heads, v: Heads, mask: Any = None, bias: Any = None) -> Heads:
         return attention(
@@ -157,3 +172,13 @@ def linear_on_mesh(
         width_in, width_out, use_bias=bias, rngs=rngs, kernel_metadata=kernel,
         bias_metadata={"out_sharding": (bias_axis,), "eager_sharding": False}, **how,
     )  # fmt: skip
+
+
+def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
+    """Project without adding the bias, and return it beside; None where it is in the result or there is none."""
+    if type(linear) is not nnx.Linear or linear.bias is None or linear.preferred_element_type is not None:
+        return linear(x), None
+    bias = linear.bias.get_value()
+    x, kernel, _ = linear.promote_dtype((x, linear.kernel.get_value(), bias), dtype=linear.dtype)
+    over_channels = (((x.ndim - 1,), (0,)), ((), ()))
+    return linear.dot_general(x, kernel, over_channels, precision=linear.precision), bias

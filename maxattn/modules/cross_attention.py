@@ -16,6 +16,7 @@ from maxattn.errors import InputError
 from maxattn.modules import checks
 from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase, linear_on_mesh
 from maxattn.norms import QKNorm
+from maxattn.rope import Rotary
 
 
 class KV(NamedTuple):
@@ -166,14 +167,15 @@ class CrossAttention(AttentionBase):
         b, s, _ = text.shape
         self._check_image(image, b)
         rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k")
-        k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k)
-        k = self._rotate(k, rotary_k)
+        k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k, rotary_k)
         if image is None:
             return KV(k, v)
         return KV(k, v, *self._keys_values(image, self.add_k_proj, self.add_v_proj, self.norm_added_k))
 
-    def _keys_values(self, x: Array, to_k: nnx.Linear, to_v: nnx.Linear, norm: QKNorm | None) -> tuple[Array, Array]:
-        k = self._to_heads(self._project(x, to_k, "key_proj"), self.kv_heads, norm)
+    def _keys_values(
+        self, x: Array, to_k: nnx.Linear, to_v: nnx.Linear, norm: QKNorm | None, rotary: Rotary | None = None
+    ) -> tuple[Array, Array]:
+        k = self._turned_heads(x, to_k, "key_proj", self.kv_heads, norm, rotary, "B.KH")
         v = self._to_heads(self._project(x, to_v, "value_proj"), self.kv_heads)
         # A text is short and every shard of the queries needs all of it: its length stays whole.
         return sharding.constrain(k, self.mesh, "B.KH"), sharding.constrain(v, self.mesh, "B.KH")

@@ -115,7 +115,6 @@ class FlaxAttention(AttentionBase):
         return self._output(self._attend(q, k, v, mask, bias), deterministic, rngs)
 
     def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
-        k = self._to_heads(self._project(x, self.to_k, "key_proj"), self.kv_heads, self.norm_k)
+        k = self._turned_heads(x, self.to_k, "key_proj", self.kv_heads, self.norm_k, rotary, "BSKH")
         v = self._to_heads(self._project(x, self.to_v, "value_proj"), self.kv_heads)
-        k = self._rotate(k, rotary)
         return sharding.constrain(k, self.mesh, "BSKH"), sharding.constrain(v, self.mesh, "BSKH")

@@ -1,0 +1,173 @@
+"""Norm and rotary embedding of queries or keys together: where NVIDIA GPUs take them in one kernel, and its gradient.
+
+Elsewhere `maxattn.norms` and `maxattn.rope` do the same, one after the other. The kernel adds the projection's bias
+too, and stays in float32 from there to the result; the others round to the compute dtype in between.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
+from jaxtyping import Array, Float
+
+from maxattn import _compat, norm_rotary_triton, sharding
+from maxattn.norm_rotary_triton import Row
+from maxattn.norms import QKNorm
+from maxattn.rope import Rotary, apply_rotary
+from maxattn.target import Target
+from maxattn.varying import varying_axes
+
+DTYPES = ("bfloat16", "float16", "float32")
+KINDS = {None: None, "rms_norm": "head", "rms_norm_across_heads": "across"}
+Vectors = dict[str, Float[Array, "N H"]]
+Tables = tuple[Array, ...]
+
+
+def fused_row(qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, heads: int, head_dim: int) -> Row | None:
+    """Describe to the kernel what is done to a token's row, or return None for a norm or sizes that it does not take.
+
+    Args:
+        qk_norm: the kind of the norm; the kernel takes RMS norms and None.
+        norm: of the queries or keys.
+        rotary: its table, checked against the heads.
+        heads: N.
+        head_dim: H; the kernel takes powers of two.
+    """
+    if (norm is None and rotary is None) or qk_norm not in KINDS or not isinstance(norm, nnx.RMSNorm | None):
+        return None
+    kind = None if norm is None else KINDS[qk_norm]
+    row = Row(heads, head_dim, kind, 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style)
+    return row if row.fits() else None
+
+
+def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTNH") -> bool:
+    """Say whether the kernel takes such rows here: on NVIDIA GPUs, each device having whole rows, all equally many.
+
+    Args:
+        row: from `fused_row`.
+        x: what is projected to the rows.
+        mesh: the module's.
+        letters: of the result's axes.
+    """
+    if Target.here().platform != "gpu" or not _compat.triton_there():
+        return False
+    if x.dtype.name not in DTYPES or varying_axes(x) or (mesh is None and _surrounded()):
+        return False
+    shape = sharding.mesh_shape(mesh)
+    if row.norm == "across" and sharding.ways("N", shape) > 1:
+        return False
+    sizes = (*x.shape[:2], row.heads)
+    return all(n % sharding.ways(a, shape) == 0 for a, n in zip(letters, sizes, strict=False)) and (
+        _local(row, letters, shape).fits()
+    )
+
+
+def norm_rotary(
+    row: Row,
+    x: Float[Array, "B T NH"],
+    bias: Float[Array, " NH"] | None,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
+    mesh: Any = None,
+    letters: str = "BTNH",
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Add a bias, norm and turn queries or keys, in one kernel.
+
+    Args:
+        row: from `fused_row`.
+        x: the projection.
+        bias: of the projection, where it is not in x yet.
+        norm, rotary: as for `fused_row`.
+        mesh, letters: as for `runs_here`.
+        interpret: run the kernel as ordinary operations, on any device.
+    """
+    b, t, _ = x.shape
+    shape = sharding.mesh_shape(mesh)
+    vectors = {} if bias is None else {"bias": _vector(row, bias)}
+    if norm is not None and norm.scale is not None:
+        vectors["scale"] = _vector(row, norm.scale.get_value())
+    tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
+
+    def spec(letters: str) -> Any:
+        return sharding.to_partition_spec(sharding.spec_of(letters, shape))
+
+    of_tables = tuple(spec(("B" if len(a) == b else "1") + letters[1] + "H") for a in tables)
+    specs = spec(letters), dict.fromkeys(vectors, spec(letters[2:])), of_tables
+    run = partial(_on_shard, _local(row, letters, shape), interpret)
+    heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
+    return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Array:
+    # [B, T, N, H] -> [B T, N, H];  [B or 1, T, H/2] -> [L, H/2]
+    flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
+    y = _fused(row, interpret, x.reshape(-1, *x.shape[2:]), vectors, flat)
+    return jnp.reshape(y, x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables) -> Array:
+    return norm_rotary_triton.forward(row, x, vectors, tables, interpret)
+
+
+def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Any:
+    return _fused(row, interpret, x, vectors, tables), (x, vectors, tables)
+
+
+def _fused_bwd(row: Row, interpret: bool, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
+    x, vectors, tables = kept
+    dx, sums = norm_rotary_triton.backward(row, dy, x, vectors, tables, interpret)
+    # Hardly anybody learns the angles: XLA drops this where nobody does.
+    _, pull = jax.vjp(lambda tables: _in_steps(row, x, vectors, tables), tables)
+    return dx, sums, pull(dy)[0]
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)
+
+
+def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
+    """Compute what the kernel computes, step by step."""
+    z = jnp.asarray(x, jnp.float32) + vectors.get("bias", 0.0)
+    if row.norm is not None:
+        axes = (1, 2) if row.norm == "across" else 2
+        z = z * jax.lax.rsqrt(jnp.mean(z * z, axes, keepdims=True) + row.eps) * vectors.get("scale", 1.0)
+    if row.style is None:
+        return z.astype(x.dtype)
+    cos, sin = tables
+    turned = apply_rotary(z.reshape(-1, len(cos), *x.shape[1:]), Rotary(cos, sin, row.style))
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+# ---- arrays and places -----------------------------------------------------------------------------------------------
+
+
+def _vector(row: Row, v: Float[Array, " C"]) -> Float[Array, "N H"]:
+    """Give each head its part of a vector over all channels, or the vector of one head."""
+    return jnp.broadcast_to(v.astype(jnp.float32).reshape(-1, row.head_dim), (row.heads, row.head_dim))
+
+
+def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:
+    return jnp.asarray(a, jnp.float32).reshape(-1, length, a.shape[-1])
+
+
+def _local(row: Row, letters: str, shape: sharding.MeshShape) -> Row:
+    """Return what is done to the part of a row that a device has."""
+    return Row(row.heads // sharding.ways(letters[2], shape), row.head_dim, row.norm, row.eps, row.style)
+
+
+def _surrounded() -> bool:
+    """Say whether jax lays out arrays over a surrounding mesh: it would gather what a kernel reads, without a mesh."""
+    ambient = _compat.ambient_mesh()
+    if ambient is None:
+        return False
+    left = _compat.axis_names_of_type(ambient, AxisType.Auto) | _compat.axis_names_of_type(ambient, AxisType.Explicit)
+    return any(ambient.shape[a] > 1 for a in left)
