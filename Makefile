@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo test test-all test-gpu test-tpu-compile lint clean help
+.PHONY: demo test test-all test-diffusers test-gpu test-tpu-compile lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -29,6 +29,18 @@ test: $(READY)  ## the tests, on two cores
 
 test-all: $(READY)  ## the tests and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+# MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
+TORCH_READY := .venv-torch/.ready
+LIVE := weights/test_diffusers.py $(addprefix examples/test_,samplers.py wan21.py sdxl.py flux.py generate_live.py folder.py)
+
+$(TORCH_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,torch]"
+	@touch $@
+
+test-diffusers: $(if $(MAXATTN_TORCH_PYTHON),,$(TORCH_READY))  ## beside diffusers itself: modules, models, samplers, pipelines, Wan 1.3B at real size (8 GB of memory)
+	$(or $(MAXATTN_TORCH_PYTHON),.venv-torch/bin/python) -m pytest -n 0 -s -rs -m "" $(addprefix tests/,$(LIVE)) $(ARGS)
 
 # On a machine with NVIDIA GPUs: GPU_PYTHON is a python with jax for CUDA and the extras te, fa4 and tokamax. Elsewhere
 # every case is skipped, and says why.
@@ -54,5 +66,5 @@ lint: $(READY)  ## style and types
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -87,7 +87,7 @@ def diffusers_or_skip() -> None:
             pytest.skip(f"{package} is not installed")
 
 
-# ---- the real size: 3 GB on disk, and as much again for a moment; about 12 GB of memory at most ----------------------
+# ---- the real size: 3 GB on disk, and as much again for a moment; at most about 10 GB of memory --------------------
 
 SIZE = ("--dtype", "bfloat16", "--shard-gib", "1")
 COMMAND = [sys.executable, str(ROOT / "examples" / "folder.py")]
