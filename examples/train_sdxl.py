@@ -10,14 +10,15 @@ examples/make_latents.py makes the folder. The same command goes on after a kill
 from __future__ import annotations
 
 from sdxl.settings import Settings
-from sdxl.training import train
+from sdxl.task import SdxlTask
 from train import hosts
+from train.loop import Training
 from wan.command import settings_of, tell
 
 
 def main(settings: Settings) -> None:
     """Train what the settings describe."""
-    train(settings, settings.make_mesh())
+    Training(SdxlTask.of(settings), settings.make_mesh()).run()
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 
 from train import hosts
+from train.loop import Training
 from wan import pictures
 from wan.command import demo_or_wan21, settings_of, tell
 from wan.drawing import draw_all
 from wan.settings import Settings as DemoSettings
 from wan.training import train
 from wan21.settings import Settings
-from wan21.training import train as train_wan21
+from wan21.task import WanTask
 
 
 def demo(settings: DemoSettings) -> None:
@@ -39,7 +40,7 @@ def demo(settings: DemoSettings) -> None:
 def main(settings: DemoSettings | Settings) -> None:
     """Train what the settings describe."""
     if isinstance(settings, Settings):
-        train_wan21(settings, settings.make_mesh())
+        Training(WanTask.of(settings), settings.make_mesh()).run()
     else:
         demo(settings)
 

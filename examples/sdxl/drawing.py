@@ -20,6 +20,7 @@ from samplers.read import Sampler
 import maxattn as ma
 from maxattn.errors import ConfigError
 
+from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
 from .unet import SIZE_NUMBERS, UNet
@@ -112,18 +113,7 @@ class SdxlDrawing:
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""
-        dtype, found = jnp.dtype(self.settings.model.dtype), {}
-        _, height, width = self.latents
-        for level, channels in enumerate(self.sizes.block_out_channels):
-            if not self.sizes.attends[level]:
-                continue
-            heads = self.sizes.attention_head_dim[level]
-            shape = (heads, channels // heads)
-            picture = jax.ShapeDtypeStruct((rows, (height >> level) * (width >> level), *shape), dtype)
-            text = jax.ShapeDtypeStruct((rows, lengths["text"], *shape), dtype)
-            calls = {"self": ma.Call.of(picture, picture), "cross": ma.Call.of(picture, text, role="cross")}
-            found |= {f"{role} {level}": ma.plan(call, self.settings, mesh) for role, call in calls.items()}
-        return found
+        return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write pictures."""

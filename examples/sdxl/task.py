@@ -24,6 +24,7 @@ from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import noise
+from .plans import plans
 from .settings import ModelSettings, Settings
 from .sizes import Sizes
 from .unet import SIZE_NUMBERS, UNet
@@ -35,13 +36,18 @@ class SdxlTask(LatentTask):
 
     Args:
         settings: of everything.
-        sizes: of the UNet, from `sizes_of(settings.model)`.
+        sizes: of the UNet.
     """
 
     settings: Settings
     sizes: Sizes
 
     part: ClassVar[str] = "unet"
+
+    @classmethod
+    def of(cls, settings: Settings) -> SdxlTask:
+        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it raises."""
+        return cls(settings, sizes_of(settings.model))
 
     @property
     def sampler(self) -> Sampler:
@@ -105,22 +111,7 @@ class SdxlTask(LatentTask):
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention at every resolution that attends."""
-        batch = self.settings.training.batch_size // self.settings.training.gradient_accumulation_steps
-        dtype = jnp.dtype(self.settings.model.dtype)
-        _, height, width = shapes["latents"]
-        found = {}
-        for level, heads in enumerate(self.sizes.attention_head_dim):
-            if not self.sizes.attends[level]:
-                continue
-            dim = self.sizes.block_out_channels[level] // heads
-            tokens = (height >> level) * (width >> level)
-            x, text = (
-                jax.ShapeDtypeStruct((batch, length, heads, dim), dtype) for length in (tokens, shapes["text"][0])
-            )
-            calls = {"self": ma.Call.of(x, x), "cross": ma.Call.of(x, text, role="cross")}
-            found |= {f"{role} {height >> level}x{width >> level}": ma.plan(call, self.settings, mesh)
-                      for role, call in calls.items()}  # fmt: skip
-        return found
+        return plans(self.settings, self.sizes, self.examples_at_once, shapes["latents"], shapes["text"][0], mesh)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the pixels of the latents."""

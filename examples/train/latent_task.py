@@ -22,7 +22,7 @@ class LatentTask:
 
     Args:
         settings: of everything.
-        sizes: of the model, from `sizes_of(settings.model)` of its package.
+        sizes: of the model; `of(settings)` of a subclass finds them.
     """
 
     settings: Any
@@ -41,6 +41,11 @@ class LatentTask:
         """Where the weights are that training begins from."""
         folder = self.settings.model.folder
         return None if folder is None else part_of(folder, self.part)
+
+    @property
+    def examples_at_once(self) -> int:
+        """The examples of one call of the model: a batch, or a part of it."""
+        return self.training.batch_size // self.training.gradient_accumulation_steps
 
     def source(self) -> LatentFolder:
         """Open the folder of latents."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 
 from .model import WanTransformer3D
+from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
 
@@ -133,16 +133,7 @@ class WanDrawing:
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
-        heads = (self.sizes.num_attention_heads, self.sizes.attention_head_dim)
-
-        def states(length: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, length, *heads), jnp.dtype(self.settings.model.dtype))
-
-        sides = zip(self.latents[1:], self.sizes.patch_size, strict=True)
-        video = states(math.prod(side // patch for side, patch in sides))
-        calls = {"self": ma.Call.of(video, video)}
-        calls |= {name: ma.Call.of(video, states(length), role="cross") for name, length in lengths.items()}
-        return {name: ma.plan(call, self.settings, mesh) for name, call in calls.items()}
+        return plans(self.settings, self.sizes, rows, self.latents, lengths, mesh)
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write videos."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .model import WanTransformer3D
+from .plans import plans, tokens
 from .settings import ModelSettings, Settings
 from .sizes import Sizes
 
@@ -34,13 +34,18 @@ class WanTask(LatentTask):
 
     Args:
         settings: of everything.
-        sizes: of the model, from `sizes_of(settings.model)`.
+        sizes: of the model.
     """
 
     settings: Settings
     sizes: Sizes
 
     part: ClassVar[str] = "transformer"
+
+    @classmethod
+    def of(cls, settings: Settings) -> WanTask:
+        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it raises."""
+        return cls(settings, sizes_of(settings.model))
 
     @property
     def sampler(self) -> Sampler:
@@ -94,24 +99,12 @@ class WanTask(LatentTask):
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
-        heads = (self.sizes.num_attention_heads, self.sizes.attention_head_dim)
-        batch = self.settings.training.batch_size // self.settings.training.gradient_accumulation_steps
-        dtype = jnp.dtype(self.settings.model.dtype)
-
-        def states(length: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch, length, *heads), dtype)
-
-        video = states(self.tokens(shapes))
-        calls = {"self": ma.Call.of(video, video)}
-        calls["cross"] = ma.Call.of(video, states(shapes["text"][0]), role="cross")
-        if "image" in shapes:
-            calls["image"] = ma.Call.of(video, states(shapes["image"][0]), role="cross")
-        return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+        lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
+        return plans(self.settings, self.sizes, self.examples_at_once, shapes["latents"], lengths, mesh)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
-        _, *sides = shapes["latents"]
-        return math.prod(side // patch for side, patch in zip(sides, self.sizes.patch_size, strict=True))
+        return tokens(self.sizes, shapes["latents"])
 
 
 def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from sdxl.task import SdxlTask
-from sdxl.task import sizes_of as sdxl_sizes
 from train.loop import Training
 from wan21.task import WanTask
-from wan21.task import sizes_of as wan_sizes
 
 import maxattn as ma
 from maxattn.errors import ConfigError, WeightsError
@@ -22,9 +20,8 @@ from .made import I2V, WAN, folder, sdxl, wan
 
 
 def begin(settings: Any, mesh: Any = None) -> Training:
-    if hasattr(settings.training, "snr_gamma"):
-        return Training(SdxlTask(settings, sdxl_sizes(settings.model)), mesh)
-    return Training(WanTask(settings, wan_sizes(settings.model)), mesh)
+    kind = SdxlTask if hasattr(settings.training, "snr_gamma") else WanTask
+    return Training(kind.of(settings), mesh)
 
 
 def no_folder(path: Path) -> Any:

@@ -14,17 +14,17 @@ from flax import nnx
 from safetensors.numpy import load_file
 from samplers.betas import Betas
 from sdxl import noise
-from sdxl import training as sdxl_training
+from sdxl.task import SdxlTask
 from train import flow, lora, state
 from train.latents import LatentFolder
+from train.loop import Training
 from train.optimizer import schedule
 from train.samples import channels
 from train.settings import TrainingSettings
 from train.state import Parts
 from train.step import Step, parts_of
-from wan21 import training as wan21_training
 from wan21.model import WanTransformer3D
-from wan21.task import WanTask, sizes_of
+from wan21.task import WanTask
 
 from maxattn import weights
 from maxattn.errors import ConfigError
@@ -39,12 +39,8 @@ STEPS = 16
 
 def train(settings: Any, mesh: Any = None) -> Any:
     """Do what the commands do, on one device: here, there are eight."""
-    module = wan21_training if hasattr(settings.training, "timestep_shift") else sdxl_training
-    return module.train(settings, mesh)
-
-
-def task_of(settings: Any) -> WanTask:
-    return WanTask(settings, sizes_of(settings.model))
+    kind = WanTask if hasattr(settings.training, "timestep_shift") else SdxlTask
+    return Training(kind.of(settings), mesh).run()
 
 
 def losses(path: Path, step: int) -> list[float]:
@@ -112,8 +108,8 @@ def test_what_is_exported_is_the_average_as_diffusers_reads_it(whole: Path, data
     average = arrays(whole.parent, STEPS)["['average']['blocks']['attn1']['to_q']['kernel']"]
     np.testing.assert_array_equal(exported["blocks.1.attn1.to_q.weight"], average[1].T)
     again = wan(whole, {"folder": str(whole), "dtype": "float32"}, data)
-    assert sizes_of(again.model) == sizes_of(wan(whole, WAN, data).model)
-    model = state.build(task_of(again), None)
+    assert WanTask.of(again).sizes == WanTask.of(wan(whole, WAN, data)).sizes
+    model = state.build(WanTask.of(again), None)
     assert isinstance(model, WanTransformer3D)
     np.testing.assert_array_equal(model.blocks.attn1.to_q.kernel[...], average)
     assert json.loads((whole / "scheduler" / "scheduler_config.json").read_text())["flow_shift"] == 3.0
@@ -148,7 +144,7 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Path):
     found = []
     for parts in (1, 2):
-        task = task_of(wan(tmp_path, WAN | {"num_layers": 1}, data, gradient_accumulation_steps=parts))
+        task = WanTask.of(wan(tmp_path, WAN | {"num_layers": 1}, data, gradient_accumulation_steps=parts))
         model = state.build(task, None)
         how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
         step = Step(task, how, fixed, {}, None)
@@ -175,7 +171,7 @@ def test_lora_learns_alone_and_merges_to_the_same_model(tmp_path: Path):
     held = arrays(tmp_path, 8)
     assert held and all("lora_" in name or "count" in name or "step" in name for name in held), list(held)
 
-    base = state.build(task_of(wan(path, I2V, data)), None)
+    base = state.build(WanTask.of(wan(path, I2V, data)), None)
     frozen = nnx.to_flat_state(nnx.state(base))
     now = {where: variable.get_value() for where, variable in nnx.to_flat_state(nnx.state(adapted))}
     assert all((now[where] == variable.get_value()).all() for where, variable in frozen), "nothing else has moved"
@@ -185,7 +181,7 @@ def test_lora_learns_alone_and_merges_to_the_same_model(tmp_path: Path):
     x = jnp.concatenate([given["latents"], given["condition"]], axis=1)
     call = nnx.jit(lambda m: m(jnp.moveaxis(x, 1, -1), jnp.array([500.0]), given["text"], given["image"]))
     before, wanted = call(base), call(adapted)
-    lora.merge(adapted, merged := nnx.eval_shape(lambda: task_of(settings).build(None, nnx.Rngs(0))))
+    lora.merge(adapted, merged := nnx.eval_shape(lambda: WanTask.of(settings).build(None, nnx.Rngs(0))))
     layers = weights.merge_lora(base, path / "pytorch_lora_weights.safetensors", prefix="transformer.")
     assert len(layers) == 2 * (3 + 4)
     scale = float(jnp.abs(wanted).max())
@@ -245,7 +241,7 @@ def test_what_the_unet_should_say_gives_the_picture_back(prediction: Any):
 def test_some_texts_are_dropped(data: str, tmp_path: Path):
     source = LatentFolder(data)
     batch = {name: jnp.stack([source[i % 4][name] for i in range(256)]) for name in source.shapes}
-    task = task_of(wan(tmp_path, WAN, data, condition_dropout=0.25))
+    task = WanTask.of(wan(tmp_path, WAN, data, condition_dropout=0.25))
     drawn = task.noised(batch, source.empty, jax.random.key(0))
     dropped = np.asarray((drawn["text"] == 0.5).all(axis=(1, 2)))
     assert 0.15 < dropped.mean() < 0.35
@@ -284,7 +280,7 @@ def test_the_unet_learns_and_resumes(prediction: str | None, tmp_path: Path):
 def test_every_remat_policy_gives_the_same_gradients(data: str, tmp_path: Path):
     found = {}
     for policy in POLICIES:
-        task = task_of(wan(tmp_path, WAN, data).replace(remat_policy=policy))
+        task = WanTask.of(wan(tmp_path, WAN, data).replace(remat_policy=policy))
         model = state.build(task, None)
         how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
         source = LatentFolder(data)

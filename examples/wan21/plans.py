@@ -1,0 +1,45 @@
+"""What attends to what in Wan 2.1, as plans: for training and for sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+import maxattn as ma
+
+from .settings import Settings
+from .sizes import Sizes
+
+
+def tokens(sizes: Sizes, latents: tuple[int, ...]) -> int:
+    """Count the patches of a video's latents, [C, F, h, w]."""
+    return math.prod(side // patch for side, patch in zip(latents[1:], sizes.patch_size, strict=True))
+
+
+def plans(
+    settings: Settings, sizes: Sizes, batch: int, latents: tuple[int, ...], lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+) -> dict[str, ma.Plan]:  # fmt: skip
+    """Plan self- and cross-attention, the image's too.
+
+    Args:
+        settings: of attention and of the model.
+        sizes: of the model.
+        batch: videos in one call of the model.
+        latents: [C, F, h, w] of one.
+        lengths: tokens of "text", and of "image" where there is one.
+        mesh: that it runs on.
+    """
+    heads, dtype = (sizes.num_attention_heads, sizes.attention_head_dim), jnp.dtype(settings.model.dtype)
+
+    def states(length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, length, *heads), dtype)
+
+    video = states(tokens(sizes, latents))
+    calls = {"self": ma.Call.of(video, video), "cross": ma.Call.of(video, states(lengths["text"]), role="cross")}
+    if "image" in lengths:
+        calls["image"] = ma.Call.of(video, states(lengths["image"]), role="cross")
+    return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}
