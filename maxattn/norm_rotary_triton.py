@@ -29,8 +29,9 @@ from maxattn import _compat
 # Channels of a thread: more of them make fewer reductions across threads, fewer of them spare registers.
 FORWARD_CHANNELS, BACKWARD_CHANNELS = 48, 12
 CHUNK = 1024  # channels
-WARPS = 132 * 20  # of the backward: all that an H200 holds at once; each program of them keeps one set of sums
+WARPS = 132 * 16  # of the backward: all that an H200 holds at once; each program of them keeps one set of sums
 MAX_CHUNKS = 32
+PREFETCH = True  # the backward's next row
 Pair = tuple[Array, Array]
 
 
@@ -156,17 +157,26 @@ def _backward_kernel(row: Row, tokens: int, names: tuple[str, ...], dy_ref: Any,
     vectors, tables = _vectors(names, held)
     first, step = pl.program_id(0), pl.num_programs(0)
 
-    def one(i: Any, sums: Any) -> Any:
+    def read(token: Any) -> Any:
+        return _read_row(row, dy_ref, token), _read_row(row, x_ref, token), _angles(row, tables, token)
+
+    def one(i: Any, carry: Any) -> Any:
         token = first + i * step
-        dy, x = (_load_row(row, ref, token) for ref in (dy_ref, x_ref))
-        dx, more = _pull_back(row, dy, x, _angles(row, tables, token), vectors)
+        sums, now = carry if PREFETCH else (carry, read(token))
+        later = read(jnp.minimum(token + step, tokens - 1)) if PREFETCH else None
+        *raw, angles = now
+        dy, x = ([_as_float32(row, chunk) for chunk in each] for each in raw)
+        dx, more = _pull_back(row, dy, x, angles, vectors)
         for c in range(row.chunks):
             _store(row, outs[0], token, c, dx[c])
-        return jax.tree.map(jnp.add, sums, more)
+        sums = jax.tree.map(jnp.add, sums, more)
+        return (sums, later) if PREFETCH else sums
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
     zeros = {name: [(zero, zero)] * row.chunks for name in names}
-    sums = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, step), one, zeros)
+    carry = (zeros, read(first)) if PREFETCH else zeros
+    carry = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, step), one, carry)
+    sums = carry[0] if PREFETCH else carry
     for i, name in enumerate(names):
         for c in range(row.chunks):
             _store_sums(row, outs[1], 2 * (first * len(names) + i), c, sums[name][c])
@@ -258,17 +268,21 @@ def _times(x: Pair, factor: Any) -> Pair:
 
 
 def _load_row(row: Row, ref: Any, token: Any) -> list[Pair]:
-    return [_load(row, ref, token, c) for c in range(row.chunks)]
+    return [_as_float32(row, raw) for raw in _read_row(row, ref, token)]
 
 
-def _load(row: Row, ref: Any, token: Any, c: int) -> Pair:
-    """Load one chunk of a row in float32, as the halves of its pairs: twice [heads, H/2]."""
+def _read_row(row: Row, ref: Any, token: Any) -> list[list[Array]]:
+    """Load a row as it stands in memory, chunk by chunk: whole chunks, or the two halves of each head."""
+    parts = [slice(None)] if row.style == "interleaved" else _halves(row)
+    return [[ref[token, _heads(row, c), part] for part in parts] for c in range(row.chunks)]
+
+
+def _as_float32(row: Row, raw: list[Array]) -> Pair:
+    """Return the halves of a chunk's pairs in float32: twice [heads, H/2]."""
+    wide = [each.astype(jnp.float32) for each in raw]
     if row.style != "interleaved":
-        a, b = (ref[token, _heads(row, c), part].astype(jnp.float32) for part in _halves(row))
-        return a, b
-    x = ref[token, _heads(row, c), :].astype(jnp.float32).reshape(row.chunk, row.head_dim // 2, 2)
-    a, b = _compat.triton_split(x)
-    return a, b
+        return wide[0], wide[1]
+    return _compat.triton_split(wide[0].reshape(row.chunk, row.head_dim // 2, 2))
 
 
 def _store(row: Row, ref: Any, token: Any, c: int, x: Pair) -> None:
