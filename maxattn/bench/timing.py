@@ -104,10 +104,18 @@ def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
         inputs = work.make()
         one = jax.jit(work.f)
         with (work.around or nullcontext)():
-            several = jax.jit(lambda sets: [one(*each) for each in sets], compiler_options=options)
+            several = jax.jit(lambda sets: _in_turn(one, sets), compiler_options=options)
             return several.lower(inputs).compile(), inputs
     except FAILURES as failed:
         return None, f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
+
+
+def _in_turn(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
+    """Call one after the other: left to the compiler, parts of several calls would be in memory together."""
+    found: list[Any] = []
+    for inputs in sets:
+        found.append(f(*(jax.lax.optimization_barrier((inputs, found[-1]))[0] if found else inputs)))
+    return found
 
 
 def _warmed(program: Any, inputs: Any) -> Timed:
