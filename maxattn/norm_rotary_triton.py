@@ -109,7 +109,7 @@ def backward(
     programs = min(-(-WARPS // warps), x.shape[0])
     sums = jax.ShapeDtypeStruct((programs * len(vectors) * 2, row.heads, row.head_dim // 2), jnp.float32)
     out = pl.pallas_call(
-        partial(_backward_kernel, row, x.shape[0], tuple(vectors)), grid=(programs,), interpret=interpret,
+        partial(_backward_kernel, row, (x.shape[0], programs), tuple(vectors)), grid=(programs,), interpret=interpret,
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), sums)[: 1 + bool(vectors)],
         compiler_params=_compat.triton_params(warps), name="norm_rotary_backward",
     )(dy, x, *_as_pairs(row, vectors), *tables)  # fmt: skip
@@ -150,12 +150,14 @@ def _forward_kernel(row: Row, names: tuple[str, ...], x_ref: Any, *refs: Any) ->
         _store(row, y_ref, token, c, _turn(u, angles))
 
 
-def _backward_kernel(row: Row, tokens: int, names: tuple[str, ...], dy_ref: Any, x_ref: Any, *refs: Any) -> None:
+def _backward_kernel(
+    row: Row, counts: tuple[int, int], names: tuple[str, ...], dy_ref: Any, x_ref: Any, *refs: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     held, outs = refs[: len(refs) - 1 - bool(names)], refs[len(refs) - 1 - bool(names) :]
     vectors, tables = _vectors(names, held)
-    first, step = pl.program_id(0), pl.num_programs(0)
+    first, (tokens, step) = pl.program_id(0), counts
 
     def read(token: Any) -> Any:
         return _read_row(row, dy_ref, token), _read_row(row, x_ref, token), _angles(row, tables, token)
@@ -175,7 +177,7 @@ def _backward_kernel(row: Row, tokens: int, names: tuple[str, ...], dy_ref: Any,
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
     zeros = {name: [(zero, zero)] * row.chunks for name in names}
     carry = (zeros, read(first)) if PREFETCH else zeros
-    carry = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, step), one, carry)
+    carry = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, jnp.int32(step)), one, carry)
     sums = carry[0] if PREFETCH else carry
     for i, name in enumerate(names):
         for c in range(row.chunks):
