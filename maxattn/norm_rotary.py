@@ -120,7 +120,10 @@ def _fused(row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors
 
 
 def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Any:
-    return _fused(row, interpret, x, vectors, tables), (x, vectors, tables)
+    # In a scan over layers XLA merges the projection's matmul with the store of its result for the backward, and runs
+    # it once more for the kernel (jax 0.11.2). Not over a barrier.
+    x = jax.lax.optimization_barrier(x)
+    return jax.lax.optimization_barrier(_fused(row, interpret, x, vectors, tables)), (x, vectors, tables)
 
 
 def _fused_bwd(row: Row, interpret: bool, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
