@@ -101,8 +101,12 @@ def sdxl(
         f"SDXL UNet, {'-'.join(map(str, sizes.block_out_channels))} channels, {width}x{height}, batch {batch}",
         lambda dtype, param: UNet(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
         shapes,
-        lambda model, inputs: {key: x for key, x in inputs.items() if key != "latents"},
-        lambda model, x, t, inputs: model(x, t, inputs["text"], inputs["pooled"], inputs["picture"]),
+        lambda model, inputs: (
+            {"kv": model.encode(inputs["text"])} | {key: inputs[key] for key in ("pooled", "picture")}
+        ),
+        lambda model, x, t, inputs: model(
+            x, t, inputs.get("text"), inputs["pooled"], inputs["picture"], inputs.get("kv")
+        ),
         lambda x, noise, at: (jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise),
         batch * rows * columns // 4,
     )
