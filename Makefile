@@ -25,10 +25,10 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
 
 test: $(READY)  ## the tests, on two cores
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: $(READY)  ## the tests and the full products of the matrices
-	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
 TORCH_READY := .venv-torch/.ready

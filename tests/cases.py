@@ -73,21 +73,21 @@ BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S"}
 
 
 def arrays(case: dict) -> dict[str, Any]:
-    """Make the operands of a case, the same ones every time."""
+    """Make the operands of a case, the same ones every time: arrays of numpy, which reach a mesh without a program."""
     (t, s), (n, k) = LENGTHS[case["length"]], HEADS[case["heads"]]
     b, h, dtype = case["batch"], case["head_dim"], case["dtype"]
     rng = np.random.default_rng(7)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     letters = BIASES[case["bias"]]
     shape = tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters) if letters else None
     return {
         "q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h),
-        "bias": jnp.asarray(rng.normal(size=shape), "float32") if shape else None,
+        "bias": rng.normal(size=shape).astype(np.float32) if shape else None,
         "mask": MASKS[case["mask"]](b, n, t, s),
-        "dout": normal(b, t, n, h), "dlse": jnp.asarray(rng.normal(size=(b, n, t)), "float32"),
+        "dout": normal(b, t, n, h), "dlse": rng.normal(size=(b, n, t)).astype(np.float32),
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def run_case(
     ok = allowed(x["mask"], t, s)
     seen = np.ones((1, 1, t), bool) if ok is None else ok.any(-1)
     # The LSE of a query with nothing to attend to is -inf, and a cotangent for it means nothing.
-    dlse = jnp.where(seen, x["dlse"], 0.0)
+    dlse = np.where(seen, x["dlse"], np.float32(0))
     call = partial(ma.attention, mask=x["mask"], config=config, mesh=mesh, role=role, return_lse=True)
 
     @partial(jax.jit, compiler_options=compiler_options)

@@ -8,8 +8,11 @@ import re
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Most of a test's time is compiling small programs: without LLVM's optimizations that takes a third less.
+    # Most of a test's time is compiling small programs: without LLVM's optimizations that takes a third less, and
+    # without XLA's newer generator of fused loops (jax 0.10.2; 0.12 has no other, and ignores this) again a third.
     _FLAGS.append("--xla_backend_optimization_level=0")
+    _FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+    _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")  # one program is too small to be cut into 32
 for _flag in _FLAGS:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()

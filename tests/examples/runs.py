@@ -43,7 +43,8 @@ def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str
     # Processes that run the same program compile it once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(path.parents[1] / "compiled")}
     compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    compiled["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    quick = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    compiled["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={devices}", *quick])
     return subprocess.Popen(
         [*COMMAND, str(path), *overrides],
         stdout=subprocess.PIPE,
