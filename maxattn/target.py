@@ -41,7 +41,8 @@ HBM: dict[str, float] = {
     "TPU v7x": 94.75 * GIB, "NVIDIA A100": 80e9, "NVIDIA H100": 80e9, "NVIDIA H200": 141e9, "NVIDIA B200": 180e9,
 }  # fmt: skip
 # Dense bfloat16 FLOP/s of one device, as its maker gives them. Of v7x the maker gives a chip's, 2307e12: libtpu lists
-# each of its two cores as a device, with half of the products, of the memory and of the memory's rate.
+# each of its two cores as a device, with half of the products, of the memory and of the memory's rate. (Of v4 and v5p a
+# program's device is a whole chip, though a bare topology of v4 lists two cores.)
 PEAK: dict[str, float] = {
     "TPU v4": 275e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "TPU v7x": 1153e12,
     "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,

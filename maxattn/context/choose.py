@@ -52,7 +52,8 @@ def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         for name, strategy in built.items() if reasons[name] is None and name not in alone
     }  # fmt: skip
     name = fastest(costs, SHARE * machine.memory)
-    head = f"context_parallel: auto is {name}, by this arithmetic ({machine.source})"
+    why = _why(name, costs, SHARE * machine.memory)
+    head = f"context_parallel: auto is {name}{why}, by this arithmetic ({machine.source})"
     left_out = (str(reason) for reason in reasons.values() if isinstance(reason, Reason))
     return Choice(built[name], (head, *_lines(costs, SHARE * machine.memory), *left_out))
 
@@ -64,6 +65,14 @@ def fastest(costs: Mapping[str, Cost], limit: float) -> str:
         return min(costs, key=lambda name: costs[name].memory)
     shortest = min(cost.step for cost in fitting.values())
     return next(name for name, cost in fitting.items() if cost.step <= EQUAL * shortest)
+
+
+def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
+    """Say why it is that one, where another's step is shorter."""
+    fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
+    if not fitting:
+        return ", which holds least"
+    return "" if costs[name].step == min(fitting) else f", the first within {EQUAL - 1:.0%} of the shortest"
 
 
 def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:
