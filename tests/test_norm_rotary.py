@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -63,7 +64,9 @@ def float32(tree: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_rotary_triton, "WARPS", 8)  # so that a program has several rows, and not all as many
+    for name in ("NARROW", "WIDE"):  # few warps, so that a program has several rows, and not all as many
+        launch = replace(getattr(norm_rotary_triton, name), warps=8)
+        monkeypatch.setattr(norm_rotary_triton, name, launch)
     row, arrays, vectors, tables = made(case)
 
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
