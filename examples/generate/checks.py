@@ -10,6 +10,7 @@ from typing import Any
 from maxattn import weights
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn.xla_options import xla_options
 
 from . import files, folder
 from .files import wrong
@@ -33,9 +34,9 @@ def check(kind: Kind, paths: Paths) -> None:
 
 
 def _wrong_files(kind: Kind, paths: Paths) -> Iterator[MaxattnError]:
-    """Yield what the scheduler's file and those of the weights are refused for, when they are opened."""
+    """Yield what the scheduler's file, those of the weights and compiler options are refused for, when looked at."""
     opened: list[Any] = [lambda: kind.sampler().schedule(kind.settings.sampling.num_inference_steps)]
-    opened += [lambda: weights.SafeTensors(paths.weights_of(kind.part))]
+    opened += [lambda: weights.SafeTensors(paths.weights_of(kind.part)), lambda: options(kind)]
     if (lora := paths.lora) is not None:
         opened.append(lambda: weights.SafeTensors(lora))
     for look in opened:
@@ -43,6 +44,15 @@ def _wrong_files(kind: Kind, paths: Paths) -> Iterator[MaxattnError]:
             look()
         except MaxattnError as error:
             yield error
+
+
+def options(kind: Kind) -> dict[str, Any]:
+    """Read the compiler's options for a step.
+
+    Raises:
+        ConfigError: for one that the compiler refuses.
+    """
+    return xla_options(kind.settings.sampling.compiler_options, "sampling.compiler_options")
 
 
 def _flat(error: MaxattnError) -> Iterable[ConfigError]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from samplers import Schedule, State, start, step
 
+from .checks import options
 from .guidance import guided
 from .kind import Kind
 
@@ -55,7 +56,7 @@ def denoise(
     began = time.perf_counter()
     compiled = jax.jit(one, donate_argnums=3, out_shardings=places).lower(
         parameters, schedule, jnp.int32(0), state, known
-    ).compile()  # fmt: skip
+    ).compile(options(kind))  # fmt: skip
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     steps = len(schedule.times)
     with Bar(steps, console) as bar:

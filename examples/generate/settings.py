@@ -31,5 +31,7 @@ class SamplingSettings(Section):
     """Of the parameters while sampling; those of norms stay float32. model.dtype is that of the computation."""
     torch_device: str = "cpu"
     """Where text encoders and VAE run: cpu or cuda."""
+    compiler_options: tuple[str, ...] = ()
+    """Of XLA, for a step: NAME=VALUE, the names as in XLA_FLAGS."""
     seed: Whole = 0
     """Of the noise."""

@@ -176,6 +176,8 @@ def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
     check_golden("generate/two_transformers", str(error.value))
     Path("model_index.json").unlink()
+    with pytest.raises(ConfigError, match=r"sampling\.compiler_options: xla_none=1\n.*No such compile option"):
+        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT, "sampling.compiler_options=[xla_none=1]")
     two_images = json.loads(Path("transformer/config.json").read_text()) | made.IMAGE | {"pos_embed_seq_len": 10}
     Path("transformer/config.json").write_text(json.dumps(two_images))
     with pytest.raises(ConfigError, match="first and last frame"):
