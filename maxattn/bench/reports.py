@@ -111,7 +111,7 @@ def _block_window(target: Target, budget: float) -> Report:
         fused = [
             name for name in ("flash", "tokamax_flash") if not small and refusal(name, shape.call(), target) is None
         ]
-        dense = [NAIVE] if 4.0 * 12 * n * n < 3e10 else []
+        dense = [] if too_large(NAIVE, shape) else [NAIVE]
         rows += bench(shape, (*(fused or [TILED]), *dense), False, target, budget)
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
