@@ -39,7 +39,7 @@ $(TORCH_READY): pyproject.toml
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,torch]"
 	@touch $@
 
-test-diffusers: $(if $(MAXATTN_TORCH_PYTHON),,$(TORCH_READY))  ## beside diffusers itself: modules, models, samplers, pipelines, Wan 1.3B at real size (8 GB of memory)
+test-diffusers: $(if $(MAXATTN_TORCH_PYTHON),,$(TORCH_READY))  ## beside diffusers itself: modules, models, samplers, pipelines, Wan 1.3B and SDXL at real size (11 GB of memory)
 	$(or $(MAXATTN_TORCH_PYTHON),.venv-torch/bin/python) -m pytest -n 0 -s -rs -m "" $(addprefix tests/,$(LIVE)) $(ARGS)
 
 # On a machine with NVIDIA GPUs: GPU_PYTHON is a python with jax for CUDA and the extras te, fa4 and tokamax. Elsewhere
