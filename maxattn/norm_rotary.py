@@ -110,7 +110,7 @@ def norm_rotary(
 def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Array:
     # [B, T, N, H] -> [B T, N, H];  [B or 1, T, H/2] -> [L, H/2]
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
-    y = _fused(row, interpret, x.reshape(-1, *x.shape[2:]), vectors, flat)
+    y: Any = _fused(row, interpret, x.reshape(-1, *x.shape[2:]), vectors, flat)
     return jnp.reshape(y, x.shape)
 
 
