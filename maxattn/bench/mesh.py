@@ -1,6 +1,9 @@
 """Measure context parallelism: each strategy on all devices beside the same kernel on one, and TransformerEngine's.
 
 efficiency = t(1) / (n t(n))
+
+All devices doing the work of one at once are measured too: chips that share power or air are slower together than one
+whose neighbours rest, whatever the strategy.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ def bench_mesh(
     whole = random_inputs(shape, Target.here())[:1]
     one = config_of(kernel)
     jobs = both_ways(shape, f"{kernel}, 1 device", partial(_attend, shape, one, None), whole)
+    jobs += _of_each(shape, kernel, devices, whole)
     for strategy in strategies:
         jobs += _of_strategy(shape, strategy, kernel, mesh, whole)
     if peers:
@@ -71,11 +75,20 @@ def bench_mesh(
     if profiled:
         ran = [job for job in jobs if not job.row.note]
         print("\n\n".join(as_kernels(job.row, t) for job, t in zip(ran, timed, strict=True)))
-    return [_compared(row, rows[:2], devices) for row in rows]
+    return [_compared(row, rows[:4], devices) for row in rows]
 
 
 def _attend(shape: Shape, config: AttentionConfig, mesh: Mesh | None, q: Array, k: Array, v: Array) -> Array:
     return attention(q, k, v, shape.mask, config=config, mesh=mesh, role=shape.role)
+
+
+def _of_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[Job]:
+    """Return the work of one device on each of them at once."""
+    config = config_of(kernel, f"{AXES['data']}={devices}")
+    made = config.make_mesh(jax.devices()[:devices])
+    copies = [tuple(jax.numpy.concatenate([x] * devices) for x in each) for each in whole]
+    each = partial(_attend, shape, config, made)
+    return both_ways(shape, f"{kernel}, each of {devices}", each, _spread(copies, made, PartitionSpec("data")))
 
 
 def _of_strategy(shape: Shape, strategy: str, kernel: str, mesh: Mapping[str, int], whole: Any) -> list[Job]:
