@@ -20,7 +20,7 @@ from maxattn.norm_rotary_triton import Row
 from maxattn.norms import QKNorm
 from maxattn.rope import Rotary, apply_rotary
 from maxattn.target import Target
-from maxattn.varying import varying_axes
+from maxattn.varying import checked_axes
 
 DTYPES = ("bfloat16", "float16", "float32")
 KINDS = {None: None, "rms_norm": "head", "rms_norm_across_heads": "across"}
@@ -38,8 +38,8 @@ def fused_row(qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, h
         heads: N.
         head_dim: H; the kernel takes powers of two.
     """
-    if (norm is None and rotary is None) or qk_norm not in KINDS or not isinstance(norm, nnx.RMSNorm | None):
-        return None
+    if (norm is None and rotary is None) or qk_norm not in KINDS or type(norm) not in (nnx.RMSNorm, type(None)):
+        return None  # a class made of RMSNorm may do something else
     kind = None if norm is None else KINDS[qk_norm]
     row = Row(heads, head_dim, kind, 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style)
     return row if row.fits() else None
@@ -56,7 +56,7 @@ def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTN
     """
     if Target.here().platform != "gpu" or not _compat.triton_there():
         return False
-    if x.dtype.name not in DTYPES or varying_axes(x) or (mesh is None and _surrounded()):
+    if x.dtype.name not in DTYPES or _checked() or (mesh is None and _surrounded()):
         return False
     shape = sharding.mesh_shape(mesh)
     if row.norm == "across" and sharding.ways("N", shape) > 1:
@@ -174,3 +174,9 @@ def _surrounded() -> bool:
         return False
     left = _compat.axis_names_of_type(ambient, AxisType.Auto) | _compat.axis_names_of_type(ambient, AxisType.Explicit)
     return any(ambient.shape[a] > 1 for a in left)
+
+
+def _checked() -> bool:
+    """Say whether a surrounding `shard_map` checks over which axes values vary: the kernel does not say so of its."""
+    ambient = _compat.ambient_mesh()
+    return ambient is not None and bool(checked_axes(_compat.axis_names_of_type(ambient, AxisType.Manual)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import maxattn as ma
 from maxattn import _compat, norm_rotary, norm_rotary_triton
@@ -190,3 +191,25 @@ def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
     assert norm_rotary.fused_row("layer_norm", module("layer_norm").norm_q, ROTARY, 4, 32) is None
     assert norm_rotary.fused_row(None, None, ROTARY, 4, 80) is None
     assert norm_rotary.fused_row(None, None, None, 4, 32) is None
+
+    class Doubled(nnx.RMSNorm):
+        pass
+
+    assert norm_rotary.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
+
+
+@pytest.mark.parametrize(("checked", "kernels"), [(True, 0), (False, 2)])
+def test_a_shard_map_that_checks_what_varies_goes_without(checked: bool, kernels: int, on_gpu: list[Row]) -> None:
+    mesh = _compat.auto_mesh(np.array(jax.devices()[:2]), ("model",))
+    graph, state = nnx.split(module("rms_norm"))
+    both = jax.tree.map(lambda a: jnp.stack((a, 2 * a)), state)
+
+    def layer(states: Any, x: jax.Array) -> jax.Array:  # x is the same on both devices, and the parameters are not
+        return nnx.merge(graph, jax.tree.map(lambda a: a[0], states))(x, rotary_emb=ROTARY)[None]
+
+    places = {"in_specs": (PartitionSpec("model"), PartitionSpec()), "out_specs": PartitionSpec("model")}
+    got = jax.jit(jax.shard_map(layer, mesh=mesh, check_vma=checked, **places))(both, X)
+    assert len(on_gpu) == kernels
+    with ma.Target.named("cpu").assumed():
+        want = nnx.merge(graph, jax.tree.map(lambda a: a[1], both))(X, rotary_emb=ROTARY)
+    assert error(got[1], want) < 1e-5
