@@ -16,7 +16,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
     """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it knows them.
 
     Args:
-        words: NAME=VALUE each; whole numbers, true and false are read as such.
+        words: NAME=VALUE each; true and false are read as such, numbers by the compiler.
         setting: what the options are called in errors.
 
     Raises:
@@ -29,9 +29,8 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
         except (jax.errors.JaxRuntimeError, ValueError) as refused:
             why = str(refused).partition("\n")[0]
             rule = f"the compiler of jax {jax.__version__} refuses it: {why}"
-            raise ConfigError(
-                setting, f"{name}={value}", rule, "write it as in XLA_FLAGS, without the dashes"
-            ) from None
+            remedy = "write it as in XLA_FLAGS, without the dashes; switches as true or false"
+            raise ConfigError(setting, f"{name}={value}", rule, remedy) from None
     return options
 
 
@@ -39,4 +38,4 @@ def _option(word: str, setting: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or not name:
         raise ConfigError(setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2")
-    return name.removeprefix("--"), VALUES.get(value.lower(), int(value) if value.isdecimal() else value)
+    return name.removeprefix("--"), VALUES.get(value.lower(), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -66,10 +67,7 @@ class Training:
         if len(self.source) < self.training.batch_size:
             rule = f"a batch has as many different examples, and the data holds {len(self.source)}"
             problems.append(ConfigError("training.batch_size", self.training.batch_size, rule, "lower it"))
-        try:
-            xla_options(self.training.compiler_options, "training.compiler_options")
-        except ConfigError as refused:
-            problems.append(refused)
+        problems += _refused_options(task)
         if problems:
             raise ConfigErrors(problems)
         self.plans = task.plans(self.shapes, mesh)
@@ -199,6 +197,18 @@ def _finite(facts: Facts, step: int) -> float:
         )
         raise Diverged("loss", loss, rule, f"{remedy}, or go on from the last checkpoint with another")
     return loss
+
+
+def _refused_options(task: Task) -> Iterator[ConfigError]:
+    """Yield what the compiler refuses for the step, and for the samples along the way."""
+    asked = {"training.compiler_options": task.training.compiler_options}
+    if task.training.picture_every:
+        asked["sampling.compiler_options"] = task.settings.sampling.compiler_options
+    for setting, words in asked.items():
+        try:
+            xla_options(words, setting)
+        except ConfigError as refused:
+            yield refused
 
 
 def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> list[ConfigError]:

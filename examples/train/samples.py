@@ -19,6 +19,7 @@ from samplers import sample
 from wan import pictures
 
 from maxattn import sharding
+from maxattn.xla_options import xla_options
 
 from . import digit_latents, hosts
 from .state import Parts, Tree
@@ -50,7 +51,8 @@ class Samples:
         self.noise = _noise((rows, *given.pop("latents").shape[1:]), self.sampling.seed)
         self.told = self._with_empty(given) if self.guided else given
         self.schedule = task.sampler.schedule(self.sampling.num_inference_steps)
-        self._draw = jax.jit(self._sampled)
+        options = xla_options(self.sampling.compiler_options, "sampling.compiler_options")
+        self._draw = jax.jit(self._sampled, compiler_options=options)
 
     @property
     def guided(self) -> bool:

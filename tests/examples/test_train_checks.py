@@ -111,6 +111,18 @@ def test_options_that_the_compiler_does_not_know(option: str, said: str, tmp_pat
     assert said in str(error.value) and not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_options_for_the_samples_along_the_way_are_asked_for_too(tmp_path: Path):
+    data, wrong = folder(tmp_path / "data", "wan"), {"compiler_options": ["xla_gpu_no_such_thing=1"]}
+
+    def settings(picture_every: int) -> Any:
+        said = wan(tmp_path / "run", WAN, data, picture_every=picture_every)
+        return said.model_copy(update={"sampling": said.sampling.model_copy(update=wrong)})
+
+    begin(settings(0))
+    with pytest.raises(ConfigError, match=r"sampling\.compiler_options: xla_gpu_no_such_thing=1"):
+        begin(settings(2))
+
+
 def test_a_real_model_needs_no_array_to_be_checked(tmp_path: Path):
     data = folder(tmp_path / "data", "wan", latents=(16, 21, 60, 104), text=(512, 4096), count=1, empty=False)
     started = begin(wan(tmp_path, {"sizes": "wan-2.1-t2v-1.3b"}, data, batch_size=1))

@@ -1,0 +1,35 @@
+"""Options of XLA's compiler: how they are read, and what is said of those that it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxattn.errors import ConfigError
+from maxattn.xla_options import xla_options
+
+
+def test_values_of_every_kind_reach_the_compiler() -> None:
+    words = [
+        "xla_gpu_enable_triton_gemm=False", "--xla_gpu_autotune_level=2", "xla_step_marker_location=-1",
+        "xla_gpu_autotune_gemm_rtol=1", "xla_dump_hlo_as_text=true", "xla_gpu_override_gemm_autotuner=a=b",
+    ]  # fmt: skip
+    assert xla_options(words) == {
+        "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "2", "xla_step_marker_location": "-1",
+        "xla_gpu_autotune_gemm_rtol": "1", "xla_dump_hlo_as_text": True, "xla_gpu_override_gemm_autotuner": "a=b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("xla_none=1", "No such compile option"),
+        ("xla_gpu_enable_triton_gemm=0", "switches as true or false"),
+        ("xla_gpu_autotune_level=2.5", "not a valid int32"),
+        ("=1", "NAME=VALUE"),
+        ("xla_gpu_autotune_level", "NAME=VALUE"),
+    ],
+)
+def test_what_the_compiler_refuses(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        xla_options([word], "training.compiler_options")
+    assert str(error.value).startswith("training.compiler_options: ")
