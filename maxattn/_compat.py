@@ -59,6 +59,8 @@ def triton_there() -> bool:
         from jax.experimental.pallas import triton
     except ImportError:
         return False
+    if not takes_triton(getattr(jax.local_devices()[0], "compute_capability", None)):
+        return False
     asks = getattr(triton, "get_gpu_info", None)
     if asks is None:
         return True
@@ -67,6 +69,11 @@ def triton_there() -> bool:
     except ValueError:
         return False
     return True
+
+
+def takes_triton(capability: str | None) -> bool:
+    """Say whether XLA compiles Triton's kernels for such a GPU: NVIDIA's from Ampere (8.0) on; None is no GPU's."""
+    return capability is None or (capability.replace(".", "", 1).isdecimal() and float(capability) >= 8.0)
 
 
 def triton_params(warps: int) -> Any:

@@ -198,6 +198,17 @@ def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
     assert norm_rotary.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
 
 
+def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"7.5": False, "8.0": True, "9.0": True, "12.0": True, "gfx942": False, None: True}
+    assert {capability: _compat.takes_triton(capability) for capability in taken} == taken
+
+    class T4:
+        compute_capability = "7.5"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [T4()])
+    assert not _compat.triton_there()
+
+
 @pytest.mark.parametrize(("checked", "kernels"), [(True, 0), (False, 2)])
 def test_a_shard_map_that_checks_what_varies_goes_without(checked: bool, kernels: int, on_gpu: list[Row]) -> None:
     mesh = _compat.auto_mesh(np.array(jax.devices()[:2]), ("model",))
