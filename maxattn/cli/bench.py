@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from maxattn import bench
     from maxattn.target import Target
 
+    _check_together(args)
     target = Target.here()
     rows: list[Any] = []
     for new, text in _reports(args, target) if args.report else _measured(args, target):
@@ -70,6 +71,26 @@ def run(args: argparse.Namespace) -> int:
     if args.write_table:
         _write(target, rows, _shapes(args, target.platform))
     return 0
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse what the measurement that is asked for would not read.
+
+    Raises:
+        InputError: for an argument without the one that it belongs to.
+    """
+    spread = args.mesh and not args.report
+    whole = args.module and not args.report
+    belongs = {
+        "--option": (args.option, spread or whole, "--mesh or --module, without --report"),
+        "--profile": (args.profile, spread or whole, "--mesh or --module, without --report"),
+        "--strategy": (args.strategy, spread, "--mesh, without --report"),
+        "--pictures": (args.pictures, args.report, "--report"),
+    }
+    for name, (given, read_there, other) in belongs.items():
+        if given and not read_there:
+            value = given if isinstance(given, Path) else "given" if given is True else " ".join(given)
+            raise InputError(name, value, f"it is read with {other}", "add what it is read with, or leave it out")
 
 
 def _measured(args: argparse.Namespace, target: Any) -> Any:

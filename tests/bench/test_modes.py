@@ -109,3 +109,19 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*shape, "--mesh", "context=99"]) == main([*shape, "--mesh", "time=2"]) == 1
     assert main([*shape, "--module", "--option", "nonsense"]) == 1
     assert "it needs 99 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "read_with"),
+    [
+        ("--option xla_gpu_autotune_level=2", "--mesh or --module"),
+        ("--profile", "--mesh or --module"),
+        ("--strategy ring", "--mesh"),
+        ("--strategy ring --mesh context=2 --report layers", "--mesh, without --report"),
+        ("--pictures out", "--report"),
+    ],
+)
+def test_nothing_is_given_that_is_not_read(words: str, read_with: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--shape", "1,64,64,2,16", *words.split()]) == 1
+    said = capsys.readouterr().err
+    assert words.split()[0] in said and f"it is read with {read_with}" in said
