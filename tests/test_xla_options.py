@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from maxattn.errors import ConfigError
 from maxattn.xla_options import xla_options
@@ -33,3 +36,13 @@ def test_what_the_compiler_refuses(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         xla_options([word], "training.compiler_options")
     assert str(error.value).startswith("training.compiler_options: ")
+
+
+def test_options_of_our_configs_are_known_to_every_compiler() -> None:
+    """Options for GPUs are read on a CPU too, and so do no harm there."""
+    found = 0
+    for path in (Path(__file__).parents[1] / "configs").glob("*.yml"):
+        said = yaml.safe_load(path.read_text())
+        for section in ("training", "sampling"):
+            found += len(xla_options((said.get(section) or {}).get("compiler_options", ()), f"{path.name}: {section}"))
+    assert found >= 10
