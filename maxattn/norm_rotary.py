@@ -56,7 +56,7 @@ def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTN
     """
     if Target.here().platform != "gpu" or not _compat.triton_there():
         return False
-    if x.dtype.name not in DTYPES or _checked() or (mesh is None and _surrounded()):
+    if x.dtype.name not in DTYPES or _checked() or (mesh is None and _may_be_spread()):
         return False
     shape = sharding.mesh_shape(mesh)
     if row.norm == "across" and sharding.ways("N", shape) > 1:
@@ -167,13 +167,17 @@ def _local(row: Row, letters: str, shape: sharding.MeshShape) -> Row:
     return Row(row.heads // sharding.ways(letters[2], shape), row.head_dim, row.norm, row.eps, row.style)
 
 
-def _surrounded() -> bool:
-    """Say whether jax lays out arrays over a surrounding mesh: it would gather what a kernel reads, without a mesh."""
+def _may_be_spread() -> bool:
+    """Say whether jax may lay out arrays over devices that nobody names: it would gather what the kernel reads."""
     ambient = _compat.ambient_mesh()
     if ambient is None:
-        return False
+        return _devices() > 1
     left = _compat.axis_names_of_type(ambient, AxisType.Auto) | _compat.axis_names_of_type(ambient, AxisType.Explicit)
     return any(ambient.shape[a] > 1 for a in left)
+
+
+def _devices() -> int:
+    return jax.device_count()
 
 
 def _checked() -> bool:

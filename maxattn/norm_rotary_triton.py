@@ -28,6 +28,7 @@ from maxattn import _compat
 
 CHUNK = 1024  # channels
 MAX_CHUNKS = 32
+MOST_CHANNELS = 48  # of a thread; few heads in a chunk leave more than its registers hold
 Pair = tuple[Array, Array]
 
 
@@ -88,7 +89,9 @@ class Row:
     def fits(self) -> bool:
         """Say whether the kernels take such a row."""
         power = self.head_dim & (self.head_dim - 1) == 0
-        return power and 16 <= self.head_dim <= 512 and self.chunks <= MAX_CHUNKS
+        if not power or not 16 <= self.head_dim <= 512 or self.chunks > MAX_CHUNKS:
+            return False
+        return self.heads * self.head_dim <= MOST_CHANNELS * 32 * self.warps(self.launch.backward)
 
     def warps(self, channels: int) -> int:
         """Return how many warps give a thread at most about `channels` channels."""

@@ -109,6 +109,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         return norm_rotary.norm_rotary(row, *args, interpret=True)
 
     monkeypatch.setattr(_compat, "triton_there", lambda: True)
+    monkeypatch.setattr(norm_rotary, "_devices", lambda: 1)
     monkeypatch.setattr("maxattn.modules.base.norm_rotary", interpreted)
     with ma.Target.named("NVIDIA H200").assumed():
         yield runs
@@ -196,6 +197,23 @@ def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
         pass
 
     assert norm_rotary.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
+
+
+def test_without_a_mesh_on_several_devices_xla_does_it(on_gpu: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs may be spread over them: XLA would gather what the kernel reads."""
+    one = module("rms_norm", ma.AttentionConfig().make_mesh(jax.devices()[:1]))
+    monkeypatch.setattr(norm_rotary, "_devices", lambda: 2)
+    module("rms_norm")(X, rotary_emb=ROTARY)
+    assert not on_gpu
+    one(X, rotary_emb=ROTARY)
+    assert len(on_gpu) == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "fits"), [(12, 128, True), (40, 128, True), (30, 64, False), (25, 128, False)]
+)
+def test_rows_that_leave_too_much_to_a_thread_are_left(heads: int, head_dim: int, fits: bool) -> None:
+    assert Row(heads, head_dim, "across", EPS, "interleaved").fits() == fits
 
 
 def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_module_uses_it() -> None:
     config = ma.AttentionConfig(attention="dot_product")
     module = ma.FlaxAttention(
         256, 4, None, 64, bias=True, qk_norm="rms_norm_across_heads", config=config, dtype=jnp.bfloat16,
-        rngs=nnx.Rngs(0),
+        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
     )  # fmt: skip
     x, rotary = jax.random.normal(jax.random.key(0), (2, 77, 256), jnp.bfloat16), ma.rope_1d(64, 77)
     run = jax.jit(lambda x: module(x, rotary_emb=rotary))
