@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -24,14 +25,21 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
     """
     options = dict(_option(word, setting) for word in words)
     for name, value in options.items():
-        try:
-            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
-        except (jax.errors.JaxRuntimeError, ValueError) as refused:
-            why = str(refused).partition("\n")[0]
+        if why := _refusal(name, value):
             rule = f"the compiler of jax {jax.__version__} refuses it: {why}"
             remedy = "write it as in XLA_FLAGS, without the dashes; switches as true or false"
-            raise ConfigError(setting, f"{name}={value}", rule, remedy) from None
+            raise ConfigError(setting, f"{name}={value}", rule, remedy)
     return options
+
+
+@lru_cache(maxsize=256)
+def _refusal(name: str, value: Any) -> str:
+    """Return why the compiler does not take an option, or nothing; those that check and those that use it ask once."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except (jax.errors.JaxRuntimeError, ValueError) as refused:
+        return str(refused).partition("\n")[0]
+    return ""
 
 
 def _option(word: str, setting: str) -> tuple[str, Any]:
