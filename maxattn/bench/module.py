@@ -132,7 +132,8 @@ def _matmuls(shape: Shape) -> list[Job]:
 
     def training(x: Array, o: Array, weights: Weights, grads: Any) -> Any:
         *of_x, dy = grads
-        dx = sum(g @ w.T for g, w in zip(of_x[1:], weights[1:3], strict=True)) + of_x[0] @ weights[0].T
+        products = [g @ w.T for g, w in zip(of_x, weights[:3], strict=True)]
+        dx = products[2] + (products[1] + products[0])  # in the order that cuBLASLt can add in
         return forward(x, o, weights), dx, dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
 
     return _jobs(shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads)))

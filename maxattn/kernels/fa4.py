@@ -23,7 +23,7 @@ from maxattn.kernels import fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fa4_sizes import takes_lists
+from maxattn.kernels.fa4_sizes import forward_tile, stays, takes_lists
 from maxattn.kernels.fused import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
@@ -40,6 +40,7 @@ class Fa4(Fused):
     Args:
         version: of fa4-jax.
         tests_pairs: whether pairs are tested, since no band says the mask.
+        launched: whether the library's kernels are launched as we want them, which goes on Hopper GPUs.
         lists: whether the kernel gets lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
     """
@@ -47,6 +48,7 @@ class Fa4(Fused):
     name: ClassVar[str] = "flash"
     version: str = ""
     tests_pairs: bool = False
+    launched: bool = False
     lists: bool = False
     sharded: bool = False
 
@@ -76,8 +78,9 @@ class Fa4(Fused):
         cut = not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
         pairs = fm.refuse_mask("flash", parts) is not None or not cut
         version = target.version("fa4-jax") or ""
-        lists = pairs and takes_lists(version, target.device_kind) and not fp.positions(call.mask).is_full
-        return Fa4(call.scale, call.return_lse, version, pairs, lists, call.sharded)
+        launched = takes_lists(version, target.device_kind)
+        lists = pairs and launched and not fp.positions(call.mask).is_full
+        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
@@ -144,6 +147,8 @@ class Fa4(Fused):
             return fa4_tiles.forward(q, k, v, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
+        if self.launched and piece.is_full and lengths is None and _stays(q, k):
+            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, forward_tile(q.shape[3]))
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
@@ -182,6 +187,11 @@ def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int |
     move = s - t
     right = None if p.right is None else p.right - move
     return t, s, (None if p.left is None else p.left + move, right)
+
+
+def _stays(q: Array, k: Array) -> bool:
+    """Tell whether threads that stay are faster here."""
+    return stays(q.shape[3], -(-k.shape[1] // forward_tile(q.shape[3]).keys))
 
 
 def _longer(x: Array, length: int) -> Array:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from maxattn.kernels.fa4_kernels import backward_class, forward_class
+from maxattn.kernels.fa4_mask import pair_test
 from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_lists import TileLists
+from maxattn.kernels.tile_order import Order
 
 HOPPER = 90  # the architecture that these kernels are written for
 
@@ -57,8 +60,10 @@ def run_backward_groups(
     run_backward(stream, launch, q, k, v, dout, lse, delta, zeros, lists, arrays, dq, dk, dv)
 
 
-def _sparse(lists: TileLists) -> Any:
+def _sparse(lists: Any) -> Any:
     """Hand the lists to every batch row and head: strides of 0."""
+    if not lists:
+        return None
     cute = import_module("cutlass.cute")
 
     def shared(x: Any) -> Any:
@@ -70,33 +75,6 @@ def _sparse(lists: TileLists) -> Any:
 
 def _aux(arrays: tuple[Any, ...]) -> Any:
     return import_module("fa4_jax.cute.utils").AuxData(tensors=tuple(arrays) or None)
-
-
-def _pair_test(test: PairTest) -> Callable[..., Any]:
-    """Write a test in the form that the kernels call."""
-    to_vector, boolean = import_module("fa4_jax.cute.utils").scalar_to_ssa, import_module("cutlass").Boolean
-
-    def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
-        return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), _Numbers), boolean)
-
-    return allowed
-
-
-class _Numbers:
-    """The three functions of numpy that masks of positions use, on numbers of a kernel."""
-
-    @staticmethod
-    def where(condition: Any, a: Any, b: Any) -> Any:
-        number, select = import_module("cutlass").Int32, import_module("cutlass.cutlass_dsl").select_
-        return number(select(condition, number(a), number(b)))
-
-    @staticmethod
-    def minimum(a: Any, b: Any) -> Any:
-        return import_module("cutlass").min(a, b)
-
-    @staticmethod
-    def maximum(a: Any, b: Any) -> Any:
-        return import_module("cutlass").max(a, b)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -111,51 +89,17 @@ def _dtype(name: str) -> Any:
     return library()._DTYPES[jnp.dtype(name)]
 
 
-@cache
-def _last_first(module: str, name: str) -> Any:
-    """Make a kernel of the library that starts with its last row of tiles.
-
-    The rows that finish last decide how long most of the chip is idle in the end: they should be the short ones.
-    """
-    library_class, schedule = getattr(import_module(module), name), import_module("fa4_jax.cute.tile_scheduler")
-
-    class Schedule(schedule.SingleTileScheduler):
-        @staticmethod
-        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            return Schedule(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
-
-        def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            work = super().get_current_work(loc=loc, ip=ip)
-            row, *rest = work.tile_idx
-            return schedule.WorkTileInfo((self.params.num_block - 1 - row, *rest), work.is_valid_tile)
-
-        def __new_from_mlir_values__(self, values: Any) -> Any:
-            old = super().__new_from_mlir_values__(values)
-            made = Schedule(old.params, old._blk_coord, loc=old._loc)
-            made._is_first_block = old._is_first_block
-            return made
-
-    class LastFirst(library_class):
-        def kernel(self, *operands: Any) -> Any:
-            return super().kernel(*(Schedule if x is schedule.SingleTileScheduler else x for x in operands))
-
-    return LastFirst
-
-
-def _class_of(module: str, name: str, last_first: bool) -> Any:
-    return _last_first(module, name) if last_first else getattr(import_module(module), name)
-
-
 @lru_cache(maxsize=256)
 def forward_launch(
-    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, tile: Tile, last_first: bool
+    dtype: str, head_dim: int, group: int, test: PairTest | None, arrays: int, scale: float, tile: Tile, order: Order
 ) -> Launch:
     """Make the forward for one kind of operands and one test, of which `arrays` arrays are read."""
     settings = library()._fwd_cfg_sm90(head_dim, head_dim, False, False)
-    kernel = _class_of("fa4_jax.cute.flash_fwd_sm90", "FlashAttentionForwardSm90", last_first)(
+    kernel = forward_class(order)(
         _dtype(dtype), head_dim, head_dim, group, pack_gqa=False, tile_m=tile.queries, tile_n=tile.keys, num_stages=2,
         num_threads=(tile.queries // 64 + 1) * 128, intra_wg_overlap=settings.intra_wg_overlap,
-        mma_pv_is_rs=settings.mma_pv_is_rs, mask_mod=_pair_test(test), has_aux_tensors=arrays > 0,
+        mma_pv_is_rs=settings.mma_pv_is_rs, mask_mod=None if test is None else pair_test(test),
+        has_aux_tensors=arrays > 0,
     )  # fmt: skip
     return Launch(kernel, scale)
 
@@ -173,14 +117,14 @@ class Backward(NamedTuple):
 
 @lru_cache(maxsize=256)
 def backward_launches(
-    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, tile: Tile, last_first: bool
+    dtype: str, head_dim: int, group: int, test: PairTest, arrays: int, scale: float, tile: Tile, order: Order
 ) -> Backward:
     """Make the backward, likewise, with the settings that the library has for this tile."""
     lib, kind = library(), _dtype(dtype)
     plans = [lib._bwd_plan(kind, head_dim, head_dim, group, False, window, HOPPER) for window in (False, True)]
     plan = next(p for p in plans if p.family == HOPPER and (p.tile_m, p.tile_n) == tile)
-    kernel = _class_of("fa4_jax.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90", last_first)(
-        kind, head_dim, head_dim, group, **lib._sm90_bwd_kwargs(plan.sm90, False, False), mask_mod=_pair_test(test),
+    kernel = backward_class(order)(
+        kind, head_dim, head_dim, group, **lib._sm90_bwd_kwargs(plan.sm90, False, False), mask_mod=pair_test(test),
         has_aux_tensors=arrays > 0,
     )  # fmt: skip
 

@@ -35,19 +35,23 @@ class PairTest:
             arrays: `lo`, `hi`, ids of queries, ids of keys; those that there are.
             xp: has the functions of numpy that masks of positions use.
         """
-        found = [] if self.positions is None else [self._by_position(self.positions, q, kv, xp)]
-        if self.intervals:
-            lo, hi = arrays[:2]
-            found.append(reduce(or_, [(kv >= lo[m, q]) & (kv < hi[m, q]) for m in range(self.intervals)]))
+        found = []
+        if self.positions is not None or self.intervals:
+            spans = self.spans(q, arrays, xp)
+            found.append(reduce(or_, [_inside(kv, lo, hi) for lo, hi in spans], kv != kv))
         if self.has_ids:
             q_ids, kv_ids = arrays[-2:]
             found.append(q_ids[b, q] == kv_ids[b, kv])
         return reduce(and_, found)
 
-    def _by_position(self, mask: Mask, q: Any, kv: Any, xp: Any) -> Any:
-        key = kv + self.kv_offset
-        spans = mask.spans(q + self.q_offset, xp, True)
-        return reduce(or_, [_inside(key, lo, hi) for lo, hi in spans], key != key)
+    def spans(self, q: Any, arrays: tuple[Any, ...], xp: Any) -> list[tuple[Any, Any]]:
+        """Return the intervals of local keys that a query sees, by its position or from the arrays; None is open."""
+        if self.intervals:
+            lo, hi = arrays[:2]
+            return [(lo[m, q], hi[m, q]) for m in range(self.intervals)]
+        assert self.positions is not None
+        found = self.positions.spans(q + self.q_offset, xp, True)
+        return [tuple(None if x is None else x - self.kv_offset for x in span) for span in found]  # pyright: ignore[reportReturnType]
 
 
 def _inside(key: Any, lo: Any, hi: Any) -> Any:

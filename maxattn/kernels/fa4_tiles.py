@@ -11,40 +11,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from maxattn.kernels import fa4_launch as fl
 from maxattn.kernels.fa4_calls import widened
-from maxattn.kernels.fa4_sizes import Tile
+from maxattn.kernels.fa4_sizes import Tile, stays
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_lists import TileLists
+from maxattn.kernels.tile_order import Order, order_of
 
 PAD = 256  # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 
 
 def forward(
-    q: Array, k: Array, v: Array, lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float, tile: Tile
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, lists: TileLists | None, test: PairTest | None, arrays: tuple[Array, ...],
+    scale: float, tile: Tile,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return (out [B,T,N,H], lse [B,N,T]).
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16, H a multiple of 8.
-        lists: of keys for each tile of queries.
-        test: of pairs in mixed tiles.
+        lists: of keys for each tile of queries; None for all of them.
+        test: of pairs in mixed tiles; None with no lists.
         arrays: what the test reads, int32.
         scale: multiplies the scores.
         tile: that the lists are of.
     """
     lib = fl.library()
     group = q.shape[2] // k.shape[2]
-    launch = fl.forward_launch(
-        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, lists.heavier_last
-    )
+    order = _order(q, k, lists, tile, forward=True)
+    launch = fl.forward_launch(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, order)
+    listed = () if lists is None else _on_device(lists)
     rows = q.shape[0], q.shape[2], q.shape[1]
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)
     return _call(
-        fl.run_forward, results, launch, q, k, v, _on_device(lists), _padded(arrays),
-        in_specs=[lib._QKV_SPEC] * 3 + [None] * (4 + len(arrays)), out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
+        fl.run_forward, results, launch, q, k, v, listed, _padded(arrays),
+        in_specs=[lib._QKV_SPEC] * 3 + [None] * (len(listed) + len(arrays)), out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )  # fmt: skip
 
@@ -57,7 +60,7 @@ def backward(
     lib, group, width = fl.library(), q.shape[2] // k.shape[2], q.shape[3]
     q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
     made = fl.backward_launches(
-        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, lists.heavier_last
+        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, _order(q, k, lists, tile)
     )
     stats = _before(made, q, out, lse, dout)
     operands = (q, k, v, dout, *stats)
@@ -74,6 +77,13 @@ def backward(
         dk, dv = _after(lib._fa4_bwd_post_dk, made.dk, dk, k), _after(lib._fa4_bwd_post_dv, made.dv, dv, v)
     dq = _after(lib._fa4_bwd_post, made.dq, sums, q)
     return dq[..., :width], dk[..., :width], dv[..., :width]
+
+
+def _order(q: Array, k: Array, lists: TileLists | None, tile: Tile, forward: bool = False) -> Order:
+    rows, columns = (-(-x.shape[1] // side) for x, side in zip((q, k), tile, strict=True))
+    work = np.full(rows, columns) if lists is None else lists.work
+    may_stay = forward and not isinstance(work, jax.Array) and stays(q.shape[3], float(work.mean()))
+    return order_of(work, q.shape[0] * q.shape[2], may_stay)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

@@ -30,13 +30,9 @@ class TileLists(NamedTuple):
     full: Any
 
     @property
-    def heavier_last(self) -> bool:
-        """Whether the second half of the rows is known to have more tiles than the first."""
-        if isinstance(self.full_count, jax.Array):
-            return False
-        work = self.mixed_count + self.full_count
-        half = len(work) // 2
-        return bool(work[len(work) - half :].sum() > work[:half].sum())
+    def work(self) -> Any:
+        """The number of tiles of each row."""
+        return self.mixed_count + self.full_count
 
 
 class Tiling(NamedTuple):
@@ -91,7 +87,20 @@ def _tiling(
     offsets: tuple[Offset, Offset], tests_all: bool,
 ) -> Tiling:  # fmt: skip
     kinds = [tile_kinds(mask, *tile, *lengths, *offsets) for tile in (forward, backward)]
-    return Tiling(lists_of(kinds[0], tests_all), lists_of(kinds[1].T, tests_all))
+    whole = lengths[1] // backward[1]
+    return Tiling(lists_of(kinds[0], tests_all), lists_of(_tested_past(kinds[1].T, whole), tests_all))
+
+
+def _tested_past(kinds: Any, whole: int) -> Any:
+    """Have what goes past the last key tested: the backward takes full tiles without a look at the lengths.
+
+    Args:
+        kinds: [rows, columns], of tiles of keys and of queries.
+        whole: how many rows hold nothing but keys.
+    """
+    xp: Any = jnp if isinstance(kinds, jax.Array) else np
+    past = xp.arange(kinds.shape[0])[:, None] >= whole
+    return xp.where((kinds == FULL) & past, MIXED, kinds)
 
 
 _known_tiling = lru_cache(maxsize=64)(_tiling)

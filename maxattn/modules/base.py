@@ -174,6 +174,15 @@ def linear_on_mesh(
     )  # fmt: skip
 
 
+def apart(x: Array) -> Array:
+    """Return x for readers whose gradients are summed first; project it once more after them, from x itself.
+
+    Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets cuBLASLt add it
+    where the matmul writes: three projections of one x need no pass that adds their gradients.
+    """
+    return jax.lax.reshape(jax.lax.reshape(x, (1, *x.shape)), x.shape)
+
+
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
     """Project without adding the bias, and return it beside; None where it is in the result or there is none."""
     if type(linear) is not nnx.Linear or linear.bias is None or linear.preferred_element_type is not None:

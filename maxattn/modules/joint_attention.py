@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
-from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, linear_on_mesh
+from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, apart, linear_on_mesh
 from maxattn.modules.heads import merge_heads
 from maxattn.modules.self_attention import FlaxAttention
 
@@ -116,9 +116,10 @@ class JointAttention(FlaxAttention):
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
         self._check_attention(b, s + t, s + t, mask, bias)
+        both, norms_k = (apart(text), apart(x)), (self.norm_added_k, self.norm_k)
+        k = self._joint(*both, self.add_k_proj, self.to_k, "key_proj", self.kv_heads, *norms_k)
+        v = self._joint(*both, self.add_v_proj, self.to_v, "value_proj", self.kv_heads)
         q = self._joint(text, x, self.add_q_proj, self.to_q, "query_proj", self.heads, self.norm_added_q, self.norm_q)
-        k = self._joint(text, x, self.add_k_proj, self.to_k, "key_proj", self.kv_heads, self.norm_added_k, self.norm_k)
-        v = self._joint(text, x, self.add_v_proj, self.to_v, "value_proj", self.kv_heads)
         q, k = (self._rotate(each, rotary) for each in (q, k))
         q, k, v = (sharding.constrain(each, self.mesh, letters) for each, letters in zip(
             (q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True))  # fmt: skip

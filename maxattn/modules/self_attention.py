@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
-from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase
+from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase, apart
 from maxattn.rope import Rotary
 
 
@@ -110,8 +110,8 @@ class FlaxAttention(AttentionBase):
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         rotary_k = rotary_q if rotary_emb_k is None else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
         self._check_attention(b, t, t, mask, bias)
+        k, v = self._keys_values(apart(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)
-        k, v = self._keys_values(hidden_states, rotary_k)
         return self._output(self._attend(q, k, v, mask, bias), deterministic, rngs)
 
     def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:

@@ -1,0 +1,81 @@
+"""The order in which rows of tiles are started: each once, the light ones last, and the chip idle for less."""
+
+from __future__ import annotations
+
+import heapq
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn import masks as M
+from maxattn.kernels.tile_lists import tiling
+from maxattn.kernels.tile_order import PROCESSORS, Order, order_of
+
+ORDERS = [Order(), Order(True), Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
+
+
+def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
+    """List (row, lane) as they are started."""
+    at = np.arange(rows * lanes)
+    row, lane = order.place(at % rows, at // rows, rows, lanes, np)
+    return list(zip(row.tolist(), lane.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "lanes"), [(10, 6), (11, 7), (64, 24)])
+def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
+    got = started(order, rows, lanes)
+    assert sorted(got) == [(r, h) for r in range(rows) for h in range(lanes)]
+    ends = got[len(got) - order.light * order.heads :]
+    light = range(order.light) if order.backwards else range(rows - order.light, rows)
+    assert {r for r, _ in ends} == set(light)
+    assert {h for _, h in ends} == (set(range(lanes - order.heads, lanes)) if order.light else set())
+    early = [h for _, h in got[: rows * (lanes - order.heads)]]
+    assert early == sorted(early)  # head by head
+
+
+def test_light_rows_of_several_heads_end_with_the_lightest() -> None:
+    got = started(Order(True, 2, 3), 5, 4)
+    assert got[5:14] == [(r, h) for h in (1, 2, 3) for r in (4, 3, 2)]
+    assert got[14:] == [(r, h) for r in (1, 0) for h in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("work", "lanes", "want"),
+    [
+        ([7, 7, 7, 7], 8, Order()),
+        ([1, 2, 3, 4], 8, Order(True, 2, 8)),
+        ([4, 3, 2, 1], 200, Order(False, 2, 66)),
+        ([3, 7, 7, 7, 7, 7, 7, 7], 3, Order(True, 1, 3)),
+        ([7] * 200 + [1] * 200, 12, Order(False, 200, 1)),
+        ([7] * 300 + [1] * 200, 12, Order(False, 200, 1)),
+        ([0, 0, 0], 4, Order()),
+        ([5], 4, Order()),
+    ],
+)
+def test_orders(work: list[int], lanes: int, want: Order) -> None:
+    assert order_of(np.array(work), lanes) == want
+
+
+def test_what_is_known_on_the_device_alone_keeps_its_order() -> None:
+    assert order_of(jnp.arange(5), 4) == Order()
+
+
+def busy(work: np.ndarray, order: Order, lanes: int) -> float:
+    """Return the part of the processors' time that is used, where each takes the next row when it is free."""
+    free = [0.0] * PROCESSORS
+    for row, _ in started(order, len(work), lanes):
+        heapq.heapreplace(free, free[0] + float(work[row]))
+    return float(work.sum()) * lanes / PROCESSORS / max(free)
+
+
+@pytest.mark.parametrize(("block", "window", "length"), [(1560, 7, 32_760), (256, 16, 32_768)])
+def test_the_chip_idles_less_under_a_block_window(block: int, window: int, length: int) -> None:
+    mask = M.BlockSlidingWindow(block, window).bind(length, length)
+    for lists in tiling(mask, (128, 128), (64, 128), (length, length), (0, 0), False):
+        work = lists.work + 3  # the cost of a start and an end, in tiles
+        order = order_of(lists.work, 12)
+        assert order.light
+        assert busy(work, order, 12) > 0.985
+        assert busy(work, order, 12) > busy(work, order._replace(light=0), 12) + 0.005
