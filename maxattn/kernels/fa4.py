@@ -23,7 +23,7 @@ from maxattn.kernels import fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fa4_sizes import forward_tile, stays, takes_lists
+from maxattn.kernels.fa4_sizes import SMALL, Tile, forward_tile, stays, takes_lists
 from maxattn.kernels.fused import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
@@ -147,8 +147,8 @@ class Fa4(Fused):
             return fa4_tiles.forward(q, k, v, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
-        if self.launched and piece.is_full and lengths is None and _stays(q, k):
-            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, forward_tile(q.shape[3]))
+        if self.launched and piece.is_full and lengths is None and stays(q.shape[3], k.shape[1] / SMALL.keys):
+            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, _whole_tile(q, k))
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
@@ -189,9 +189,14 @@ def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int |
     return t, s, (None if p.left is None else p.left + move, right)
 
 
-def _stays(q: Array, k: Array) -> bool:
-    """Tell whether threads that stay are faster here."""
-    return stays(q.shape[3], -(-k.shape[1] // forward_tile(q.shape[3]).keys))
+def _whole_tile(q: Array, k: Array) -> Tile:
+    """Return the tile of a forward over all pairs."""
+
+    def visited(tile: Tile) -> int:
+        rows, columns = (-(-x.shape[1] // side) for x, side in zip((q, k), tile, strict=True))
+        return rows * columns * tile.queries * tile.keys
+
+    return forward_tile(q.shape[3], visited)
 
 
 def _longer(x: Array, length: int) -> Array:

@@ -16,7 +16,6 @@ import jax
 from maxattn.kernels.fa4_mask import Numbers, by_rows
 from maxattn.kernels.tile_order import PROCESSORS, Order
 
-
 FREE_BARRIER = 15  # of the 16 that a block of threads has; the library counts up from 1
 
 
@@ -26,7 +25,12 @@ def forward_class(order: Order) -> Any:
     library_class = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
     cute, one_each = import_module("cutlass.cute"), _library_scheduler()
     if not order.stays:
-        return _ordered(library_class, order)
+
+        class Started(_ordered(library_class, order)):
+            def mma(self, *operands: Any) -> Any:
+                return super().mma(*by_rows(operands))
+
+        return Started
 
     class Forward(library_class):
         def _get_shared_storage_cls(self) -> Any:
@@ -84,9 +88,6 @@ def _ordered(library_class: Any, order: Order) -> Any:
     class Ordered(library_class):
         def kernel(self, *operands: Any) -> Any:
             return super().kernel(*(_starting(order) if x is one_each else x for x in operands))
-
-        def mma(self, *operands: Any, **settings: Any) -> Any:
-            return super().mma(*by_rows(operands), **settings)
 
     return Ordered
 

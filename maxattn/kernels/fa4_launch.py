@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -14,7 +13,6 @@ from maxattn.kernels.fa4_kernels import backward_class, forward_class
 from maxattn.kernels.fa4_mask import pair_test
 from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
-from maxattn.kernels.tile_lists import TileLists
 from maxattn.kernels.tile_order import Order
 
 HOPPER = 90  # the architecture that these kernels are written for

@@ -2,6 +2,7 @@
 
 The library asks of each pair. Here a thread works out where the intervals of its rows lie among its own columns, and
 keeps what is inside: whole rows at a time from a word of bits where its columns are in order, else by two comparisons.
+In the forward a tenth of a block window's time goes with that (H200); the backward is slower by it, and goes without.
 """
 
 from __future__ import annotations
