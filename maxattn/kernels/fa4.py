@@ -90,6 +90,10 @@ class Fa4(Fused):
             blocks = "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
         return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": blocks}
 
+    def _stays(self, head_dim: int, keys: int) -> bool:
+        """Tell whether a forward over all pairs is launched here, for threads that stay."""
+        return self.launched and stays(head_dim, keys / SMALL.keys)
+
     def _tests(self, mask: Mask) -> bool:
         """Tell whether this mask is tested pair by pair: a strategy may have dropped what forbids nothing here."""
         parts = fm.split(mask)
@@ -147,8 +151,9 @@ class Fa4(Fused):
             return fa4_tiles.forward(q, k, v, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
-        if self.launched and piece.is_full and lengths is None and stays(q.shape[3], k.shape[1] / SMALL.keys):
-            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, _whole_tile(q, k))
+        if lengths is None and piece.is_full and self._stays(q.shape[3], k.shape[1]):
+            tile = _whole_tile(q.shape[3], (q.shape[1], k.shape[1]))
+            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, tile)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
@@ -189,14 +194,14 @@ def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int |
     return t, s, (None if p.left is None else p.left + move, right)
 
 
-def _whole_tile(q: Array, k: Array) -> Tile:
+def _whole_tile(head_dim: int, lengths: tuple[int, int]) -> Tile:
     """Return the tile of a forward over all pairs."""
 
     def visited(tile: Tile) -> int:
-        rows, columns = (-(-x.shape[1] // side) for x, side in zip((q, k), tile, strict=True))
+        rows, columns = (-(-n // side) for n, side in zip(lengths, tile, strict=True))
         return rows * columns * tile.queries * tile.keys
 
-    return forward_tile(q.shape[3], visited)
+    return forward_tile(head_dim, visited)
 
 
 def _longer(x: Array, length: int) -> Array:

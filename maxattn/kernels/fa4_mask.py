@@ -96,11 +96,16 @@ def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
 
 def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
     """Set the bit of each of 32 columns that is in an interval."""
-    cutlass, at = import_module("cutlass"), library.sm90_col_to_r2p_idx
+    cutlass = import_module("cutlass")
+
+    def at(end: Any) -> Any:
+        # Of an end shortly before the first column the library would make one after it.
+        return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
+
     inside = []
     for lo, hi in spans:
-        ends = [] if lo is None else [library.r2p_bitmask_above(at(cutlass.Int32(lo)), chunk)]
-        ends += [] if hi is None else [library.r2p_bitmask_below(at(cutlass.Int32(hi)), chunk)]
+        ends = [] if lo is None else [library.r2p_bitmask_above(at(lo), chunk)]
+        ends += [] if hi is None else [library.r2p_bitmask_below(at(hi), chunk)]
         inside.append(reduce(and_, ends) if ends else cutlass.Uint32(0xFFFFFFFF))
     return reduce(or_, inside) if inside else cutlass.Uint32(0)
 

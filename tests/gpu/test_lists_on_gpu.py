@@ -27,6 +27,7 @@ MASKS: dict[str, tuple[M.Mask, int, int]] = {
     "cached keys": (M.BlockSlidingWindow(390, 3), 390, 1950),
     "fewer keys": (M.BlockSlidingWindow(300, 2, offset=0), 1337, 700),
     "before the keys": (M.BlockSlidingWindow(300, 2, offset=-400), 1337, 700),
+    "ends at tiles": (M.BlockSlidingWindow(192, 2, offset=50), 1200, 1250),
     "sink": (M.VideoMask(13, 120, 2, window=3, sink=1, first_frame_alone=True), 1560, 1560),
     "sinks, all": (M.VideoMask(12, 130, 3), 1560, 1560),
     "two intervals": (M.LocalWindow(200, 100) | M.KeyLimit(140), 1100, 1100),

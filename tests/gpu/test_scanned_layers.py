@@ -15,7 +15,10 @@ from maxattn.attention import run
 from maxattn.masks import Full
 from tests.gpu.there import skip_unless_there
 
-FORWARD = {"flash": r"custom_call_target=\"cutejax\.fa4_fwd", "cudnn": r"custom_call_target=\"__cudnn\$fmhaSoftmax\""}
+FORWARD = {
+    "flash": r"custom_call_target=\"cutejax\.(fa4_fwd|maxattn_forward)",
+    "cudnn": r"custom_call_target=\"__cudnn\$fmhaSoftmax\"",
+}
 
 
 @pytest.mark.gpu
