@@ -71,11 +71,12 @@ def _row_mask() -> Any:
                 own = (scores, places, first, row, column, offset, batch, head, m_block, n_block)
                 super().apply_mask_mod_sm80(*own, mask_seqlen, mask_mod, aux_data, fastdiv_mods)
                 return
-            start = offset + n_block * self.tile_n
+            start = _number(offset + n_block * self.tile_n)
             columns = [first[0, c][column] for c in range(cute.size(places.shape[1]))]
             in_order = column == 1 and library._cols_match_r2p(first, column)
             for r in range(cute.size(places.shape[0])):
-                spans = mask_mod.spans(places[r, 0][row] + m_block * self.tile_m, aux_data.tensors)
+                query = _number(places[r, 0][row] + m_block * self.tile_m)
+                spans = mask_mod.spans(query, aux_data.tensors)
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
                 if in_order:
@@ -84,6 +85,12 @@ def _row_mask() -> Any:
                     _by_column(scores, r, columns, spans)
 
     return RowMask
+
+
+def _number(place: Any) -> Any:
+    """Make a number of a coordinate: those round to 0 where they are divided, and a mask rounds down."""
+    utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
+    return number(utils.ssa_to_scalar(utils.scalar_to_ssa(place, number)))
 
 
 def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
