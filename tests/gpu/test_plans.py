@@ -31,7 +31,7 @@ def plan(asked: str, target: ma.Target, call: ma.Call, mesh=None, **settings) ->
 
 EXPLAINED = {
     "auto_h200": lambda: plan("auto", H200, SHAPES["wan-14b-720p"].call()),
-    "auto_pair": lambda: ma.plan(SHAPES["sdxl-cross"].call(), target=H200),
+    "auto_pair": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
