@@ -100,7 +100,9 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "alone"), rtol=1e-6)
     assert f"step {STEPS}/{STEPS}" in first
     assert "all_gather over 4" in first
-    assert not [line for line in second.splitlines() if line and "Gloo" not in line], "only process 0 speaks"
+    # Gloo's threads write into each other's lines.
+    said = [line for line in second.splitlines() if line and "Gloo" not in line and "peer ranks" not in line]
+    assert not said, "only process 0 speaks"
 
     # What two processes with four devices each wrote is read here, bit for bit, onto another mesh.
     settings = Settings.from_yaml(two, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"])
