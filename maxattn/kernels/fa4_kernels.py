@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import jax
 
 from maxattn.kernels.fa4_mask import Numbers, by_rows
-from maxattn.kernels.tile_order import PROCESSORS, Order
+from maxattn.kernels.tile_order import PROCESSORS, Order, at_turn
 
+RESULT = 8  # which operand of the library's `mma` is the tile of results in shared memory
 FREE_BARRIER = 15  # of the 16 that a block of threads has; the library counts up from 1
 
 
@@ -24,7 +26,7 @@ def forward_class(order: Order) -> Any:
     """Make a forward that goes through its rows in this order."""
     library_class = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
     cute, one_each = import_module("cutlass.cute"), _library_scheduler()
-    if not order.stays:
+    if not (order.stays and _knows(library_class)):
 
         class Started(_ordered(library_class, order)):
             def mma(self, *operands: Any) -> Any:
@@ -47,9 +49,9 @@ def forward_class(order: Order) -> Any:
             return _OnProcessors(super().kernel(*swapped))
 
         def mma(self, *operands: Any) -> Any:
-            result = operands[8]
+            result = operands[RESULT]
             moved = cute.make_tensor(result.iterator + self.o_after_q, result.layout)
-            return super().mma(*by_rows((*operands[:8], moved, *operands[9:])))
+            return super().mma(*by_rows((*operands[:RESULT], moved, *operands[RESULT + 1 :])))
 
         def epilogue(self, *operands: Any) -> None:
             # The library's barrier there serves two numbers of threads in turn. A warp that is a whole short row ahead
@@ -72,6 +74,11 @@ def backward_class(order: Order) -> Any:
             return super().mma_one_m_block(*operands, mask_fn=mask_fn if tests else None, **settings)
 
     return Backward
+
+
+def _knows(library_class: Any) -> bool:
+    """Tell whether the tile of results is where `forward_class` looks for it; else each row has its own threads."""
+    return list(signature(library_class.mma).parameters)[1 + RESULT] == "sO"  # after self
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -132,7 +139,7 @@ def _staying(order: Order) -> Any:
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             (block, turn, _), blocks, rows = self._blk_coord, arch.grid_dim()[0], self.params.num_block
-            at = turn * blocks + Numbers.where(turn % 2 == 0, block, blocks - 1 - block)
+            at = at_turn(turn, block, blocks, Numbers)
             some = at < rows * self.params.num_head * self.params.num_batch
             return schedule.WorkTileInfo(_place(order, self.params, at % rows, at // rows), some)
 

@@ -11,6 +11,7 @@ Or blocks of threads stay, one on each processor, and take the rows in turns, fr
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,11 @@ import numpy as np
 
 PROCESSORS = 132  # of an H100 or H200; more light rows than these bring nothing
 LIGHT = 0.95  # of the work of a usual row
-START = 1  # what a row costs beside its tiles, in tiles, where blocks of threads stay
+START, STAY_START = (
+    2,
+    1,
+)  # what a row costs beside its tiles, in tiles: with a block of threads each, or where they stay
+MOST = 20_000  # rows of all heads, for which the end of a run is worked out row by row
 
 
 class Order(NamedTuple):
@@ -27,13 +32,13 @@ class Order(NamedTuple):
     Attributes:
         backwards: whether the last row comes first.
         light: the number of rows at the end that wait.
-        heads: of how many heads, the last ones of the batch, they wait.
+        heads: of how many heads, the last ones of the batch, they wait; 0 for all.
         stays: whether blocks of threads stay and take rows in turns.
     """
 
     backwards: bool = False
     light: int = 0
-    heads: int = 1
+    heads: int = 0
     stays: bool = False
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
@@ -49,12 +54,13 @@ class Order(NamedTuple):
         return (rows - 1 - row if self.backwards else row), lane
 
     def _light_last(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
-        heavy, first = rows - self.light, lanes - self.heads
+        heads = self.heads or lanes
+        heavy, first = rows - self.light, lanes - heads
         at = (lane - first) * rows + row  # among the heads whose light rows wait
-        late = at - heavy * self.heads
+        late = at - heavy * heads
         waits = late >= 0
-        new_row = xp.where(waits, heavy + late // self.heads, at % heavy)
-        new_lane = first + xp.where(waits, late % self.heads, at // heavy)
+        new_row = xp.where(waits, heavy + late // heads, at % heavy)
+        new_lane = first + xp.where(waits, late % heads, at // heavy)
         ours = lane >= first
         return xp.where(ours, new_row, row), xp.where(ours, new_lane, lane)
 
@@ -74,17 +80,37 @@ def order_of(work: Any, lanes: int, may_stay: bool = False) -> Order:
     rows = work[::-1] if backwards else work
     usual = np.flatnonzero(rows >= LIGHT * np.median(rows))
     light = len(rows) - 1 - int(usual[-1])
-    staying = Order(backwards, light, lanes, stays=True)
-    if may_stay and _is_even(staying, work, lanes):
+    heads = min(lanes, -(-PROCESSORS // light)) if light else 0
+    starting, staying = Order(backwards, light, heads), Order(backwards, light, stays=True)
+    if may_stay and _end_staying(staying, work, lanes) <= _end_starting(starting, work, lanes):
         return staying
-    return Order(backwards, light, min(lanes, -(-PROCESSORS // light))) if light else Order(backwards)
+    return starting
 
 
-def _is_even(order: Order, work: np.ndarray, lanes: int) -> bool:
-    """Tell whether staying blocks end at about the same time, within one row: no order promises more."""
+def at_turn(turn: Any, block: Any, blocks: Any, xp: Any) -> Any:
+    """Return the place in the order that a staying block of threads takes in a turn: every other goes backwards."""
+    return turn * blocks + xp.where(turn % 2 == 0, block, blocks - 1 - block)
+
+
+def _in_order(order: Order, work: np.ndarray, lanes: int) -> np.ndarray:
     at = np.arange(len(work) * lanes)
-    row, _ = order.place(at % len(work), at // len(work), len(work), lanes, np)
-    turn, block = at // PROCESSORS, at % PROCESSORS
-    block = np.where(turn % 2 == 0, block, PROCESSORS - 1 - block)
-    ends = np.bincount(block, weights=work[row] + START, minlength=PROCESSORS)
-    return bool(ends.max() <= ends.mean() + work.max())
+    return work[order.place(at % len(work), at // len(work), len(work), lanes, np)[0]]
+
+
+def _end_staying(order: Order, work: np.ndarray, lanes: int) -> float:
+    """Return when the last staying block ends, in tiles."""
+    each = _in_order(order, work, lanes) + STAY_START
+    turns = -(-len(each) // PROCESSORS)
+    at = at_turn(np.arange(turns)[:, None], np.arange(PROCESSORS), PROCESSORS, np)
+    return float(np.append(each, np.zeros(turns * PROCESSORS - len(each)))[at].sum(axis=0).max())
+
+
+def _end_starting(order: Order, work: np.ndarray, lanes: int) -> float:
+    """Return when the last row ends, where each processor takes the next row as soon as it is free."""
+    each = _in_order(order, work, lanes) + START
+    if len(each) > MOST:
+        return float(each.sum() / PROCESSORS + each.max() / 2)
+    ends = [0.0] * PROCESSORS
+    for row in each.tolist():
+        heapq.heapreplace(ends, ends[0] + row)
+    return max(ends)

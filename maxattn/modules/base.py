@@ -174,13 +174,21 @@ def linear_on_mesh(
     )  # fmt: skip
 
 
+@jax.custom_jvp
 def apart(x: Array) -> Array:
     """Return x for readers whose gradients are summed first; project it once more after them, from x itself.
 
     Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets cuBLASLt add it
     where the matmul writes: three projections of one x need no pass that adds their gradients.
     """
-    return jax.lax.reshape(jax.lax.reshape(x, (1, *x.shape)), x.shape)
+    return x
+
+
+@apart.defjvp
+def _apart_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # The tangent alone is another variable: of x itself a scan over layers would keep two.
+    (x,), (t,) = primals, tangents
+    return x, jax.lax.reshape(jax.lax.reshape(t, (1, *t.shape)), t.shape)
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:

@@ -10,9 +10,17 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.kernels.tile_lists import tiling
-from maxattn.kernels.tile_order import PROCESSORS, Order, order_of
+from maxattn.kernels.tile_order import PROCESSORS, Order, at_turn, order_of
 
-ORDERS = [Order(), Order(True), Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
+ORDERS = [
+    Order(),
+    Order(True),
+    Order(False, 3, 2),
+    Order(True, 3, 2),
+    Order(True, 9, 4),
+    Order(False, 1, 6),
+    Order(True, 4),
+]
 
 
 def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
@@ -27,11 +35,12 @@ def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
 def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
     got = started(order, rows, lanes)
     assert sorted(got) == [(r, h) for r in range(rows) for h in range(lanes)]
-    ends = got[len(got) - order.light * order.heads :]
+    heads = order.heads or lanes
+    ends = got[len(got) - order.light * heads :]
     light = range(order.light) if order.backwards else range(rows - order.light, rows)
     assert {r for r, _ in ends} == set(light)
-    assert {h for _, h in ends} == (set(range(lanes - order.heads, lanes)) if order.light else set())
-    early = [h for _, h in got[: rows * (lanes - order.heads)]]
+    assert {h for _, h in ends} == (set(range(lanes - heads, lanes)) if order.light else set())
+    early = [h for _, h in got[: rows * (lanes - heads)]]
     assert early == sorted(early)  # head by head
 
 
@@ -79,3 +88,40 @@ def test_the_chip_idles_less_under_a_block_window(block: int, window: int, lengt
         assert order.light
         assert busy(work, order, 12) > 0.985
         assert busy(work, order, 12) > busy(work, order._replace(light=0), 12) + 0.005
+
+
+# ---- threads that stay -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 78, 114, 132])
+@pytest.mark.parametrize("total", [1, 4, 77, 132, 133, 1000])
+def test_staying_threads_take_every_place_once(blocks: int, total: int) -> None:
+    blocks = min(blocks, total)  # as the launch has it
+    turns = -(-total // blocks)
+    took = [at_turn(turn, block, blocks, np) for block in range(blocks) for turn in range(turns)]
+    assert sorted(int(at) for at in took if at < total) == list(range(total))
+    # A block stops at its first place past the end: none may have work after it.
+    for block in range(blocks):
+        places = [int(at_turn(turn, block, blocks, np)) for turn in range(turns + 1)]
+        past = [at >= total for at in places]
+        assert past == sorted(past)
+
+
+@pytest.mark.parametrize(
+    ("work", "lanes", "stays"),
+    [
+        ([32] * 22, 160, True),  # SDXL 64²: even rows, many of them
+        ([1] * 22, 160, True),  # its cross-attention
+        ([10] * 140, 1, True),  # two turns either way
+        ([90] + [2] * 131, 1, True),  # one turn
+        ([*range(90, 0, -1)], 4, False),  # turns end far apart
+    ],
+)
+def test_threads_stay_where_turns_end_together(work: list[int], lanes: int, stays: bool) -> None:
+    assert order_of(np.array(work), lanes, may_stay=True).stays is stays
+    assert not order_of(np.array(work), lanes).stays
+
+
+def test_an_order_for_all_heads_is_the_same_for_any_number_of_them() -> None:
+    """It is part of what a kernel is compiled for."""
+    assert len({order_of(np.full(22, 32), lanes, may_stay=True) for lanes in (10, 20, 160)}) == 1

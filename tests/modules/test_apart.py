@@ -52,3 +52,11 @@ def test_apart_is_the_identity() -> None:
     x = jnp.arange(6.0).reshape(2, 3)
     out, vjp = jax.vjp(apart, x)
     assert np.array_equal(out, x) and np.array_equal(vjp(2 * x)[0], 2 * x)
+
+
+def test_apart_makes_no_second_variable_of_its_input() -> None:
+    """Of two a scan over layers would keep both for the backward."""
+    x = jnp.ones((2, 3))
+    assert "reshape" not in str(jax.make_jaxpr(apart)(x).jaxpr.eqns[0].params["call_jaxpr"])
+    out, tangent = jax.jvp(apart, (x,), (3 * x,))
+    assert np.array_equal(out, x) and np.array_equal(tangent, 3 * x)
