@@ -153,7 +153,7 @@ class Fa4(Fused):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
         if lengths is None and piece.is_full and self._stays(q.shape[3], k.shape[1]):
             tile = _whole_tile(q.shape[3], (q.shape[1], k.shape[1]))
-            return fa4_tiles.forward(q, k, v, None, None, (), self.scale, tile)
+            return fa4_tiles.whole(q, k, v, self.scale, tile)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)

@@ -52,6 +52,24 @@ def forward(
     )  # fmt: skip
 
 
+def whole(q: Array, k: Array, v: Array, scale: float, tile: Tile) -> tuple[Array, Array]:
+    """Return (out, lse) over all pairs; an axis that is mapped over becomes part of the batch, in one launch."""
+
+    @jax.custom_batching.custom_vmap
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return forward(q, k, v, None, None, (), scale, tile)
+
+    @run.def_vmap
+    def _folded(size: int, mapped: tuple[bool, ...], *operands: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        every = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(operands, mapped, strict=True)]
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in every)
+        found = whole(q, k, v, scale, tile)
+        out, lse = (x.reshape(size, -1, *x.shape[1:]) for x in found)
+        return (out, lse), (True, True)
+
+    return run(q, k, v)
+
+
 def backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
     lists: TileLists, test: PairTest, arrays: tuple[Array, ...], scale: float, tile: Tile,
