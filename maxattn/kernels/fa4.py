@@ -23,11 +23,11 @@ from maxattn.kernels import fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fa4_sizes import SMALL, Tile, forward_tile, stays, takes_lists
+from maxattn.kernels.fa4_sizes import SMALL, stays, takes_lists
 from maxattn.kernels.fused import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.masks import Mask
+from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
 HEAD_LIMIT, HEAD_LIMIT_BLACKWELL = 256, 128
@@ -91,7 +91,7 @@ class Fa4(Fused):
         return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": blocks}
 
     def _stays(self, head_dim: int, keys: int) -> bool:
-        """Tell whether a forward over all pairs is launched here, for threads that stay."""
+        """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""
         return self.launched and stays(head_dim, keys / SMALL.keys)
 
     def _tests(self, mask: Mask) -> bool:
@@ -152,7 +152,7 @@ class Fa4(Fused):
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_forward_lengths(q, k, v, lengths, self.scale)
         if lengths is None and piece.is_full and self._stays(q.shape[3], k.shape[1]):
-            tile = _whole_tile(q.shape[3], (q.shape[1], k.shape[1]))
+            tile = fp.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
             return fa4_tiles.whole(q, k, v, self.scale, tile)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
@@ -192,16 +192,6 @@ def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int |
     move = s - t
     right = None if p.right is None else p.right - move
     return t, s, (None if p.left is None else p.left + move, right)
-
-
-def _whole_tile(head_dim: int, lengths: tuple[int, int]) -> Tile:
-    """Return the tile of a forward over all pairs."""
-
-    def visited(tile: Tile) -> int:
-        rows, columns = (-(-n // side) for n, side in zip(lengths, tile, strict=True))
-        return rows * columns * tile.queries * tile.keys
-
-    return forward_tile(head_dim, visited)
 
 
 def _longer(x: Array, length: int) -> Array:

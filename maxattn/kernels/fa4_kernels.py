@@ -25,16 +25,20 @@ FREE_BARRIER = 15  # of the 16 that a block of threads has; the library counts u
 def forward_class(order: Order) -> Any:
     """Make a forward that goes through its rows in this order."""
     library_class = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
-    cute, one_each = import_module("cutlass.cute"), _library_scheduler()
-    if not (order.stays and _knows(library_class)):
+    stays = order.stays and _knows(library_class)
 
-        class Started(_ordered(library_class, order)):
-            def mma(self, *operands: Any) -> Any:
-                return super().mma(*by_rows(operands))
+    class Forward(_scheduled(library_class, _staying(order) if stays else _starting(order))):
+        def mma(self, *operands: Any) -> Any:
+            return super().mma(*by_rows(operands))
 
-        return Started
+    return _with_results_apart(Forward) if stays else Forward
 
-    class Forward(library_class):
+
+def _with_results_apart(forward: Any) -> Any:
+    """Make a forward whose blocks of threads load a row while the result of the last is written."""
+    cute = import_module("cutlass.cute")
+
+    class Staying(forward):
         def _get_shared_storage_cls(self) -> Any:
             # The library writes the result over Q, which the next row's Q would overwrite: it gets a place of its own.
             fields = dict(super()._get_shared_storage_cls()._annotations)
@@ -45,13 +49,12 @@ def forward_class(order: Order) -> Any:
             return storage
 
         def kernel(self, *operands: Any) -> Any:
-            swapped = (_staying(order) if x is one_each else x for x in operands)
-            return _OnProcessors(super().kernel(*swapped))
+            return _OnProcessors(super().kernel(*operands))
 
         def mma(self, *operands: Any) -> Any:
             result = operands[RESULT]
             moved = cute.make_tensor(result.iterator + self.o_after_q, result.layout)
-            return super().mma(*by_rows((*operands[:RESULT], moved, *operands[RESULT + 1 :])))
+            return super().mma(*operands[:RESULT], moved, *operands[RESULT + 1 :])
 
         def epilogue(self, *operands: Any) -> None:
             # The library's barrier there serves two numbers of threads in turn. A warp that is a whole short row ahead
@@ -59,7 +62,7 @@ def forward_class(order: Order) -> Any:
             cute.arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=self.num_epilogue_threads)
             super().epilogue(*operands)
 
-    return Forward
+    return Staying
 
 
 @cache
@@ -67,7 +70,7 @@ def backward_class(order: Order) -> Any:
     """Make a backward that starts its rows in this order, and takes full tiles without a test."""
     library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
 
-    class Backward(_ordered(library_class, order)):
+    class Backward(_scheduled(library_class, _starting(order))):
         def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
             # What goes past the last key is in the lists of what is tested: tile_lists.py.
             tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
@@ -77,26 +80,22 @@ def backward_class(order: Order) -> Any:
 
 
 def _knows(library_class: Any) -> bool:
-    """Tell whether the tile of results is where `forward_class` looks for it; else each row has its own threads."""
+    """Tell whether the tile of results is where it is looked for; else each row has threads of its own."""
     return list(signature(library_class.mma).parameters)[1 + RESULT] == "sO"  # after self
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
-def _library_scheduler() -> Any:
-    return import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler
+def _scheduled(library_class: Any, schedule: Any) -> Any:
+    """Make a kernel that takes its rows from another schedule than the library's."""
+    one_each = import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler
 
-
-def _ordered(library_class: Any, order: Order) -> Any:
-    """Make a kernel that starts a block of threads for each row, in this order."""
-    one_each = _library_scheduler()
-
-    class Ordered(library_class):
+    class Scheduled(library_class):
         def kernel(self, *operands: Any) -> Any:
-            return super().kernel(*(_starting(order) if x is one_each else x for x in operands))
+            return super().kernel(*(schedule if x is one_each else x for x in operands))
 
-    return Ordered
+    return Scheduled
 
 
 @cache

@@ -38,7 +38,7 @@ def listed(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) 
     lengths, offsets = (q.shape[1], k.shape[1]), (q_offset, kv_offset)
     ids = sm.segment_ids(split, q.shape[0], *lengths, kv_offset)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-    tiles = _forward_tile(split.positions, q.shape[3], lengths, traced), backward_tile(q.shape[3])
+    tiles = tile_of(split.positions, q.shape[3], lengths, traced), backward_tile(q.shape[3])
     lists = tiling(split.positions, *tiles, lengths, offsets, ids is not None)
     if traced:
         lo, hi = _ends(split.positions, lengths, offsets, jnp)
@@ -50,7 +50,8 @@ def listed(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) 
     return Piece(0, lengths[0], 0, lengths[1]), Pairs(None, None, *(ids or (None, None)), found)
 
 
-def _forward_tile(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool) -> Tile:
+def tile_of(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool = False) -> Tile:
+    """Return the tile of a forward under a mask of positions, whose tiles are not counted where it is traced."""
     return forward_tile(head_dim, None if traced else lambda tile: visited(mask, tile, lengths))
 
 
@@ -78,7 +79,7 @@ def positions(mask: Mask) -> Mask:
 def lists_line(call: Call, sharded: bool) -> str:
     """Say how many tiles the forward goes through."""
     lengths = call.q_len, call.kv_len
-    tile = _forward_tile(positions(call.mask), call.head_dim, lengths, sharded)
+    tile = tile_of(positions(call.mask), call.head_dim, lengths, sharded)
     what = f"lists of {tile.queries}x{tile.keys} tiles"
     if sharded:
         return f"{what}, made on the device from its positions"

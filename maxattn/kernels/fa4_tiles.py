@@ -1,6 +1,7 @@
-"""FlashAttention-4's Hopper kernels over lists of tiles: empty ones are skipped, full ones are not tested.
+"""FlashAttention-4's Hopper kernels over lists of tiles, of which empty ones are skipped and full ones not tested.
 
-fa4-jax carries the kernels, which take such lists, and its functions do not pass them on: here is the launch.
+fa4-jax carries the kernels, which take such lists, and its functions do not pass them on: here is the launch. It serves
+forwards over all pairs too, where threads that stay can gain (fa4_sizes.py).
 """
 
 from __future__ import annotations
@@ -98,10 +99,14 @@ def backward(
 
 
 def _order(q: Array, k: Array, lists: TileLists | None, tile: Tile, forward: bool = False) -> Order:
-    rows, columns = (-(-x.shape[1] // side) for x, side in zip((q, k), tile, strict=True))
-    work = np.full(rows, columns) if lists is None else lists.work
+    work = _even(q, k, tile) if lists is None else lists.work
     may_stay = forward and not isinstance(work, jax.Array) and stays(q.shape[3], float(work.mean()))
     return order_of(work, q.shape[0] * q.shape[2], may_stay)
+
+
+def _even(q: Array, k: Array, tile: Tile) -> np.ndarray:
+    """Return the tiles of each row where none is skipped."""
+    return np.full(-(-q.shape[1] // tile.queries), -(-k.shape[1] // tile.keys))
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
