@@ -105,6 +105,18 @@ def test_pairs_pass_as_the_mask_says(name: str, traced: bool) -> None:
     hash(pairs.tiles.test)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
+    """As in a ring: positions of the first query and key that are not 0."""
+    mask, (t, s), starts = M.BlockSlidingWindow(9, 2).bind(60, 60), (25, 30), (20, 10)
+    q, k = jnp.zeros((1, t, 2, 8)), jnp.zeros((1, s, 2, 8))
+    _, pairs = fa4_pairs.listed(mask, q, k, *(map(jnp.int32, starts) if traced else starts))
+    arrays = tuple(np.asarray(x) for x in fa4_pairs.arrays(pairs))
+    got = pairs.tiles.test(0, np.arange(t)[:, None], np.arange(s)[None], arrays, np)
+    want = np.asarray(mask.allowed(np.arange(t), np.arange(s), *starts))[0, 0]
+    assert want.any() and not want.all() and (got == want).all()
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
     """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the forward."""

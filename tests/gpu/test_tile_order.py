@@ -107,6 +107,10 @@ def test_staying_threads_take_every_place_once(blocks: int, total: int) -> None:
         assert past == sorted(past)
 
 
+def test_every_other_turn_goes_backwards() -> None:
+    assert [at_turn(turn, np.arange(3), 3, np).tolist() for turn in (0, 1, 2)] == [[0, 1, 2], [5, 4, 3], [6, 7, 8]]
+
+
 @pytest.mark.parametrize(
     ("work", "lanes", "stays"),
     [
