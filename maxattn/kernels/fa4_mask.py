@@ -106,7 +106,7 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
     cutlass = import_module("cutlass")
 
     def at(end: Any) -> Any:
-        # Of an end shortly before the first column the library would make one after it.
+        # An end before the first column keeps what one at it keeps; a number that is never negative is divided sooner.
         return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
 
     inside = []
