@@ -2,8 +2,8 @@
 
 XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K and V travel as one
 array; the gradients of a hop's keys go straight home, in the dtype of K, while the next hop is computed, and are summed
-there in float32; and where every pair is allowed, a hop beside which two arrays travel is computed in two halves of its
-keys. Partial results are kept as the kernel wrote them, and merged or summed in one pass.
+there in float32. Partial results are kept as the kernel wrote them, and merged or summed in one pass. Where every pair
+is allowed, no transfer of the backward is without a kernel beside it: `direct_dense.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from maxattn.context import direct_dense
 from maxattn.context.merge import merge_all, nothing_seen
 from maxattn.context.trip import Keys, Trip
 from maxattn.kernels.base import Bias, Kernel
-from maxattn.kernels.sums import MOST_PARTS, added, sums_of, total
+from maxattn.kernels.sums import MOST_PARTS, Packed, added, as_one, total
 
-Packed = Float[Array, "R2 B S K H"]
-"""K and V of each run that is here, or their gradients, as one array."""
 Rows = tuple[Array, Array, Array, Array]  # out, lse, dout, dlse
 
 
@@ -44,7 +43,7 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
 def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array, Bias]:
     """Return this device's gradients; those of its K and V are complete."""
     if trip.is_dense:
-        return *_of_all_pairs(trip, kernel, q, k, v, rows), None
+        return *direct_dense.backward(trip, kernel, q, k, v, rows), None
     queries, packed, home = trip.deal.out(q, 1), _packed(trip.keys(k, v)), _Home(trip)
     dealt: list[Any] = list(zip(*(trip.deal.out(x, a) for x, a in zip(rows, (1, 2, 1, 2), strict=True)), strict=True))
     dqs: list[list[Array]] = [[] for _ in trip.runs]
@@ -70,69 +69,34 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
-def _of_all_pairs(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv) where every query sees every key: whole blocks, that can be halved."""
-    packed, home, sums = _packed([(k, v)]), _Home(trip), sums_of(kernel, q, k, rows)
-    for hop in trip.made:
-        fetches, gives, last = hop != trip.made[-1], home.leaving is not None, hop == trip.made[-1] != 0
-        coming, grads = packed, []
-        # The last hop is halved too: nothing runs beside the gradients that leave after it.
-        for start, end in _cuts(k.shape[1], halves=last or (fetches and gives)):
-            if fetches:
-                coming, fetches = trip.send_on(hop, packed), False
-            else:
-                home.arrived = home.sent()
-            grads.append(sums.add(*(_cut(packed, which, start, end) for which in (0, 1))))
-            # What the next half sends or computes with is there only now.
-            ours = coming, packed, home.leaving, home.arrived, grads, sums.state
-            coming, packed, home.leaving, home.arrived, grads, sums.state = jax.lax.optimization_barrier(ours)
-            if last:
-                home.leave(hop, _packed([_rounded(grads.pop(), k)]), half=True)
-        packed = coming
-        if not last:
-            home.leave(hop, _packed([_rounded([jnp.concatenate(x, 1) for x in zip(*grads, strict=True)], k)]))
-    ((dk, dv),) = _unpacked(home.total())
-    return sums.dq(), dk, dv
-
-
 class _Home:
-    """Send the gradients of other places' keys to them, one hop or half a hop late, and sum what comes in."""
+    """Send the gradients of other places' keys to them, one hop late, and sum what comes in."""
 
     def __init__(self, trip: Trip) -> None:
         self.trip, self.hop = trip, 0
         self.leaving: Packed | None = None
         self.arrived: Packed | None = None
-        self._is_half, self._halves, self._parts = False, [], []
+        self._parts: list[Packed] = []
 
     def sent(self) -> Packed | None:
         """Begin the transfer of what is leaving."""
         return None if self.leaving is None else self.trip.send_to_owner(self.hop, self.leaving)
 
-    def leave(self, hop: int, grads: Packed, half: bool = False) -> None:
+    def leave(self, hop: int, grads: Packed) -> None:
         """Take what has arrived, and gradients that leave next; those of this place's own keys stay."""
         self._take(self.arrived)
-        self.arrived, self.leaving, self.hop, self._is_half = None, grads, hop, half
+        self.arrived, self.leaving, self.hop = None, grads, hop
         if hop == 0:
             self._parts, self.leaving = added(self._parts, grads), None
 
     def total(self) -> Packed:
         """Send what has not left yet, and sum all in float32, in one pass."""
         self._take(self.sent())
-        if self._halves:
-            self._parts = added(self._parts, jnp.concatenate(self._halves, 2))
         return total(self._parts, self._parts[0]).astype(self._parts[0].dtype)
 
     def _take(self, arrived: Packed | None) -> None:
-        if arrived is not None and self._is_half:
-            self._halves.append(arrived)
-        elif arrived is not None:
+        if arrived is not None:
             self._parts = added(self._parts, arrived)
-
-
-def _rounded(grads: Any, k: Array) -> tuple[Array, Array]:
-    """Return (dk, dv) in the dtype of K."""
-    dk, dv = grads
-    return dk.astype(k.dtype), dv.astype(k.dtype)
 
 
 def _beside(travels: Any, results: Any) -> Any:
@@ -148,24 +112,8 @@ def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Pack
 
 def _packed(keys: Keys) -> Packed:
     parts = [x for pair in keys for x in pair]
-    if len(parts) > 2:
-        return jnp.stack(parts)
-    # Chosen element by element: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB on an H200).
-    first = jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0
-    return jnp.where(first, parts[0], parts[1])
+    return jnp.stack(parts) if len(parts) > 2 else as_one(*parts)
 
 
 def _unpacked(packed: Packed) -> Keys:
     return [(packed[i], packed[i + 1]) for i in range(0, packed.shape[0], 2)]
-
-
-def _cut(packed: Packed, which: int, start: int, end: int) -> Array:
-    """Cut keys out in one slice, which XLA hands to most kernels without a copy where the batch is 1."""
-    _, b, _, k, h = packed.shape
-    return jax.lax.slice(packed, (which, 0, start, 0, 0), (which + 1, b, end, k, h))[0]
-
-
-def _cuts(length: int, halves: bool) -> tuple[tuple[int, int], ...]:
-    """Cut a block of keys, at a multiple of 128 where it is that long."""
-    middle = length // 2 if length < 256 else length // 2 // 128 * 128
-    return ((0, middle), (middle, length)) if halves and middle else ((0, length),)

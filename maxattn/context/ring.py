@@ -104,8 +104,7 @@ class Ring(WholeKeys):
         place = self.place_call(call)
         sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
         deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
-        dense = call.mask.is_full and call.bias is None and place.kv_len > 1
-        return (*deals, *hops_of(place, sends, self.runs, self.direct, halved=dense))
+        return (*deals, *hops_of(place, sends, self.runs, self.direct))
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which at least one device has something to compute; hop 0 is always made."""

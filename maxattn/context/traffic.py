@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONTEXT = ("context",)
 
 
-def hops_of(place: Call, sends: int, runs: int, direct: bool = False, halved: bool = False) -> tuple[Collective, ...]:
+def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[Collective, ...]:
     """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
 
     Args:
@@ -25,10 +25,9 @@ def hops_of(place: Call, sends: int, runs: int, direct: bool = False, halved: bo
         sends: hops after the first.
         runs: parts of the sequence that a place holds, each an array of its own.
         direct: whether K and V are one array, and gradients go straight home in K's dtype, but for a place's own.
-        halved: whether the last of those go in two halves.
     """
     size, item = 2 * place.batch * place.kv_len * place.kv_heads * place.head_dim, itemsize(place.dtype)
-    home = sends + halved if direct else sends + 1
+    home = sends if direct else sends + 1
     moved = sends * size * item
     made = (
         ("K,V", "forward", moved, sends),

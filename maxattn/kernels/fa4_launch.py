@@ -58,6 +58,26 @@ def run_backward_groups(
     run_backward(stream, launch, q, k, v, dout, lse, delta, zeros, lists, arrays, dq, dk, dv)
 
 
+def run_block(
+    stream: Any, made: Any, cut: Any, q: Any, keys: Any, dout: Any, lse: Any, delta: Any, _sums: Any, _before: Any,
+    sums: Any, grads: Any,
+):  # fmt: skip
+    """Launch the library's backward on a part of a block of keys, of [2,B,S,K,H]; its gradients go where it is."""
+    k, v, dk, dv = (_cut_out(x, which, cut) for x in (keys, grads) for which in (0, 1))
+    library()._fa4_bwd(stream, made, q, k, v, dout, lse, delta, sums, (), sums, dk, dv)
+
+
+def _cut_out(packed: Any, which: int, cut: Any) -> Any:
+    """Return K (0) or V (1) of a part of a block (`sums.Cut`), where it stands."""
+    cute = import_module("cutlass.cute")
+    _, batch, length, heads, width = packed.shape
+    middle = length // 256 * 128
+    start = 0 if cut.part == 0 else middle
+    end = middle if cut == (0, 2) else length
+    one = cute.domain_offset((0, start, 0, 0), packed[which, None, None, None, None])
+    return cute.make_tensor(one.iterator, cute.make_layout((batch, end - start, heads, width), stride=one.stride))
+
+
 def _sparse(lists: Any) -> Any:
     """Hand the lists to every batch row and head: strides of 0."""
     if not lists:

@@ -4,6 +4,8 @@
     blocks   dQ += dS K in place, dK, dV
     last     dQ, scaled, in q's dtype
 
+A block is one array, which arrived so, and its gradients leave as one: the kernel reads and writes them in place.
+
 Source: Dao-AILab, flash-attention (CuTe kernels); the launches of fa4-jax 0.1.0.
 """
 
@@ -17,17 +19,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.fa4 import Fa4
-from maxattn.kernels.fa4_calls import widened
-from maxattn.kernels.fa4_launch import library
+from maxattn.kernels.fa4_launch import library, run_block
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+from maxattn.kernels.sums import WHOLE, Cut, Packed
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
 HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
+LEAST_KEYS = 256  # in a block, whose halves are of whole tiles then
 
 
 def fits(kernel: Fa4, q: Array, k: Array) -> bool:
     """Tell whether the launches are there and are these three: one key head for each query head, 8 | H up to 128."""
     plain = q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= HEAD_LIMIT
+    plain = plain and k.shape[1] >= LEAST_KEYS
     return plain and not kernel.lse_gradient and all(hasattr(library(), name) for name in LAUNCHES)
 
 
@@ -48,13 +52,12 @@ class Fa4Sums:
         safe = jnp.where(lse == NEG_INF, BIG_LSE, lse)
         self.state: Any = self._launches.first(out.astype(q.dtype), self._dout, safe)
 
-    def add(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Add a block of keys to dQ, and return the block's (dk, dv)."""
+    def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
+        """Add a part of a block of keys to dQ, and write its (dk, dv) into `grads`, or into a new array."""
         delta, lse, dq = self.state
-        q, dout = widened(self._q), widened(self._dout)
-        dq, dk, dv = self._launches.block(q, widened(k), widened(v), dout, lse, delta, dq)
+        dq, found = self._launches.block(self._q, keys, self._dout, lse, delta, dq, cut, grads)
         self.state = delta, lse, dq
-        return dk, dv
+        return found
 
     def dq(self) -> Array:
         """Return dQ over all blocks so far, in q's dtype."""
@@ -86,14 +89,17 @@ class _Launches:
             in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC], out_specs=fa4._F32_SPEC, name="fa4_bwd_pre",
         )  # fmt: skip
 
-    def block(self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, dq: Array) -> Any:
+    def block(
+        self, q: Array, keys: Packed, dout: Array, lse: Array, delta: Array, dq: Array, cut: Cut, grads: Packed | None
+    ) -> Any:
         fa4 = library()
-        heads, floats = fa4._QKV_SPEC, fa4._F32_SPEC
+        heads, floats, packed = fa4._QKV_SPEC, fa4._F32_SPEC, import_module("cutejax").ArraySpec(static_dims=(3, 4))
+        before = () if grads is None else (grads,)
         return self._call(
-            fa4._fa4_bwd,
-            [self._dq, jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-            self._made, q, k, v, dout, lse, delta, dq, (), in_specs=[heads] * 4 + [floats] * 3,
-            out_specs=[floats, heads, heads], input_output_aliases={6: 0}, name="fa4_bwd",
+            run_block, [self._dq, jax.ShapeDtypeStruct(keys.shape, keys.dtype)],
+            self._made, cut, q, keys, dout, lse, delta, dq, before,
+            in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(before), out_specs=[floats, packed],
+            input_output_aliases={5: 0} | ({6: 1} if before else {}), name="maxattn_backward_block",
         )  # fmt: skip
 
     def last(self, dq: Array, q: Array) -> Array:

@@ -12,6 +12,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.attention import bind_mask, run
+from maxattn.context import direct_dense
 from maxattn.kernels import sums
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
@@ -78,18 +79,50 @@ def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> 
     plan, _ = planned(case, arrays(case))
     found = {(c.what, c.when): c for c in plan.collectives}
     assert {key: (c.hops, c.arrays) for key, c in found.items()} == {
-        ("K,V", "forward"): (3, 1), ("K,V", "backward"): (3, 1), ("dK,dV", "backward"): (4, 1),
-    }, "the last is sent in halves"  # fmt: skip
+        ("K,V", "forward"): (3, 1), ("K,V", "backward"): (3, 1), ("dK,dV", "backward"): (3, 1),
+    }  # fmt: skip
     assert found["dK,dV", "backward"].bytes == found["K,V", "backward"].bytes
 
 
+@pytest.mark.parametrize("places", range(1, 9))
+@pytest.mark.parametrize("length", [1, 2, 300])
+def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: int) -> None:
+    made = list(direct_dense.steps(places, length))
+    computed = [(step.hop, *step.cut.bounds(length)) for step in made]
+    covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(places)}
+    for ends in covered.values():
+        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])] and ends[-1][1] == length
+        assert all(a < b for a, b in ends)
+    assert sum(step.fetches for step in made) == places - 1
+    if length > 1:
+        assert sum(step.returns for step in made) == places - 1, "none is left for after the last kernel"
+        assert not any(step.fetches and step.returns for step in made), "XLA would wait for one of two"
+    # The keys of a hop are there, and gradients are whole, before they are used.
+    fetched = [step.hop + 1 for step in made if step.fetches]
+    assert fetched == list(range(1, places))
+    for i, step in enumerate(made):
+        assert step.hop == 0 or any(s.fetches and s.hop == step.hop - 1 for s in made[:i])
+
+
+def test_halves_meet_at_a_tile() -> None:
+    assert [sums.FIRST.bounds(n)[1] for n in (1, 2, 255, 256, 300, 8190, 8192)] == [0, 1, 127, 128, 128, 3968, 4096]
+    assert [sums.SECOND.bounds(n) for n in (255, 8190)] == [(127, 255), (3968, 8190)]
+    assert sums.WHOLE.bounds(300) == (0, 300)
+
+
 @pytest.mark.parametrize("blocks", [1, 3, 11])
-def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int) -> None:
+@pytest.mark.parametrize("cuts", [(sums.WHOLE,), (sums.FIRST, sums.SECOND)], ids=["whole", "halves"])
+def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: tuple) -> None:
     rng = np.random.default_rng(3)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
     want = attention64(q, k, v, dout=dout)
     rows = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32), dout, jnp.zeros((2, 2, 33))
     made = sums.sums_of(DenseLibrary(8**-0.5), q, k, rows)
-    parts = [made.add(k[:, i : i + 33 // blocks], v[:, i : i + 33 // blocks]) for i in range(0, 33, 33 // blocks)]
-    dk, dv = (jnp.concatenate(x, 1) for x in zip(*parts, strict=True))
+    parts = []
+    for keys in jnp.split(sums.as_one(k, v), blocks, 2):
+        grads = None
+        for cut in cuts:
+            grads = made.add(keys, cut, grads)
+        parts.append(grads)
+    dk, dv = jnp.concatenate(parts, 2)
     assert max(error(g, w) for g, w in zip((made.dq(), dk, dv), want[2:5], strict=True)) < 2e-5

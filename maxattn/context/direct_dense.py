@@ -1,0 +1,109 @@
+"""The backward of a ring among GPUs where every query sees every key: no transfer without a kernel beside it.
+
+A place's own keys are computed in two halves, the first one beside the first transfer and the second one beside the
+last. Another place's are computed in two where both the next keys and the last gradients travel beside them:
+
+    computes    own, first half   hop 1        hop 2, first   hop 2, second   ...   hop n-1          own, second half
+    travels     keys of hop 1     of hop 2     of hop 3       dK,dV of hop 1  ...   dK,dV of n-2     dK,dV of n-1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from maxattn.context.trip import Trip
+from maxattn.kernels.base import Kernel
+from maxattn.kernels.sums import FIRST, SECOND, WHOLE, Cut, Packed, Sums, added, as_one, sums_of, total
+
+
+class Step(NamedTuple):
+    """Name what is computed, and what travels beside it.
+
+    Attributes:
+        hop: whose keys: those of the place so many before this one.
+        cut: which part of them.
+        fetches: whether the keys of the next hop travel.
+        returns: whether the gradients of the hop before this one do.
+    """
+
+    hop: int
+    cut: Cut
+    fetches: bool = False
+    returns: bool = False
+
+
+def steps(places: int, length: int) -> Iterator[Step]:
+    """List the steps of a backward.
+
+    Args:
+        places: of the ring.
+        length: of a place's keys.
+    """
+    last, halves = places - 1, FIRST.bounds(length)[1] > 0
+    yield Step(0, FIRST if last and halves else WHOLE, fetches=last > 0)
+    for hop in range(1, places):
+        fetches, returns = hop < last, hop > 1
+        if fetches and returns and halves:
+            yield from (Step(hop, FIRST, fetches=True), Step(hop, SECOND, returns=True))
+        else:
+            yield Step(hop, WHOLE, fetches, returns)
+    if last and halves:
+        yield Step(0, SECOND, returns=True)
+
+
+def backward(
+    trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: tuple[Array, Array, Array, Array]
+) -> tuple[Array, Array, Array]:
+    """Return (dq, dk, dv); the gradients of K and V are complete.
+
+    Args:
+        trip: round a ring whose every hop is dense.
+        kernel: that computes.
+        q, k, v: this device's shards.
+        rows: its (out, lse, dout, dlse) of all keys.
+    """
+    made = _Backward(trip, sums_of(kernel, q, k, rows), as_one(k, v))
+    for step in steps(trip.n, k.shape[1]):
+        made.take(step)
+    return made.sums.dq(), *made.of_keys()
+
+
+class _Backward:
+    """Hold the keys and gradients that are here, by hop, and the gradients of this place's own keys that came home."""
+
+    def __init__(self, trip: Trip, sums: Sums, own: Packed) -> None:
+        self.trip, self.sums = trip, sums
+        self.keys: dict[int, Packed] = {0: own}
+        self.grads: dict[int, Packed] = {}
+        self.home: list[Packed] = []
+
+    def take(self, step: Step) -> None:
+        """Begin what travels, and compute beside it."""
+        hop, coming, arriving = step.hop, None, None
+        if step.fetches:
+            coming = self.trip.send_on(hop, self.keys[hop])
+        if step.returns:
+            leaving = max(h for h in self.grads if h != hop)
+            arriving = self.trip.send_to_owner(leaving, self.grads.pop(leaving))
+        self.grads[hop] = self.sums.add(self.keys[hop], step.cut, self.grads.get(hop))
+        # What the next step sends or computes with is there only now, so that this step's kernel covers the transfer.
+        ours = coming, arriving, self.keys, self.grads, self.home, self.sums.state
+        coming, arriving, self.keys, self.grads, self.home, self.sums.state = jax.lax.optimization_barrier(ours)
+        if hop and step.cut != FIRST:
+            del self.keys[hop]
+        if coming is not None:
+            self.keys[hop + 1] = coming
+        if arriving is not None:
+            self.home = added(self.home, arriving)
+
+    def of_keys(self) -> tuple[Array, Array]:
+        """Return (dk, dv) of this place's own keys; gradients that have not left yet leave with nothing beside them."""
+        own = self.grads.pop(0)
+        for hop, grads in self.grads.items():
+            self.home = added(self.home, self.trip.send_to_owner(hop, grads))
+        dk, dv = (total([x[which] for x in (own, *self.home)], own[which]).astype(own.dtype) for which in (0, 1))
+        return dk, dv

@@ -1,0 +1,46 @@
+"""FlashAttention-4's backward block by block, each block and its gradients one array, whole or in halves."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn.kernels import sums
+from maxattn.kernels.fa4 import Fa4
+from tests.cases import judge
+from tests.gpu.there import skip_unless_there
+from tests.reference import attention64, error
+
+pytestmark = pytest.mark.gpu
+
+CUTS = {"whole": (sums.WHOLE,), "halves": (sums.FIRST, sums.SECOND)}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_against_float64(cuts: str, head_dim: int) -> None:
+    """Three blocks of 400 keys, which end between tiles, and a batch of two, so that K's rows and V's stand apart."""
+    skip_unless_there("flash")
+    rng = np.random.default_rng(7)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, t, 3, head_dim)), "bfloat16") for t in (500, 1200, 1200, 500))
+    want = attention64(q, k, v, dout=dout)
+    out, lse = jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32)
+    blocks = jnp.split(sums.as_one(k, v), 3, 2)
+
+    @jax.jit
+    def gradients(q, blocks, rows):
+        made = sums.sums_of(Fa4(head_dim**-0.5), q, k[:, :400], rows)
+        found = []
+        for keys in blocks:
+            grads = None
+            for cut in CUTS[cuts]:
+                grads = made.add(keys, cut, grads)
+            found.append(grads)
+        return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4Sums"
+
+    dq, dk, dv, ours = gradients(q, blocks, (out, lse, dout, jnp.zeros_like(lse)))
+    assert ours, "the launches of fa4-jax are not where they are looked for"
+    got, wanted = (dq, dk, dv), (want.dq, want.dk, want.dv)
+    judge({"dtype": "bfloat16"}, {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)})
