@@ -11,6 +11,9 @@ import jax
 from maxattn.errors import ConfigError
 
 VALUES = {"true": True, "false": False}
+MODES = {name: f"COLLECTIVES_{name.upper()}_MEMORY" for name in ("private", "symmetric", "peer")}
+SPELT = {"xla_gpu_collective_permute_mode": MODES}
+"""Values that XLA_FLAGS spells in one way and `compiler_options` in another."""
 
 
 def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
@@ -46,4 +49,5 @@ def _option(word: str, setting: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or not name:
         raise ConfigError(setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2")
-    return name.removeprefix("--"), VALUES.get(value.lower(), value)
+    name = name.removeprefix("--")
+    return name, (VALUES | SPELT.get(name, {})).get(value.lower(), value)

@@ -85,6 +85,7 @@ class Job:
     make: Callable[[], list[tuple[Any, ...]]] = list
     around: Callable[[], AbstractContextManager[Any]] | None = None
     count: bool = True  # whether its operations are those of an attention
+    judged: bool = True  # whether its result is one
 
 
 def _jobs(
@@ -195,7 +196,7 @@ def row_of(job: Job, timed: Timed, wanted: Timed | None) -> Row:
         return replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
     rate = operations(job.shape) * WORK[job.row.what] / timed.seconds / 1e12
     row = replace(job.row, ms=1e3 * timed.seconds, tflops=rate, peak=timed.peak)
-    if job.row.what != FORWARD or wanted is None or wanted.first is None:
+    if job.row.what != FORWARD or not job.judged or wanted is None or wanted.first is None:
         return row
     out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
     got = out[:1, : wanted.first.shape[1]].astype(jnp.float32)

@@ -24,6 +24,7 @@ from jaxtyping import Array
 from maxattn._compat import auto_mesh
 from maxattn.attention import attention
 from maxattn.bench.measure import FORWARD, Job, Row, both_ways, config_of, random_inputs, reference_of, row_of
+from maxattn.bench.played import of_played
 from maxattn.bench.report import as_kernels
 from maxattn.bench.timing import Work, measure
 from maxattn.config import AttentionConfig
@@ -45,6 +46,7 @@ def bench_mesh(
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
     profiled: bool = False,
+    played_by: int = 0,
 ) -> list[Row]:
     """Measure an attention, forward and forward with backward, on one device and on a mesh.
 
@@ -57,15 +59,21 @@ def bench_mesh(
         budget: seconds for one measurement, about.
         options: of XLA's compiler.
         profiled: print the device time by kernel of each.
+        played_by: devices that play a ring over a mesh of more: `played.py`; 0 for a mesh that is there.
+
+    Raises:
+        InputError: for what cannot be played.
     """
     devices = prod(mesh.values())
     whole = random_inputs(shape, Target.here())[:1]
     one = config_of(kernel)
     jobs = both_ways(shape, f"{kernel}, 1 device", partial(_attend, shape, one, None), whole)
-    jobs += _of_each(shape, kernel, devices, whole)
-    for strategy in strategies:
+    jobs += _of_each(shape, kernel, played_by or devices, whole)
+    if played_by:
+        jobs += of_played(shape, kernel, devices, played_by, whole[0])
+    for strategy in () if played_by else strategies:
         jobs += _of_strategy(shape, strategy, kernel, mesh, whole)
-    if peers:
+    if peers and not played_by:
         jobs += [job for name in TE_STRATEGIES for job in _of_te(shape, name, mesh, whole)]
     works = [Work(job.f, job.make, job.around) for job in jobs if not job.row.note]
     reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in whole[0][:3])])

@@ -6,6 +6,8 @@
   maxattn bench sdxl-64 --kernel flash --kernel auto
   maxattn bench --peers                            other libraries beside them, called bare
   maxattn bench wan-14b-480p --mesh context=4      ring, Ulysses and all-gather beside one device
+  maxattn bench wan-14b-480p --mesh context=4 --played-by 2
+                                                   a ring of four played by two devices: time and bytes, wrong numbers
   maxattn bench wan-1.3b-480p --module             a whole FlaxAttention, beside its attention and its matmuls
   maxattn bench --report implementations --pictures out
                                                    tables and pictures: implementations, block-window, layers
@@ -42,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
     add("--mesh", action="append", default=[], metavar="AXIS=N", help="spread over devices: data, context, tensor")
     add("--strategy", action="append", default=[], choices=STRATEGIES, help="with --mesh (default: the first three)")
+    add("--played-by", type=int, default=0, metavar="N", help="with --mesh context=M: N devices play a ring of M")
     add("--module", action="store_true", help="a whole FlaxAttention beside its parts")
     add("--param-dtype", default="float32", metavar="DTYPE", help="of the module's parameters (default float32)")
     add("--report", action="append", default=[], choices=REPORTS, help="measure and write one of the reports")
@@ -86,6 +89,7 @@ def _check_together(args: argparse.Namespace) -> None:
         "--profile": (args.profile, spread or whole, "--mesh or --module, without --report"),
         "--strategy": (args.strategy, spread, "--mesh, without --report"),
         "--pictures": (args.pictures, args.report, "--report"),
+        "--played-by": (args.played_by and [str(args.played_by)], spread, "--mesh, without --report"),
     }
     for name, (given, read_there, other) in belongs.items():
         if given and not read_there:
@@ -101,13 +105,13 @@ def _measured(args: argparse.Namespace, target: Any) -> Any:
     from maxattn.bench.table import kernels as of_table
     from maxattn.xla_options import xla_options
 
-    mesh, options, budget = _mesh(args.mesh), xla_options(args.option), args.seconds
+    mesh, options, budget = _mesh(args.mesh, args.played_by), xla_options(args.option), args.seconds
     for shape in _shapes(args, target.platform):
         kernels = tuple(args.kernel) or (of_table(shape) if args.write_table else ())
         kernel = kernels[0] if kernels else "auto"
         if mesh:
             strategies = args.strategy or STRATEGIES[:3]
-            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, budget, options, args.profile)
+            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, budget, options, args.profile, args.played_by)
         elif args.module:
             new = bench_module(shape, kernel, args.param_dtype, budget, options, args.profile)
         else:
@@ -136,11 +140,11 @@ def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
     return [read(name) for name in named or (CPU_SHAPES if platform == "cpu" else GPU_SHAPES)]
 
 
-def _mesh(words: list[str]) -> dict[str, int]:
+def _mesh(words: list[str], played_by: int = 0) -> dict[str, int]:
     """Read axes: `context=4`.
 
     Raises:
-        InputError: for another axis, what is no size, or more devices than there are.
+        InputError: for another axis, what is no size, more devices than there are, and what cannot be played.
     """
     import jax
 
@@ -151,9 +155,13 @@ def _mesh(words: list[str]) -> dict[str, int]:
             rule = f"it is AXIS=N, with an axis of {', '.join(MESH_AXES)}"
             raise InputError("--mesh", word, rule, "write for example --mesh context=4")
         found[axis], devices = int(size), devices * int(size)
-    if found and devices > jax.device_count():
+    if played_by and (set(found) != {"context"} or not 2 <= played_by < devices):
+        rule = "two devices or more play a ring of more places, --mesh context=M alone"
+        raise InputError("--played-by", played_by, rule, "write for example --mesh context=4 --played-by 2")
+    needed = played_by or devices
+    if found and needed > jax.device_count():
         there = f"this machine has {jax.device_count()}"
-        raise InputError("--mesh", " ".join(words), f"it needs {devices} devices, and {there}", "ask for fewer")
+        raise InputError("--mesh", " ".join(words), f"it needs {needed} devices, and {there}", "ask for fewer")
     return found
 
 

@@ -106,7 +106,7 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     waits, memory = _exchanges(ring, size, machine)
     if ring.places > 1:
         dense = call.mask.is_full and call.bias is None
-        waits += _hops(work, ring, size, machine, halved=ring.direct and dense)
+        waits += _hops(work, ring, size, machine, covered=ring.direct and dense)
         # Two blocks of K and V, and two of sums in float32, or parts of them; the same of the queries.
         parts = min(ring.places, MOST_PARTS) if ring.direct else 2 * FLOAT / size.item
         memory += (2 + parts) * size.kv + parts * size.q
@@ -125,14 +125,14 @@ def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float
     return received / machine.exchanged(ring.inner) + 15 * START, 4 * size.q + 2 * size.kv
 
 
-def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, halved: bool) -> float:
+def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, covered: bool) -> float:
     """Return the seconds that hops take longer than the work beside them or take from it, that merges take, and that
     the last one home takes."""
     hop, item = size.kv / machine.neighbour, size.item
     home = hop if ring.direct else hop * FLOAT / item
     forward, backward = work[:-1] / TRAINING, work[:-1] * (TRAINING - 1) / TRAINING
     late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
-    last = home / 2 if halved else home  # the first half leaves beside a kernel
+    last = 0.0 if covered else home  # the second half of the own keys is computed beside it
     beside = machine.slowed * (ring.places - 1) * (2 * hop + home)
     return float(late) + last + beside + _merges(ring, size) / machine.hbm + (6 * ring.places - 4) * START
 

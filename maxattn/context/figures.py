@@ -52,9 +52,9 @@ START = 1e-5
 
 _TPU = "published per-chip figures, not measured by us; 60% of the peak FLOP/s assumed"
 _GPU = "published figures, not measured by us; 60% of the peak FLOP/s and 75% of the link assumed"
-# NCCL's kernels take multiprocessors from the kernel beside them. On four H200s, in a ring over FlashAttention-4,
-# kernels took 28.1 ms beside 7.1 ms of NCCL, where a quarter of one GPU's would be 27.5 (docs/benchmarks.md).
-_NCCL = (28.1 - 27.5) / 7.1
+# NCCL's kernels take multiprocessors from the kernel beside them. A ring of four over FlashAttention-4, 14B 480p, that
+# two H200s played (docs/benchmarks.md): a step of 34.1 ms, without its transfers 32.1; they are nine hops of 0.79 ms.
+_NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 
 def _tpu(kind: str, hbm: float, neighbour: float, source: str = _TPU) -> Machine:

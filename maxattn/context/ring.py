@@ -10,6 +10,7 @@ Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -31,6 +32,11 @@ from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
+
+COPY_ENGINES = (
+    "NCCL takes multiprocessors from the kernels while it moves blocks; "
+    "XLA_FLAGS=--xla_gpu_collective_permute_mode=peer has copy engines move them, between GPUs of one process"
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,10 @@ class Ring(WholeKeys):
         return super().label() + (", zig-zag" if self.balance.zigzag else "")
 
     def notes(self) -> tuple[str, ...]:
-        """Say why the order is zig-zag, or why uneven work stays uneven."""
-        return (self.balance.why,) if self.balance.why else ()
+        """Say why the order is zig-zag, or why uneven work stays uneven, and what makes transfers cheaper on GPUs."""
+        why = (self.balance.why,) if self.balance.why else ()
+        told = "xla_gpu_collective_permute_mode" in os.environ.get("XLA_FLAGS", "")
+        return why + ((COPY_ENGINES,) if self.direct and self.places > 1 and not told else ())
 
     def kv_letter(self) -> str:
         """Keys stay split over context."""

@@ -109,27 +109,30 @@ class Trip:
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Send K and V to where the next hop computes with them; after the last one they stay."""
-        return keys if hop == self.made[-1] else self._onwards(hop, keys, self._next(hop))
+        return keys if hop == self.made[-1] else self.sent(keys, self._next(hop) - hop)
 
     def send_home(self, hop: int, grads: Any) -> Any:
         """Send what belongs to the keys that are here along with them, and home after the last hop."""
-        return self._onwards(hop, grads, self._next(hop))
+        return self.sent(grads, self._next(hop) - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
         """Send what belongs to the keys that are here straight to the place they came from."""
-        return self._onwards(hop, grads, self.n)
+        return self.sent(grads, self.n - hop)
 
     def _next(self, hop: int) -> int:
         """Return the next hop that is made; n, which is at home, after the last."""
         return next((h for h in self.made if h > hop), self.n)
 
-    def _onwards(self, hop: int, arrays: Any, next_hop: int) -> Any:
-        shift = (next_hop - hop) % self.n
-        if shift == 0:
+    def sent(self, arrays: Any, places: int) -> Any:
+        """Send arrays on by so many places."""
+        if places % self.n == 0:
             return arrays
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, self.moves(places % self.n)), arrays)
+
+    def moves(self, places: int) -> list[tuple[int, int]]:
+        """List (from, to) of every device, for arrays that move on by so many places."""
         devices = self.n * self.inner
-        to = [(i, (i + shift * self.inner) % devices) for i in range(devices)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, to), arrays)
+        return [(i, (i + places * self.inner) % devices) for i in range(devices)]
 
     # ---- masks and biases ----------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def _cut_out(packed: Any, which: int, cut: Any) -> Any:
     """Return K (0) or V (1) of a part of a block (`sums.Cut`), where it stands."""
     cute = import_module("cutlass.cute")
     _, batch, length, heads, width = packed.shape
-    middle = length // 256 * 128
+    middle = (length + 255) // 256 * 128
     start = 0 if cut.part == 0 else middle
     end = middle if cut == (0, 2) else length
     one = cute.domain_offset((0, start, 0, 0), packed[which, None, None, None, None])

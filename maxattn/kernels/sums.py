@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
     def bounds(self, length: int) -> tuple[int, int]:
         """Return where it begins and ends; halves meet at a multiple of 128 in a block of 256 and more."""
-        middle = length // 2 if length < 256 else length // 256 * 128
+        middle = length // 2 if length < 256 else -(-length // 256) * 128
         return (0, middle, length)[self.part], (length if self.of == 1 else (middle, length)[self.part])
 
 

@@ -6,18 +6,22 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
 from maxattn.bench import as_table, profile, reports
-from maxattn.bench.measure import BOTH, FORWARD
+from maxattn.bench.measure import BOTH, FORWARD, Job, random_inputs
 from maxattn.bench.mesh import bench_mesh
 from maxattn.bench.module import bench_module, elementwise_bytes
+from maxattn.bench.played import of_played
 from maxattn.bench.plots import draw
 from maxattn.bench.profile import device_time
 from maxattn.bench.timing import Work, measure
 from maxattn.cli import main
 from maxattn.shapes import read
 from maxattn.target import Target
+from tests.reference import attention64, error
 
 CPU = Target("cpu", "cpu")
 
@@ -38,6 +42,67 @@ def test_a_strategy_that_cannot_run_says_why() -> None:
     assert "ulysses" in rows[-1].note and not rows[-1].ms
 
 
+def played(shape: str, places: int) -> list:
+    whole = random_inputs(read(shape), CPU)[0]
+    return [whole, *of_played(read(shape), "dot_product", places, 2, whole)]
+
+
+def test_a_played_ring_sends_what_the_real_one_sends() -> None:
+    """A ring of four: three hops of K and V forward, three backward and three of gradients, each a quarter of them."""
+    _, forward, both, *mute = played("1,128,128,4,16", 4)
+    for job, hops in ((forward, 3), (both, 9)):
+        moved = sends(job)
+        assert [x.aval.shape for x in moved] == [(2, 1, 32, 4, 16)] * hops
+    assert [len(sends(job)) for job in mute] == [0, 0]
+
+
+def sends(job: Job) -> list:
+    """List what the program permutes."""
+    waiting, found = [jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr], []
+    while waiting:
+        for eqn in waiting.pop().eqns:
+            found += eqn.outvars if eqn.primitive.name == "ppermute" else []
+            inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+            waiting += [x for x in inner if hasattr(x, "eqns")]
+    return found
+
+
+def test_a_played_ring_does_the_work_of_one_place() -> None:
+    """With the blocks of all other places beside its own, the first device has the numbers of a whole ring's first."""
+    whole, _, _, _, mute = played("1,128,128,4,16", 4)
+    q, k, v, dout = whole
+    want = attention64(*(np.asarray(x, np.float64) for x in (q, k, v)), dout=np.asarray(dout, np.float64))
+    out, dq, dk, dv = jax.jit(mute.f)(*mute.make()[0])
+    assert out.shape == dk.shape == dv.shape == (1, 64, 4, 16)
+    assert max(error(out[:, :32], want.out[:, :32]), error(dq[:, :32], want.dq[:, :32])) < 2e-2
+
+
+def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
+    rows = bench_mesh(read("1,128,128,4,16"), {"context": 4}, (), "dot_product", budget=0.01, played_by=2)
+    whos = ["dot_product, 1 device", "dot_product, each of 2", "ring of 4, played by 2"]
+    assert [r.who for r in rows[::2]] == [*whos, "ring of 4, played by 2, nothing sent"]
+    assert rows[5].efficiency == pytest.approx(rows[1].ms / (4 * rows[5].ms))
+    assert [r.error is None for r in rows[::2]] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("1,126,126,4,16 --mesh context=4 --played-by 2", "126 tokens do not divide over 4 places"),
+        ("swba-256x16 --mesh context=4 --played-by 2", "where every query sees every key"),
+        ("1,128,64,4,16 --mesh context=4 --played-by 2", "where every query sees every key"),
+        ("1,128,128,4,16 --mesh context=4 --played-by 4", "two devices or more play a ring of more places"),
+        ("1,128,128,4,16 --mesh data=2 --played-by 2", "two devices or more play a ring of more places"),
+        ("1,128,128,4,16 --played-by 2", "it is read with --mesh"),
+    ],
+)
+def test_what_cannot_be_played(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape, *rest = words.split()
+    named = [shape] if shape[0].isalpha() else ["--shape", shape]
+    assert main(["bench", *named, *rest, "--kernel", "dot_product"]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_the_module_is_compared_with_its_parts() -> None:
     rows = bench_module(read("1,64,64,2,16"), "dot_product", budget=0.01)
     forward, both, *parts = rows
@@ -56,7 +121,6 @@ def test_the_bytes_of_the_elementwise_parts() -> None:
 
 
 def test_the_profile_names_what_ran() -> None:
-    import jax
     import jax.numpy as jnp
 
     product, x = jax.jit(lambda x: x @ x), jnp.ones((64, 64))
