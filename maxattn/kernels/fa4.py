@@ -84,11 +84,19 @@ class Fa4(Fused):
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
+        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": self._blocks(call)}
+
+    def _blocks(self, call: Call) -> str:
         if self.lists:
-            blocks = fp.lists_line(call, self.sharded)
-        else:
-            blocks = "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
-        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": blocks}
+            return fp.lists_line(call, self.sharded)
+        width = -(-call.head_dim // 8) * 8
+        if call.mask.is_full and self._stays(width, call.kv_len):
+            tile = fp.tile_of(Full(), width, (call.q_len, call.kv_len))
+            queries, keys = ((call.batch, length, call.heads, width) for length in (call.q_len, call.kv_len))
+            several = fa4_tiles.order(queries, keys, None, tile, forward=True).stays
+            rows = ", threads that stay from row to row" if several else ""
+            return f"forward: {tile.queries}x{tile.keys} tiles{rows}; backward: the library's own"
+        return "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
 
     def _stays(self, head_dim: int, keys: int) -> bool:
         """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""

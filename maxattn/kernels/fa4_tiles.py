@@ -41,8 +41,8 @@ def forward(
     """
     lib = fl.library()
     group = q.shape[2] // k.shape[2]
-    order = _order(q, k, lists, tile, forward=True)
-    launch = fl.forward_launch(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, order)
+    turns = order(q.shape, k.shape, lists, tile, forward=True)
+    launch = fl.forward_launch(str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, turns)
     listed = () if lists is None else _on_device(lists)
     rows = q.shape[0], q.shape[2], q.shape[1]
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)
@@ -79,7 +79,7 @@ def backward(
     lib, group, width = fl.library(), q.shape[2] // k.shape[2], q.shape[3]
     q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
     made = fl.backward_launches(
-        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, _order(q, k, lists, tile)
+        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, order(q.shape, k.shape, lists, tile)
     )
     stats = _before(made, q, out, lse, dout)
     operands = (q, k, v, dout, *stats)
@@ -98,15 +98,25 @@ def backward(
     return dq[..., :width], dk[..., :width], dv[..., :width]
 
 
-def _order(q: Array, k: Array, lists: TileLists | None, tile: Tile, forward: bool = False) -> Order:
-    work = _even(q, k, tile) if lists is None else lists.work
-    may_stay = forward and not isinstance(work, jax.Array) and stays(q.shape[3], float(work.mean()))
-    return order_of(work, q.shape[0] * q.shape[2], may_stay)
+def order(
+    queries: tuple[int, ...], keys: tuple[int, ...], lists: TileLists | None, tile: Tile, forward: bool = False
+) -> Order:
+    """Choose the order of rows of tiles.
+
+    Args:
+        queries, keys: the shapes of q and k.
+        lists: of the tiles that are visited; None for all.
+        tile: their size.
+        forward: where threads may stay, which the backward's cannot.
+    """
+    work = _even(queries[1], keys[1], tile) if lists is None else lists.work
+    may_stay = forward and not isinstance(work, jax.Array) and stays(queries[3], float(work.mean()))
+    return order_of(work, queries[0] * queries[2], may_stay)
 
 
-def _even(q: Array, k: Array, tile: Tile) -> np.ndarray:
+def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
     """Return the tiles of each row where none is skipped."""
-    return np.full(-(-q.shape[1] // tile.queries), -(-k.shape[1] // tile.keys))
+    return np.full(-(-queries // tile.queries), -(-keys // tile.keys))
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

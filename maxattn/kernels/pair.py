@@ -60,4 +60,6 @@ class Pair:
         runs = f"forward {first['runs']}, backward {second['runs']}"
         if first["blocks"] == second["blocks"]:
             return {"runs": runs, "blocks": first["blocks"]}
-        return {"runs": runs, "blocks": f"forward: {first['blocks']}; backward: {second['blocks']}"}
+        forward = first["blocks"].partition("; backward: ")[0].removeprefix("forward: ")
+        backward = second["blocks"].partition("; backward: ")[2] or second["blocks"]
+        return {"runs": runs, "blocks": f"forward: {forward}; backward: {backward}"}
