@@ -66,24 +66,32 @@ def bench_mesh(
     """
     devices = prod(mesh.values())
     whole = random_inputs(shape, Target.here())[:1]
-    one = config_of(kernel)
-    jobs = both_ways(shape, f"{kernel}, 1 device", partial(_attend, shape, one, None), whole)
+    jobs = both_ways(shape, f"{kernel}, 1 device", partial(_attend, shape, config_of(kernel), None), whole)
     jobs += _of_each(shape, kernel, played_by or devices, whole)
     if played_by:
         jobs += of_played(shape, kernel, devices, played_by, whole[0])
-    for strategy in () if played_by else strategies:
-        jobs += _of_strategy(shape, strategy, kernel, mesh, whole)
-    if peers and not played_by:
-        jobs += [job for name in TE_STRATEGIES for job in _of_te(shape, name, mesh, whole)]
-    works = [Work(job.f, job.make, job.around) for job in jobs if not job.row.note]
-    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in whole[0][:3])])
-    wanted, *timed = measure([reference, *works], budget, options=options, profiled=profiled)
-    times = iter(timed)
-    rows = [job.row if job.row.note else row_of(job, next(times), wanted) for job in jobs]
-    if profiled:
-        ran = [job for job in jobs if not job.row.note]
-        print("\n\n".join(as_kernels(job.row, t) for job, t in zip(ran, timed, strict=True)))
+    else:
+        jobs += [job for strategy in strategies for job in _of_strategy(shape, strategy, kernel, mesh, whole)]
+        jobs += [job for name in TE_STRATEGIES if peers for job in _of_te(shape, name, mesh, whole)]
+    rows = _measured(jobs, budget, options, profiled, Work(reference_of(shape), lambda: [_first(whole[0])]))
     return [_compared(row, rows[:4], devices) for row in rows]
+
+
+def _measured(
+    jobs: list[Job], budget: float, options: Mapping[str, Any] | None, profiled: bool, reference: Work
+) -> list[Row]:
+    ran = [job for job in jobs if not job.row.note]
+    works = [Work(job.f, job.make, job.around) for job in ran]
+    wanted, *timed = measure([reference, *works], budget, options=options, profiled=profiled)
+    if profiled:
+        print("\n\n".join(as_kernels(job.row, t) for job, t in zip(ran, timed, strict=True)))
+    times = iter(timed)
+    return [job.row if job.row.note else row_of(job, next(times), wanted) for job in jobs]
+
+
+def _first(whole: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Take q, k and v of the first batch row."""
+    return tuple(x[:1] for x in whole[:3])
 
 
 def _attend(shape: Shape, config: AttentionConfig, mesh: Mesh | None, q: Array, k: Array, v: Array) -> Array:

@@ -94,6 +94,7 @@ def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
         ("1,128,128,4,16 --mesh context=4 --played-by 4", "two devices or more play a ring of more places"),
         ("1,128,128,4,16 --mesh data=2 --played-by 2", "two devices or more play a ring of more places"),
         ("1,128,128,4,16 --played-by 2", "it is read with --mesh"),
+        ("1,128,128,4,16 --mesh context=4 --played-by 2 --peers", "neither --peers nor --strategy"),
     ],
 )
 def test_what_cannot_be_played(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
