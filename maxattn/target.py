@@ -18,7 +18,7 @@ Platform = Literal["cpu", "gpu", "tpu"]
 
 # Distribution names as pip knows them; the import name may differ.
 PACKAGES = ("jax", "tokamax", "fa4-jax", "transformer-engine-jax")
-ENVIRONMENT = ("NVTE_FUSED_ATTN", "LIBTPU_INIT_ARGS")
+ENVIRONMENT = ("NVTE_FUSED_ATTN", "LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 # Spelling of jax's `device_kind` -> platform. Aliases are what people say.
 KNOWN: dict[str, Platform] = {
@@ -59,7 +59,8 @@ class Target:
         platform: "cpu", "gpu" (NVIDIA) or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
         packages: (name, version) of the optional packages that are there.
-        env: (name, value) of the environment facts that can refuse a kernel, or give a TPU's kernels more memory.
+        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels more memory, or say how
+            a ring's blocks travel.
         tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
     """
 

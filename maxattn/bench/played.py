@@ -23,7 +23,7 @@ from maxattn.context.trip import Trip
 from maxattn.context.zigzag import Layout
 from maxattn.errors import InputError
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.sums import Packed, as_one
+from maxattn.kernels.key_blocks import Packed, as_one
 from maxattn.masks import Full
 from maxattn.plan import plan
 from maxattn.shapes import Shape

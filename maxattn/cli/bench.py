@@ -95,6 +95,10 @@ def _check_together(args: argparse.Namespace) -> None:
         if given and not read_there:
             value = given if isinstance(given, Path) else "given" if given is True else " ".join(given)
             raise InputError(name, value, f"it is read with {other}", "add what it is read with, or leave it out")
+    if args.module and args.mesh:
+        raise InputError(
+            "--module", "given", "a whole module is measured on one device", "leave out --mesh or --module"
+        )
     if args.played_by and (args.peers or args.strategy):
         rule = "a ring is played, and neither --peers nor --strategy"
         raise InputError("--played-by", args.played_by, rule, "leave those out, or measure a mesh that is there")

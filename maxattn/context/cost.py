@@ -107,12 +107,22 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     if ring.places > 1:
         dense = call.mask.is_full and call.bias is None
         waits += _hops(work, ring, size, machine, covered=ring.direct and dense)
-        # Two blocks of K and V, and two of sums in float32, or parts of them; the same of the queries.
-        parts = min(ring.places, MOST_PARTS) if ring.direct else 2 * FLOAT / size.item
-        memory += (2 + parts) * size.kv + parts * size.q
+        memory += _held(ring, dense, size)
     if ring.runs > 1:
         waits += (6 * size.q + 3 * size.kv) / machine.exchanged(n) + 4 * START
     return Cost(ring.label().replace(f" over {n}", ""), float(work.sum()), waits, memory)
+
+
+def _held(ring: Ring, dense: bool, size: _Sizes) -> float:
+    """Count what hops hold: blocks of K and V and of their gradients, and sums; the same of the queries."""
+    if not ring.direct:
+        return (2 + 2 * FLOAT / size.item) * size.kv + 2 * FLOAT / size.item * size.q
+    parts = min(ring.places, MOST_PARTS)
+    if not dense:
+        return (2 + parts) * size.kv + parts * size.q
+    # The own keys, those that are here and those that come; the own gradients, those that are made, leave and came.
+    came = min(ring.places - 3, MOST_PARTS + FLOAT // size.item)
+    return (4 if ring.places == 2 else 6 + came) * size.kv + FLOAT / size.item * size.q
 
 
 def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float]:

@@ -18,7 +18,8 @@ from maxattn.context import direct_dense
 from maxattn.context.merge import merge_all, nothing_seen
 from maxattn.context.trip import Keys, Trip
 from maxattn.kernels.base import Bias, Kernel
-from maxattn.kernels.sums import MOST_PARTS, Packed, added, as_one, total
+from maxattn.kernels.key_blocks import Packed, as_one
+from maxattn.kernels.sums import MOST_PARTS, added, total
 
 Rows = tuple[Array, Array, Array, Array]  # out, lse, dout, dlse
 

@@ -1,7 +1,7 @@
-"""The backward of a ring among GPUs where every query sees every key: no transfer without a kernel beside it.
+"""The backward of a ring among GPUs where every query sees every key: each transfer has a kernel beside it.
 
-A place's own keys are computed in two halves, the first one beside the first transfer and the second one beside the
-last. Another place's are computed in two where both the next keys and the last gradients travel beside them:
+From two keys a place, its own are computed in two halves, the first one beside the first transfer and the second one
+beside the last. Another place's are computed in two where both the next keys and the last gradients travel beside them:
 
     computes    own, first half   hop 1        hop 2, first   hop 2, second   ...   hop n-1          own, second half
     travels     keys of hop 1     of hop 2     of hop 3       dK,dV of hop 1  ...   dK,dV of n-2     dK,dV of n-1
@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from maxattn.context.trip import Trip
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.sums import FIRST, SECOND, WHOLE, Cut, Packed, Sums, added, as_one, sums_of, total
+from maxattn.kernels.key_blocks import FIRST, SECOND, WHOLE, Cut, Packed, as_one
+from maxattn.kernels.sums import Sums, added, sums_of, total
 
 
 class Step(NamedTuple):

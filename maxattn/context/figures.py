@@ -53,7 +53,8 @@ START = 1e-5
 _TPU = "published per-chip figures, not measured by us; 60% of the peak FLOP/s assumed"
 _GPU = "published figures, not measured by us; 60% of the peak FLOP/s and 75% of the link assumed"
 # NCCL's kernels take multiprocessors from the kernel beside them. A ring of four over FlashAttention-4, 14B 480p, that
-# two H200s played (docs/benchmarks.md): a step of 34.1 ms, without its transfers 32.1; they are nine hops of 0.79 ms.
+# two H200s played: a step of 34.1 ms, without its transfers 32.1; they are nine hops of 0.79 ms. (Queued by a script,
+# docs/measured/h200x2-ring-profiles-2026-11-22.txt; `bench --played-by` has half of it at 480p, twice of it at 720p.)
 _NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 

@@ -10,7 +10,6 @@ Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -48,12 +47,14 @@ class Ring(WholeKeys):
         inner: neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py).
         balance: whether places hold two chunks of the sequence each, and why.
         direct: whether every device reaches every other at full rate, as GPUs do: `direct.py`.
+        told: whether XLA has been told how to move blocks between GPUs.
     """
 
     name: ClassVar[str] = "ring"
     inner: int = 1
     balance: Balance = CONTIGUOUS
     direct: bool = False
+    told: bool = False
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
@@ -63,7 +64,8 @@ class Ring(WholeKeys):
     def balanced(self, call: Call, target: Target) -> Self:
         """Deal the sequence out in zig-zag where that saves more than it costs; see whether transfers go straight."""
         even = balance(self.places, self.inner, call, self.shape, target)
-        return replace(self, balance=even, direct=target.platform == "gpu")
+        told = "xla_gpu_collective_permute_mode" in dict(target.env).get("XLA_FLAGS", "")
+        return replace(self, balance=even, direct=target.platform == "gpu", told=told)
 
     @property
     def places(self) -> int:
@@ -91,8 +93,7 @@ class Ring(WholeKeys):
     def notes(self) -> tuple[str, ...]:
         """Say why the order is zig-zag, or why uneven work stays uneven, and what makes transfers cheaper on GPUs."""
         why = (self.balance.why,) if self.balance.why else ()
-        told = "xla_gpu_collective_permute_mode" in os.environ.get("XLA_FLAGS", "")
-        return why + ((COPY_ENGINES,) if self.direct and self.places > 1 and not told else ())
+        return why + ((COPY_ENGINES,) if self.direct and self.places > 1 and not self.told else ())
 
     def kv_letter(self) -> str:
         """Keys stay split over context."""

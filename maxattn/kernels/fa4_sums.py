@@ -19,19 +19,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels.fa4_calls import widened
 from maxattn.kernels.fa4_launch import library, run_block
+from maxattn.kernels.key_blocks import TWO_TILES, WHOLE, Cut, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
-from maxattn.kernels.sums import WHOLE, Cut, Packed
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
 HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
-LEAST_KEYS = 256  # in a block, whose halves are of whole tiles then
 
 
 def fits(kernel: Fa4, q: Array, k: Array) -> bool:
     """Tell whether the launches are there and are these three: one key head for each query head, 8 | H up to 128."""
     plain = q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= HEAD_LIMIT
-    plain = plain and k.shape[1] >= LEAST_KEYS
+    plain = plain and k.shape[1] >= TWO_TILES
     return plain and not kernel.lse_gradient and all(hasattr(library(), name) for name in LAUNCHES)
 
 
@@ -46,7 +46,7 @@ class Fa4Sums:
 
     def __init__(self, scale: float, q: Array, k: Array, rows: tuple[Array, Array, Array, Array]) -> None:
         out, lse, dout, _ = rows
-        self._q, self._dout = q, dout.astype(q.dtype)
+        self._q, self._dout = widened(q), widened(dout.astype(q.dtype))
         self._launches = _Launches(scale, q, k)
         # Rows that padding added have no LSE and no gradient.
         safe = jnp.where(lse == NEG_INF, BIG_LSE, lse)

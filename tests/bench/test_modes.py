@@ -52,16 +52,17 @@ def test_a_played_ring_sends_what_the_real_one_sends() -> None:
     _, forward, both, *mute = played("1,128,128,4,16", 4)
     for job, hops in ((forward, 3), (both, 9)):
         moved = sends(job)
-        assert [x.aval.shape for x in moved] == [(2, 1, 32, 4, 16)] * hops
+        assert [eqn.outvars[0].aval.shape for eqn in moved] == [(2, 1, 32, 4, 16)] * hops
+        assert {tuple(eqn.params["perm"]) for eqn in moved} == {((0, 1), (1, 0))}
     assert [len(sends(job)) for job in mute] == [0, 0]
 
 
 def sends(job: Job) -> list:
-    """List what the program permutes."""
+    """List the permutes of a program."""
     waiting, found = [jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr], []
     while waiting:
         for eqn in waiting.pop().eqns:
-            found += eqn.outvars if eqn.primitive.name == "ppermute" else []
+            found += [eqn] if eqn.primitive.name == "ppermute" else []
             inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
             waiting += [x for x in inner if hasattr(x, "eqns")]
     return found

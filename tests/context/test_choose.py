@@ -32,24 +32,24 @@ def sums(tokens: int) -> dict[str, Cost]:
 
 
 # ms, forward and backward, over FlashAttention-4: docs/benchmarks.md, "Several GPUs".
-MEASURED = [
-    (32760, "ring", 34.83), (32760, "ulysses", 34.20), (32760, "all_gather", 36.08), (75600, "ring", 172.9),
-]  # fmt: skip
+MEASURED = [(32760, "ulysses", 34.20), (32760, "all_gather", 36.08)]
+# A ring of four played by two H200s, through NCCL: the backward was rewritten after four had been there.
+PLAYED = [(32760, "ring", 33.93), (75600, "ring", 176.5)]
 
 
-@pytest.mark.parametrize(("tokens", "name", "ms"), MEASURED)
-def test_the_sums_are_near_what_four_h200s_took(tokens: int, name: str, ms: float) -> None:
-    assert 1e3 * sums(tokens)[name].step == pytest.approx(ms, rel=0.06)
+@pytest.mark.parametrize(("tokens", "name", "ms"), MEASURED + PLAYED)
+def test_the_sums_are_near_what_h200s_took(tokens: int, name: str, ms: float) -> None:
+    assert 1e3 * sums(tokens)[name].step == pytest.approx(ms, rel=0.03)
 
 
 def test_the_memory_is_near_what_the_compiler_counted_for_four_h200s() -> None:
-    """Peaks of docs/measured/h200x4-context-2026-11-21.json, less q, k, v, out, dout, dq, dk and dv, MB: the ring keeps
-    dQ in one float32 sum over FlashAttention-4, and in parts over cuDNN, which holds more."""
+    """Peaks of docs/measured/h200x4-context-2026-11-21.json, less q, k, v, out, dout, dq, dk and dv, MB; of the ring as
+    it is now, what XLA says that it needs beside them (jax 0.11.2, compiled for four without a GPU)."""
     held = {name: cost.memory / 1e6 for name, cost in sums(32760).items()}
     ours = 8 * 32760 / 4 * 40 * 128 * 2 / 1e6
     assert held["all_gather"] == pytest.approx(2684.7 - ours, rel=0.01)
     assert held["ulysses"] == pytest.approx(1509.8 - ours, rel=0.25)
-    assert 1678.4 - ours < held["ring"] < 2267.0 - ours
+    assert held["ring"] == pytest.approx(1342.9, rel=0.01)
 
 
 def test_it_chooses_what_was_fastest_on_four_h200s() -> None:

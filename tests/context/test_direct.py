@@ -13,7 +13,8 @@ import pytest
 import maxattn as ma
 from maxattn.attention import bind_mask, run
 from maxattn.context import direct_dense
-from maxattn.kernels import sums
+from maxattn.context.ring import Ring
+from maxattn.kernels import key_blocks, sums
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
@@ -104,14 +105,85 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: i
         assert step.hop == 0 or any(s.fetches and s.hop == step.hop - 1 for s in made[:i])
 
 
+@pytest.mark.parametrize("places", [2, 4, 8])
+def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> None:
+    """In the traced program: what a permute brings goes into a barrier with what was computed, and nowhere else."""
+    case = {name: values[0] for name, values in AXES.items()} | {"size": places}
+    x = arrays(case)
+    plan, mesh = planned(case, x)
+
+    def both(q, k, v):
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(64, 64), mesh)[0], q, k, v)
+        return vjp(out)
+
+    permutes = 0
+    for eqns in all_eqns(jax.make_jaxpr(both)(x["q"], x["k"], x["v"]).jaxpr):
+        for eqn in eqns:
+            if eqn.primitive.name == "ppermute":
+                users = [e for e in eqns if eqn.outvars[0] in e.invars]
+                assert [e.primitive.name for e in users] == ["optimization_barrier"] and len(users[0].invars) > 1
+                permutes += 1
+    assert permutes == 3 * (places - 1)
+
+
+def all_eqns(jaxpr) -> list:
+    """List the equations of a jaxpr and of those inside it."""
+    found = [jaxpr.eqns]
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            found += all_eqns(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    target, config = (
+        ma.Target.named("NVIDIA H200"),
+        ma.AttentionConfig(attention="dot_product", context_parallel="ring"),
+    )
+
+    def says(places: int, device: ma.Target = target) -> bool:
+        plan = ma.plan(ma.Call.of(x, x), config, {"context": places}, device)
+        return "xla_gpu_collective_permute_mode=peer" in plan.explain()
+
+    assert says(4) and not says(4, ma.Target.named("TPU v5p"))
+    assert not Ring((("context", 1),), direct=True).notes()
+    assert not says(4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),)))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
+    assert dict(ma.Target.here().env)["XLA_FLAGS"] == "--xla_gpu_collective_permute_mode=peer"
+
+
+def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
+    class InFloat32(DenseLibrary):
+        def backward(self, *operands):
+            return tuple(x if x is None else x.astype(jnp.float32) for x in super().backward(*operands))
+
+    x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    rows = x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4))
+    assert sums.sums_of(InFloat32(1.0), x, x, rows).add(key_blocks.as_one(x, x)).dtype == jnp.bfloat16
+    parts = [jnp.full(2, value, jnp.bfloat16) for value in (256, 1, 1)]  # 257 is no bfloat16
+    assert sums.total(parts, parts[0]).tolist() == [258, 258]
+
+
 def test_halves_meet_at_a_tile() -> None:
-    assert [sums.FIRST.bounds(n)[1] for n in (1, 2, 255, 256, 300, 8190, 8192)] == [0, 1, 127, 128, 256, 4096, 4096]
-    assert [sums.SECOND.bounds(n) for n in (255, 8190)] == [(127, 255), (4096, 8190)]
-    assert sums.WHOLE.bounds(300) == (0, 300)
+    assert [key_blocks.FIRST.bounds(n)[1] for n in (1, 2, 255, 256, 300, 8190, 8192)] == [
+        0,
+        1,
+        127,
+        128,
+        256,
+        4096,
+        4096,
+    ]
+    assert [key_blocks.SECOND.bounds(n) for n in (255, 8190)] == [(127, 255), (4096, 8190)]
+    assert key_blocks.WHOLE.bounds(300) == (0, 300)
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 11])
-@pytest.mark.parametrize("cuts", [(sums.WHOLE,), (sums.FIRST, sums.SECOND)], ids=["whole", "halves"])
+@pytest.mark.parametrize("cuts", [(key_blocks.WHOLE,), (key_blocks.FIRST, key_blocks.SECOND)], ids=["whole", "halves"])
 def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: tuple) -> None:
     rng = np.random.default_rng(3)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
@@ -119,7 +191,7 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: tupl
     rows = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32), dout, jnp.zeros((2, 2, 33))
     made = sums.sums_of(DenseLibrary(8**-0.5), q, k, rows)
     parts = []
-    for keys in jnp.split(sums.as_one(k, v), blocks, 2):
+    for keys in jnp.split(key_blocks.as_one(k, v), blocks, 2):
         grads = None
         for cut in cuts:
             grads = made.add(keys, cut, grads)
