@@ -59,8 +59,8 @@ class Target:
         platform: "cpu", "gpu" (NVIDIA) or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
         packages: (name, version) of the optional packages that are there.
-        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels more memory, or say how
-            a ring's blocks travel.
+        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels more memory, or say
+            how a ring's blocks travel.
         tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
     """
 
