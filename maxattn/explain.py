@@ -41,7 +41,10 @@ def _entries(plan: Plan) -> list[tuple[str, str]]:
         entries.append(("mask", _mask(plan.call)))
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
-    entries += [("blocks", line) for line in kernel["blocks"].splitlines()]
+    blocks = (
+        f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if "backward" in kernel else kernel["blocks"]
+    )
+    entries += [("blocks", line) for line in blocks.splitlines()]
     entries += [("moves", str(c)) for c in plan.collectives] or ([("moves", "nothing")] if plan.mesh else [])
     entries += [("note", note) for note in plan.notes]
     return entries + [("not", str(reason)) for reason in plan.refused]

@@ -14,6 +14,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.announce import announce
 from maxattn.kernels.visits import visits
+from tests.jaxprs import count_primitive
 
 BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)
 DENSE = ma.AttentionConfig(attention="dot_product")
@@ -30,19 +31,6 @@ def array_sizes(jaxpr) -> set[int]:
     text = str(jaxpr)
     found = re.findall(r"\b(?:f32|bf16|f16|bool|i32|s32|i8|u8)\[([\d,]+)\]", text)
     return {int(np.prod([int(d) for d in dims.split(",")])) for dims in found}
-
-
-def count_primitive(jaxpr, name: str) -> int:
-    """Count the equations of one primitive, those of nested jaxprs as often as they are called."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += eqn.primitive.name == name
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            total += count_primitive(inner, name) if hasattr(inner, "eqns") else 0
-    return total
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from maxattn.config import AttentionConfig
 from maxattn.errors import ConfigError
 from maxattn.modules import FlaxAttention
 from maxattn.remat import POLICIES, remat, remat_policy
+from tests.jaxprs import equations
 
 T = 24
 X = jax.random.normal(jax.random.key(0), (2, T, 16))
@@ -39,16 +40,6 @@ def made(policy: str) -> tuple[Block, Any]:
         return jnp.sum(jnp.sin(remat(Block.__call__, config)(block, x)))
 
     return block, loss
-
-
-def equations(jaxpr: Any) -> Any:
-    """Walk every equation of a jaxpr and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def count(policy: str) -> tuple[int, int]:

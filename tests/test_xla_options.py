@@ -23,7 +23,7 @@ def test_values_of_every_kind_reach_the_compiler() -> None:
 
 
 def test_a_value_that_flags_spell_otherwise() -> None:
-    """As on the command line, and as `jax.jit` takes it: the compiler is asked for neither more nor less."""
+    """As XLA_FLAGS has it, and as `jax.jit` does, which is what this machine's compiler is asked for."""
     name = "xla_gpu_collective_permute_mode"
     for value in ("peer", "COLLECTIVES_PEER_MEMORY"):
         assert xla_options([f"{name}={value}"]) == {name: "COLLECTIVES_PEER_MEMORY"}

@@ -69,10 +69,30 @@ def bench(
     target = target or Target.here()
     inputs = random_inputs(shape, target)
     jobs = _jobs(shape, tuple(kernels), peers, target, inputs)
-    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[0][:3])])
-    wanted, *times = measure([reference, *(Work(job.f, job.make) for job in jobs if not job.row.note)], budget)
+    return beside_reference(jobs, shape, inputs[0], budget)[0]
+
+
+def beside_reference(
+    jobs: list[Job], shape: Shape, inputs: tuple[Array, ...], budget: float, **settings: Any
+) -> tuple[list[Row], list[tuple[Job, Timed]]]:
+    """Measure jobs, and dense attention of the first queries, which their results are compared with.
+
+    Args:
+        jobs: of a shape.
+        shape: that.
+        inputs: one (q, k, v, ...) of it.
+        budget: seconds for one measurement, about.
+        settings: for `measure`.
+
+    Returns:
+        A row for every job, and the time of each that ran.
+    """
+    ran = [job for job in jobs if not job.row.note]
+    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[:3])])
+    wanted, *times = measure([reference, *(Work(job.f, job.make, job.around) for job in ran)], budget, **settings)
     following = iter(times)
-    return [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
+    rows = [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
+    return rows, list(zip(ran, times, strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from jaxtyping import Array
 
 from maxattn._compat import auto_mesh
 from maxattn.attention import attention
-from maxattn.bench.measure import FORWARD, Job, Row, both_ways, config_of, random_inputs, reference_of, row_of
-from maxattn.bench.played import of_played
+from maxattn.bench.measure import FORWARD, Job, Row, beside_reference, both_ways, config_of, random_inputs
+from maxattn.bench.played import check, of_played
 from maxattn.bench.report import as_kernels
-from maxattn.bench.timing import Work, measure
 from maxattn.config import AttentionConfig
 from maxattn.errors import MaxattnError
 from maxattn.shapes import Shape
@@ -65,6 +64,8 @@ def bench_mesh(
         InputError: for what cannot be played.
     """
     devices = prod(mesh.values())
+    if played_by:
+        check(shape, devices)
     whole = random_inputs(shape, Target.here())[:1]
     jobs = both_ways(shape, f"{kernel}, 1 device", partial(_attend, shape, config_of(kernel), None), whole)
     jobs += _of_each(shape, kernel, played_by or devices, whole)
@@ -73,25 +74,10 @@ def bench_mesh(
     else:
         jobs += [job for strategy in strategies for job in _of_strategy(shape, strategy, kernel, mesh, whole)]
         jobs += [job for name in TE_STRATEGIES if peers for job in _of_te(shape, name, mesh, whole)]
-    rows = _measured(jobs, budget, options, profiled, Work(reference_of(shape), lambda: [_first(whole[0])]))
-    return [_compared(row, rows[:4], devices) for row in rows]
-
-
-def _measured(
-    jobs: list[Job], budget: float, options: Mapping[str, Any] | None, profiled: bool, reference: Work
-) -> list[Row]:
-    ran = [job for job in jobs if not job.row.note]
-    works = [Work(job.f, job.make, job.around) for job in ran]
-    wanted, *timed = measure([reference, *works], budget, options=options, profiled=profiled)
+    rows, ran = beside_reference(jobs, shape, whole[0], budget, options=options, profiled=profiled)
     if profiled:
-        print("\n\n".join(as_kernels(job.row, t) for job, t in zip(ran, timed, strict=True)))
-    times = iter(timed)
-    return [job.row if job.row.note else row_of(job, next(times), wanted) for job in jobs]
-
-
-def _first(whole: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Take q, k and v of the first batch row."""
-    return tuple(x[:1] for x in whole[:3])
+        print("\n\n".join(as_kernels(job.row, timed) for job, timed in ran))
+    return [_compared(row, rows[:4], devices) for row in rows]
 
 
 def _attend(shape: Shape, config: AttentionConfig, mesh: Mesh | None, q: Array, k: Array, v: Array) -> Array:

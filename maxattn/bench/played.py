@@ -19,6 +19,7 @@ from jaxtyping import Array
 from maxattn._compat import auto_mesh, shard_map
 from maxattn.bench.measure import BOTH, FORWARD, Job, Row, config_of
 from maxattn.context import direct
+from maxattn.context.all_gather import CONTEXT
 from maxattn.context.trip import Trip
 from maxattn.context.zigzag import Layout
 from maxattn.errors import InputError
@@ -29,37 +30,31 @@ from maxattn.plan import plan
 from maxattn.shapes import Shape
 from maxattn.target import Target
 
-AXIS = "context"
-SPEC = PartitionSpec(None, AXIS)
+SPEC = PartitionSpec(None, CONTEXT)
 
 
 def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple[Array, ...]) -> list[Job]:
     """Return a ring played by some of its devices, and the same without its transfers.
 
     Args:
-        shape: of the whole attention; without a mask, its length a multiple of the places.
+        shape: of the whole attention; one that `check` lets pass.
         kernel: that runs in every hop.
         places: of the ring.
         devices: that play it.
         whole: (q, k, v, dout) of the shape.
-
-    Raises:
-        InputError: for a shape with a mask, or whose length does not divide.
     """
-    check(shape, places)
-    made = plan(shape.call(), config_of(kernel, "context_parallel=ring"), {AXIS: places}, Target.here()).kernel
-    mesh = auto_mesh(np.asarray(jax.devices()[:devices]), (AXIS,))
+    made = plan(shape.call(), config_of(kernel, "context_parallel=ring"), {CONTEXT: places}, Target.here()).kernel
+    mesh = auto_mesh(np.asarray(jax.devices()[:devices]), (CONTEXT,))
     tokens = shape.q_len // places
     share = tuple(jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole)
     blocks = [as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3])) for i in range(1, places)]
     others = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in blocks)
-    who, jobs = f"ring of {places}, played by {devices}", []
+    who, played, jobs = f"ring of {places}, played by {devices}", Played(places, made), []
     for name, extra in ((who, ()), (f"{who}, nothing sent", others)):
-        played = Played(places, made, bool(extra))
         for what, f, count in ((FORWARD, played.forward, 3), (BOTH, played.both, 4)):
             inputs = (extra, *share[:count])
             specs = (tuple(PartitionSpec() for _ in extra), *(SPEC,) * count)
-            mapped = shard_map(f, mesh, specs, SPEC if what == FORWARD else (SPEC,) * 4, {AXIS})
+            mapped = shard_map(f, mesh, specs, SPEC if what == FORWARD else (SPEC,) * 4, {CONTEXT})
             jobs.append(Job(Row(shape.name, name, what), shape, mapped, lambda inputs=inputs: [inputs], judged=False))
     return jobs
 
@@ -83,14 +78,16 @@ class Exchanging(Trip):
 
     def moves(self, places: int) -> list[tuple[int, int]]:
         """List (from, to) of every device."""
-        there = jax.lax.axis_size(AXIS)
+        there = jax.lax.axis_size(CONTEXT)
         return [(i, (i + 1) % there) for i in range(there)]
 
 
 class Mute(Trip):
     """Send nothing: the blocks that would come are here, and gradients stay."""
 
-    others: tuple[Packed, ...] = ()
+    def __init__(self, others: tuple[Packed, ...], *made_of: Any) -> None:
+        super().__init__(*made_of)
+        self.others = others
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Return the block of the next hop."""
@@ -108,18 +105,16 @@ class Played:
     Args:
         places: of the ring.
         kernel: that computes.
-        mute: whether nothing is sent.
     """
 
     places: int
     kernel: Kernel
-    mute: bool
 
     def forward(self, others: tuple[Packed, ...], q: Array, k: Array, v: Array) -> Array:
         """Return an array in the shape of the output.
 
         Args:
-            others: the blocks of keys of all other places, where nothing is sent.
+            others: the blocks of keys of all other places, where nothing is sent; else none.
             q, k, v: this device's shards.
         """
         return self._forward(others, q, k, v)[0]
@@ -137,7 +132,5 @@ class Played:
         return direct.forward(self._trip(others, q, k), self.kernel, q, k, v)
 
     def _trip(self, others: tuple[Packed, ...], q: Array, k: Array) -> Trip:
-        made = (Mute if self.mute else Exchanging)(Layout(self.places, 1), 1, q, k, Full(), None)
-        if isinstance(made, Mute):
-            made.others = others
-        return made
+        made_of = Layout(self.places, 1), 1, q, k, Full(), None
+        return Mute(others, *made_of) if others else Exchanging(*made_of)

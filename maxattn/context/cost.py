@@ -154,5 +154,5 @@ def _merges(ring: Ring, size: _Sizes) -> float:
         # out and dq are read and written in float32, dk and dv too, and a part of each is read.
         return (2 * FLOAT + item) / item * (2 * size.q + size.kv) * n
     # Each part of out, dq, dk and dv is read once, each sum is written. K and V are made one array, forward and
-    # backward, and dK and dV of each hop.
+    # backward, and dK and dV of each hop, which FlashAttention-4 writes as one.
     return (n + 1) * (2 * size.q + size.kv) + (4 + 2 * n) * size.kv

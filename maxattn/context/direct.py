@@ -16,12 +16,10 @@ from jaxtyping import Array
 
 from maxattn.context import direct_dense
 from maxattn.context.merge import merge_all, nothing_seen
-from maxattn.context.trip import Keys, Trip
+from maxattn.context.trip import Keys, Trip, in_step
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.kernels.key_blocks import Packed, as_one
-from maxattn.kernels.sums import MOST_PARTS, added, total
-
-Rows = tuple[Array, Array, Array, Array]  # out, lse, dout, dlse
+from maxattn.kernels.sums import MOST_PARTS, Rows, added, total
 
 
 def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -33,7 +31,7 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
         def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
             return kernel.forward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j))
 
-        packed, found = _beside(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
+        packed, found = in_step(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
         for (i, _), part in found.items():
             parts[i] = [merge_all(parts[i]), part] if len(parts[i]) >= MOST_PARTS else [*parts[i], part]
     nothing = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
@@ -55,7 +53,7 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
             return kernel.backward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i])
 
         found = trip.pieces(hop, gradients, zeros)
-        (packed, home.arrived), found = _beside((trip.send_on(hop, packed), home.sent()), found)
+        (packed, home.arrived), found = in_step((trip.send_on(hop, packed), home.sent()), found)
         for (i, j), (dq, _, _, db) in found.items():
             dqs[i], dbs[i] = added(dqs[i], dq), trip.add_bias(dbs[i], db, hop, j)
         home.leave(hop, _gradients_of_keys(trip, found, packed))
@@ -98,11 +96,6 @@ class _Home:
     def _take(self, arrived: Packed | None) -> None:
         if arrived is not None:
             self._parts = added(self._parts, arrived)
-
-
-def _beside(travels: Any, results: Any) -> Any:
-    """Let what travels be used, and what follows be computed, only when these results are there (see `ring.py`)."""
-    return jax.lax.optimization_barrier((travels, results))
 
 
 def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Packed) -> Packed:

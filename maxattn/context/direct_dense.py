@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array
 
-from maxattn.context.trip import Trip
+from maxattn.context.trip import Trip, in_step
 from maxattn.kernels.base import Kernel
 from maxattn.kernels.key_blocks import FIRST, SECOND, WHOLE, Cut, Packed, as_one
-from maxattn.kernels.sums import Sums, added, sums_of, total
+from maxattn.kernels.sums import Rows, Sums, added, sums_of, total
 
 
 class Step(NamedTuple):
@@ -56,16 +55,14 @@ def steps(places: int, length: int) -> Iterator[Step]:
         yield Step(0, SECOND, returns=True)
 
 
-def backward(
-    trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: tuple[Array, Array, Array, Array]
-) -> tuple[Array, Array, Array]:
+def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv); the gradients of K and V are complete.
 
     Args:
         trip: round a ring whose every hop is dense.
         kernel: that computes.
         q, k, v: this device's shards.
-        rows: its (out, lse, dout, dlse) of all keys.
+        rows: its, of all keys.
     """
     made = _Backward(trip, sums_of(kernel, q, k, rows), as_one(k, v))
     for step in steps(trip.n, k.shape[1]):
@@ -88,12 +85,12 @@ class _Backward:
         if step.fetches:
             coming = self.trip.send_on(hop, self.keys[hop])
         if step.returns:
-            leaving = max(h for h in self.grads if h != hop)
+            leaving = (hop - 1) % self.trip.n  # the hop before this one; before the end, the last
             arriving = self.trip.send_to_owner(leaving, self.grads.pop(leaving))
         self.grads[hop] = self.sums.add(self.keys[hop], step.cut, self.grads.get(hop))
         # What the next step sends or computes with is there only now, so that this step's kernel covers the transfer.
-        ours = coming, arriving, self.keys, self.grads, self.home, self.sums.state
-        coming, arriving, self.keys, self.grads, self.home, self.sums.state = jax.lax.optimization_barrier(ours)
+        ours = self.keys, self.grads, self.home, self.sums.state
+        (coming, arriving), (self.keys, self.grads, self.home, self.sums.state) = in_step((coming, arriving), ours)
         if hop and step.cut != FIRST:
             del self.keys[hop]
         if coming is not None:

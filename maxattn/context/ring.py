@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import jax
 from jaxtyping import Array
 
 from maxattn.call import Call
@@ -25,16 +24,17 @@ from maxattn.context.base import Collective
 from maxattn.context.direct import zeros
 from maxattn.context.merge import merge, nothing_seen
 from maxattn.context.traffic import dealt, hops_of
-from maxattn.context.trip import Trip
+from maxattn.context.trip import Trip, in_step
 from maxattn.context.zigzag import Layout
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
+MODE = "xla_gpu_collective_permute_mode"
 COPY_ENGINES = (
     "NCCL takes multiprocessors from the kernels while it moves blocks; "
-    "XLA_FLAGS=--xla_gpu_collective_permute_mode=peer has copy engines move them, between GPUs of one process"
+    f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
 )
 
 
@@ -64,7 +64,7 @@ class Ring(WholeKeys):
     def balanced(self, call: Call, target: Target) -> Self:
         """Deal the sequence out in zig-zag where that saves more than it costs; see whether transfers go straight."""
         even = balance(self.places, self.inner, call, self.shape, target)
-        told = "xla_gpu_collective_permute_mode" in dict(target.env).get("XLA_FLAGS", "")
+        told = MODE in dict(target.env).get("XLA_FLAGS", "")
         return replace(self, balance=even, direct=target.platform == "gpu", told=told)
 
     @property
@@ -131,10 +131,10 @@ class Ring(WholeKeys):
             def attend(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
                 return kernel.forward(queries[i], *here[j], *trip.operands(hop, i, j))
 
-            coming, parts = _in_step(trip.send_on(hop, here), trip.pieces(hop, attend, nothing_seen))
+            coming, parts = in_step(trip.send_on(hop, here), trip.pieces(hop, attend, nothing_seen))
             for (i, _), part in parts.items():
                 totals[i] = merge(totals[i], part)
-            here, totals = _in_step(coming, totals)
+            here, totals = in_step(coming, totals)
         out, lse = ([t[x] for t in totals] for x in (0, 1))
         return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(lse, 2)
 
@@ -156,20 +156,11 @@ class Ring(WholeKeys):
                 return kernel.backward(queries[i], *here[j], *trip.operands(hop, i, j), *rows[i])
 
             # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
-            (coming, dkvs), parts = _in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, zeros))
+            (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, zeros))
             for (i, j), (dq, dk, dv, db) in parts.items():
                 dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
                 dbs[i] = trip.add_bias(dbs[i], db, hop, j)
-            here, (dqs, dkvs, dbs) = _in_step(coming, (dqs, dkvs, dbs))
+            here, (dqs, dkvs, dbs) = in_step(coming, (dqs, dkvs, dbs))
             dkvs = trip.send_home(hop, dkvs)
         dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
         return trip.deal.back([x.astype(q.dtype) for x in dqs], 1), dk, dv, trip.whole_bias(dbs)
-
-
-def _in_step(coming: Any, results: Any) -> Any:
-    """Let what comes be used, and what follows be computed, only when these results are there.
-
-    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run the kernel before or
-    after it. With nothing else to put between a transfer's start and its end, the kernel goes there.
-    """
-    return jax.lax.optimization_barrier((coming, results))

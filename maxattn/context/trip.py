@@ -22,6 +22,15 @@ Keys = list[tuple[Array, Array]]
 """K and V of each run that is here."""
 
 
+def in_step(coming: Any, results: Any) -> Any:
+    """Let what comes be used, and what follows be computed, only when these results are there.
+
+    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run the kernel before or
+    after it. With nothing else to put between a transfer's start and its end, the kernel goes there.
+    """
+    return jax.lax.optimization_barrier((coming, results))
+
+
 class Trip:
     """Hold what every hop of one trip shares.
 

@@ -74,7 +74,7 @@ class Kernel(Protocol):
         ...
 
     def lines(self, call: Call) -> dict[str, str]:
-        """Return what `explain` prints about the kernel, by heading ("runs", "blocks", ...)."""
+        """Return what `explain` prints about the kernel: "runs", "blocks", and "backward", where its blocks differ."""
         ...
 
 

@@ -31,6 +31,7 @@ from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
 HEAD_LIMIT, HEAD_LIMIT_BLACKWELL = 256, 128
+OWN = "the library's own"
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,12 @@ class Fa4(Fused):
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        return {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})", "blocks": self._blocks(call)}
-
-    def _blocks(self, call: Call) -> str:
+        runs = {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})"}
         if self.lists:
-            return fp.lists_line(call, self.sharded)
-        width = -(-call.head_dim // 8) * 8
-        if call.mask.is_full and self._stays(width, call.kv_len):
-            tile = fp.tile_of(Full(), width, (call.q_len, call.kv_len))
-            queries, keys = ((call.batch, length, call.heads, width) for length in (call.q_len, call.kv_len))
-            several = fa4_tiles.order(queries, keys, None, tile, forward=True).stays
-            rows = ", threads that stay from row to row" if several else ""
-            return f"forward: {tile.queries}x{tile.keys} tiles{rows}; backward: the library's own"
-        return "the library's own" + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+            return runs | {"blocks": fp.lists_line(call, self.sharded)}
+        if call.mask.is_full and self._stays(call.head_dim, call.kv_len):
+            return runs | {"blocks": _whole_line(call), "backward": OWN}
+        return runs | {"blocks": OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")}
 
     def _stays(self, head_dim: int, keys: int) -> bool:
         """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""
@@ -184,6 +178,14 @@ class Fa4(Fused):
         rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
         dq, dk, dv = fa4.fa4_backward(q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale)
         return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
+
+
+def _whole_line(call: Call) -> str:
+    """Say how the forward over all pairs is launched."""
+    tile = fp.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    queries, keys = ((call.batch, length, call.heads, call.head_dim) for length in (call.q_len, call.kv_len))
+    several = fa4_tiles.order(queries, keys, None, tile, forward=True).stays
+    return f"{tile.queries}x{tile.keys} tiles" + (", threads that stay from row to row" if several else "")
 
 
 def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:

@@ -23,6 +23,7 @@ from maxattn.kernels.fa4_calls import widened
 from maxattn.kernels.fa4_launch import library, run_block
 from maxattn.kernels.key_blocks import TWO_TILES, WHOLE, Cut, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+from maxattn.kernels.sums import Rows
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
 HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
@@ -41,10 +42,10 @@ class Fa4Sums:
     Args:
         scale: multiplies the scores.
         q, k: this device's queries, and keys of some block, whose shape alone counts.
-        rows: the (out, lse, dout, dlse) of all keys.
+        rows: of the queries.
     """
 
-    def __init__(self, scale: float, q: Array, k: Array, rows: tuple[Array, Array, Array, Array]) -> None:
+    def __init__(self, scale: float, q: Array, k: Array, rows: Rows) -> None:
         out, lse, dout, _ = rows
         self._q, self._dout = widened(q), widened(dout.astype(q.dtype))
         self._launches = _Launches(scale, q, k)

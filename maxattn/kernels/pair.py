@@ -58,8 +58,5 @@ class Pair:
         """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)
         runs = f"forward {first['runs']}, backward {second['runs']}"
-        if first["blocks"] == second["blocks"]:
-            return {"runs": runs, "blocks": first["blocks"]}
-        forward = first["blocks"].partition("; backward: ")[0].removeprefix("forward: ")
-        backward = second["blocks"].partition("; backward: ")[2] or second["blocks"]
-        return {"runs": runs, "blocks": f"forward: {forward}; backward: {backward}"}
+        blocks, backward = first["blocks"], second.get("backward", second["blocks"])
+        return {"runs": runs, "blocks": blocks} | ({"backward": backward} if backward != blocks else {})

@@ -17,6 +17,8 @@ from maxattn.kernels.key_blocks import WHOLE, Cut, Packed, as_one, cut_out
 from maxattn.kernels.pair import Pair
 from maxattn.masks import Full
 
+Rows = tuple[Array, Array, Array, Array]
+"""(out, lse, dout, dlse), of all keys."""
 MOST_PARTS = 4  # that are kept before they become one in float32
 
 
@@ -46,10 +48,10 @@ class Parts:
     Args:
         kernel: any.
         q: this device's queries.
-        rows: the (out, lse, dout, dlse) of all keys.
+        rows: of the queries.
     """
 
-    def __init__(self, kernel: Kernel, q: Array, rows: tuple[Array, Array, Array, Array]) -> None:
+    def __init__(self, kernel: Kernel, q: Array, rows: Rows) -> None:
         self._kernel, self._q, self._rows = kernel, q, rows
         self.state: Any = []
 
@@ -66,13 +68,13 @@ class Parts:
         return total(self.state, self._q).astype(self._q.dtype)
 
 
-def sums_of(kernel: Kernel, q: Array, k: Array, rows: tuple[Array, Array, Array, Array]) -> Sums:
+def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
     """Begin the backward over many blocks of keys.
 
     Args:
         kernel: whose backward it is.
         q, k: this device's queries, and keys of some block.
-        rows: the (out, lse, dout, dlse) of all keys.
+        rows: of the queries.
     """
     kernel = kernel.second if isinstance(kernel, Pair) else kernel
     if isinstance(kernel, Fa4):

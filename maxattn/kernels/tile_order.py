@@ -19,10 +19,8 @@ import numpy as np
 
 PROCESSORS = 132  # of an H100 or H200; more light rows than these bring nothing
 LIGHT = 0.95  # of the work of a usual row
-START, STAY_START = (
-    2,
-    1,
-)  # what a row costs beside its tiles, in tiles: with a block of threads each, or where they stay
+START = 2  # what a row costs beside its tiles, in tiles, with a block of threads each
+STAY_START = 1  # the same where they stay
 MOST = 20_000  # rows of all heads, for which the end of a run is worked out row by row
 
 

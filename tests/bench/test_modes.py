@@ -21,6 +21,7 @@ from maxattn.bench.timing import Work, measure
 from maxattn.cli import main
 from maxattn.shapes import read
 from maxattn.target import Target
+from tests.jaxprs import of_primitive
 from tests.reference import attention64, error
 
 CPU = Target("cpu", "cpu")
@@ -59,13 +60,7 @@ def test_a_played_ring_sends_what_the_real_one_sends() -> None:
 
 def sends(job: Job) -> list:
     """List the permutes of a program."""
-    waiting, found = [jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr], []
-    while waiting:
-        for eqn in waiting.pop().eqns:
-            found += [eqn] if eqn.primitive.name == "ppermute" else []
-            inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
-            waiting += [x for x in inner if hasattr(x, "eqns")]
-    return found
+    return of_primitive(jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr, "ppermute")
 
 
 def test_a_played_ring_does_the_work_of_one_place() -> None:

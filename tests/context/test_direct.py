@@ -18,9 +18,9 @@ from maxattn.kernels import key_blocks, sums
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
+from tests.jaxprs import count_primitive, equations
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
-from tests.test_attention import count_primitive
 
 AXES = {
     "mask": ["full", "causal", "block window", "segments", "causal & lengths", "nothing"],
@@ -116,34 +116,18 @@ def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> No
         out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(64, 64), mesh)[0], q, k, v)
         return vjp(out)
 
-    permutes = 0
-    for eqns in all_eqns(jax.make_jaxpr(both)(x["q"], x["k"], x["v"]).jaxpr):
-        for eqn in eqns:
-            if eqn.primitive.name == "ppermute":
-                users = [e for e in eqns if eqn.outvars[0] in e.invars]
-                assert [e.primitive.name for e in users] == ["optimization_barrier"] and len(users[0].invars) > 1
-                permutes += 1
-    assert permutes == 3 * (places - 1)
-
-
-def all_eqns(jaxpr) -> list:
-    """List the equations of a jaxpr and of those inside it."""
-    found = [jaxpr.eqns]
-    for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            found += all_eqns(inner) if hasattr(inner, "eqns") else []
-    return found
+    eqns = list(equations(jax.make_jaxpr(both)(x["q"], x["k"], x["v"]).jaxpr))
+    permutes = [eqn for eqn in eqns if eqn.primitive.name == "ppermute"]
+    assert len(permutes) == 3 * (places - 1)
+    for permute in permutes:
+        users = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
+        assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(users[0].invars) > 1
 
 
 def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
-    target, config = (
-        ma.Target.named("NVIDIA H200"),
-        ma.AttentionConfig(attention="dot_product", context_parallel="ring"),
-    )
+    config = ma.AttentionConfig(attention="dot_product", context_parallel="ring")
+    target = ma.Target.named("NVIDIA H200")
 
     def says(places: int, device: ma.Target = target) -> bool:
         plan = ma.plan(ma.Call.of(x, x), config, {"context": places}, device)
@@ -169,15 +153,8 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
 
 
 def test_halves_meet_at_a_tile() -> None:
-    assert [key_blocks.FIRST.bounds(n)[1] for n in (1, 2, 255, 256, 300, 8190, 8192)] == [
-        0,
-        1,
-        127,
-        128,
-        256,
-        4096,
-        4096,
-    ]
+    middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
+    assert {n: key_blocks.FIRST.bounds(n)[1] for n in middles} == middles
     assert [key_blocks.SECOND.bounds(n) for n in (255, 8190)] == [(127, 255), (4096, 8190)]
     assert key_blocks.WHOLE.bounds(300) == (0, 300)
 

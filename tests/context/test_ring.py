@@ -11,8 +11,9 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.context import Ring
 from maxattn.context.merge import merge
+from tests.jaxprs import count_primitive
 from tests.reference import attention64
-from tests.test_attention import array_sizes, count_primitive
+from tests.test_attention import array_sizes
 
 N = 8
 CONFIG = ma.AttentionConfig(

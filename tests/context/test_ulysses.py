@@ -10,8 +10,8 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
+from tests.jaxprs import count_primitive
 from tests.reference import attention64
-from tests.test_attention import count_primitive
 
 
 def config(strategy: str, context: int = 8, **more) -> ma.AttentionConfig:

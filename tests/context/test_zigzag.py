@@ -15,8 +15,8 @@ from maxattn.context import figures
 from maxattn.context.zigzag import Layout
 from maxattn.plan import _plan
 from tests.cases import BIASES, MASKS, judge, run_case
+from tests.jaxprs import count_primitive
 from tests.pairwise import pairwise
-from tests.test_attention import count_primitive
 
 TPU = ma.Target.named("TPU v5p")
 

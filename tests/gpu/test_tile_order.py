@@ -12,15 +12,8 @@ from maxattn import masks as M
 from maxattn.kernels.tile_lists import tiling
 from maxattn.kernels.tile_order import PROCESSORS, Order, at_turn, order_of
 
-ORDERS = [
-    Order(),
-    Order(True),
-    Order(False, 3, 2),
-    Order(True, 3, 2),
-    Order(True, 9, 4),
-    Order(False, 1, 6),
-    Order(True, 4),
-]
+ORDERS = [Order(), Order(True)]
+ORDERS += [Order(*x) for x in ((False, 3, 2), (True, 3, 2), (True, 9, 4), (False, 1, 6), (True, 4))]
 
 
 def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
