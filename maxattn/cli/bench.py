@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 from datetime import date
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from maxattn.cli.common import read_mesh
 from maxattn.errors import InputError
 from maxattn.shapes import SHAPES, Shape, read
 
@@ -151,17 +153,16 @@ def _mesh(words: list[str], played_by: int = 0) -> dict[str, int]:
     """Read axes: `context=4`.
 
     Raises:
-        InputError: for another axis, what is no size, more devices than there are, and what cannot be played.
+        MeshError: for what is no axis and size, and an axis named twice.
+        InputError: for another axis, more devices than there are, and what cannot be played.
     """
     import jax
 
-    found, devices = {}, 1
-    for word in words:
-        axis, _, size = word.partition("=")
-        if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
-            rule = f"it is AXIS=N, with an axis of {', '.join(MESH_AXES)}"
-            raise InputError("--mesh", word, rule, "write for example --mesh context=4")
-        found[axis], devices = int(size), devices * int(size)
+    found = read_mesh(words)
+    devices = prod(found.values())
+    if not set(found) <= set(MESH_AXES) or devices < 1:
+        rule = f"it is AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
+        raise InputError("--mesh", " ".join(words), rule, "write for example --mesh context=4")
     if played_by and (set(found) != {"context"} or not 2 <= played_by < devices):
         rule = "two devices or more play a ring of more places, --mesh context=M alone"
         raise InputError("--played-by", played_by, rule, "write for example --mesh context=4 --played-by 2")

@@ -108,7 +108,9 @@ def machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help='"TPU v5p", "NVIDIA H200", cpu, ...; default this machine')
     parser.add_argument("--with", action="append", default=[], dest="packages", metavar="PACKAGE[=VERSION]",
                         help="an optional package that the named target has, such as tokamax=0.0.17")  # fmt: skip
-    parser.add_argument("--mesh", help="context=4,fsdp=2; default the parallelisms of the config")
+    parser.add_argument(
+        "--mesh", action="append", default=[], help="context=4,fsdp=2; default the parallelisms of the config"
+    )
     parser.add_argument("--devices", type=int, help="how many there are, for an ici_*_parallelism of -1")
 
 
@@ -131,17 +133,26 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
     Raises:
         MeshError: for a wrong spelling, or devices that do not divide.
     """
-    return _read_mesh(args.mesh) if args.mesh else _mesh_of_config(config, args.devices)
+    return read_mesh(args.mesh) if args.mesh else _mesh_of_config(config, args.devices)
 
 
-def _read_mesh(text: str) -> dict[str, int]:
+def read_mesh(words: Sequence[str]) -> dict[str, int]:
+    """Read axes: `context=4,fsdp=2`, in one word or several.
+
+    Raises:
+        MeshError: for a wrong spelling, or an axis that is named twice.
+    """
     sizes: dict[str, int] = {}
-    for part in text.replace(" ", ",").split(","):
+    for part in ",".join(words).replace(" ", ",").split(","):
         axis, equals, size = (word.strip() for word in part.partition("="))
         if not part:
             continue
         if not equals or not size.isdecimal():
             raise MeshError("mesh", part, "it is axis=size, joined by commas", "write --mesh context=4,fsdp=2")
+        if axis in sizes:
+            raise MeshError(
+                "mesh", part, f"the axis {axis} is named twice", f"leave {axis}={sizes[axis]} or {part} out"
+            )
         sizes[axis] = int(size)
     return sizes
 

@@ -88,12 +88,15 @@ def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
         ("swba-256x16 --mesh context=4 --played-by 2", "where every query sees every key"),
         ("1,128,64,4,16 --mesh context=4 --played-by 2", "where every query sees every key"),
         ("1,128,128,4,16 --mesh context=4 --played-by 4", "two devices or more play a ring of more places"),
+        ("1,128,128,4,16 --mesh context=2 --mesh context=4", "the axis context is named twice"),
+        ("1,128,128,4,16 --mesh context=0", "N at least 1"),
+        ("1,128,128,4,16 --mesh time=2", "with an axis of data, context, tensor"),
         ("1,128,128,4,16 --mesh data=2 --played-by 2", "two devices or more play a ring of more places"),
         ("1,128,128,4,16 --played-by 2", "it is read with --mesh"),
         ("1,128,128,4,16 --mesh context=4 --played-by 2 --peers", "neither --peers nor --strategy"),
     ],
 )
-def test_what_cannot_be_played(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_spread_or_played(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape, *rest = words.split()
     named = [shape] if shape[0].isalpha() else ["--shape", shape]
     assert main(["bench", *named, *rest, "--kernel", "dot_product"]) == 1

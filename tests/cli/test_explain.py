@@ -27,6 +27,17 @@ BAD = {
     "packages_without_target": ["attention=auto", "--shape", "sdxl-64", "--with", "tokamax"],
     "mesh": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "contxt=4"],
     "mesh_size": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context"],
+    "mesh_axis_twice": [
+        "attention=auto",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "cpu",
+        "--mesh",
+        "fsdp=2",
+        "--mesh",
+        "fsdp=4",
+    ],
     "devices": ["configs/wan_14b.yml", "--shape", "sdxl-64", "--target", "cpu", "--devices", "12"],
     "mask": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "casual"],
     "mask_numbers": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "block-window:1560"],
@@ -55,3 +66,8 @@ def test_a_package_of_the_named_target(capsys):
     words = ["explain", "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "TPU v5p", "fallback=warn"]
     assert "tokamax is not installed" in run(capsys, *words).out
     assert "tokamax is not installed" not in run(capsys, *words, "--with", "tokamax=0.0.17").out
+
+
+def test_every_mesh_that_is_said_counts(capsys):
+    words = ["explain", "attention=ring", "--shape", "sdxl-64", "--target", "cpu", "--mesh"]
+    assert run(capsys, *words, "fsdp=2", "--mesh", "context=4").out == run(capsys, *words, "fsdp=2,context=4").out
