@@ -24,7 +24,7 @@ from maxattn.varying import checked_axes
 
 DTYPES = ("bfloat16", "float16", "float32")
 KINDS = {None: None, "rms_norm": "head", "rms_norm_across_heads": "across"}
-Vectors = dict[str, Float[Array, "N H"]]
+Vectors = dict[str, Float[Array, "#N H"]]
 Tables = tuple[Array, ...]
 
 
@@ -89,16 +89,17 @@ def norm_rotary(
     """
     b, t, _ = x.shape
     shape = sharding.mesh_shape(mesh)
-    vectors = {} if bias is None else {"bias": _vector(row, bias)}
+    vectors = {} if bias is None else {"bias": jnp.reshape(bias, (row.heads, row.head_dim))}
     if norm is not None and norm.scale is not None:
-        vectors["scale"] = _vector(row, norm.scale.get_value())
+        vectors["scale"] = jnp.reshape(norm.scale.get_value(), (-1, row.head_dim))
     tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
 
     def spec(letters: str) -> Any:
         return sharding.to_partition_spec(sharding.spec_of(letters, shape))
 
     of_tables = tuple(spec(("B" if len(a) == b else "1") + letters[1] + "H") for a in tables)
-    specs = spec(letters), dict.fromkeys(vectors, spec(letters[2:])), of_tables
+    of_vectors = {name: spec((letters[2] if len(v) > 1 else "1") + "H") for name, v in vectors.items()}
+    specs = spec(letters), of_vectors, of_tables
     run = partial(_on_shard, _local(row, letters, shape), interpret)
     heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
     return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
@@ -116,22 +117,23 @@ def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tab
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables) -> Array:
-    return norm_rotary_triton.forward(row, x, vectors, tables, interpret)
+    return norm_rotary_triton.forward(row, x, vectors, tables, interpret=interpret)[0]
 
 
 def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Any:
     # In a scan over layers XLA merges the projection's matmul with the store of its result for the backward, and runs
     # it once more for the kernel (jax 0.11.2). Not over a barrier.
     x = jax.lax.optimization_barrier(x)
-    return jax.lax.optimization_barrier(_fused(row, interpret, x, vectors, tables)), (x, vectors, tables)
+    y, r = norm_rotary_triton.forward(row, x, vectors, tables, True, interpret)
+    return jax.lax.optimization_barrier(y), (x, r, vectors, tables)
 
 
 def _fused_bwd(row: Row, interpret: bool, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
-    x, vectors, tables = kept
-    dx, sums = norm_rotary_triton.backward(row, dy, x, vectors, tables, interpret)
+    x, r, vectors, tables = kept
+    dx, sums = norm_rotary_triton.backward(row, dy, x, r, vectors, tables, interpret)
     # Hardly anybody learns the angles: XLA drops this where nobody does.
     _, pull = jax.vjp(lambda tables: _in_steps(row, x, vectors, tables), tables)
-    return dx, sums, pull(dy)[0]
+    return dx, {name: _as_given(sums[name], vectors[name]) for name in vectors}, pull(dy)[0]
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
@@ -153,9 +155,9 @@ def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
 # ---- arrays and places -----------------------------------------------------------------------------------------------
 
 
-def _vector(row: Row, v: Float[Array, " C"]) -> Float[Array, "N H"]:
-    """Give each head its part of a vector over all channels, or the vector of one head."""
-    return jnp.broadcast_to(v.astype(jnp.float32).reshape(-1, row.head_dim), (row.heads, row.head_dim))
+def _as_given(total: Float[Array, "N H"], v: Array) -> Array:
+    """Return the gradient of a vector in its shape and dtype: over all heads where they share it."""
+    return (total if len(v) > 1 else total.sum(0, keepdims=True)).astype(v.dtype)
 
 
 def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:

@@ -2,11 +2,12 @@
 
 A row is one token's projection, N heads of H channels. Forward: the row and its angles are read, y is written.
 
-    z = x + bias;   n = z / sqrt(mean(z^2) + eps);   u = n * scale;   y = turn(u)
+    z = x + bias;   r = 1 / sqrt(mean(z^2) + eps);   n = z * r;   u = n * scale;   y = turn(u)
 
-Backward: dy and x are read, dx is written; sums over tokens stay in registers, one set a program.
+Backward: dy and x are read, and dx is written. The forward has kept r of a norm across heads; that of one head costs
+less to compute again. Sums over tokens stay in registers, one set a program.
 
-    du = turn back(dy);   g = du * scale;   dx = (g - n * mean(g * n)) / sqrt(mean(z^2) + eps)
+    du = turn back(dy);   g = du * scale;   dx = (g - n * mean(g * n)) * r
     dscale = sum of du * n;   dbias = sum of dx
 
 All arithmetic is float32. Triton's arrays have powers of two as sizes, so a row is taken as chunks of whole heads, and
@@ -30,6 +31,7 @@ CHUNK = 1024  # channels
 MAX_CHUNKS = 32
 MOST_CHANNELS = 48  # of a thread; few heads in a chunk leave more than its registers hold
 Pair = tuple[Array, Array]
+Parts = tuple[Array, ...]  # of a chunk as it is loaded: the whole, or a and b
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,18 @@ class Launch:
             them spare registers.
         warps: of the whole backward, about all that a GPU holds at once; each program of them keeps one set of sums.
         ahead: whether the backward reads the next row while it works on one.
+        held: whether the backward has bias and scale in registers, instead of loading them for each row.
     """
 
     forward: int
     backward: int
     warps: int
     ahead: bool
+    held: bool
 
 
 # Measured on an H200: rows of 1,536 channels, and of 5,120.
-NARROW, WIDE, WIDE_FROM = Launch(12, 12, 132 * 16, True), Launch(48, 40, 132 * 8, False), 3072
+NARROW, WIDE, WIDE_FROM = Launch(12, 12, 132 * 16, True, True), Launch(48, 40, 132 * 8, False, False), 3072
 
 
 @dataclass(frozen=True)
@@ -103,125 +107,107 @@ class Row:
 
 
 def forward(
-    row: Row, x: Float[Array, "M N H"], vectors: dict[str, Array], tables: tuple[Array, ...], interpret: bool = False
-) -> Float[Array, "M N H"]:
+    row: Row, x: Float[Array, "M N H"], vectors: dict[str, Array], tables: tuple[Array, ...], keep: bool = False,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M N H"], Float[Array, " M"] | None]:  # fmt: skip
     """Run the forward kernel.
 
     Args:
         row: what is done.
         x: the projection's rows.
-        vectors: "bias" and "scale" [N, H] in float32, those that there are.
+        vectors: "bias" and "scale" [N, H], or [1, H] for all heads, those that there are.
         tables: cosines and sines [L, H/2] in float32, L dividing M: row m has angle m % L; or none.
+        keep: whether to return r of a norm across heads, [M], for the backward.
         interpret: run it as ordinary operations, on any device.
     """
     from jax.experimental import pallas as pl
 
-    kernel = partial(_forward_kernel, row, tuple(vectors))
+    tokens = len(x)
+    r = jax.ShapeDtypeStruct((tokens,), jnp.float32) if keep and row.norm == "across" else None
     return pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(x.shape[0],), interpret=interpret,
+        partial(_forward_kernel, row), grid=(tokens,), interpret=interpret,
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), r),
         compiler_params=_compat.triton_params(row.warps(row.launch.forward)), name="norm_rotary",
-    )(x, *_as_pairs(row, vectors), *tables)  # fmt: skip
+    )(x, vectors, tables)  # fmt: skip
 
 
 def backward(
-    row: Row, dy: Float[Array, "M N H"], x: Float[Array, "M N H"], vectors: dict[str, Array],
-    tables: tuple[Array, ...], interpret: bool = False,
+    row: Row, dy: Float[Array, "M N H"], x: Float[Array, "M N H"], r: Float[Array, " M"] | None,
+    vectors: dict[str, Array], tables: tuple[Array, ...], interpret: bool = False,
 ) -> tuple[Float[Array, "M N H"], dict[str, Float[Array, "N H"]]]:  # fmt: skip
-    """Run the backward kernel: dx, and the gradients of `vectors`."""
+    """Run the backward kernel: dx, and the gradients of `vectors` in float32, head by head."""
     from jax.experimental import pallas as pl
 
     warps = row.warps(row.launch.backward)
     programs = min(-(-row.launch.warps // warps), x.shape[0])
-    sums = jax.ShapeDtypeStruct((programs * len(vectors) * 2, row.heads, row.head_dim // 2), jnp.float32)
-    out = pl.pallas_call(
-        partial(_backward_kernel, row, (x.shape[0], programs), tuple(vectors)), grid=(programs,), interpret=interpret,
-        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), sums)[: 1 + bool(vectors)],
+    sums = jax.ShapeDtypeStruct((programs, row.heads, row.head_dim), jnp.float32)
+    dx, sums = pl.pallas_call(
+        partial(_backward_kernel, row, programs), grid=(programs,), interpret=interpret,
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), dict.fromkeys(vectors, sums)),
         compiler_params=_compat.triton_params(warps), name="norm_rotary_backward",
-    )(dy, x, *_as_pairs(row, vectors), *tables)  # fmt: skip
-    totals = out[1].reshape(programs, len(vectors), 2, row.heads, -1).sum(0) if vectors else ()
-    return out[0], {name: _of_pairs(row, total) for name, total in zip(vectors, totals, strict=True)}
-
-
-def _as_pairs(row: Row, vectors: dict[str, Array]) -> list[Float[Array, "2V N H/2"]]:
-    """Put the channels that are first in their pairs before those that are second, all vectors in one array."""
-    if not vectors:
-        return []
-    stacked = jnp.stack(list(vectors.values()))
-    if row.style == "interleaved":
-        pairs = jnp.moveaxis(stacked.reshape(-1, row.heads, row.head_dim // 2, 2), 3, 1)
-    else:
-        pairs = jnp.moveaxis(stacked.reshape(-1, row.heads, 2, row.head_dim // 2), 2, 1)
-    return [pairs.reshape(-1, row.heads, row.head_dim // 2)]
-
-
-def _of_pairs(row: Row, pairs: Float[Array, "2 N H/2"]) -> Float[Array, "N H"]:
-    axis = 2 if row.style == "interleaved" else 1
-    return jnp.moveaxis(pairs, 0, axis).reshape(row.heads, row.head_dim)
+    )(dy, x, r, vectors, tables)  # fmt: skip
+    return dx, {name: each.sum(0) for name, each in sums.items()}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(row: Row, names: tuple[str, ...], x_ref: Any, *refs: Any) -> None:
+def _forward_kernel(row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any) -> None:
     from jax.experimental import pallas as pl
 
-    *held, y_ref = refs
-    vectors, tables = _vectors(names, held)
     token = pl.program_id(0)
-    z, r = _normed(row, _with_bias(row, _load_row(row, x_ref, token), vectors))
-    angles = _angles(row, tables, token)
+    vectors = _load_vectors(row, refs)
+    z = _with_bias([_as_float32(raw) for raw in _read_row(row, x_ref, token)], vectors)
+    r, angles = _over_root(row, z), _angles(row, tables, token)
     for c in range(row.chunks):
-        u = _scaled(row, _times(z[c], r[c]), vectors, c)
-        _store(row, y_ref, token, c, _turn(u, angles))
+        u = _scaled(_times(z[c], r[c]), vectors, c)
+        _store(row, y_ref, token, c, _turn(_pairs(row, u), angles))
+    if r_ref is not None:
+        r_ref[token] = r[0]
 
 
 def _backward_kernel(
-    row: Row, counts: tuple[int, int], names: tuple[str, ...], dy_ref: Any, x_ref: Any, *refs: Any
-) -> None:
+    row: Row, step: int, dy_ref: Any, x_ref: Any, r_ref: Any, refs: dict[str, Any], tables: Any, dx_ref: Any,
+    sum_refs: dict[str, Any],
+) -> None:  # fmt: skip
     from jax.experimental import pallas as pl
 
-    held, outs = refs[: len(refs) - 1 - bool(names)], refs[len(refs) - 1 - bool(names) :]
-    vectors, tables = _vectors(names, held)
-    first, (tokens, step), ahead = pl.program_id(0), counts, row.launch.ahead
+    first, tokens, ahead = pl.program_id(0), x_ref.shape[0], row.launch.ahead
+    held = _vector_pairs(row, refs) if row.launch.held else None
 
     def read(token: Any) -> Any:
-        return _read_row(row, dy_ref, token), _read_row(row, x_ref, token), _angles(row, tables, token)
+        raw = [_read_row(row, ref, token) for ref in (dy_ref, x_ref)]
+        return raw, None if r_ref is None else r_ref[token], _angles(row, tables, token)
 
     def one(i: Any, carry: Any) -> Any:
         token = first + i * step
         sums, now = carry if ahead else (carry, read(token))
         later = read(jnp.minimum(token + step, tokens - 1)) if ahead else None
-        *raw, angles = now
-        dy, x = ([_as_float32(row, chunk) for chunk in each] for each in raw)
-        dx, more = _pull_back(row, dy, x, angles, vectors)
+        dx, more = _pull_back(row, *now, _vector_pairs(row, refs) if held is None else held)
         for c in range(row.chunks):
-            _store(row, outs[0], token, c, dx[c])
+            _store(row, dx_ref, token, c, dx[c])
         sums = jax.tree.map(jnp.add, sums, more)
         return (sums, later) if ahead else sums
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
-    zeros = {name: [(zero, zero)] * row.chunks for name in names}
+    zeros = {name: [(zero, zero)] * row.chunks for name in refs}
     carry = (zeros, read(first)) if ahead else zeros
     carry = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, jnp.int32(step)), one, carry)
-    sums = carry[0] if ahead else carry
-    for i, name in enumerate(names):
+    for name, sums in (carry[0] if ahead else carry).items():
         for c in range(row.chunks):
-            _store_sums(row, outs[1], 2 * (first * len(names) + i), c, sums[name][c])
-
-
-def _vectors(names: tuple[str, ...], held: Any) -> tuple[dict[str, Any], Any]:
-    """Find the array of the vectors, each by its place in it, and the tables among a kernel's inputs."""
-    return {name: (held[0], 2 * i) for i, name in enumerate(names)}, held[bool(names) :]
+            _store(row, sum_refs[name], first, c, sums[c])
 
 
 def _pull_back(
-    row: Row, dy: list[Pair], x: list[Pair], angles: Pair | None, vectors: dict[str, Any]
+    row: Row, raw: Any, kept: Array | None, angles: Pair | None, vectors: dict[str, list[Pair]]
 ) -> tuple[list[Pair], dict[str, list[Pair]]]:
     """Return dx of a row, and what it adds to the gradients of the vectors."""
+    dy, x = ([_pairs(row, _as_float32(chunk)) for chunk in each] for each in raw)
     back = None if angles is None else (angles[0], -angles[1])
     du = [_turn(each, back) for each in dy]
-    z, r = _normed(row, _with_bias(row, x, vectors))
-    g = [_scaled(row, each, vectors, c) for c, each in enumerate(du)]
+    z = _with_bias(x, vectors)
+    r = _over_root(row, z) if kept is None else [kept] * row.chunks
+    g = [_scaled(each, vectors, c) for c, each in enumerate(du)]
     dx = g if row.norm is None else _through_norm(row, g, z, r)
     sums = {"bias": dx, "scale": [_times(_product(*each), s) for *each, s in zip(du, z, r, strict=True)]}
     return dx, {name: sums[name] for name in vectors}
@@ -237,33 +223,30 @@ def _through_norm(row: Row, g: list[Pair], z: list[Pair], r: list[Any]) -> list[
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _normed(row: Row, z: list[Pair]) -> tuple[list[Pair], list[Any]]:
-    """Return z, and what each chunk of it is multiplied by."""
+def _over_root(row: Row, z: list[Parts]) -> list[Any]:
+    """Return r, by which the norm multiplies each chunk."""
     if row.norm is None:
-        return z, [1.0] * row.chunks
-    return z, [jax.lax.rsqrt(m + row.eps) for m in _mean(row, [_product(each, each) for each in z])]
+        return [1.0] * row.chunks
+    return [jax.lax.rsqrt(m + row.eps) for m in _mean(row, [_product(each, each) for each in z])]
 
 
-def _mean(row: Row, values: list[Pair]) -> list[Array]:
+def _mean(row: Row, values: list[Parts]) -> list[Array]:
     """Take the mean over a token's channels, or over each head's: one array a chunk, to broadcast over it."""
+    sums = [sum(parts[1:], parts[0]) for parts in values]
     if row.norm == "head":
-        return [jnp.sum(a + b, axis=1, keepdims=True) / row.head_dim for a, b in values]
-    sums = [a + b for a, b in values]
+        return [jnp.sum(each, axis=1, keepdims=True) / row.head_dim for each in sums]
     total = jnp.sum(sum(sums[1:], sums[0]))
     return [total / (row.heads * row.head_dim)] * row.chunks
 
 
-def _with_bias(row: Row, x: list[Pair], vectors: dict[str, Any]) -> list[Pair]:
+def _with_bias(x: list[Parts], vectors: dict[str, list[Parts]]) -> list[Parts]:
     if "bias" not in vectors:
         return x
-    biases = (_load_vector(row, vectors["bias"], c) for c in range(row.chunks))
-    return [(xa + a, xb + b) for (xa, xb), (a, b) in zip(x, biases, strict=True)]
+    return [tuple(map(jnp.add, *each)) for each in zip(x, vectors["bias"], strict=True)]
 
 
-def _scaled(row: Row, x: Pair, vectors: dict[str, Any], c: int) -> Pair:
-    if "scale" not in vectors:
-        return x
-    return _product(x, _load_vector(row, vectors["scale"], c))
+def _scaled(x: Parts, vectors: dict[str, list[Parts]], c: int) -> Parts:
+    return _product(x, vectors["scale"][c]) if "scale" in vectors else x
 
 
 def _turn(x: Pair, angles: Pair | None) -> Pair:
@@ -283,52 +266,62 @@ def _angles(row: Row, tables: Any, token: Any) -> Pair | None:
     return cos, sin
 
 
-def _product(x: Pair, y: Pair) -> Pair:
-    return x[0] * y[0], x[1] * y[1]
+def _product(x: Parts, y: Parts) -> Parts:
+    return tuple(map(jnp.multiply, x, y))
 
 
-def _times(x: Pair, factor: Any) -> Pair:
-    return x[0] * factor, x[1] * factor
+def _times(x: Parts, factor: Any) -> Parts:
+    return tuple(each * factor for each in x)
+
+
+def _pairs(row: Row, parts: Parts) -> Pair:
+    """Return the two halves of a chunk's pairs, twice [heads, H/2]."""
+    if row.style != "interleaved":
+        return parts[0], parts[1]
+    return _compat.triton_split(parts[0].reshape(row.chunk, row.head_dim // 2, 2))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _load_row(row: Row, ref: Any, token: Any) -> list[Pair]:
-    return [_as_float32(row, raw) for raw in _read_row(row, ref, token)]
+def _read_row(row: Row, ref: Any, token: Any) -> list[Parts]:
+    """Load a row as it stands in memory, chunk by chunk."""
+    return [tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)]
 
 
-def _read_row(row: Row, ref: Any, token: Any) -> list[list[Array]]:
-    """Load a row as it stands in memory, chunk by chunk: whole chunks, or the two halves of each head."""
-    parts = [slice(None)] if row.style == "interleaved" else _halves(row)
-    return [[ref[token, _heads(row, c), part] for part in parts] for c in range(row.chunks)]
+def _vector_pairs(row: Row, refs: dict[str, Any]) -> dict[str, list[Pair]]:
+    return {name: [_pairs(row, parts) for parts in each] for name, each in _load_vectors(row, refs).items()}
 
 
-def _as_float32(row: Row, raw: list[Array]) -> Pair:
-    """Return the halves of a chunk's pairs in float32: twice [heads, H/2]."""
-    wide = [each.astype(jnp.float32) for each in raw]
-    if row.style != "interleaved":
-        return wide[0], wide[1]
-    return _compat.triton_split(wide[0].reshape(row.chunk, row.head_dim // 2, 2))
+def _load_vectors(row: Row, refs: dict[str, Any]) -> dict[str, list[Parts]]:
+    """Load bias and scale, those that there are, chunk by chunk."""
+    return {name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()}
 
 
-def _store(row: Row, ref: Any, token: Any, c: int, x: Pair) -> None:
+def _load_vector(row: Row, ref: Any, c: int) -> Parts:
+    if ref.shape[0] == row.heads:
+        return _as_float32(tuple(ref[_heads(row, c), part] for part in _parts(row)))
+    return _as_float32(tuple(_repeated(row, ref, part) for part in _parts(row)))
+
+
+def _repeated(row: Row, ref: Any, part: Any) -> Float[Array, "heads H"]:
+    """Load what all heads share, in the shape of a chunk."""
+    channel = part.start + jax.lax.broadcasted_iota(jnp.int32, (row.chunk, part.size), 1)
+    return ref[jnp.zeros_like(channel), channel]
+
+
+def _as_float32(raw: Parts) -> Parts:
+    return tuple(each.astype(jnp.float32) for each in raw)
+
+
+def _store(row: Row, ref: Any, place: Any, c: int, x: Pair) -> None:
+    """Store a chunk of a token's row, or of a program's sums."""
     a, b = (each.astype(ref.dtype) for each in x)
     if row.style == "interleaved":
-        ref[token, _heads(row, c), :] = jnp.stack((a, b), axis=-1).reshape(row.chunk, row.head_dim)
+        ref[place, _heads(row, c), :] = jnp.stack((a, b), axis=-1).reshape(row.chunk, row.head_dim)
         return
-    for each, part in zip((a, b), _halves(row), strict=True):
-        ref[token, _heads(row, c), part] = each
-
-
-def _load_vector(row: Row, vector: tuple[Any, int], c: int) -> Pair:
-    ref, place = vector
-    return ref[place, _heads(row, c), :], ref[place + 1, _heads(row, c), :]
-
-
-def _store_sums(row: Row, ref: Any, place: Any, c: int, sums: Pair) -> None:
-    for i, half in enumerate(sums):
-        ref[place + i, _heads(row, c), :] = half
+    for each, part in zip((a, b), _parts(row), strict=True):
+        ref[place, _heads(row, c), part] = each
 
 
 def _heads(row: Row, c: int) -> Any:
@@ -337,8 +330,9 @@ def _heads(row: Row, c: int) -> Any:
     return pl.ds(c * row.chunk, row.chunk)
 
 
-def _halves(row: Row) -> tuple[Any, Any]:
+def _parts(row: Row) -> list[Any]:
+    """Return which channels of a head are loaded together: all, or those that are first in their pairs, and second."""
     from jax.experimental import pallas as pl
 
     half = row.head_dim // 2
-    return pl.ds(0, half), pl.ds(half, half)
+    return [pl.ds(0, row.head_dim)] if row.style == "interleaved" else [pl.ds(0, half), pl.ds(half, half)]
