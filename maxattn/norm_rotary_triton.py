@@ -29,32 +29,14 @@ from maxattn import _compat
 
 CHUNK = 1024  # channels
 MAX_CHUNKS = 32
-MOST_CHANNELS = 48  # of a thread; few heads in a chunk leave more than its registers hold
-Pair = tuple[Array, Array]
+# Channels of a thread. More make fewer reductions across threads, fewer spare registers: about so many measured best on
+# an H200, for rows of 1,536 and of 5,120; few heads in a chunk leave a thread more.
+CHANNELS = 12
+ROOMY = 24  # up to here registers hold bias, scale and the next row as well
+MOST_CHANNELS = 48  # beyond, not even the sums
+MULTIPROCESSORS = 132
 Parts = tuple[Array, ...]  # of a chunk as it is loaded: the whole, or a and b
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Say how the kernels run.
-
-    Args:
-        forward, backward: channels of a thread at most: more of them make fewer reductions across threads, fewer of
-            them spare registers.
-        warps: of the whole backward, about all that a GPU holds at once; each program of them keeps one set of sums.
-        ahead: whether the backward reads the next row while it works on one.
-        held: whether the backward has bias and scale in registers, instead of loading them for each row.
-    """
-
-    forward: int
-    backward: int
-    warps: int
-    ahead: bool
-    held: bool
-
-
-# Measured on an H200: rows of 1,536 channels, and of 5,120.
-NARROW, WIDE, WIDE_FROM = Launch(12, 12, 132 * 16, True, True), Launch(48, 40, 132 * 8, False, False), 3072
+Pair = Parts  # a and b
 
 
 @dataclass(frozen=True)
@@ -86,21 +68,28 @@ class Row:
         return self.heads // self.chunk
 
     @property
-    def launch(self) -> Launch:
-        """Return how the kernels run on such rows."""
-        return WIDE if self.heads * self.head_dim >= WIDE_FROM else NARROW
+    def warps(self) -> int:
+        """Return how many warps of 32 threads work on a row."""
+        need, most = self.heads * self.head_dim // CHANNELS, self.chunk * self.head_dim // 4
+        return max(1, 2 ** ((min(need, most) - 1).bit_length()) // 32)
+
+    @property
+    def channels(self) -> float:
+        """Return how many channels a thread has."""
+        return self.heads * self.head_dim / (32 * self.warps)
+
+    @property
+    def programs(self) -> int:
+        """Return how many programs the backward has, about what a GPU holds at once: each keeps a set of sums."""
+        held = 16 if self.channels <= CHANNELS else 8  # warps of a multiprocessor
+        return -(-MULTIPROCESSORS * held // self.warps)
 
     def fits(self) -> bool:
         """Say whether the kernels take such a row."""
         power = self.head_dim & (self.head_dim - 1) == 0
         if not power or not 16 <= self.head_dim <= 512 or self.chunks > MAX_CHUNKS:
             return False
-        return self.heads * self.head_dim <= MOST_CHANNELS * 32 * self.warps(self.launch.backward)
-
-    def warps(self, channels: int) -> int:
-        """Return how many warps give a thread at most about `channels` channels."""
-        need, most = self.heads * self.head_dim // channels, self.chunk * self.head_dim // 4
-        return max(1, 2 ** ((min(need, most) - 1).bit_length()) // 32)
+        return self.channels <= MOST_CHANNELS
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -127,7 +116,7 @@ def forward(
     return pl.pallas_call(
         partial(_forward_kernel, row), grid=(tokens,), interpret=interpret,
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), r),
-        compiler_params=_compat.triton_params(row.warps(row.launch.forward)), name="norm_rotary",
+        compiler_params=_compat.triton_params(row.warps), name="norm_rotary",
     )(x, vectors, tables)  # fmt: skip
 
 
@@ -138,13 +127,12 @@ def backward(
     """Run the backward kernel: dx, and the gradients of `vectors` in float32, head by head."""
     from jax.experimental import pallas as pl
 
-    warps = row.warps(row.launch.backward)
-    programs = min(-(-row.launch.warps // warps), x.shape[0])
+    programs = min(row.programs, len(x))
     sums = jax.ShapeDtypeStruct((programs, row.heads, row.head_dim), jnp.float32)
     dx, sums = pl.pallas_call(
         partial(_backward_kernel, row, programs), grid=(programs,), interpret=interpret,
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), dict.fromkeys(vectors, sums)),
-        compiler_params=_compat.triton_params(warps), name="norm_rotary_backward",
+        compiler_params=_compat.triton_params(row.warps), name="norm_rotary_backward",
     )(dy, x, r, vectors, tables)  # fmt: skip
     return dx, {name: each.sum(0) for name, each in sums.items()}
 
@@ -172,30 +160,28 @@ def _backward_kernel(
 ) -> None:  # fmt: skip
     from jax.experimental import pallas as pl
 
-    first, tokens, ahead = pl.program_id(0), x_ref.shape[0], row.launch.ahead
-    held = _vector_pairs(row, refs) if row.launch.held else None
+    first, tokens, roomy = pl.program_id(0), x_ref.shape[0], row.channels <= ROOMY
+    held = _vector_pairs(row, refs) if roomy else None
 
     def read(token: Any) -> Any:
         raw = [_read_row(row, ref, token) for ref in (dy_ref, x_ref)]
         return raw, None if r_ref is None else r_ref[token], _angles(row, tables, token)
 
     def one(i: Any, carry: Any) -> Any:
-        token = first + i * step
-        sums, now = carry if ahead else (carry, read(token))
-        later = read(jnp.minimum(token + step, tokens - 1)) if ahead else None
-        dx, more = _pull_back(row, *now, _vector_pairs(row, refs) if held is None else held)
+        token, (sums, ahead) = first + i * step, carry
+        raw, r, angles = read(token) if ahead is None else ahead
+        later = None if ahead is None else read(jnp.minimum(token + step, tokens - 1))
+        dx, more = _pull_back(row, raw, r, angles, _vector_pairs(row, refs) if held is None else held)
         for c in range(row.chunks):
             _store(row, dx_ref, token, c, dx[c])
-        sums = jax.tree.map(jnp.add, sums, more)
-        return (sums, later) if ahead else sums
+        return jax.tree.map(jnp.add, sums, more), later
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
-    zeros = {name: [(zero, zero)] * row.chunks for name in refs}
-    carry = (zeros, read(first)) if ahead else zeros
-    carry = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, jnp.int32(step)), one, carry)
-    for name, sums in (carry[0] if ahead else carry).items():
+    carry = {name: [(zero, zero)] * row.chunks for name in refs}, read(first) if roomy else None
+    sums, _ = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, jnp.int32(step)), one, carry)
+    for name, each in sums.items():
         for c in range(row.chunks):
-            _store(row, sum_refs[name], first, c, sums[c])
+            _store(row, sum_refs[name], first, c, each[c])
 
 
 def _pull_back(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,9 +64,8 @@ def float32(tree: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NARROW", "WIDE"):  # few warps, so that a program has several rows, and not all as many
-        launch = replace(getattr(norm_rotary_triton, name), warps=8)
-        monkeypatch.setattr(norm_rotary_triton, name, launch)
+    # Few programs, so that one has several rows, and not all as many.
+    monkeypatch.setattr(norm_rotary_triton, "MULTIPROCESSORS", 1)
     row, arrays, vectors, tables = made(case)
 
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
@@ -94,6 +92,30 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
         jnp.finfo(dtype).eps
     )  # of the distance to the next number, at most; two programs differ a little
     np.testing.assert_allclose(np.asarray(y, np.float32), whole, rtol=1.01 * half, atol=1e-7)
+
+
+def test_vectors_are_read_as_they_are() -> None:
+    """A scale that all heads share, and dtypes of their own: so are the gradients."""
+    row, arrays, vectors, tables = made(CASES["head-interleaved-512"])
+    shared = {"bias": RNG.standard_normal((8, 64)).astype(np.float32), "scale": vectors["scale"][:1]}
+    given = {"bias": jnp.asarray(shared["bias"], jnp.bfloat16), "scale": jnp.asarray(shared["scale"], jnp.float32)}
+    exactly = {name: np.asarray(v, np.float64) for name, v in given.items()}
+    _, pull = jax.vjp(lambda v: norm_rotary._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given)
+    got = pull(float32(arrays["dy"]))[0]
+    with jax.enable_x64(True):
+        _, pull = jax.vjp(lambda v: exact(row, arrays["x"], v, tables), exactly)
+        want = pull(jnp.asarray(arrays["dy"]))[0]
+    assert {name: (v.shape, v.dtype) for name, v in got.items()} == {n: (v.shape, v.dtype) for n, v in given.items()}
+    assert error(got["bias"], want["bias"]) < 4e-3 and error(got["scale"], want["scale"]) < 2e-6
+
+
+@pytest.mark.parametrize(("norm", "kept"), [("across", True), ("head", False), (None, False)])
+def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> None:
+    row, x = Row(4, 16, norm, EPS, None), jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32)
+    _, r = norm_rotary_triton.forward(row, x, {}, (), keep=True, interpret=True)
+    assert norm_rotary_triton.forward(row, x, {}, (), interpret=True)[1] is None and (r is not None) == kept
+    if r is not None:
+        np.testing.assert_allclose(r, np.mean(np.asarray(x) ** 2, (1, 2)) ** -0.5, rtol=1e-5)
 
 
 # ---- in modules ------------------------------------------------------------------------------------------------------
