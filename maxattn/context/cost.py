@@ -144,15 +144,17 @@ def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, covered:
     late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
     last = 0.0 if covered else home  # the second half of the own keys is computed beside it
     beside = machine.slowed * (ring.places - 1) * (2 * hop + home)
-    return float(late) + last + beside + _merges(ring, size) / machine.hbm + (6 * ring.places - 4) * START
+    merges = _merges(ring, size, covered) / machine.hbm
+    return float(late) + last + beside + merges + (6 * ring.places - 4) * START
 
 
-def _merges(ring: Ring, size: _Sizes) -> float:
+def _merges(ring: Ring, size: _Sizes, in_place: bool) -> float:
     """Count the bytes of merging partial outputs, and of summing partial gradients."""
     n, item = ring.places, size.item
     if not ring.direct:
         # out and dq are read and written in float32, dk and dv too, and a part of each is read.
         return (2 * FLOAT + item) / item * (2 * size.q + size.kv) * n
-    # Each part of out, dq, dk and dv is read once, each sum is written. K and V are made one array, forward and
-    # backward, and dK and dV of each hop, which FlashAttention-4 writes as one.
-    return (n + 1) * (2 * size.q + size.kv) + (4 + 2 * n) * size.kv
+    # Each part of out, dk and dv is read once, each sum is written; K and V are made one array, forward and backward.
+    both = (n + 1) * (size.q + size.kv) + 4 * size.kv
+    # Where blocks are not computed in place, the same of dq, and dK and dV of each hop are made one array.
+    return both if in_place else both + (n + 1) * size.q + 2 * n * size.kv
