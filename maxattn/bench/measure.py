@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from maxattn.bench.timing import Timed, Work, measure
 from maxattn.config import AttentionConfig
 from maxattn.kernels import KERNELS, DotProduct
 from maxattn.masks import Dense
+from maxattn.normal import normal
 from maxattn.plan import refusal
 from maxattn.shapes import Shape
 from maxattn.target import Target
@@ -190,7 +192,7 @@ def random_inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
     sets = 1 if size > 2e8 or target.platform == "cpu" else 2 if size > 6e7 else 8
     keys = jax.random.split(jax.random.key(0), (sets, 4))
     sizes = ((b, t, n, h), (b, s, shape.kv_heads or n, h), (b, s, shape.kv_heads or n, h), (b, t, n, h))
-    make = jax.jit(lambda key, dims: jax.random.normal(key, dims, shape.dtype), static_argnums=1)
+    make = jax.jit(partial(normal, dtype=shape.dtype), static_argnums=1)
     return [tuple(make(key, dims) for key, dims in zip(row, sizes, strict=True)) for row in keys]
 
 

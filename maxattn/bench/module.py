@@ -30,6 +30,7 @@ from maxattn.bench.measure import BOTH, FORWARD, Job, Row, config_of, random_inp
 from maxattn.bench.report import as_kernels
 from maxattn.bench.timing import Work, measure
 from maxattn.modules import FlaxAttention
+from maxattn.normal import normal
 from maxattn.rope import Rotary, rope_1d
 from maxattn.shapes import Shape
 from maxattn.target import Target
@@ -148,4 +149,4 @@ def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ..
 
 def _arrays(dims: tuple[int, ...], dtype: Any, count: int) -> list[Array]:
     keys = jax.random.split(jax.random.key(len(dims)), count)
-    return [jax.random.normal(key, dims, dtype) for key in keys]
+    return [normal(key, dims, dtype) for key in keys]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from maxattn.call import Call
 from maxattn.kernels.base import Kernel, inference_kernel
+from maxattn.normal import normal
 
 RUNS = 10
 SECONDS = 3.0  # a candidate is timed this long at most, and twice at least
@@ -46,7 +47,7 @@ def _program(kernel: Kernel, call: Call, training: bool) -> tuple[Callable[..., 
     q_shape = (call.batch, call.q_len, call.heads, call.head_dim)
     kv_shape = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
     shapes = (q_shape, kv_shape, kv_shape, q_shape)
-    operands = tuple(jax.random.normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True))
+    operands = tuple(normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True))
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         return inference_kernel(kernel).forward(q, k, v, None, call.mask, 0, 0)[0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxattn import masks as M
 from maxattn.bench import as_table, bench, to_json
 from maxattn.bench import table as tables
-from maxattn.bench.measure import BACKWARD, FORWARD, Row
+from maxattn.bench.measure import BACKWARD, FORWARD, Row, random_inputs
 from maxattn.cli import main
 from maxattn.shapes import Shape, read
 from maxattn.target import Target
@@ -29,6 +31,13 @@ def test_rows_have_times_or_reasons(rows: list[Row]) -> None:
         ("dot_product", "forward"), ("dot_product", "backward"), ("auto", "forward"), ("auto", "forward+backward"),
     }  # fmt: skip
     assert [row.note for row in rows if not row.ms] == ["it needs an NVIDIA GPU, and this is cpu"]
+
+
+def test_inputs_have_all_digits_of_their_dtype() -> None:
+    """And not the 128 values of `jax.random.normal` in bfloat16."""
+    (q, *_), *_ = random_inputs(read("1,4096,4096,2,16"), Target.named("cpu"))
+    assert q.dtype == jnp.bfloat16 and len(np.unique(np.asarray(q, np.float32))) > 2000
+    assert float(jnp.max(jnp.abs(q))) > 3.5
 
 
 def test_errors_are_against_float32(rows: list[Row]) -> None:
