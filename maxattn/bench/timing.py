@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 from maxattn.bench.profile import Profile, device_time
 
 BATCHES = 5
-MOST_CALLS = 20
+MOST_CALLS = 400  # queued at a time
 LONG = 0.1  # seconds, from which fewer batches will do
 FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
 
@@ -84,9 +85,11 @@ def measure(
     warm = [_warmed(*each) for each in ready]
     batches = [_calls(each, budget) for each in warm]
     times: list[list[float]] = [[] for _ in ready]
-    # A round measures each of them once: the first after a pause finds a cool chip, and would win by 3% or more.
+    turns = list(zip(ready, batches, times, strict=True))
+    # A round measures each of them once: the first after a pause finds a cool chip, and would win by 3% or more. Each
+    # in another order, since one that needs much power leaves low clocks to the next.
     for i in range(BATCHES):
-        for (program, inputs), (rounds, calls), found in zip(ready, batches, times, strict=True):
+        for (program, inputs), (rounds, calls), found in Random(i).sample(turns, len(turns)):
             if i < rounds:
                 found.append(_queue(program, inputs, calls) / calls)
     found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
