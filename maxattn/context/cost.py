@@ -20,6 +20,7 @@ from maxattn.context.all_gather import WholeKeys
 from maxattn.context.balance import FLOPS_A_PAIR, TRAINING
 from maxattn.context.base import itemsize, readable
 from maxattn.context.figures import START, Machine
+from maxattn.context.halves import may_halve
 from maxattn.context.ring import Ring
 from maxattn.context.zigzag import Layout
 from maxattn.kernels.sums import MOST_PARTS
@@ -105,20 +106,28 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     work = _work(ring.layout, call).max(axis=0) * size.pair / ring.inner
     waits, memory = _exchanges(ring, size, machine)
     if ring.places > 1:
-        dense = call.mask.is_full and call.bias is None
-        waits += _hops(work, ring, size, machine, covered=ring.direct and dense)
-        memory += _held(ring, dense, size)
+        covered = _covers_last(ring, call)
+        waits += _hops(work, ring, size, machine, covered)
+        memory += _held(ring, covered, size)
     if ring.runs > 1:
         waits += (6 * size.q + 3 * size.kv) / machine.exchanged(n) + 4 * START
     return Cost(ring.label().replace(f" over {n}", ""), float(work.sum()), waits, memory)
 
 
-def _held(ring: Ring, dense: bool, size: _Sizes) -> float:
+def _covers_last(ring: Ring, call: Call) -> bool:
+    """Tell whether the own keys are computed by halves, the second beside the last gradients on their way home."""
+    if ring.direct:
+        return call.mask.is_full and call.bias is None
+    shares = ways("N", ring.shape) * ring.inner
+    return may_halve(call.heads // shares, call.kv_heads // shares, call.mask, call.bias is not None)
+
+
+def _held(ring: Ring, halved: bool, size: _Sizes) -> float:
     """Count what hops hold: blocks of K and V and of their gradients, and sums; the same of the queries."""
     if not ring.direct:
-        return (2 + 2 * FLOAT / size.item) * size.kv + 2 * FLOAT / size.item * size.q
+        return (2 + halved + 2 * FLOAT / size.item) * size.kv + 2 * FLOAT / size.item * size.q
     parts = min(ring.places, MOST_PARTS)
-    if not dense:
+    if not halved:
         return (2 + parts) * size.kv + parts * size.q
     # The own keys, those that are here and those that come; the own gradients, those that are made, leave and came.
     came = min(ring.places - 3, MOST_PARTS + FLOAT // size.item)
@@ -142,9 +151,10 @@ def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, covered:
     home = hop if ring.direct else hop * FLOAT / item
     forward, backward = work[:-1] / TRAINING, work[:-1] * (TRAINING - 1) / TRAINING
     late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
-    last = 0.0 if covered else home  # the second half of the own keys is computed beside it
+    own = backward[0] / 2 if covered else 0.0  # the second half of the own keys is computed beside the last transfer
+    last = max(home - own, 0.0)
     beside = machine.slowed * (ring.places - 1) * (2 * hop + home)
-    merges = _merges(ring, size, covered) / machine.hbm
+    merges = _merges(ring, size, in_place=covered) / machine.hbm
     return float(late) + last + beside + merges + (6 * ring.places - 4) * START
 
 

@@ -2,8 +2,8 @@
 
 Hop h brings each device the block of the device h places before it. The next block is on its way while this one is
 computed. Partial results are merged by log-sum-exp in float32. The backward goes round again with the global output and
-LSE, and the gradients of K and V travel with them until they are home. Hops that the mask leaves empty on every device
-are not made, a device skips what is empty for it alone, and uneven work is evened by zig-zag (zigzag.py, balance.py).
+LSE, and the gradients of K and V travel with them until they are home, the last way beside half of the place's own keys
+(halves.py). Hops that the mask leaves empty on every device are not made, a device skips what is empty for it alone, and uneven work is evened by zig-zag (zigzag.py, balance.py).
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -17,14 +17,15 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context import direct
+from maxattn.context import direct, halves
 from maxattn.context.all_gather import WholeKeys
 from maxattn.context.balance import CONTIGUOUS, Balance, balance
 from maxattn.context.base import Collective
 from maxattn.context.direct import zeros
+from maxattn.context.halves import ALL, FIRST, SECOND, Heads
 from maxattn.context.merge import merge, nothing_seen
 from maxattn.context.traffic import dealt, hops_of
-from maxattn.context.trip import Trip, in_step
+from maxattn.context.trip import Keys, Trip, in_step
 from maxattn.context.zigzag import Layout
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.masks import Mask
@@ -147,20 +148,31 @@ class Ring(WholeKeys):
         if self.direct:
             return direct.backward(trip, kernel, q, k, v, (out, lse, dout, dlse))
         queries, here = trip.deal.out(q, 1), trip.keys(k, v)
+        own = here if trip.halves_own_keys else None
         given = (out, 1), (lse, 2), (dout, 1), (dlse, 2)
         rows: list[Any] = list(zip(*(trip.deal.out(x, axis) for x, axis in given), strict=True))
         dqs, dkvs, dbs = zeros(queries), zeros(here), zeros(trip.biases)
-        for hop in trip.made:
 
-            def gradients(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
-                return kernel.backward(queries[i], *here[j], *trip.operands(hop, i, j), *rows[i])
+        def computed(hop: int, keys: Keys, heads: Heads = ALL) -> dict[tuple[int, int], Any]:
+            def gradients(i: int, j: int) -> Any:
+                return halves.backward(kernel, heads, queries[i], *keys[j], *trip.operands(hop, i, j), *rows[i])
 
-            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
-            (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), trip.pieces(hop, gradients, zeros))
+            return trip.pieces(hop, gradients, zeros)
+
+        def add(hop: int, parts: dict[tuple[int, int], Any]) -> None:
             for (i, j), (dq, dk, dv, db) in parts.items():
                 dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
                 dbs[i] = trip.add_bias(dbs[i], db, hop, j)
-            here, (dqs, dkvs, dbs) = in_step(coming, (dqs, dkvs, dbs))
+
+        for hop in trip.made:
+            parts = computed(hop, here, ALL if own is None or hop else FIRST)
+            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
+            (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), parts)
+            add(hop, parts)
+            here, (dqs, dkvs, dbs, own) = in_step(coming, (dqs, dkvs, dbs, own))
             dkvs = trip.send_home(hop, dkvs)
+        if own is not None:
+            dkvs, parts = in_step(dkvs, computed(0, own, SECOND))
+            add(0, parts)
         dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
         return trip.deal.back([x.astype(q.dtype) for x in dqs], 1), dk, dv, trip.whole_bias(dbs)

@@ -9,7 +9,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.context import Ring
+from maxattn.context import Ring, halves
 from maxattn.context.merge import merge
 from tests.jaxprs import count_primitive
 from tests.reference import attention64
@@ -60,6 +60,48 @@ def test_the_plan_names_every_send(mask: M.Mask | None, length: int) -> None:
         named[c.when] += c.hops * c.arrays
     forward, both = sends(mask, length)
     assert (named["forward"], named["forward"] + named["backward"]) == (forward, both)
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "last"),
+    [(4, None, True), (2, None, False), (4, M.BlockSlidingWindow(8, 2), True), (4, M.BlockSlidingWindow(8, 1), False)],
+)
+def test_own_keys_are_computed_before_the_others_and_after_them(
+    heads: int, mask: M.Mask | None, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By halves of the heads, the second beside the last gradients on their way home; not where nothing is sent."""
+    order, backward = [], halves.backward
+
+    def noted(kernel, part, *x):
+        order.append(part)
+        return backward(kernel, part, *x)
+
+    monkeypatch.setattr(halves, "backward", noted)
+    jax.clear_caches()
+    mesh, x = CONFIG.make_mesh(), qkv(heads=heads)
+
+    def loss(*x):
+        return (ma.attention(*x, mask=mask, config=CONFIG, mesh=mesh) ** 2).sum()
+
+    jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*x)
+    hops = {None: N, M.BlockSlidingWindow(8, 2): 2, M.BlockSlidingWindow(8, 1): 1}[mask]
+    others = [part for part in order if part == halves.ALL]
+    if last:
+        assert order == [halves.FIRST, *others, halves.SECOND] and len(others) >= hops - 1
+    else:
+        assert order == others and len(others) >= hops
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "mask", "biased", "may"),
+    [
+        (4, 4, M.Full(), False, True), (6, 6, M.Full(), False, False), (8, 2, M.Causal(), False, True),
+        (8, 1, M.Full(), False, False), (4, 4, M.Full(), True, False),
+        (4, 4, M.Dense(np.ones((8, 8), bool)), False, True), (4, 4, M.Dense(np.ones((1, 4, 8, 8), bool)), False, False),
+    ],
+)  # fmt: skip
+def test_which_heads_are_halved(heads: int, kv_heads: int, mask: M.Mask, biased: bool, may: bool) -> None:
+    assert halves.may_halve(heads, kv_heads, mask, biased) == may
 
 
 def test_it_gathers_nothing_and_makes_no_square() -> None:

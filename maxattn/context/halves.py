@@ -1,0 +1,70 @@
+"""The heads in two halves: a ring computes its own keys for the one before all others', and for the other after them.
+
+So the first transfer has a kernel beside it, and the last one too, by which the gradients of the own keys come home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.kernels.base import Bias, Kernel
+from maxattn.masks import Mask
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Name some of the heads.
+
+    Args:
+        part: which, of so many equal parts.
+        parts: how many there are.
+    """
+
+    part: int = 0
+    parts: int = 1
+
+    def of(self, x: Array, axis: int) -> Array:
+        """Take them out of an array."""
+        n = x.shape[axis] // self.parts
+        return jax.lax.slice_in_dim(x, self.part * n, (self.part + 1) * n, axis=axis)
+
+    def widened(self, x: Array, axis: int) -> Array:
+        """Put zeros in the place of the others."""
+        n, around = x.shape[axis], [(0, 0)] * x.ndim
+        around[axis] = (self.part * n, (self.parts - 1 - self.part) * n)
+        return jnp.pad(x, around)
+
+
+ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
+
+
+def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
+    """Tell whether the own keys are computed by halves: of an even number of heads, since a TPU's two cores share them.
+
+    Args:
+        heads, kv_heads: of one device.
+        mask: what is allowed; the halves share it.
+        biased: whether the scores have a bias.
+    """
+    by_head = any("N" in letters for letters in jax.tree.leaves(mask.leaf_axes()))
+    return heads % 4 == 0 and kv_heads % 2 == 0 and not by_head and not biased
+
+
+def backward(
+    kernel: Kernel, heads: Heads, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Any, kv_offset: Any,
+    out: Array, lse: Array, dout: Array, dlse: Array,
+) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
+    """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
+    if heads == ALL:
+        return kernel.backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+    # [B, T, N, H] and [B, N, T]
+    q, k, v, out, dout = (heads.of(x, 2) for x in (q, k, v, out, dout))
+    lse, dlse = heads.of(lse, 1), heads.of(dlse, 1)
+    *found, _ = kernel.backward(q, k, v, None, mask, q_offset, kv_offset, out, lse, dout, dlse)
+    dq, dk, dv = (heads.widened(x, 2) for x in found)
+    return dq, dk, dv, None
