@@ -3,8 +3,8 @@
 Hop h brings each device the block of the device h places before it. The next block is on its way while this one is
 computed. Partial results are merged by log-sum-exp in float32. The backward goes round again with the global output and
 LSE, and the gradients of K and V travel with them until they are home, the last way beside half of the place's own keys
-(halves.py). Hops that the mask leaves empty on every device are not made, a device skips what is empty for it alone, and
-uneven work is evened by zig-zag (zigzag.py, balance.py).
+(halves.py). Hops that the mask leaves empty on every device are not made, a device skips what is empty for it alone,
+and uneven work is evened by zig-zag (zigzag.py, balance.py).
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
