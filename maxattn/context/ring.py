@@ -173,6 +173,8 @@ class Ring(WholeKeys):
             here, (dqs, dkvs, dbs, own) = in_step(coming, (dqs, dkvs, dbs, own))
             dkvs = trip.send_home(hop, dkvs)
         if own is not None:
+            # Slices of these too are made only now: held all the way, they left no memory for transfers beside kernels.
+            (queries, rows), _ = in_step((queries, rows), dqs)
             dkvs, parts = in_step(dkvs, computed(0, own, SECOND))
             add(0, parts)
         dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
