@@ -92,6 +92,8 @@ def norm_rotary(
     vectors = {} if bias is None else {"bias": jnp.reshape(bias, (row.heads, row.head_dim))}
     if norm is not None and norm.scale is not None:
         vectors["scale"] = jnp.reshape(norm.scale.get_value(), (-1, row.head_dim))
+    if any(size > 1 for _, size in shape):  # their gradients are summed over devices before they are rounded
+        vectors = {name: v.astype(jnp.float32) for name, v in vectors.items()}
     tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
 
     def spec(letters: str) -> Any:
@@ -124,7 +126,7 @@ def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Ta
     # In a scan over layers XLA merges the projection's matmul with the store of its result for the backward, and runs
     # it once more for the kernel (jax 0.11.2). Not over a barrier.
     x = jax.lax.optimization_barrier(x)
-    y, r = norm_rotary_triton.forward(row, x, vectors, tables, True, interpret)
+    y, r = norm_rotary_triton.forward(row, x, vectors, tables, keep=True, interpret=interpret)
     return jax.lax.optimization_barrier(y), (x, r, vectors, tables)
 
 

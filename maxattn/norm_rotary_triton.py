@@ -155,7 +155,7 @@ def _forward_kernel(row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_r
 
 
 def _backward_kernel(
-    row: Row, step: int, dy_ref: Any, x_ref: Any, r_ref: Any, refs: dict[str, Any], tables: Any, dx_ref: Any,
+    row: Row, programs: int, dy_ref: Any, x_ref: Any, r_ref: Any, refs: dict[str, Any], tables: Any, dx_ref: Any,
     sum_refs: dict[str, Any],
 ) -> None:  # fmt: skip
     from jax.experimental import pallas as pl
@@ -168,9 +168,9 @@ def _backward_kernel(
         return raw, None if r_ref is None else r_ref[token], _angles(row, tables, token)
 
     def one(i: Any, carry: Any) -> Any:
-        token, (sums, ahead) = first + i * step, carry
+        token, (sums, ahead) = first + i * programs, carry
         raw, r, angles = read(token) if ahead is None else ahead
-        later = None if ahead is None else read(jnp.minimum(token + step, tokens - 1))
+        later = None if ahead is None else read(jnp.minimum(token + programs, tokens - 1))
         dx, more = _pull_back(row, raw, r, angles, _vector_pairs(row, refs) if held is None else held)
         for c in range(row.chunks):
             _store(row, dx_ref, token, c, dx[c])
@@ -178,7 +178,7 @@ def _backward_kernel(
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
     carry = {name: [(zero, zero)] * row.chunks for name in refs}, read(first) if roomy else None
-    sums, _ = jax.lax.fori_loop(0, jax.lax.div(tokens - first + step - 1, jnp.int32(step)), one, carry)
+    sums, _ = jax.lax.fori_loop(0, jax.lax.div(tokens - first + programs - 1, jnp.int32(programs)), one, carry)
     for name, each in sums.items():
         for c in range(row.chunks):
             _store(row, sum_refs[name], first, c, each[c])

@@ -15,6 +15,7 @@ import maxattn as ma
 from maxattn import _compat, norm_rotary, norm_rotary_triton
 from maxattn.norm_rotary_triton import Row
 from maxattn.remat import remat_policy
+from tests.jaxprs import of_primitive
 
 RNG = np.random.default_rng(5)
 EPS = 1e-6
@@ -26,6 +27,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "head-half-1536": (24, 64, "head", "half", 2, 3, True, True),
     "across-no_rotary-odd_heads": (5, 64, "across", None, 2, 3, False, True),
     "no_norm-interleaved-wide_heads": (3, 256, None, "interleaved", 2, 3, False, False),
+    # So many channels a thread that nothing is held and no row read ahead.
+    "across-interleaved-832": (13, 64, "across", "interleaved", 2, 20, False, True),
+    "head-half-1792": (7, 256, "head", "half", 2, 5, False, True),
 }
 
 
@@ -64,9 +68,9 @@ def float32(tree: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Few programs, so that one has several rows, and not all as many.
-    monkeypatch.setattr(norm_rotary_triton, "MULTIPROCESSORS", 1)
     row, arrays, vectors, tables = made(case)
+    # Few programs, so that one has several rows, and not all as many.
+    monkeypatch.setattr(Row, "programs", max(2, len(arrays["x"][0]) - 1))
 
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
         return norm_rotary._on_shard(row, True, x, vectors, tables)
@@ -94,11 +98,14 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
     np.testing.assert_allclose(np.asarray(y, np.float32), whole, rtol=1.01 * half, atol=1e-7)
 
 
-def test_vectors_are_read_as_they_are() -> None:
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_vectors_are_read_as_they_are(style: str) -> None:
     """A scale that all heads share, and dtypes of their own: so are the gradients."""
-    row, arrays, vectors, tables = made(CASES["head-interleaved-512"])
-    shared = {"bias": RNG.standard_normal((8, 64)).astype(np.float32), "scale": vectors["scale"][:1]}
-    given = {"bias": jnp.asarray(shared["bias"], jnp.bfloat16), "scale": jnp.asarray(shared["scale"], jnp.float32)}
+    row, arrays, vectors, tables = made((8, 64, "head", style, 2, 3, True, True))
+    given = {
+        "bias": jnp.asarray(vectors["bias"], jnp.bfloat16),
+        "scale": jnp.asarray(vectors["scale"][:1], jnp.float32),
+    }
     exactly = {name: np.asarray(v, np.float64) for name, v in given.items()}
     _, pull = jax.vjp(lambda v: norm_rotary._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given)
     got = pull(float32(arrays["dy"]))[0]
@@ -114,8 +121,18 @@ def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> Non
     row, x = Row(4, 16, norm, EPS, None), jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32)
     _, r = norm_rotary_triton.forward(row, x, {}, (), keep=True, interpret=True)
     assert norm_rotary_triton.forward(row, x, {}, (), interpret=True)[1] is None and (r is not None) == kept
+    assert (norm_rotary._fused_fwd(row, True, x, {}, ())[1][1] is not None) == kept
     if r is not None:
         np.testing.assert_allclose(r, np.mean(np.asarray(x) ** 2, (1, 2)) ** -0.5, rtol=1e-5)
+
+
+def test_programs_are_not_more_than_rows() -> None:
+    row, x = Row(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
+    jaxpr = jax.make_jaxpr(lambda x, r: norm_rotary_triton.backward(row, x, x, r, {}, (), interpret=True))(
+        x, x[:, 0, 0]
+    )
+    (call,) = of_primitive(jaxpr.jaxpr, "pallas_call")
+    assert call.params["grid_mapping"].grid == (7,) and row.programs > 7
 
 
 # ---- in modules ------------------------------------------------------------------------------------------------------

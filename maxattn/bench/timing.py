@@ -13,17 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from random import Random
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from maxattn.bench.profile import Profile, device_time
 
+T = TypeVar("T")
 BATCHES = 5
-MOST_CALLS = 400  # queued at a time
+# Queued at a time; and where there are several devices: of more programs with collectives XLA's CPU finishes none.
+MOST_CALLS, ON_SEVERAL = 400, 20
 LONG = 0.1  # seconds, from which fewer batches will do
 FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
 
@@ -86,16 +87,26 @@ def measure(
     batches = [_calls(each, budget) for each in warm]
     times: list[list[float]] = [[] for _ in ready]
     turns = list(zip(ready, batches, times, strict=True))
-    # A round measures each of them once: the first after a pause finds a cool chip, and would win by 3% or more. Each
-    # in another order, since one that needs much power leaves low clocks to the next.
+    # A round measures each of them once: the first after a pause finds a cool chip, and would win by 3% or more. One
+    # that needs much power leaves low clocks to the next: which that is changes.
     for i in range(BATCHES):
-        for (program, inputs), (rounds, calls), found in Random(i).sample(turns, len(turns)):
+        for (program, inputs), (rounds, calls), found in in_order(i, turns):
             if i < rounds:
                 found.append(_queue(program, inputs, calls) / calls)
     found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
     if not profiled:
         return found
     return [replace(t, profile=_profile(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
+
+
+def in_order(i: int, jobs: list[T]) -> list[T]:
+    """Return the order of round i, in which most follow another than in the rounds before.
+
+    First, second, last, third, last but one, ..., then backwards; and so on, begun one further every other round.
+    """
+    n = len(jobs)
+    order = [((j + 1) // 2 if j % 2 else -(j // 2)) + i // 2 for j in range(n)]
+    return [jobs[j % n] for j in (reversed(order) if i % 2 else order)]
 
 
 def _profile(program: Any, inputs: Any) -> Profile:
@@ -137,7 +148,8 @@ def _calls(warm: Timed, budget: float) -> tuple[int, int]:
     if warm.failed:
         return 0, 0
     rounds = BATCHES if warm.seconds < LONG else 3
-    return rounds, max(1, min(MOST_CALLS, int(budget / rounds / warm.seconds)))
+    most = MOST_CALLS if jax.device_count() == 1 else ON_SEVERAL
+    return rounds, max(1, min(most, int(budget / rounds / warm.seconds)))
 
 
 def _result(ready: tuple[Any, Any], warm: Timed, times: list[float]) -> Timed:

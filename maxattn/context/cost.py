@@ -27,6 +27,7 @@ from maxattn.kernels.sums import MOST_PARTS
 from maxattn.sharding import ways
 
 FLOAT = 4
+IN_PLACE = 128  # head dim, up to which blocks are computed where they came (kernels/fa4_sums.py)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     waits, memory = _exchanges(ring, size, machine)
     if ring.places > 1:
         covered = _covers_last(ring, call)
-        waits += _hops(work, ring, size, machine, covered)
+        # Where FlashAttention-4 runs: the kernel is chosen apart from the strategy.
+        in_place = ring.direct and covered and call.heads == call.kv_heads and call.head_dim <= IN_PLACE
+        waits += _hops(work, ring, size, machine, covered) + _merges(ring, size, in_place) / machine.hbm
         memory += _held(ring, covered, size)
     if ring.runs > 1:
         waits += (6 * size.q + 3 * size.kv) / machine.exchanged(n) + 4 * START
@@ -145,8 +148,7 @@ def _exchanges(ring: Ring, size: _Sizes, machine: Machine) -> tuple[float, float
 
 
 def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, covered: bool) -> float:
-    """Return the seconds that hops take longer than the work beside them or take from it, that merges take, and that
-    the last one home takes."""
+    """Return the seconds that hops take longer than the work beside them, take from it, and take to start."""
     hop, item = size.kv / machine.neighbour, size.item
     home = hop if ring.direct else hop * FLOAT / item
     forward, backward = work[:-1] / TRAINING, work[:-1] * (TRAINING - 1) / TRAINING
@@ -154,8 +156,7 @@ def _hops(work: np.ndarray, ring: Ring, size: _Sizes, machine: Machine, covered:
     own = backward[0] / 2 if covered else 0.0  # the second half of the own keys is computed beside the last transfer
     last = max(home - own, 0.0)
     beside = machine.slowed * (ring.places - 1) * (2 * hop + home)
-    merges = _merges(ring, size, in_place=covered) / machine.hbm
-    return float(late) + last + beside + merges + (6 * ring.places - 4) * START
+    return float(late) + last + beside + (6 * ring.places - 4) * START
 
 
 def _merges(ring: Ring, size: _Sizes, in_place: bool) -> float:

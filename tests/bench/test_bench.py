@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import chain, pairwise
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.bench import as_table, bench, to_json
+from maxattn.bench import as_table, bench, timing, to_json
 from maxattn.bench import table as tables
 from maxattn.bench.measure import BACKWARD, FORWARD, Row, random_inputs
 from maxattn.cli import main
@@ -38,6 +40,20 @@ def test_inputs_have_all_digits_of_their_dtype() -> None:
     (q, *_), *_ = random_inputs(read("1,4096,4096,2,16"), Target.named("cpu"))
     assert q.dtype == jnp.bfloat16 and len(np.unique(np.asarray(q, np.float32))) > 2000
     assert float(jnp.max(jnp.abs(q))) > 3.5
+
+
+def test_turns_are_in_changing_order() -> None:
+    """No job follows the same one in most rounds."""
+    for n in range(3, 9):
+        rounds = [timing.in_order(i, list(range(n))) for i in range(timing.BATCHES)]
+        assert all(sorted(each) == list(range(n)) for each in rounds)
+        assert max(Counter(pairwise(chain(*rounds))).values()) <= 3
+    assert [timing.in_order(i, [0, 1])[0] for i in range(4)] == [0, 1, 1, 0]
+
+
+def test_few_calls_are_queued_on_several_devices() -> None:
+    """Of some fifty programs with collectives XLA's CPU finishes none, and it ends the process."""
+    assert timing._calls(timing.Timed(seconds=1e-6), 1.0) == (timing.BATCHES, timing.ON_SEVERAL)
 
 
 def test_errors_are_against_float32(rows: list[Row]) -> None:
