@@ -39,6 +39,10 @@ COPY_ENGINES = (
     f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
 )
 
+# Bytes of a device's queries from which halves of them, of out and of dout are cut out only when they are read: held
+# all the way, they left the TPU's compiler no memory for transfers beside kernels. It covers small ones better without.
+LARGE = 2**28
+
 
 @dataclass(frozen=True)
 class Ring(WholeKeys):
@@ -173,8 +177,8 @@ class Ring(WholeKeys):
             here, (dqs, dkvs, dbs, own) = in_step(coming, (dqs, dkvs, dbs, own))
             dkvs = trip.send_home(hop, dkvs)
         if own is not None:
-            # Slices of these too are made only now: held all the way, they left no memory for transfers beside kernels.
-            (queries, rows), _ = in_step((queries, rows), dqs)
+            if q.size * q.dtype.itemsize >= LARGE:
+                (queries, rows), _ = in_step((queries, rows), dqs)
             dkvs, parts = in_step(dkvs, computed(0, own, SECOND))
             add(0, parts)
         dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
