@@ -136,6 +136,7 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
     assert says(4) and not says(4, ma.Target.named("TPU v5p"))
     assert not Ring((("context", 1),), direct=True).notes()
     assert not says(4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),)))
+    jax.devices()  # a backend that starts only now would have one device, for all tests after this one
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
     assert dict(ma.Target.here().env)["XLA_FLAGS"] == "--xla_gpu_collective_permute_mode=peer"
 
