@@ -23,11 +23,11 @@ from maxattn.context.figures import START, Machine
 from maxattn.context.halves import may_halve
 from maxattn.context.ring import Ring
 from maxattn.context.zigzag import Layout
+from maxattn.kernels.fa4_sums import HEAD_LIMIT
 from maxattn.kernels.sums import MOST_PARTS
 from maxattn.sharding import ways
 
 FLOAT = 4
-IN_PLACE = 128  # head dim, up to which blocks are computed where they came (kernels/fa4_sums.py)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _of_ring(ring: Ring, call: Call, machine: Machine) -> Cost:
     if ring.places > 1:
         covered = _covers_last(ring, call)
         # Where FlashAttention-4 runs: the kernel is chosen apart from the strategy.
-        in_place = ring.direct and covered and call.heads == call.kv_heads and call.head_dim <= IN_PLACE
+        in_place = ring.direct and covered and call.heads == call.kv_heads and call.head_dim <= HEAD_LIMIT
         waits += _hops(work, ring, size, machine, covered) + _merges(ring, size, in_place) / machine.hbm
         memory += _held(ring, covered, size)
     if ring.runs > 1:

@@ -23,7 +23,7 @@ from maxattn.context.all_gather import WholeKeys
 from maxattn.context.balance import CONTIGUOUS, Balance, balance
 from maxattn.context.base import Collective
 from maxattn.context.direct import zeros
-from maxattn.context.halves import ALL, FIRST, SECOND, Heads
+from maxattn.context.halves import ALL, FIRST, SECOND, Heads, may_halve
 from maxattn.context.merge import merge, nothing_seen
 from maxattn.context.traffic import dealt, hops_of
 from maxattn.context.trip import Keys, Trip, in_step
@@ -153,7 +153,8 @@ class Ring(WholeKeys):
         if self.direct:
             return direct.backward(trip, kernel, q, k, v, (out, lse, dout, dlse))
         queries, here = trip.deal.out(q, 1), trip.keys(k, v)
-        own = here if trip.halves_own_keys else None
+        halved = len(trip.made) > 1 and may_halve(q.shape[2], k.shape[2], mask, bias is not None)
+        own = here if halved else None
         given = (out, 1), (lse, 2), (dout, 1), (dlse, 2)
         rows: list[Any] = list(zip(*(trip.deal.out(x, axis) for x, axis in given), strict=True))
         dqs, dkvs, dbs = zeros(queries), zeros(here), zeros(trip.biases)
@@ -170,7 +171,7 @@ class Ring(WholeKeys):
                 dbs[i] = trip.add_bias(dbs[i], db, hop, j)
 
         for hop in trip.made:
-            parts = computed(hop, here, ALL if own is None or hop else FIRST)
+            parts = computed(hop, here, FIRST if halved and hop == 0 else ALL)
             # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
             (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), parts)
             add(hop, parts)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.context.all_gather import CONTEXT
-from maxattn.context.halves import may_halve
 from maxattn.context.zigzag import Deal, Layout, joined
 from maxattn.kernels.base import Bias
 from maxattn.masks import Mask
@@ -54,7 +53,6 @@ class Trip:
         self.q_run, self.kv_run = q.shape[1] // layout.runs, k.shape[1] // layout.runs
         self.tall = bias is not None and bias.shape[2] == q.shape[1]  # else it broadcasts over queries
         self.masks, self.biases = self._masks(mask), self._biases(bias)
-        self.halves_own_keys = len(self.made) > 1 and may_halve(q.shape[2], k.shape[2], mask, bias is not None)
 
     @property
     def runs(self) -> range:
