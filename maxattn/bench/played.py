@@ -25,6 +25,7 @@ from maxattn.context.zigzag import Layout
 from maxattn.errors import InputError
 from maxattn.kernels.base import Kernel
 from maxattn.kernels.key_blocks import Packed, as_one
+from maxattn.kernels.sums import shares_of
 from maxattn.masks import Full
 from maxattn.plan import plan
 from maxattn.shapes import Shape
@@ -47,7 +48,8 @@ def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple
     mesh = auto_mesh(np.asarray(jax.devices()[:devices]), (CONTEXT,))
     tokens = shape.q_len // places
     share = tuple(jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole)
-    blocks = [as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3])) for i in range(1, places)]
+    room = shares_of(made, *(x[:, :tokens] for x in whole[:2]), places).along
+    blocks = [as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), room) for i in range(1, places)]
     others = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in blocks)
     who, played, jobs = f"ring of {places}, played by {devices}", Played(places, made), []
     for name, extra in ((who, ()), (f"{who}, nothing sent", others)):

@@ -19,17 +19,19 @@ from maxattn.context.merge import merge_all, nothing_seen
 from maxattn.context.trip import Keys, Trip, in_step
 from maxattn.kernels.base import Bias, Kernel
 from maxattn.kernels.key_blocks import Packed, as_one
-from maxattn.kernels.sums import MOST_PARTS, Rows, added, total
+from maxattn.kernels.sums import MOST_PARTS, Rows, added, shares_of, total
 
 
 def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Return this device's (out, lse)."""
-    queries, packed = trip.deal.out(q, 1), _packed(trip.keys(k, v))
+    # Packed as for the backward: where one program has both, they share it.
+    room = shares_of(kernel, q, k, trip.n).along if trip.is_dense else 0
+    queries, packed = trip.deal.out(q, 1), _packed(trip.keys(k, v), room)
     parts: list[list[Any]] = [[] for _ in trip.runs]
     for hop in trip.made:
 
         def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.forward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j))
+            return kernel.forward(queries[i], *_unpacked(packed, trip.kv_run)[j], *trip.operands(hop, i, j))
 
         packed, found = in_step(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
         for (i, _), part in found.items():
@@ -104,10 +106,10 @@ def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Pack
     return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
 
 
-def _packed(keys: Keys) -> Packed:
+def _packed(keys: Keys, room: int = 0) -> Packed:
     parts = [x for pair in keys for x in pair]
-    return jnp.stack(parts) if len(parts) > 2 else as_one(*parts)
+    return jnp.stack(parts) if len(parts) > 2 else as_one(*parts, room=room)
 
 
-def _unpacked(packed: Packed) -> Keys:
-    return [(packed[i], packed[i + 1]) for i in range(0, packed.shape[0], 2)]
+def _unpacked(packed: Packed, length: int | None = None) -> Keys:
+    return [(packed[i, :, :length], packed[i + 1, :, :length]) for i in range(0, packed.shape[0], 2)]

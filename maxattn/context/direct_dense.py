@@ -5,6 +5,9 @@ beside the last. Another place's are computed in two where both the next keys an
 
     computes    own, first half   hop 1        hop 2, first   hop 2, second   ...   hop n-1          own, second half
     travels     keys of hop 1     of hop 2     of hop 3       dK,dV of hop 1  ...   dK,dV of n-2     dK,dV of n-1
+
+Where the processors of a GPU would have nothing to do at the end of a launch, some own keys are computed along
+with each block that comes (kernels/rounds.py): blocks have room for them, and they are put there as a block comes.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from jaxtyping import Array
 
 from maxattn.context.trip import Trip, in_step
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.key_blocks import FIRST, SECOND, WHOLE, Cut, Packed, as_one
-from maxattn.kernels.sums import Rows, Sums, added, sums_of, total
+from maxattn.kernels.key_blocks import WHOLE, Cut, Packed, Shares, as_one, put, taken
+from maxattn.kernels.sums import Rows, Sums, added, shares_of, sums_of, total
 
 
 class Step(NamedTuple):
@@ -36,23 +39,24 @@ class Step(NamedTuple):
     returns: bool = False
 
 
-def steps(places: int, length: int) -> Iterator[Step]:
+def steps(places: int, shares: Shares) -> Iterator[Step]:
     """List the steps of a backward.
 
     Args:
         places: of the ring.
-        length: of a place's keys.
+        shares: how a place's keys are divided.
     """
-    last, halves = places - 1, FIRST.bounds(length)[1] > 0
-    yield Step(0, FIRST if last and halves else WHOLE, fetches=last > 0)
+    last, halves = places - 1, shares.middle > 0
+    first = Cut(0, shares.middle)
+    yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
     for hop in range(1, places):
         fetches, returns = hop < last, hop > 1
         if fetches and returns and halves:
-            yield from (Step(hop, FIRST, fetches=True), Step(hop, SECOND, returns=True))
+            yield from (Step(hop, first, fetches=True), Step(hop, Cut(shares.middle), returns=True))
         else:
             yield Step(hop, WHOLE, fetches, returns)
     if last and halves:
-        yield Step(0, SECOND, returns=True)
+        yield Step(0, shares.rest(places), returns=True)
 
 
 def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array]:
@@ -64,8 +68,9 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
         q, k, v: this device's shards.
         rows: its, of all keys.
     """
-    made = _Backward(trip, sums_of(kernel, q, k, rows), as_one(k, v))
-    for step in steps(trip.n, k.shape[1]):
+    shares = shares_of(kernel, q, k, trip.n)
+    made = _Backward(trip, sums_of(kernel, q, k, rows), as_one(k, v, shares.along), shares)
+    for step in steps(trip.n, shares):
         made.take(step)
     return made.sums.dq(), *made.of_keys()
 
@@ -73,8 +78,9 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
 class _Backward:
     """Hold the keys and gradients that are here, by hop, and the gradients of this place's own keys that came home."""
 
-    def __init__(self, trip: Trip, sums: Sums, own: Packed) -> None:
-        self.trip, self.sums = trip, sums
+    def __init__(self, trip: Trip, sums: Sums, own: Packed, shares: Shares) -> None:
+        self.trip, self.sums, self.shares = trip, sums, shares
+        self.length = own.shape[2] - shares.along
         self.keys: dict[int, Packed] = {0: own}
         self.grads: dict[int, Packed] = {}
         self.home: list[Packed] = []
@@ -91,17 +97,31 @@ class _Backward:
         # What the next step sends or computes with is there only now, so that this step's kernel covers the transfer.
         ours = self.keys, self.grads, self.home, self.sums.state
         (coming, arriving), (self.keys, self.grads, self.home, self.sums.state) = in_step((coming, arriving), ours)
-        if hop and step.cut != FIRST:
+        if hop and step.cut.stop is None:
             del self.keys[hop]
+            self._part(hop)
         if coming is not None:
-            self.keys[hop + 1] = coming
+            self.keys[hop + 1] = self._joined(hop + 1, coming)
         if arriving is not None:
             self.home = added(self.home, arriving)
+
+    def _joined(self, hop: int, block: Packed) -> Packed:
+        """Put the own keys that go along with a block into it."""
+        if not self.shares.along:
+            return block
+        return put(taken(self.keys[0], self.shares.guests(hop, self.length)), block, self.length)
+
+    def _part(self, hop: int) -> None:
+        """Take the gradients of the own keys that went along out of a block's."""
+        if self.shares.along:
+            guests = taken(self.grads[hop], Cut(self.length))
+            self.grads[0] = put(guests, self.grads[0], self.shares.guests(hop, self.length).start)
 
     def of_keys(self) -> tuple[Array, Array]:
         """Return (dk, dv) of this place's own keys; gradients that have not left yet leave with nothing beside them."""
         own = self.grads.pop(0)
         for hop, grads in self.grads.items():
             self.home = added(self.home, self.trip.send_to_owner(hop, grads))
-        dk, dv = (total([x[which] for x in (own, *self.home)], own[which]).astype(own.dtype) for which in (0, 1))
+        parts = [x[:, :, : self.length] for x in (own, *self.home)]
+        dk, dv = (total([x[which] for x in parts], parts[0][which]).astype(own.dtype) for which in (0, 1))
         return dk, dv

@@ -13,7 +13,6 @@ from maxattn.kernels.fa4_kernels import backward_class, forward_class
 from maxattn.kernels.fa4_mask import pair_test
 from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
-from maxattn.kernels.key_blocks import halfway
 from maxattn.kernels.tile_order import Order
 
 HOPPER = 90  # the architecture that these kernels are written for
@@ -72,7 +71,7 @@ def _cut_out(packed: Any, which: int, cut: Any) -> Any:
     """Return K (0) or V (1) of a part of a block (`key_blocks.Cut`), where it stands."""
     cute = import_module("cutlass.cute")
     _, batch, length, heads, width = packed.shape
-    start, end = cut.between(halfway(length), length)
+    start, end = cut.bounds(length)
     one = cute.domain_offset((0, start, 0, 0), packed[which, None, None, None, None])
     return cute.make_tensor(one.iterator, cute.make_layout((batch, end - start, heads, width), stride=one.stride))
 

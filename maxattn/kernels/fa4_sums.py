@@ -21,9 +21,12 @@ from jaxtyping import Array
 from maxattn.kernels.fa4 import Fa4
 from maxattn.kernels.fa4_calls import widened
 from maxattn.kernels.fa4_launch import library, run_block
-from maxattn.kernels.key_blocks import TWO_TILES, WHOLE, Cut, Packed
+from maxattn.kernels.fa4_sizes import backward_tile
+from maxattn.kernels.key_blocks import TWO_TILES, WHOLE, Cut, Packed, Shares, halves
+from maxattn.kernels.rounds import divided
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 from maxattn.kernels.sums import Rows
+from maxattn.kernels.tile_order import PROCESSORS
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
 HEAD_LIMIT = 128  # beyond it heads are padded: fa4_calls.py
@@ -34,6 +37,19 @@ def fits(kernel: Fa4, q: Array, k: Array) -> bool:
     plain = q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= HEAD_LIMIT
     plain = plain and k.shape[1] >= TWO_TILES
     return plain and not kernel.lse_gradient and all(hasattr(library(), name) for name in LAUNCHES)
+
+
+def shares(k: Array, places: int) -> Shares:
+    """Divide a ring's keys so that the launches fill the processors.
+
+    Args:
+        k: a place's own keys.
+        places: of the ring.
+    """
+    batch, length, heads, head_dim = k.shape
+    # Room for guests stands between a block's batch rows, which the forward would have to copy out.
+    made = divided(length, backward_tile(head_dim).keys, batch * heads, places, PROCESSORS)
+    return made if made.middle and (batch == 1 or not made.along) else halves(length)
 
 
 class Fa4Sums:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Kernel
 from maxattn.kernels.fa4 import Fa4
-from maxattn.kernels.key_blocks import WHOLE, Cut, Packed, as_one, cut_out
+from maxattn.kernels.key_blocks import WHOLE, Cut, Packed, Shares, as_one, cut_out, halves, put
 from maxattn.kernels.pair import Pair
 from maxattn.masks import Full
 
@@ -28,12 +28,12 @@ class Sums(Protocol):
     state: Any
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and return the (dk, dv) of that part, and of what `grads` has of it.
+        """Add a part of a block of keys to dQ, and return its (dk, dv), in an array of the block's shape.
 
         Args:
             keys: the block, [2,B,S,K,H].
             cut: the part.
-            grads: what the first half gave, where this is the second one.
+            grads: what an earlier part of the block gave; without it, gradients of other parts are not set.
         """
         ...
 
@@ -56,12 +56,15 @@ class Parts:
         self.state: Any = []
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and return its (dk, dv), after those of the first half."""
+        """Add a part of a block of keys to dQ, and return its (dk, dv), among those of `grads`."""
         k, v = (cut_out(keys, which, cut) for which in (0, 1))
         dq, dk, dv, _ = self._kernel.backward(self._q, k, v, None, Full(), 0, 0, *self._rows)
         self.state = added(self.state, dq)
         found = as_one(dk.astype(k.dtype), dv.astype(k.dtype))
-        return found if grads is None else jnp.concatenate([grads, found], 2)
+        start, end = cut.bounds(keys.shape[2])
+        if grads is None:
+            return jnp.pad(found, ((0, 0), (0, 0), (start, keys.shape[2] - end), (0, 0), (0, 0)))
+        return put(found, grads, start)
 
     def dq(self) -> Array:
         """Return dQ over all blocks so far, in q's dtype."""
@@ -73,16 +76,44 @@ def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
 
     Args:
         kernel: whose backward it is.
-        q, k: this device's queries, and keys of some block.
+        q, k: this device's queries and keys; of the keys the shape alone counts.
         rows: of the queries.
     """
-    kernel = kernel.second if isinstance(kernel, Pair) else kernel
-    if isinstance(kernel, Fa4):
-        from maxattn.kernels import fa4_sums  # asks fa4-jax
+    fa4 = _in_place(kernel, q, k)
+    if fa4 is None:
+        return Parts(_backward_of(kernel), q, rows)
+    from maxattn.kernels.fa4_sums import Fa4Sums  # asks fa4-jax
 
-        if fa4_sums.fits(kernel, q, k):
-            return fa4_sums.Fa4Sums(kernel.scale, q, k, rows)
-    return Parts(kernel, q, rows)
+    return Fa4Sums(fa4.scale, q, k, rows)
+
+
+def shares_of(kernel: Kernel, q: Array, k: Array, places: int) -> Shares:
+    """Say how the backward of a ring divides keys over its launches.
+
+    Args:
+        kernel: whose backward it is.
+        q, k: this device's queries and keys, whose shapes alone count.
+        places: of the ring.
+    """
+    if _in_place(kernel, q, k) is None:
+        return halves(k.shape[1])
+    from maxattn.kernels.fa4_sums import shares
+
+    return shares(k, places)
+
+
+def _in_place(kernel: Kernel, q: Array, k: Array) -> Fa4 | None:
+    """Return the kernel that keeps dQ in float32 between blocks, where that is what computes."""
+    kernel = _backward_of(kernel)
+    if not isinstance(kernel, Fa4):
+        return None
+    from maxattn.kernels.fa4_sums import fits
+
+    return kernel if fits(kernel, q, k) else None
+
+
+def _backward_of(kernel: Kernel) -> Kernel:
+    return kernel.second if isinstance(kernel, Pair) else kernel
 
 
 def added(parts: list[Array], part: Array) -> list[Array]:

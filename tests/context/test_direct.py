@@ -12,9 +12,10 @@ import pytest
 
 import maxattn as ma
 from maxattn.attention import bind_mask, run
-from maxattn.context import direct_dense
+from maxattn.context import direct, direct_dense
 from maxattn.context.ring import Ring
 from maxattn.kernels import key_blocks, sums
+from maxattn.kernels.rounds import divided
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
@@ -86,13 +87,17 @@ def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> 
 
 
 @pytest.mark.parametrize("places", range(1, 9))
-@pytest.mark.parametrize("length", [1, 2, 300])
-def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: int) -> None:
-    made = list(direct_dense.steps(places, length))
-    computed = [(step.hop, *step.cut.bounds(length)) for step in made]
+@pytest.mark.parametrize("length, along", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
+def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: int, along: int) -> None:
+    shares = key_blocks.halves(length)._replace(along=along)
+    made = list(direct_dense.steps(places, shares))
+    computed = [(step.hop, *step.cut.bounds(length + along)) for step in made]
+    guests = [shares.guests(hop, length).bounds(length) for hop in range(places - 1, 0, -1)]
     covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(places)}
-    for ends in covered.values():
-        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])] and ends[-1][1] == length
+    covered[0] = covered[0] if places == 1 else covered[0] + [each for each in guests if along]
+    for hop, ends in covered.items():
+        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
+        assert ends[-1][1] == (length + along if hop or places == 1 else length), "own keys end with the last guest"
         assert all(a < b for a, b in ends)
     assert sum(step.fetches for step in made) == places - 1
     if length > 1:
@@ -155,14 +160,73 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
 
 def test_halves_meet_at_a_tile() -> None:
     middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
-    assert {n: key_blocks.FIRST.bounds(n)[1] for n in middles} == middles
-    assert [key_blocks.SECOND.bounds(n) for n in (255, 8190)] == [(127, 255), (4096, 8190)]
+    assert {n: key_blocks.halves(n).middle for n in middles} == middles
     assert key_blocks.WHOLE.bounds(300) == (0, 300)
+    shares = key_blocks.Shares(4224, 256)
+    assert shares.rest(4).bounds(8190 + 256) == (4224, 8190 - 3 * 256)
+    assert [shares.guests(hop, 8190).bounds(8190) for hop in (1, 3)] == [(7934, 8190), (7422, 7678)]
+
+
+def rounds_of(shares: key_blocks.Shares, length: int, rows: int, places: int, tile: int = 128) -> int:
+    """Count the rounds of 132 rows that the launches of a backward take, as `steps` lists them."""
+    bounds = [step.cut.bounds(length + shares.along) for step in direct_dense.steps(places, shares)]
+    return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
+
+
+@pytest.mark.parametrize("places", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("length", [256, 1024, 4095, 8190, 18900, 65536])
+@pytest.mark.parametrize("rows", [5, 12, 24, 40])
+def test_keys_are_divided_into_fewest_rounds(places: int, length: int, rows: int) -> None:
+    made = divided(length, 128, rows, places, 132)
+    if not made.middle:
+        assert length < 2 * 128
+        return
+    taken, halved = (rounds_of(x, length, rows, places) for x in (made, key_blocks.halves(length)))
+    assert taken <= (0.99 if made.along else 1) * halved
+    own = length - (places - 1) * made.along
+    assert 0 < made.middle < own and made.middle % 128 == made.along % 128 == 0
+    assert min(made.middle, own - made.middle) >= length // 512 * 128 - 128, "as long as the transfer beside it"
+
+
+def test_a_ring_of_four_takes_guests_along_for_wan_at_480p() -> None:
+    made = divided(8190, 128, 40, 4, 132)
+    assert made == key_blocks.Shares(33 * 128, 2 * 128)
+    assert (rounds_of(key_blocks.halves(8190), 8190, 40, 4), rounds_of(made, 8190, 40, 4)) == (80, 78)
+    assert divided(18900, 128, 40, 4, 132) == key_blocks.Shares(69 * 128)  # 720p: no launch but those of halves gains
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+@pytest.mark.parametrize("middle, along", [(7, 0), (5, 1), (3, 1)])
+def test_guests_do_not_change_what_is_computed(
+    places: int, middle: int, along: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax.clear_caches()  # what was traced with other shares
+    for module in (direct, direct_dense):
+        monkeypatch.setattr(module, "shares_of", lambda *_: key_blocks.Shares(middle, along))
+    case = {name: values[0] for name, values in AXES.items()} | {"mask": "none", "size": places, "length": "96"}
+    rng = np.random.default_rng(5)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 12 * places, 4, 8)), jnp.float32) for _ in range(4))
+    plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
+
+    def both(q, k, v):
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(12 * places, 12 * places), mesh)[0], q, k, v)
+        return out, *vjp(dout)
+
+    want = attention64(q, k, v, dout=dout)
+    got = jax.jit(both)(q, k, v)
+    assert max(error(g, w) for g, w in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True)) < 2e-5
+    blocks = {v.aval.shape[2] for e in equations(jax.make_jaxpr(both)(q, k, v).jaxpr) for v in e.outvars
+              if e.primitive.name == "ppermute"}  # fmt: skip
+    jax.clear_caches()
+    assert blocks == {12 + along}, "guests have room in what travels"
+
+
+CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 11])
-@pytest.mark.parametrize("cuts", [(key_blocks.WHOLE,), (key_blocks.FIRST, key_blocks.SECOND)], ids=["whole", "halves"])
-def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: tuple) -> None:
+@pytest.mark.parametrize("cuts", CUTS)
+def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str) -> None:
     rng = np.random.default_rng(3)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
     want = attention64(q, k, v, dout=dout)
@@ -171,8 +235,8 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: tupl
     parts = []
     for keys in jnp.split(key_blocks.as_one(k, v), blocks, 2):
         grads = None
-        for cut in cuts:
-            grads = made.add(keys, cut, grads)
+        for cut in CUTS[cuts]:
+            grads = made.add(keys, key_blocks.Cut(*cut), grads)
         parts.append(grads)
     dk, dv = jnp.concatenate(parts, 2)
     assert max(error(g, w) for g, w in zip((made.dq(), dk, dv), want[2:5], strict=True)) < 2e-5

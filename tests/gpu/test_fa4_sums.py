@@ -15,7 +15,7 @@ from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
 
-CUTS = {"whole": (key_blocks.WHOLE,), "halves": (key_blocks.FIRST, key_blocks.SECOND)}
+CUTS = {"whole": ((0, None),), "halves": ((0, 256), (256, None)), "three": ((0, 128), (256, None), (128, -144))}
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
@@ -39,7 +39,7 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
         for keys in blocks:
             grads = None
             for cut in CUTS[cuts]:
-                grads = made.add(keys, cut, grads)
+                grads = made.add(keys, key_blocks.Cut(*cut), grads)
             found.append(grads)
         return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4Sums"
 
