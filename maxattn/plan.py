@@ -215,6 +215,7 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     share = context.local_call(padded)
     local = replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
+    context = context.over(kernel, local)
     role = call.role
     runs = {kernel.name, context.name, *(reason.who for reason in unmet)}
     notes = (*sums, *context.notes(), *_notes(config, call, shape, repeat, runs, n))

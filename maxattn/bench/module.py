@@ -11,7 +11,8 @@ tokens in the compute dtype, C = N H:
     both       where parameters are kept in another dtype: each kernel read and written for its cast, and the gradients
 
 Biases, and sums of the three gradients of x, are taken as parts of the matmuls. The memory's 4 TB/s is what a copy
-reaches on an H200.
+reaches on an H200. Attention and matmuls are measured in one program too, in the module's order: a chip's clock depends
+on what ran before, and the module leaves it no other than these leave each other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from maxattn.attention import attention
 from maxattn.bench.measure import BOTH, FORWARD, Job, Row, config_of, random_inputs, row_of, with_gradient
 from maxattn.bench.report import as_kernels
 from maxattn.bench.timing import Work, measure
+from maxattn.context.trip import in_step
 from maxattn.modules import FlaxAttention
 from maxattn.normal import normal
 from maxattn.rope import Rotary, rope_1d
@@ -60,7 +62,7 @@ def bench_module(
         alone: the module without its parts.
     """
     jobs = _module(shape, kernel, param_dtype)
-    jobs += [] if alone else _attention(shape, kernel) + _matmuls(shape)
+    jobs += [] if alone else _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)
     timed = measure([Work(job.f, job.make) for job in jobs], budget, options=options, profiled=profiled)
     rows = [row_of(job, t, None) for job, t in zip(jobs, timed, strict=True)]
     if profiled:
@@ -138,6 +140,31 @@ def _matmuls(shape: Shape) -> list[Job]:
         return forward(x, o, weights), dx, dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
 
     return _jobs(shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads)))
+
+
+def _both(shape: Shape, kernel: str) -> list[Job]:
+    """Return the matmuls and the attention in one program: the module without norm, rotary embedding and biases."""
+    config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
+    q, k, v = random_inputs(shape, Target.here())[0][:3]
+    (x, dy), dtype = _arrays(tokens, q.dtype, 2), q.dtype
+    weights = tuple(_arrays((tokens[1], tokens[1]), dtype, 4))
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return attention(q, k, v, shape.mask, config=config).reshape(tokens)
+
+    def forward(x: Array, weights: Weights, q: Array, k: Array, v: Array) -> Any:
+        products, (q, k, v) = in_step([x @ w for w in weights[:3]], (q, k, v))
+        return products, attend(q, k, v) @ weights[3]
+
+    def training(x: Array, weights: Weights, q: Array, k: Array, v: Array, dy: Array) -> Any:
+        products, (q, k, v) = in_step([x @ w for w in weights[:3]], (q, k, v))
+        o, pull = jax.vjp(attend, q, k, v)
+        grads = [g.reshape(tokens) for g in pull(dy @ weights[3].T)]
+        of_x = [g @ w.T for g, w in zip(grads, weights[:3], strict=True)]
+        return products, o @ weights[3], of_x[2] + (of_x[1] + of_x[0]), [x.T @ g for g in grads], o.T @ dy
+
+    operands = x, weights, q, k, v
+    return _jobs(shape, "attention and matmuls in one", (forward, operands), (training, (*operands, dy)))
 
 
 def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Job]:

@@ -44,6 +44,10 @@ class WholeKeys:
         """Lengths are padded to whole shards."""
         return ways("T", self.shape)
 
+    def over(self, kernel: Kernel, call: Call) -> Self:
+        """Return the strategy as it runs a kernel."""
+        return self
+
     def notes(self) -> tuple[str, ...]:
         """There is nothing to add."""
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import jax
 from jaxtyping import Array
@@ -85,6 +85,10 @@ class Strategy(Protocol):
 
     def unit(self) -> int:
         """Return what the length of the queries, and of sharded keys, is padded to a multiple of."""
+        ...
+
+    def over(self, kernel: Kernel, call: Call) -> Self:
+        """Return the strategy as it runs a kernel, which gets this (local) call."""
         ...
 
     def notes(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from maxattn.context.figures import START, Machine
 from maxattn.context.halves import may_halve
 from maxattn.context.ring import Ring
 from maxattn.context.zigzag import Layout
-from maxattn.kernels.fa4_sums import HEAD_LIMIT
+from maxattn.kernels.fa4_backward import HEAD_LIMIT
 from maxattn.kernels.sums import MOST_PARTS
 from maxattn.sharding import ways
 

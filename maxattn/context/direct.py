@@ -25,7 +25,7 @@ from maxattn.kernels.sums import MOST_PARTS, Rows, added, shares_of, total
 def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Return this device's (out, lse)."""
     # Packed as for the backward: where one program has both, they share it.
-    room = shares_of(kernel, q, k, trip.n).along if trip.is_dense else 0
+    room = shares_of(kernel, q.shape, k.shape, trip.n).along if trip.is_dense else 0
     queries, packed = trip.deal.out(q, 1), _packed(trip.keys(k, v), room)
     parts: list[list[Any]] = [[] for _ in trip.runs]
     for hop in trip.made:

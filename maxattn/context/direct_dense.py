@@ -68,7 +68,7 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
         q, k, v: this device's shards.
         rows: its, of all keys.
     """
-    shares = shares_of(kernel, q, k, trip.n)
+    shares = shares_of(kernel, q.shape, k.shape, trip.n)
     made = _Backward(trip, sums_of(kernel, q, k, rows), as_one(k, v, shares.along), shares)
     for step in steps(trip.n, shares):
         made.take(step)

@@ -29,6 +29,7 @@ from maxattn.context.traffic import dealt, hops_of
 from maxattn.context.trip import Keys, Trip, in_step
 from maxattn.context.zigzag import Layout
 from maxattn.kernels.base import Bias, Kernel
+from maxattn.kernels.sums import shares_of
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
@@ -54,6 +55,7 @@ class Ring(WholeKeys):
         balance: whether places hold two chunks of the sequence each, and why.
         direct: whether every device reaches every other at full rate, as GPUs do: `direct.py`.
         told: whether XLA has been told how to move blocks between GPUs.
+        room: keys for which a block has room when it travels: `kernels/rounds.py`.
     """
 
     name: ClassVar[str] = "ring"
@@ -61,6 +63,7 @@ class Ring(WholeKeys):
     balance: Balance = CONTIGUOUS
     direct: bool = False
     told: bool = False
+    room: int = 0
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
@@ -72,6 +75,13 @@ class Ring(WholeKeys):
         even = balance(self.places, self.inner, call, self.shape, target)
         told = MODE in dict(target.env).get("XLA_FLAGS", "")
         return replace(self, balance=even, direct=target.platform == "gpu", told=told)
+
+    def over(self, kernel: Kernel, call: Call) -> Self:
+        """Learn for how many keys a block has room."""
+        if not self.direct or self.runs > 1 or self.places == 1 or not call.mask.is_full or call.bias is not None:
+            return self
+        q, k = ((call.batch, t, n, call.head_dim) for t, n in ((call.q_len, call.heads), (call.kv_len, call.kv_heads)))
+        return replace(self, room=shares_of(kernel, q, k, self.places).along)
 
     @property
     def places(self) -> int:
@@ -119,7 +129,7 @@ class Ring(WholeKeys):
         place = self.place_call(call)
         sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
         deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
-        return (*deals, *hops_of(place, sends, self.runs, self.direct))
+        return (*deals, *hops_of(place, sends, self.runs, self.direct, self.room))
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which at least one device has something to compute; hop 0 is always made."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONTEXT = ("context",)
 
 
-def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[Collective, ...]:
+def hops_of(place: Call, sends: int, runs: int, direct: bool = False, room: int = 0) -> tuple[Collective, ...]:
     """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
 
     Args:
@@ -25,8 +25,10 @@ def hops_of(place: Call, sends: int, runs: int, direct: bool = False) -> tuple[C
         sends: hops after the first.
         runs: parts of the sequence that a place holds, each an array of its own.
         direct: whether K and V are one array, and gradients go straight home in K's dtype, but for a place's own.
+        room: keys more that a block has room for.
     """
-    size, item = 2 * place.batch * place.kv_len * place.kv_heads * place.head_dim, itemsize(place.dtype)
+    size = 2 * place.batch * (place.kv_len + room) * place.kv_heads * place.head_dim
+    item = itemsize(place.dtype)
     home = sends if direct else sends + 1
     moved = sends * size * item
     made = (

@@ -19,7 +19,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import fa4_calls as fa4
 from maxattn.kernels import fa4_pairs as fp
-from maxattn.kernels import fa4_tiles
+from maxattn.kernels import fa4_rounds, fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
@@ -88,9 +88,17 @@ class Fa4(Fused):
         runs = {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})"}
         if self.lists:
             return runs | {"blocks": fp.lists_line(call, self.sharded)}
-        if call.mask.is_full and self._stays(call.head_dim, call.kv_len):
-            return runs | {"blocks": _whole_line(call), "backward": OWN}
-        return runs | {"blocks": OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")}
+        blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+        if not call.mask.is_full:
+            return runs | {"blocks": blocks}
+        blocks = _whole_line(call) if self._stays(call.head_dim, call.kv_len) else blocks
+        backward = self._backward_line(call)
+        return runs | {"blocks": blocks} | ({"backward": backward} if backward != blocks else {})
+
+    def _backward_line(self, call: Call) -> str:
+        """Say how the backward over all pairs is launched; a ring's hops are launched otherwise."""
+        tail = fa4_rounds.tail_for(*shapes_of(call)) if self.launched and not self.sharded else None
+        return OWN if tail is None else f"{OWN}; {tail.line(call.kv_len, call.head_dim)}"
 
     def _stays(self, head_dim: int, keys: int) -> bool:
         """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""
@@ -173,6 +181,8 @@ class Fa4(Fused):
             return fa4_tiles.backward(q, k, v, out, lse, dout, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
+        if lengths is None and piece.is_full and self.launched:
+            return fa4_rounds.backward(q, k, v, out, lse, dout, self.scale)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
@@ -180,11 +190,16 @@ class Fa4(Fused):
         return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
 
 
+def shapes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of q and k."""
+    q = call.batch, call.q_len, call.heads, call.head_dim
+    return q, (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+
+
 def _whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = fp.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
-    queries, keys = ((call.batch, length, call.heads, call.head_dim) for length in (call.q_len, call.kv_len))
-    several = fa4_tiles.order(queries, keys, None, tile, forward=True).stays
+    several = fa4_tiles.order(*shapes_of(call), None, tile, forward=True).stays
     return f"{tile.queries}x{tile.keys} tiles" + (", threads that stay from row to row" if several else "")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from maxattn.kernels.fa4_kernels import backward_class, forward_class
+from maxattn.kernels.fa4_kernels import backward_class, forward_class, parts_class
 from maxattn.kernels.fa4_mask import pair_test
 from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
@@ -67,6 +67,27 @@ def run_block(
     library()._fa4_bwd(stream, made, q, k, v, dout, lse, delta, sums, (), sums, dk, dv)
 
 
+def run_rounds(
+    stream: Any, made: Any, launch: Launch, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, _sums: Any,
+    sums: Any, *grads: Any,
+):  # fmt: skip
+    """Launch the library's backward on all keys but the last, if any, and ours on these, by parts of the queries."""
+    cute, scale = import_module("cutlass.cute"), import_module("cutlass").Float32(launch.scale)
+    *whole, dk_parts, dv_parts = grads
+    last = dk_parts.shape[1]
+    first = k.shape[1] - last
+
+    def keys(x: Any, start: Any, length: Any) -> Any:
+        x = cute.domain_offset((0, start, 0, 0), x)
+        return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride))
+
+    if whole:
+        before = [keys(x, 0, first) for x in (k, v, *whole)]
+        library()._fa4_bwd(stream, made, q, *before[:2], dout, lse, delta, sums, (), sums, *before[2:])
+    left = keys(k, first, last), keys(v, first, last)
+    launch.kernel(q, *left, dout, lse, delta, sums, dk_parts, dv_parts, scale, stream=stream)
+
+
 def _cut_out(packed: Any, which: int, cut: Any) -> Any:
     """Return K (0) or V (1) of a part of a block (`key_blocks.Cut`), where it stands."""
     cute = import_module("cutlass.cute")
@@ -118,6 +139,15 @@ def forward_launch(
         has_aux_tensors=arrays > 0,
     )  # fmt: skip
     return Launch(kernel, scale)
+
+
+@lru_cache(maxsize=64)
+def parts_launch(dtype: str, head_dim: int, scale: float, batch: int, parts: int) -> Launch:
+    """Make the library's backward over all pairs, for so many parts of the queries of so many batch rows."""
+    lib, kind = library(), _dtype(dtype)
+    plan = lib._bwd_plan(kind, head_dim, head_dim, 1, False, False, HOPPER)
+    settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
+    return Launch(parts_class(batch, parts)(kind, head_dim, head_dim, 1, **settings), scale)
 
 
 class Backward(NamedTuple):

@@ -79,37 +79,33 @@ def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
         q, k: this device's queries and keys; of the keys the shape alone counts.
         rows: of the queries.
     """
-    fa4 = _in_place(kernel, q, k)
-    if fa4 is None:
+    from maxattn.kernels import fa4_backward, fa4_sums  # which reads this module
+
+    fa4 = _in_place(kernel, q.shape, k.shape)
+    if fa4 is None or not fa4_backward.made_apart():
         return Parts(_backward_of(kernel), q, rows)
-    from maxattn.kernels.fa4_sums import Fa4Sums  # asks fa4-jax
-
-    return Fa4Sums(fa4.scale, q, k, rows)
+    return fa4_sums.Fa4Sums(fa4.scale, q, k, rows)
 
 
-def shares_of(kernel: Kernel, q: Array, k: Array, places: int) -> Shares:
+def shares_of(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...], places: int) -> Shares:
     """Say how the backward of a ring divides keys over its launches.
 
     Args:
         kernel: whose backward it is.
-        q, k: this device's queries and keys, whose shapes alone count.
+        queries, keys: the shapes [B,T,N,H] and [B,S,K,H] of a device's.
         places: of the ring.
     """
-    if _in_place(kernel, q, k) is None:
-        return halves(k.shape[1])
-    from maxattn.kernels.fa4_sums import shares
+    from maxattn.kernels import fa4_sums
 
-    return shares(k, places)
+    return halves(keys[1]) if _in_place(kernel, queries, keys) is None else fa4_sums.shares(keys, places)
 
 
-def _in_place(kernel: Kernel, q: Array, k: Array) -> Fa4 | None:
+def _in_place(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...]) -> Fa4 | None:
     """Return the kernel that keeps dQ in float32 between blocks, where that is what computes."""
-    kernel = _backward_of(kernel)
-    if not isinstance(kernel, Fa4):
-        return None
-    from maxattn.kernels.fa4_sums import fits
+    from maxattn.kernels import fa4_sums
 
-    return kernel if fits(kernel, q, k) else None
+    kernel = _backward_of(kernel)
+    return kernel if isinstance(kernel, Fa4) and fa4_sums.fits(kernel, queries, keys) else None
 
 
 def _backward_of(kernel: Kernel) -> Kernel:

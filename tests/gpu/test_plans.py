@@ -10,7 +10,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
 from maxattn.kernels import KERNELS, auto_gpu
-from maxattn.shapes import SHAPES
+from maxattn.shapes import SHAPES, read
 from tests.golden_text import check_golden
 
 EXTRAS = (("tokamax", "0.0.17"), ("fa4-jax", "0.1.0"), ("transformer-engine-jax", "2.20.2"))
@@ -31,7 +31,8 @@ def plan(asked: str, target: ma.Target, call: ma.Call, mesh=None, **settings) ->
 
 EXPLAINED = {
     "auto_h200": lambda: plan("auto", H200, SHAPES["wan-14b-720p"].call()),
-    "auto_pair": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
+    "auto_pair": lambda: plan("auto", H200, read("2,4096,4096,8,256").call()),
+    "auto_cross": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),

@@ -1,0 +1,51 @@
+"""FlashAttention-4's backward over all pairs, whose last rows, or all of them, are launched in parts of the queries."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxattn.kernels import fa4_backward, fa4_kernels, fa4_rounds
+from tests.cases import judge
+from tests.gpu.there import skip_unless_there
+from tests.reference import attention64, error
+
+pytestmark = pytest.mark.gpu
+
+# [B, T, S, N, H]: some tiles of keys, or all of them; batch rows; keys and queries that end within a tile.
+CASES = [
+    (1, 1500, 1530, 12, 128), (2, 700, 900, 11, 128), (1, 3000, 2000, 11, 40), (1, 900, 77, 5, 64),
+    (3, 1000, 77, 5, 64), (1, 1111, 300, 4, 128), (2, 640, 129, 3, 96), (1, 800, 1, 2, 128),
+]  # fmt: skip
+
+
+def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0) -> tuple:
+    rng = np.random.default_rng(seed)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(batch, x, n, h)), "bfloat16") for x in (t, s, s, t))
+    want = attention64(q, k, v, dout=dout)
+    return (q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout), want
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "x".join(map(str, c)))
+def test_against_float64(case: tuple[int, ...]) -> None:
+    skip_unless_there("flash")
+    assert fa4_backward.made_apart() and fa4_kernels.takes_parts(), "fa4-jax is not as it is looked for"
+    x, want = operands(*case)
+    assert fa4_rounds.tail_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
+    got = jax.jit(partial(fa4_rounds.backward, scale=case[-1] ** -0.5))(*x)
+    wanted = (want.dq, want.dk, want.dv)
+    judge({"dtype": "bfloat16"}, {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)})
+
+
+def test_mapped_over() -> None:
+    skip_unless_there("flash")
+    made = [operands(1, 1500, 300, 12, 128, seed)[0] for seed in (0, 1)]
+    run = partial(fa4_rounds.backward, scale=128**-0.5)
+    each = [jax.jit(run)(*x) for x in made]
+    both = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*made, strict=True)))
+    for i, want in enumerate(each):
+        assert all(error(g[i], w) < 2e-2 for g, w in zip(both, want, strict=True))
