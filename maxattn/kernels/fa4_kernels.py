@@ -18,7 +18,6 @@ from maxattn.kernels.fa4_mask import Numbers, by_rows
 from maxattn.kernels.tile_order import PROCESSORS, Order, at_turn
 
 RESULT = 8  # which operand of the library's `mma` is the tile of results in shared memory
-ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
 FREE_BARRIER = 15  # of the 16 that a block of threads has; the library counts up from 1
 
 
@@ -28,7 +27,7 @@ def forward_class(order: Order) -> Any:
     library_class = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
     stays = order.stays and _knows(library_class)
 
-    class Forward(_scheduled(library_class, _staying(order) if stays else _starting(order))):
+    class Forward(scheduled(library_class, _staying(order) if stays else _starting(order))):
         def mma(self, *operands: Any) -> Any:
             return super().mma(*by_rows(operands))
 
@@ -71,56 +70,13 @@ def backward_class(order: Order) -> Any:
     """Make a backward that starts its rows in this order, and takes full tiles without a test."""
     library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
 
-    class Backward(_scheduled(library_class, _starting(order))):
+    class Backward(scheduled(library_class, _starting(order))):
         def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
             # What goes past the last key is in the lists of what is tested: tile_lists.py.
             tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
             return super().mma_one_m_block(*operands, mask_fn=mask_fn if tests else None, **settings)
 
     return Backward
-
-
-@cache
-def parts_class(batch: int, parts: int) -> Any:
-    """Make a backward of so many batch rows whose blocks of threads take a part of the queries each.
-
-    Its dK and dV have a batch row for each of them, part by part.
-    """
-    library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
-    ranges, arch = import_module("fa4_jax.cute.block_info").BlockInfo, import_module("cutlass.cute").arch
-
-    class Part(ranges):
-        def get_m_block_min_max(self, *of: Any) -> tuple[Any, Any]:
-            _, end = super().get_m_block_min_max(*of)
-            part = arch.block_idx()[2] // batch
-            return part * end // parts, (part + 1) * end // parts
-
-    def of_part(operands: tuple[Any, ...]) -> list[Any]:
-        return [Part(**vars(x)) if isinstance(x, ranges) else x for x in operands]
-
-    class InParts(_scheduled(library_class, _by_parts(batch))):
-        def kernel(self, *operands: Any) -> Any:
-            return _Times(super().kernel(*operands), parts)
-
-        def load(self, *operands: Any) -> None:
-            super().load(*of_part(operands))
-
-        def mma(self, *operands: Any, **settings: Any) -> None:
-            super().mma(*of_part(operands), **settings)
-
-        def dQaccum_store(self, *operands: Any) -> None:
-            super().dQaccum_store(*of_part(operands))
-
-        def epilogue_dKV(self, *operands: Any) -> None:
-            super().epilogue_dKV(*operands[:ROW], arch.block_idx()[2], *operands[ROW + 1 :])
-
-    return InParts
-
-
-def takes_parts() -> bool:
-    """Tell whether the batch row is where it is looked for."""
-    library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
-    return list(signature(library_class.epilogue_dKV).parameters)[1 + ROW] == "batch_idx"  # after self
 
 
 def _knows(library_class: Any) -> bool:
@@ -131,7 +87,7 @@ def _knows(library_class: Any) -> bool:
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 
-def _scheduled(library_class: Any, schedule: Any) -> Any:
+def scheduled(library_class: Any, schedule: Any) -> Any:
     """Make a kernel that takes its rows from another schedule than the library's."""
     one_each = import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler
 
@@ -167,30 +123,6 @@ def _starting(order: Order) -> Any:
             return made
 
     return Starting
-
-
-@cache
-def _by_parts(batch: int) -> Any:
-    """Make the schedule of blocks of threads that take one row each, all batch rows again for each part."""
-    schedule = import_module("fa4_jax.cute.tile_scheduler")
-
-    class ByParts(schedule.SingleTileScheduler):
-        @staticmethod
-        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            return ByParts(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
-
-        def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            work = super().get_current_work(loc=loc, ip=ip)
-            row, head, place, rest = work.tile_idx
-            return schedule.WorkTileInfo((row, head, place % batch, rest), work.is_valid_tile)
-
-        def __new_from_mlir_values__(self, values: Any) -> Any:
-            old = super().__new_from_mlir_values__(values)
-            made = ByParts(old.params, old._blk_coord, loc=old._loc)
-            made._is_first_block = old._is_first_block
-            return made
-
-    return ByParts
 
 
 @cache
@@ -245,15 +177,3 @@ class _OnProcessors:
         rows, heads, batch = grid
         blocks = import_module("cutlass").min(rows * heads * batch, _processors())
         return self.launcher.launch(grid=(blocks, 1, 1), **settings)
-
-
-class _Times:
-    """Launch so many blocks of threads for each batch row."""
-
-    def __init__(self, launcher: Any, parts: int) -> None:
-        self.launcher, self.parts = launcher, parts
-
-    def launch(self, *, grid: Any, **settings: Any) -> Any:
-        """Launch, the grid taken so many times."""
-        rows, heads, batch = grid
-        return self.launcher.launch(grid=(rows, heads, batch * self.parts), **settings)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from maxattn.kernels.fa4_kernels import backward_class, forward_class, parts_class
+from maxattn.kernels.fa4_kernels import backward_class, forward_class
 from maxattn.kernels.fa4_mask import pair_test
+from maxattn.kernels.fa4_parts import backward_parts_class, forward_parts_class
 from maxattn.kernels.fa4_sizes import Tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_order import Order
@@ -88,6 +89,22 @@ def run_rounds(
     launch.kernel(q, *left, dout, lse, delta, sums, dk_parts, dv_parts, scale, stream=stream)
 
 
+def run_forward_rounds(
+    stream: Any, whole: Launch, launch: Launch, q: Any, k: Any, v: Any, out: Any, lse: Any, parts: Any, lse_parts: Any
+):
+    """Launch a forward on all queries but the last, and one on these by parts of the keys."""
+    cute = import_module("cutlass.cute")
+    last = parts.shape[1]
+    first = q.shape[1] - last
+
+    def queries(x: Any, start: Any, length: Any) -> Any:
+        x = cute.domain_offset((0, start, 0, 0), x)
+        return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride))
+
+    whole.kernel(queries(q, 0, first), k, v, queries(out, 0, first), lse, whole.scale, stream=stream)
+    launch.kernel(queries(q, first, last), k, v, parts, lse_parts, launch.scale, stream=stream)
+
+
 def _cut_out(packed: Any, which: int, cut: Any) -> Any:
     """Return K (0) or V (1) of a part of a block (`key_blocks.Cut`), where it stands."""
     cute = import_module("cutlass.cute")
@@ -147,7 +164,21 @@ def parts_launch(dtype: str, head_dim: int, scale: float, batch: int, parts: int
     lib, kind = library(), _dtype(dtype)
     plan = lib._bwd_plan(kind, head_dim, head_dim, 1, False, False, HOPPER)
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
-    return Launch(parts_class(batch, parts)(kind, head_dim, head_dim, 1, **settings), scale)
+    return Launch(backward_parts_class(batch, parts)(kind, head_dim, head_dim, 1, **settings), scale)
+
+
+@lru_cache(maxsize=64)
+def forward_parts_launches(dtype: str, head_dim: int, scale: float, batch: int, parts: int) -> tuple[Launch, Launch]:
+    """Return the library's forward over all pairs, and the same for so many parts of the keys of so many batch rows."""
+    lib, kind = library(), _dtype(dtype)
+    plan = lib._fwd_cfg_sm90(head_dim, head_dim, False, False)
+    whole = lib._get_fwd(kind, head_dim, head_dim, 1, False, False, None, 0, HOPPER)
+    kernel = forward_parts_class(batch, parts)(
+        kind, head_dim, head_dim, 1, is_causal=False, is_local=False, pack_gqa=False, tile_m=plan.tile_m,
+        tile_n=plan.tile_n, num_stages=2, num_threads=(plan.tile_m // 64 + 1) * 128, Q_in_regs=False,
+        intra_wg_overlap=plan.intra_wg_overlap, mma_pv_is_rs=plan.mma_pv_is_rs, mask_mod=None, has_aux_tensors=False,
+    )  # fmt: skip
+    return Launch(whole, scale), Launch(kernel, scale)
 
 
 class Backward(NamedTuple):

@@ -32,6 +32,7 @@ def plan(asked: str, target: ma.Target, call: ma.Call, mesh=None, **settings) ->
 EXPLAINED = {
     "auto_h200": lambda: plan("auto", H200, SHAPES["wan-14b-720p"].call()),
     "auto_pair": lambda: plan("auto", H200, read("2,4096,4096,8,256").call()),
+    "auto_parts": lambda: plan("auto", H200, SHAPES["wan-1.3b-480p"].call()),
     "auto_cross": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),

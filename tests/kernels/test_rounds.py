@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from maxattn.kernels import fa4_rounds
 from maxattn.kernels.fa4_rounds import LAUNCH, SUMS, Tail, tail_for, tail_of
 from maxattn.kernels.tile_order import START
 from maxattn.shapes import SHAPES, read
+from tests.reference import attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
 
@@ -102,3 +104,23 @@ def arrays() -> tuple:
     import jax
 
     return tuple(jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16") for _ in range(2))
+
+
+def test_a_forward_is_in_parts_where_that_gains_more_than_their_merge() -> None:
+    wan, flux = (1, 32760, 12, 128), (2, 4608, 24, 128)
+    assert fa4_rounds.queries_for(wan, wan) == Tail(3, 7) and fa4_rounds.queries_for(flux, flux) == Tail(3, 4)
+    place = (1, 8190, 40, 128)
+    assert fa4_rounds.queries_for(place, place) is None and tail_for(place, place) == Tail(8, 2)
+    assert fa4_rounds.queries_for(wan, (1, 512, 12, 128)) is None
+    short = (1, 700, 2, 128)  # 12 rows for 132 processors: no round is whole, and none is launched as ever
+    assert fa4_rounds.queries_for(short, short) is None
+
+
+def test_parts_of_the_keys_are_merged_by_their_lse() -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, t, 3, 8)), jnp.float32) for t in (5, 12, 12))
+    want = attention64(q, k, v)
+    each = [attention64(q, k[:, i : i + 4], v[:, i : i + 4]) for i in (0, 4, 8)]
+    out, lse = (jnp.stack([jnp.asarray(getattr(x, name), jnp.float32) for x in each]) for name in ("out", "lse"))
+    got = fa4_rounds._merged(out, lse)
+    assert error(got[0], want.out) < 1e-6 and error(got[1], want.lse) < 1e-6
