@@ -33,7 +33,9 @@ def _headline(plan: Plan) -> str:
 
 def _entries(plan: Plan) -> list[tuple[str, str]]:
     local = plan.context.local_call(plan.padded_call)
-    kernel = plan.kernel.lines(local)
+    kernel = plan.kernel.lines(plan.context.kernel_call(local))
+    if instead := plan.context.backward_line():
+        kernel = kernel | {"backward": instead}
     strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
     runs = strategy + kernel["runs"]
     entries = [("asked", plan.asked), ("runs", runs), ("because", plan.because)]

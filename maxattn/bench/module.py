@@ -145,7 +145,7 @@ def _matmuls(shape: Shape) -> list[Job]:
 def _both(shape: Shape, kernel: str) -> list[Job]:
     """Return the matmuls and the attention in one program: the module without norm, rotary embedding and biases."""
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
-    q, k, v = random_inputs(shape, Target.here())[0][:3]
+    q, k, v = random_inputs(replace(shape, kv_heads=0), Target.here())[0][:3]
     (x, dy), dtype = _arrays(tokens, q.dtype, 2), q.dtype
     weights = tuple(_arrays((tokens[1], tokens[1]), dtype, 4))
 

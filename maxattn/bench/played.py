@@ -48,8 +48,8 @@ def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple
     mesh = auto_mesh(np.asarray(jax.devices()[:devices]), (CONTEXT,))
     tokens = shape.q_len // places
     share = tuple(jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole)
-    of_place = whole[1].shape[0], tokens, *whole[1].shape[2:]
-    room = shares_of(made, of_place, of_place, places).along
+    q, k = ((x.shape[0], tokens, *x.shape[2:]) for x in whole[:2])
+    room = shares_of(made, q, k, places).along
     blocks = [as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), room=room) for i in range(1, places)]
     others = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in blocks)
     who, played, jobs = f"ring of {places}, played by {devices}", Played(places, made), []

@@ -48,6 +48,14 @@ class WholeKeys:
         """Return the strategy as it runs a kernel."""
         return self
 
+    def kernel_call(self, call: Call) -> Call:
+        """The kernel runs once."""
+        return call
+
+    def backward_line(self) -> str:
+        """The kernel launches its own."""
+        return ""
+
     def notes(self) -> tuple[str, ...]:
         """There is nothing to add."""
         return ()

@@ -91,6 +91,14 @@ class Strategy(Protocol):
         """Return the strategy as it runs a kernel, which gets this (local) call."""
         ...
 
+    def kernel_call(self, call: Call) -> Call:
+        """Return the call of one run of the kernel, from the (local) call of a device."""
+        ...
+
+    def backward_line(self) -> str:
+        """Say how the kernel's backward is launched, where the strategy does that itself; else ""."""
+        ...
+
     def notes(self) -> tuple[str, ...]:
         """Return what else the user should know."""
         ...

@@ -29,7 +29,7 @@ from maxattn.context.traffic import dealt, hops_of
 from maxattn.context.trip import Keys, Trip, in_step
 from maxattn.context.zigzag import Layout
 from maxattn.kernels.base import Bias, Kernel
-from maxattn.kernels.sums import shares_of
+from maxattn.kernels.sums import in_place, shares_of
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
@@ -55,7 +55,8 @@ class Ring(WholeKeys):
         balance: whether places hold two chunks of the sequence each, and why.
         direct: whether every device reaches every other at full rate, as GPUs do: `direct.py`.
         told: whether XLA has been told how to move blocks between GPUs.
-        room: keys for which a block has room when it travels: `kernels/rounds.py`.
+        summed: whether a kernel adds all blocks to one dQ: `kernels/sums.py`.
+        room: own keys for which a block that comes has room: `kernels/rounds.py`.
     """
 
     name: ClassVar[str] = "ring"
@@ -63,6 +64,7 @@ class Ring(WholeKeys):
     balance: Balance = CONTIGUOUS
     direct: bool = False
     told: bool = False
+    summed: bool = False
     room: int = 0
 
     @classmethod
@@ -77,11 +79,17 @@ class Ring(WholeKeys):
         return replace(self, balance=even, direct=target.platform == "gpu", told=told)
 
     def over(self, kernel: Kernel, call: Call) -> Self:
-        """Learn for how many keys a block has room."""
+        """Learn whether dQ stays in one sum, and for how many keys more a block has room."""
         if not self.direct or self.runs > 1 or self.places == 1 or not call.mask.is_full or call.bias is not None:
             return self
-        q, k = ((call.batch, t, n, call.head_dim) for t, n in ((call.q_len, call.heads), (call.kv_len, call.kv_heads)))
-        return replace(self, room=shares_of(kernel, q, k, self.places).along)
+        one = self.kernel_call(call)
+        q, k = ((one.batch, t, n, one.head_dim) for t, n in ((one.q_len, one.heads), (one.kv_len, one.kv_heads)))
+        return replace(self, summed=in_place(kernel, q, k) is not None, room=shares_of(kernel, q, k, self.places).along)
+
+    def backward_line(self) -> str:
+        """Name the sums block by block, and the keys that go along."""
+        along = f"; {self.room} of the own keys along with each block, so that fewer processors wait"
+        return "the library's own, block by block" + (along if self.room else "") if self.summed else ""
 
     @property
     def places(self) -> int:

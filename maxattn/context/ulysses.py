@@ -86,6 +86,10 @@ class UlyssesRing(Ring):
         heads, kv_heads = local.heads // self.inner, local.kv_heads // self.inner
         return replace(local, q_len=call.q_len // self.places, heads=heads, kv_heads=kv_heads)
 
+    def kernel_call(self, call: Call) -> Call:
+        """One group of heads is computed at a time."""
+        return replace(call, heads=call.heads // self.chunks, kv_heads=call.kv_heads // self.chunks)
+
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the exchanges and, with more than one group, the ring's hops."""
         local = self.place_call(call)

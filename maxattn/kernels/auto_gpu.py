@@ -8,7 +8,7 @@ their own take that of the H200 where they are Hopper too, and cuDNN elsewhere, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from math import log2
@@ -16,6 +16,7 @@ from math import log2
 from maxattn.call import Call, Reason
 from maxattn.kernels import KERNELS
 from maxattn.kernels import fused_masks as fm
+from maxattn.kernels.fa4 import launches_parts
 from maxattn.kernels.flash_gpu import INSTALL, has_fa4
 from maxattn.kernels.requirements import missing
 from maxattn.kernels.tokamax_mosaic import HOPPER
@@ -23,6 +24,7 @@ from maxattn.target import Target
 
 PLAIN = ("memory_efficient", "dot_product")
 FULL, BAND, TILES = "full", "band", "tiles"
+WHOLE_ROWS = "flash backward in whole rows"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
 
 
@@ -34,12 +36,14 @@ class Entry:
         shape: B, T, S, N, H.
         mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other mask).
         forward, backward: (kernel, ms), fastest first.
+        whole_rows: ms of flash's backward where it is not launched in parts (fa4_rounds.py); 0 where that is no news.
     """
 
     shape: tuple[int, int, int, int, int]
     mask: str
     forward: tuple[tuple[str, float], ...]
     backward: tuple[tuple[str, float], ...]
+    whole_rows: float = 0.0
 
     @property
     def text(self) -> str:
@@ -60,7 +64,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     ):
         usable = tuple(n for n in BY_RULE if n == "cudnn" or _refusal(n, call, target) is None)
         return (*usable, *PLAIN), "a rule, not measured on this GPU: cuDNN first"
-    entry = nearest(call, tables[device])
+    entry = _as_launched(nearest(call, tables[device]), call, target)
     forward, backward = (tuple(name for name, _ in pairs) for pairs in (entry.forward, entry.backward))
     best = [next((n for n in names if _usable(n, call, target)), None) for names in (forward, backward)]
     if best[0] is None or best[1] is None:
@@ -87,6 +91,14 @@ def nearest(call: Call, entries: tuple[Entry, ...]) -> Entry:
     return min(same, key=distance)
 
 
+def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
+    """Take the time of flash's backward as this call gets it: in parts of the queries, or in whole rows."""
+    if not entry.whole_rows or launches_parts(call, target):
+        return entry
+    times = dict(entry.backward) | {"flash": entry.whole_rows}
+    return replace(entry, backward=_fastest_first(times))
+
+
 def mask_kind(call: Call) -> str:
     """Sort a mask into the kinds that were measured."""
     parts = fm.split(call.mask)
@@ -103,9 +115,13 @@ def read_tables() -> dict[str, tuple[Entry, ...]]:
 
 
 def _entry(row: dict) -> Entry:
-    times = (tuple(sorted(row[which].items(), key=lambda pair: pair[1])) for which in ("forward", "backward"))
     b, t, s, n, h = row["shape"]
-    return Entry((b, t, s, n, h), row["mask"], *times)
+    times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
+    return Entry((b, t, s, n, h), row["mask"], *times, row.get(WHOLE_ROWS, 0.0))
+
+
+def _fastest_first(times: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(times.items(), key=lambda pair: pair[1]))
 
 
 def _by_total(entry: Entry) -> tuple[str, ...]:

@@ -24,10 +24,11 @@ from maxattn.kernels import fa4_rounds, fa4_tiles
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels import splash_mask as sm
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.fa4_sizes import SMALL, stays, takes_lists
+from maxattn.kernels.fa4_sizes import SMALL, processors, stays, takes_lists
 from maxattn.kernels.fused import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused_pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
+from maxattn.kernels.tile_order import PROCESSORS
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
@@ -45,6 +46,7 @@ class Fa4(Fused):
         launched: whether the library's kernels are launched as we want them, which goes on Hopper GPUs.
         lists: whether the kernel gets lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
+        processors: of the GPU: how many rows of tiles run at a time.
     """
 
     name: ClassVar[str] = "flash"
@@ -53,6 +55,7 @@ class Fa4(Fused):
     launched: bool = False
     lists: bool = False
     sharded: bool = False
+    processors: int = PROCESSORS
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -82,7 +85,8 @@ class Fa4(Fused):
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device_kind)
         lists = pairs and launched and not fp.positions(call.mask).is_full
-        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded)
+        many = processors(target.device_kind)
+        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, many)
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
@@ -94,13 +98,12 @@ class Fa4(Fused):
             return runs | {"blocks": blocks}
         stays = self._stays(call.head_dim, call.kv_len)
         blocks = _whole_line(call) if stays else self._line(fa4_rounds.queries_for, call, "queries", "keys")
-        # A ring's backward is launched otherwise: fa4_sums.py.
-        backward = OWN if self.sharded else self._line(fa4_rounds.tail_for, call, "keys", "queries")
+        backward = self._line(fa4_rounds.tail_for, call, "keys", "queries")
         return runs | {"blocks": blocks} | ({"backward": backward} if backward != blocks else {})
 
     def _line(self, choose: Callable[..., fa4_rounds.Tail | None], call: Call, what: str, others: str) -> str:
         """Say how all pairs are launched."""
-        tail = choose(*shapes_of(call)) if self.launched else None
+        tail = choose(*shapes_of(call), self.processors) if self.launched else None
         return OWN if tail is None else f"{OWN}; {tail.line(what, others)}"
 
     def _stays(self, head_dim: int, keys: int) -> bool:
@@ -168,7 +171,7 @@ class Fa4(Fused):
             tile = fp.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
             return fa4_tiles.whole(q, k, v, self.scale, tile)
         if lengths is None and piece.is_full and self.launched:
-            return fa4_rounds.forward(q, k, v, self.scale)
+            return fa4_rounds.forward(q, k, v, self.scale, self.processors)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
@@ -187,7 +190,7 @@ class Fa4(Fused):
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return fa4.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
         if lengths is None and piece.is_full and self.launched:
-            return fa4_rounds.backward(q, k, v, out, lse, dout, self.scale)
+            return fa4_rounds.backward(q, k, v, out, lse, dout, self.scale, self.processors)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
@@ -196,9 +199,15 @@ class Fa4(Fused):
 
 
 def shapes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of q and k."""
-    q = call.batch, call.q_len, call.heads, call.head_dim
-    return q, (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+    """Return the shapes of q and k as the library gets them, head dims padded."""
+    width = -(-call.head_dim // 8) * 8
+    return (call.batch, call.q_len, call.heads, width), (call.batch, call.kv_len, call.kv_heads, width)
+
+
+def launches_parts(call: Call, target: Target) -> bool:
+    """Tell whether a call's backward is launched in parts."""
+    plain = call.mask.is_full and takes_lists(target.version("fa4-jax") or "", target.device_kind)
+    return plain and fa4_rounds.tail_for(*shapes_of(call), processors(target.device_kind)) is not None
 
 
 def _whole_line(call: Call) -> str:

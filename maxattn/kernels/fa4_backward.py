@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.fa4_launch import library, parts_launch, run_block, run_rounds
-from maxattn.kernels.fa4_sizes import Tile, backward_tile
 from maxattn.kernels.key_blocks import Cut, Packed
 
 LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
@@ -32,11 +31,6 @@ def of_shape(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
 def made_apart() -> bool:
     """Tell whether the launches are where they are looked for."""
     return all(hasattr(library(), name) for name in LAUNCHES)
-
-
-def tile(head_dim: int) -> Tile:
-    """Return the tile over all pairs; where a mask is tested, it has 64 queries at head dim 128 (fa4_sizes.py)."""
-    return Tile(80, 128) if 96 < head_dim <= HEAD_LIMIT else backward_tile(head_dim)
 
 
 class Launches:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from maxattn.kernels.fa4_kernels import backward_class, forward_class
 from maxattn.kernels.fa4_mask import pair_test
-from maxattn.kernels.fa4_parts import backward_parts_class, forward_parts_class
-from maxattn.kernels.fa4_sizes import Tile
+from maxattn.kernels.fa4_parts import backward_parts_class, forward_parts_class, knows_rows
+from maxattn.kernels.fa4_sizes import Tile, forward_tile, whole_tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_order import Order
 
@@ -87,6 +87,15 @@ def run_rounds(
         library()._fa4_bwd(stream, made, q, *before[:2], dout, lse, delta, sums, (), sums, *before[2:])
     left = keys(k, first, last), keys(v, first, last)
     launch.kernel(q, *left, dout, lse, delta, sums, dk_parts, dv_parts, scale, stream=stream)
+
+
+def takes_parts(dtype: str, head_dim: int) -> bool:
+    """Tell whether the library's kernels can be launched in parts: tiles and operands are what we take them for."""
+    lib = library()
+    plan = lib._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
+    ahead = lib._fwd_cfg_sm90(head_dim, head_dim, False, False)
+    tiles = [(plan.tile_m, plan.tile_n), (ahead.tile_m, ahead.tile_n)]
+    return plan.family == HOPPER and tiles == [whole_tile(head_dim), forward_tile(head_dim)] and knows_rows()
 
 
 def run_forward_rounds(

@@ -45,7 +45,7 @@ def forward_parts_class(batch: int, parts: int) -> Any:
     return InParts
 
 
-def takes_parts() -> bool:
+def knows_rows() -> bool:
     """Tell whether the batch row is where it is looked for."""
     return all(
         list(signature(getattr(each, name)).parameters)[1 + ROW[name]] == "batch_idx"  # after self

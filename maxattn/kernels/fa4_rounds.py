@@ -4,7 +4,7 @@ A row of work is a tile of keys of one head, against all queries. A processor of
 in rounds of as many as there are processors, and the last round is as long as any: 256 tiles of 12 heads are 23.3
 rounds of 132, which last 24, and the 4 tiles of a text are 48 rows, which leave 84 processors idle. So the rows that
 fill rounds are launched as ever, and those that are left in several parts of the queries, whose dK and dV are summed:
-253 tiles are 23.0 rounds, the other three by thirds one third of a round; those of a text are launched in 11 parts.
+253 tiles are 23.0 rounds, and the other three, in 11 parts, 0.3 of one; a text's four are 4.0 rounds of 11th parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels import fa4_backward, fa4_calls
-from maxattn.kernels.fa4_launch import forward_parts_launches, library, run_forward_rounds
-from maxattn.kernels.fa4_parts import takes_parts
-from maxattn.kernels.fa4_sizes import forward_tile
+from maxattn.kernels.fa4_launch import forward_parts_launches, library, run_forward_rounds, takes_parts
+from maxattn.kernels.fa4_sizes import forward_tile, whole_tile
 from maxattn.kernels.tile_order import PROCESSORS, START
 
 LEAST_GAIN, LEAST_AHEAD = 0.01, 0.02  # of a backward, and of a forward, whose parts take more to merge
@@ -28,6 +27,7 @@ MOST_PARTS = 16
 # What sums of parts, merges of parts, and a second launch cost: in tiles of keys by queries, of some 3 and 2 us.
 SUMS, MERGES, LAUNCH = 3, 6, 2
 Grads = tuple[Array, Array, Array]
+Dims = tuple[int, ...]
 
 
 class Tail(NamedTuple):
@@ -78,33 +78,34 @@ def _tails(tiles: int, rows: int, steps: int, processors: int) -> Iterator[Tail]
         yield from (Tail(n, parts) for parts in range(2, min(MOST_PARTS, steps) + 1))
 
 
-def tail_for(queries: tuple[int, ...], keys: tuple[int, ...]) -> Tail | None:
+def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> Tail | None:
     """Choose for arrays, by the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
     if not fa4_backward.of_shape(queries, keys):
         return None
-    tile = fa4_backward.tile(queries[3])
-    return tail_of(-(-keys[1] // tile.keys), queries[0] * queries[2], -(-queries[1] // tile.queries))
+    tile = whole_tile(queries[3])
+    return tail_of(-(-keys[1] // tile.keys), queries[0] * queries[2], -(-queries[1] // tile.queries), processors)
 
 
-def queries_for(queries: tuple[int, ...], keys: tuple[int, ...]) -> Tail | None:
+def queries_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> Tail | None:
     """Choose the tiles of queries that a forward goes through in parts of the keys; else as `tail_for`."""
     if not fa4_backward.of_shape(queries, keys):
         return None
     tile = forward_tile(queries[3])
     tiles, steps = -(-queries[1] // tile.queries), -(-keys[1] // tile.keys)
-    tail = tail_of(tiles, queries[0] * queries[2], steps, after=MERGES, least=LEAST_AHEAD)
+    tail = tail_of(tiles, queries[0] * queries[2], steps, processors, after=MERGES, least=LEAST_AHEAD)
     return tail if tail and tail.tiles < tiles else None
 
 
-def forward(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, scale: float, processors: int = PROCESSORS) -> tuple[Array, Array]:
     """Return (out [B,T,N,H], lse [B,N,T]) over all pairs.
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
         scale: multiplies the scores.
+        processors: of the GPU.
     """
-    tail = queries_for(q.shape, k.shape)
-    if tail is None or not takes_parts():
+    tail = queries_for(q.shape, k.shape, processors)
+    if tail is None or not takes_parts(str(q.dtype), q.shape[3]):
         return fa4_calls.fa4_forward(q, k, v, (None, None), None, scale)
 
     @jax.custom_batching.custom_vmap
@@ -143,16 +144,19 @@ def _merged(parts: Array, lse: Array) -> tuple[Array, Array]:
     return (weights * parts.astype(jnp.float32)).sum(0), whole
 
 
-def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, scale: float) -> Grads:
+def backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, scale: float, processors: int = PROCESSORS
+) -> Grads:
     """Return (dq, dk, dv) over all pairs from a given output and LSE.
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
         out, lse, dout: [B,T,N,H], [B,N,T], [B,T,N,H].
         scale: multiplies the scores.
+        processors: of the GPU.
     """
-    tail = tail_for(q.shape, k.shape)
-    if tail is None or not fa4_backward.made_apart() or not takes_parts():
+    tail = tail_for(q.shape, k.shape, processors)
+    if tail is None or not fa4_backward.made_apart() or not takes_parts(str(q.dtype), q.shape[3]):
         return _whole((q, k, v, out, lse, dout), scale)
 
     @jax.custom_batching.custom_vmap
@@ -177,7 +181,7 @@ def _in_parts(operands: tuple[Array, ...], scale: float, tail: Tail) -> Grads:
     q, k, v, out, dout = (fa4_calls.widened(x) for x in (*operands[:4], operands[5]))
     launches: Any = fa4_backward.Launches(scale, q, k)
     delta, lse, zeros = launches.first(out, dout, lse)
-    size = fa4_backward.tile(q.shape[3]).keys
+    size = whole_tile(q.shape[3]).keys
     start = (-(-k.shape[1] // size) - tail.tiles) * size
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
     sums, *found = jax.lax.optimization_barrier(launches.rounds(q, k, v, dout, lse, delta, zeros, start, tail.parts))

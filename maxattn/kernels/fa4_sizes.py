@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from maxattn.kernels.tile_order import PROCESSORS
+
 HOPPER_GPUS = ("H100", "H200", "H800", "H20", "GH200")
 VERSIONS = "0.1."  # of fa4-jax: the launch uses what it keeps to itself
 
@@ -12,6 +14,13 @@ VERSIONS = "0.1."  # of fa4-jax: the launch uses what it keeps to itself
 def takes_lists(version: str, device_kind: str) -> bool:
     """Tell whether this fa4-jax can be launched with lists on this GPU."""
     return version.startswith(VERSIONS) and any(name in device_kind for name in HOPPER_GPUS)
+
+
+def processors(device_kind: str) -> int:
+    """Return the multiprocessors of a Hopper GPU, each of which takes a row of tiles at a time."""
+    few = {"H20": 78, "PCIe": 114}  # PCIe: the H100 and H800 of that form
+    words = device_kind.replace("-", " ").split()
+    return next((n for name, n in few.items() if name in words), PROCESSORS)
 
 
 class Tile(NamedTuple):
@@ -55,6 +64,11 @@ def stays(head_dim: int, tiles: float) -> bool:
         tiles: in a row, on average.
     """
     return head_dim <= 64 or (96 < head_dim <= 128 and tiles <= SHORT_ROW)
+
+
+def whole_tile(head_dim: int) -> Tile:
+    """Return the tile of the library's own backward over all pairs."""
+    return Tile(80, 128) if 96 < head_dim <= 128 else backward_tile(head_dim)
 
 
 def backward_tile(head_dim: int) -> Tile:

@@ -24,7 +24,6 @@ from maxattn.kernels.key_blocks import TWO_TILES, WHOLE, Cut, Packed, Shares, ha
 from maxattn.kernels.rounds import divided
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 from maxattn.kernels.sums import Rows
-from maxattn.kernels.tile_order import PROCESSORS
 
 Dims = tuple[int, ...]
 
@@ -34,17 +33,19 @@ def fits(kernel: Fa4, queries: Dims, keys: Dims) -> bool:
     return fa4_backward.of_shape(queries, keys) and keys[1] >= TWO_TILES and not kernel.lse_gradient
 
 
-def shares(keys: Dims, places: int) -> Shares:
+def shares(kernel: Fa4, keys: Dims, places: int) -> Shares:
     """Divide a ring's keys so that the launches fill the processors.
 
     Args:
+        kernel: that computes; on other GPUs than Hopper's keys are halved.
         keys: the shape of a place's own.
         places: of the ring.
     """
     batch, length, heads, head_dim = keys
     # Room for guests stands between a block's batch rows, which the forward would have to copy out.
-    made = divided(length, backward_tile(head_dim).keys, batch * heads, places, PROCESSORS)
-    return made if made.middle and (batch == 1 or not made.along) else halves(length)
+    made = divided(length, backward_tile(head_dim).keys, batch * heads, places, kernel.processors)
+    known = kernel.launched and made.middle and (batch == 1 or not made.along)
+    return made if known else halves(length)
 
 
 class Fa4Sums:

@@ -81,7 +81,7 @@ def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
     """
     from maxattn.kernels import fa4_backward, fa4_sums  # which reads this module
 
-    fa4 = _in_place(kernel, q.shape, k.shape)
+    fa4 = in_place(kernel, q.shape, k.shape)
     if fa4 is None or not fa4_backward.made_apart():
         return Parts(_backward_of(kernel), q, rows)
     return fa4_sums.Fa4Sums(fa4.scale, q, k, rows)
@@ -97,10 +97,11 @@ def shares_of(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...], p
     """
     from maxattn.kernels import fa4_sums
 
-    return halves(keys[1]) if _in_place(kernel, queries, keys) is None else fa4_sums.shares(keys, places)
+    fa4 = in_place(kernel, queries, keys)
+    return halves(keys[1]) if fa4 is None else fa4_sums.shares(fa4, keys, places)
 
 
-def _in_place(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...]) -> Fa4 | None:
+def in_place(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...]) -> Fa4 | None:
     """Return the kernel that keeps dQ in float32 between blocks, where that is what computes."""
     from maxattn.kernels import fa4_sums
 

@@ -189,3 +189,8 @@ def test_nothing_is_given_that_is_not_read(words: str, read_with: str, capsys: p
     assert main(["bench", "--shape", "1,64,64,2,16", *words.split()]) == 1
     said = capsys.readouterr().err
     assert words.split()[0] in said and f"it is read with {read_with}" in said
+
+
+def test_a_module_of_shared_key_heads_is_measured_too() -> None:
+    rows = bench_module(read("1,64,64,4,16,2"), "dot_product", budget=0.01)
+    assert len(rows) == 8 and all(row.ms for row in rows), [row.note for row in rows]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.kernels import fa4_rounds
+from maxattn.kernels import fa4_backward, fa4_calls, fa4_rounds
+from maxattn.kernels.fa4 import Fa4
 from maxattn.kernels.fa4_rounds import LAUNCH, SUMS, Tail, tail_for, tail_of
+from maxattn.kernels.fa4_sizes import processors, whole_tile
+from maxattn.kernels.fused_pieces import Piece
+from maxattn.kernels.sums import shares_of
 from maxattn.kernels.tile_order import START
 from maxattn.shapes import SHAPES, read
 from tests.reference import attention64, error
@@ -76,7 +83,15 @@ def test_only_heads_of_their_own_keys_are_in_parts() -> None:
     assert tail_for(q, k) == Tail(4, 11)
     assert tail_for(q, (1, 512, 4, 128)) is None, "query heads that share keys add dK up in float32"
     assert tail_for((*q[:3], 192), (*k[:3], 192)) is None and tail_for((*q[:3], 100), (*k[:3], 100)) is None
-    assert fa4_rounds.tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == Tail(3, 5)
+    assert tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == Tail(3, 5)
+    assert tail_for((16, 4096, 10, 64), (16, 77, 10, 64)) == Tail(1, 4) != tail_for((1, 4096, 10, 64), (1, 77, 10, 64))
+
+
+def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
+    kinds = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H20"
+    assert [processors(kind) for kind in kinds] == [132, 132, 132, 114, 78]
+    q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
+    assert tail_for(q, k, 78) != tail_for(q, k)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,7 @@ def test_only_heads_of_their_own_keys_are_in_parts() -> None:
     [
         ("wan-14b-480p", {}, 256),
         ("wan-14b-720p", {}, 0),  # no block ends within a round
-        ("2,32760,32760,40,128", {}, 0),  # two batch rows stand apart
+        ("2,32760,32760,20,128", {}, 0),  # two batch rows stand apart
         ("wan-14b-480p", {"attention": "cudnn"}, 0),
     ],
 )
@@ -94,16 +109,37 @@ def test_a_plan_knows_for_what_blocks_have_room(shape: str, config: dict, room: 
     made = ma.plan(call, asked, {"context": 4}, H200)
     keys = 8190 if call.q_len == 32760 else 18900
     assert made.context.room == room  # type: ignore[attr-defined]
-    size = 2 * 2 * call.batch * (keys + room) * 40 * 128
+    size = 2 * 2 * call.batch * (keys + room) * call.heads * 128
     assert {c.bytes for c in made.collectives} == {3 * size}
-    causal = ma.plan(ma.Call.of(*arrays(), mask=ma.masks.Causal()), asked, {"context": 4}, H200)
-    assert causal.context.room == 0  # type: ignore[attr-defined]
 
 
-def arrays() -> tuple:
-    import jax
+@pytest.mark.parametrize("why", ["lengths", "bias", "one place", "gradient of the LSE", "TPU", "A100"])
+def test_blocks_have_no_room_where_their_ring_takes_none_along(why: str) -> None:
+    x = jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16")
+    mask = ma.masks.KeyPadding(np.array([32000])) if why == "lengths" else None
+    bias = jax.ShapeDtypeStruct((1, 1, 32760, 32760), "float32") if why == "bias" else None
+    call = ma.Call.of(x, x, mask, bias, return_lse=why == "gradient of the LSE")
+    target = {"TPU": ma.Target.named("TPU v5p"), "A100": replace(H200, device_kind="NVIDIA A100-SXM4-80GB")}
+    asked = ma.AttentionConfig(attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring")
+    made = ma.plan(call, asked, {"context": 1 if why == "one place" else 4}, target.get(why, H200))
+    assert getattr(made.context, "room", 0) == 0
 
-    return tuple(jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16") for _ in range(2))
+
+def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
+    x = jax.ShapeDtypeStruct((1, 8000, 40, 64), "bfloat16")
+    asked = ma.AttentionConfig(
+        attention="flash",
+        context_parallel="ulysses_ring",
+        ulysses_shards=4,
+        ulysses_attention_chunks=2,
+        ici_context_parallelism=8,
+        ici_data_parallelism=1,
+    )
+    made = ma.plan(ma.Call.of(x, x), asked, {"context": 8}, H200)
+    one, both = (1, 4000, 5, 64), (1, 4000, 10, 64)
+    want = shares_of(made.kernel, one, one, 2).along
+    assert made.context.room == want  # type: ignore[attr-defined]
+    assert shares_of(made.kernel, both, both, 2).along != want, "the case tells them apart"
 
 
 def test_a_forward_is_in_parts_where_that_gains_more_than_their_merge() -> None:
@@ -124,3 +160,96 @@ def test_parts_of_the_keys_are_merged_by_their_lse() -> None:
     out, lse = (jnp.stack([jnp.asarray(getattr(x, name), jnp.float32) for x in each]) for name in ("out", "lse"))
     got = fa4_rounds._merged(out, lse)
     assert error(got[0], want.out) < 1e-6 and error(got[1], want.lse) < 1e-6
+
+
+class Launches:
+    """The launches of a backward in jnp; what is not written is not a number."""
+
+    def __init__(self, scale, q, k):
+        self.scale, self.tile = scale, whole_tile(q.shape[3])
+
+    def first(self, out, dout, lse):
+        delta = (dout * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        return delta, lse, jnp.zeros(out.shape, jnp.float32)
+
+    def rounds(self, q, k, v, dout, lse, delta, dq, start, parts):
+        whole, steps, found = [], -(-q.shape[1] // self.tile.queries), []
+        if start:
+            add, *grads = self._grads(q, k[:, :start], v[:, :start], dout, lse, delta)
+            dq, whole = dq + add, [jnp.full(k.shape, jnp.nan).at[:, :start].set(x).astype(k.dtype) for x in grads]
+        for part in range(parts):
+            i, j = (p * steps // parts * self.tile.queries for p in (part, part + 1))
+            assert i < min(j, q.shape[1]), "every part has queries"
+            rows = q[:, i:j], k[:, start:], v[:, start:], dout[:, i:j], lse[:, :, i:j], delta[:, :, i:j]
+            add, *grads = self._grads(*rows)
+            dq, found = dq.at[:, i:j].add(add), [*found, grads]
+        return [dq, *whole, *(jnp.concatenate([x[i] for x in found]).astype(k.dtype) for i in (0, 1))]
+
+    def last(self, dq, q):
+        return (self.scale * dq).astype(q.dtype)
+
+    def _grads(self, q, k, v, dout, lse, delta):
+        q, k, v, dout = (x.astype(jnp.float32) for x in (q, k, v, dout))
+        p = jnp.exp(self.scale * jnp.einsum("btnh,bsnh->bnts", q, k) - lse[..., None])
+        ds = p * (jnp.einsum("btnh,bsnh->bnts", dout, v) - delta[..., None])
+        dk, dv = (jnp.einsum("bnts,btnh->bsnh", *pair) for pair in ((ds, q), (p, dout)))
+        return jnp.einsum("bnts,bsnh->btnh", ds, k), self.scale * dk, dv
+
+
+SIZES = [(1, 700, 530, 12, 128), (2, 300, 400, 13, 64), (3, 700, 77, 5, 64), (2, 900, 257, 7, 8)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda x: "x".join(map(str, x)))
+@pytest.mark.parametrize("mapped", [False, True])
+def test_parts_of_a_backward_are_put_together(sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (b, t, s, n, h), rng, whole = sizes, np.random.default_rng(0), []
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(b, x, n, h)), "bfloat16") for x in (t, s, s, t))
+    want, tail = attention64(q, k, v, dout=dout), tail_for(q.shape, k.shape) or Tail(1, 2)
+
+    def rows(x, scale):
+        whole.append(x)
+        return fa4_rounds._in_parts(x, scale, Tail(1, 1))
+
+    stubs = {"takes_parts": lambda *_: True, "tail_for": lambda *_: tail, "_whole": rows}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(fa4_rounds, name, stub)
+    monkeypatch.setattr(fa4_backward, "Launches", Launches)
+    monkeypatch.setattr(fa4_backward, "made_apart", lambda: True)
+    x = q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout
+    run = partial(fa4_rounds.backward, scale=h**-0.5)
+    if mapped:
+        several = (a if a is k else jnp.stack([jnp.zeros_like(a), a]) for a in x)
+        got = [g[1] for g in jax.vmap(run, (0, None, 0, 0, 0, 0))(*several)]
+    else:
+        got = jax.jit(run)(*x)
+    assert len(whole) == mapped, "several at once are whole rows of one launch"
+    assert all(error(g, w) < 2e-2 for g, w in zip(got, (want.dq, want.dk, want.dv), strict=True))
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_only_kernels_that_we_launch_are_in_parts(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def parts(*x):
+        asked.append(x[-1])
+        return x[:3]
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(fa4_rounds, name, parts)
+        monkeypatch.setattr(fa4_calls, f"fa4_{name}", lambda *x: x[:3])
+    kernel, x = Fa4(1.0, launched=launched, processors=78), jnp.zeros((1, 4096, 12, 128), "bfloat16")
+    whole, causal = Piece(0, 4096, 0, 4096), Piece(0, 4096, 0, 4096, None, 0)
+    kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, whole, None)
+    kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, causal, None)
+    assert asked == ([78] if launched else [])
+
+
+def test_auto_asks_whether_a_call_is_in_parts() -> None:
+    cross = SHAPES["wan-cross"].call()
+    extras = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"))
+    target = replace(H200, packages=extras)
+    padded = ma.Call.of(*(jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512)),
+                        ma.masks.KeyPadding(np.array([77])), role="cross")  # fmt: skip
+    shared = replace(cross, kv_heads=4)
+    kernels = [ma.plan(call, target=target).kernel.name for call in (cross, padded, shared)]
+    assert kernels == ["flash", "flash/tokamax_flash", "flash/tokamax_flash"]
