@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fa4_backward, fa4_parts, fa4_rounds
+from maxattn.kernels import fa4_backward, fa4_launch, fa4_rounds
 from tests.cases import judge
 from tests.gpu.there import skip_unless_there
 from tests.reference import attention64, error
@@ -33,7 +33,8 @@ def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0) -> tuple
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "x".join(map(str, c)))
 def test_against_float64(case: tuple[int, ...]) -> None:
     skip_unless_there("flash")
-    assert fa4_backward.made_apart() and fa4_parts.takes_parts(), "fa4-jax is not as it is looked for"
+    known = fa4_backward.made_apart() and fa4_launch.takes_parts("bfloat16", case[-1])
+    assert known, "fa4-jax is not as it is looked for"
     x, want = operands(*case)
     assert fa4_rounds.tail_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
     got = jax.jit(partial(fa4_rounds.backward, scale=case[-1] ** -0.5))(*x)
