@@ -9,7 +9,6 @@ Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,15 +95,14 @@ class Fa4(Fused):
         blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
         if not call.mask.is_full:
             return runs | {"blocks": blocks}
-        stays = self._stays(call.head_dim, call.kv_len)
-        blocks = _whole_line(call) if stays else self._line(fa4_rounds.queries_for, call, "queries", "keys")
-        backward = self._line(fa4_rounds.tail_for, call, "keys", "queries")
+        blocks = _whole_line(call) if self._stays(call.head_dim, call.kv_len) else blocks
+        backward = self._backward_line(call)
         return runs | {"blocks": blocks} | ({"backward": backward} if backward != blocks else {})
 
-    def _line(self, choose: Callable[..., fa4_rounds.Tail | None], call: Call, what: str, others: str) -> str:
-        """Say how all pairs are launched."""
-        tail = choose(*shapes_of(call), self.processors) if self.launched else None
-        return OWN if tail is None else f"{OWN}; {tail.line(what, others)}"
+    def _backward_line(self, call: Call) -> str:
+        """Say how the backward over all pairs is launched."""
+        tail = fa4_rounds.tail_for(*shapes_of(call), self.processors) if self.launched else None
+        return OWN if tail is None else f"{OWN}; {tail.line}"
 
     def _stays(self, head_dim: int, keys: int) -> bool:
         """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""
@@ -170,8 +168,6 @@ class Fa4(Fused):
         if lengths is None and piece.is_full and self._stays(q.shape[3], k.shape[1]):
             tile = fp.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
             return fa4_tiles.whole(q, k, v, self.scale, tile)
-        if lengths is None and piece.is_full and self.launched:
-            return fa4_rounds.forward(q, k, v, self.scale, self.processors)
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         out, lse = fa4.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from maxattn.kernels.fa4_kernels import backward_class, forward_class
 from maxattn.kernels.fa4_mask import pair_test
-from maxattn.kernels.fa4_parts import backward_parts_class, forward_parts_class, knows_rows
-from maxattn.kernels.fa4_sizes import Tile, forward_tile, whole_tile
+from maxattn.kernels.fa4_parts import knows_rows, parts_class
+from maxattn.kernels.fa4_sizes import Tile, whole_tile
 from maxattn.kernels.fa4_test import PairTest
 from maxattn.kernels.tile_order import Order
 
@@ -91,27 +91,8 @@ def run_rounds(
 
 def takes_parts(dtype: str, head_dim: int) -> bool:
     """Tell whether the library's kernels can be launched in parts: tiles and operands are what we take them for."""
-    lib = library()
-    plan = lib._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
-    ahead = lib._fwd_cfg_sm90(head_dim, head_dim, False, False)
-    tiles = [(plan.tile_m, plan.tile_n), (ahead.tile_m, ahead.tile_n)]
-    return plan.family == HOPPER and tiles == [whole_tile(head_dim), forward_tile(head_dim)] and knows_rows()
-
-
-def run_forward_rounds(
-    stream: Any, whole: Launch, launch: Launch, q: Any, k: Any, v: Any, out: Any, lse: Any, parts: Any, lse_parts: Any
-):
-    """Launch a forward on all queries but the last, and one on these by parts of the keys."""
-    cute = import_module("cutlass.cute")
-    last = parts.shape[1]
-    first = q.shape[1] - last
-
-    def queries(x: Any, start: Any, length: Any) -> Any:
-        x = cute.domain_offset((0, start, 0, 0), x)
-        return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride))
-
-    whole.kernel(queries(q, 0, first), k, v, queries(out, 0, first), lse, whole.scale, stream=stream)
-    launch.kernel(queries(q, first, last), k, v, parts, lse_parts, launch.scale, stream=stream)
+    plan = library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
+    return plan.family == HOPPER and (plan.tile_m, plan.tile_n) == whole_tile(head_dim) and knows_rows()
 
 
 def _cut_out(packed: Any, which: int, cut: Any) -> Any:
@@ -173,21 +154,7 @@ def parts_launch(dtype: str, head_dim: int, scale: float, batch: int, parts: int
     lib, kind = library(), _dtype(dtype)
     plan = lib._bwd_plan(kind, head_dim, head_dim, 1, False, False, HOPPER)
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
-    return Launch(backward_parts_class(batch, parts)(kind, head_dim, head_dim, 1, **settings), scale)
-
-
-@lru_cache(maxsize=64)
-def forward_parts_launches(dtype: str, head_dim: int, scale: float, batch: int, parts: int) -> tuple[Launch, Launch]:
-    """Return the library's forward over all pairs, and the same for so many parts of the keys of so many batch rows."""
-    lib, kind = library(), _dtype(dtype)
-    plan = lib._fwd_cfg_sm90(head_dim, head_dim, False, False)
-    whole = lib._get_fwd(kind, head_dim, head_dim, 1, False, False, None, 0, HOPPER)
-    kernel = forward_parts_class(batch, parts)(
-        kind, head_dim, head_dim, 1, is_causal=False, is_local=False, pack_gqa=False, tile_m=plan.tile_m,
-        tile_n=plan.tile_n, num_stages=2, num_threads=(plan.tile_m // 64 + 1) * 128, Q_in_regs=False,
-        intra_wg_overlap=plan.intra_wg_overlap, mma_pv_is_rs=plan.mma_pv_is_rs, mask_mod=None, has_aux_tensors=False,
-    )  # fmt: skip
-    return Launch(whole, scale), Launch(kernel, scale)
+    return Launch(parts_class(batch, parts)(kind, head_dim, head_dim, 1, **settings), scale)
 
 
 class Backward(NamedTuple):

@@ -1,7 +1,6 @@
-"""FlashAttention-4's Hopper kernels of fa4-jax whose rows of work are cut into parts: fa4_rounds.py.
+"""FlashAttention-4's Hopper backward of fa4-jax whose rows of work are cut into parts: fa4_rounds.py.
 
-A block of threads goes through a part of the keys (forward) or of the queries (backward), and writes what it found to a
-batch row of its own.
+A block of threads goes through a part of the queries, and writes dK and dV to a batch row of its own.
 """
 
 from __future__ import annotations
@@ -13,57 +12,27 @@ from typing import Any
 
 from maxattn.kernels.fa4_kernels import scheduled
 
-ROW = {"epilogue": 12, "epilogue_dKV": 14}  # which operand of the library's is the batch row
+ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
 
 
 @cache
-def backward_parts_class(batch: int, parts: int) -> Any:
+def parts_class(batch: int, parts: int) -> Any:
     """Make a backward of so many batch rows whose blocks of threads take a part of the queries each.
 
     Its dK and dV have a batch row for each of them, part by part.
     """
-    of_part = _of_part(batch, parts)
+    ranges, arch = import_module("fa4_jax.cute.block_info").BlockInfo, import_module("cutlass.cute").arch
 
-    class InParts(_parts(_library_classes()["epilogue_dKV"], batch, parts)):
-        def dQaccum_store(self, *operands: Any) -> None:
-            super().dQaccum_store(*of_part(operands))
+    class Part(ranges):
+        def get_m_block_min_max(self, *of: Any) -> tuple[Any, Any]:
+            _, end = super().get_m_block_min_max(*of)
+            part = arch.block_idx()[2] // batch
+            return part * end // parts, (part + 1) * end // parts
 
-        def epilogue_dKV(self, *operands: Any) -> None:
-            super().epilogue_dKV(*_for_part(operands, ROW["epilogue_dKV"]))
+    def of_part(operands: tuple[Any, ...]) -> list[Any]:
+        return [Part(**vars(x)) if isinstance(x, ranges) else x for x in operands]
 
-    return InParts
-
-
-@cache
-def forward_parts_class(batch: int, parts: int) -> Any:
-    """Make a forward of so many batch rows whose blocks of threads take a part of the keys each; results likewise."""
-
-    class InParts(_parts(_library_classes()["epilogue"], batch, parts)):
-        def epilogue(self, *operands: Any) -> None:
-            super().epilogue(*_for_part(operands, ROW["epilogue"]))
-
-    return InParts
-
-
-def knows_rows() -> bool:
-    """Tell whether the batch row is where it is looked for."""
-    return all(
-        list(signature(getattr(each, name)).parameters)[1 + ROW[name]] == "batch_idx"  # after self
-        for name, each in _library_classes().items()
-    )
-
-
-def _library_classes() -> dict[str, Any]:
-    """Return the library's kernels by what writes their results."""
-    forward, backward = (import_module(f"fa4_jax.cute.flash_{way}_sm90") for way in ("fwd", "bwd"))
-    return {"epilogue": forward.FlashAttentionForwardSm90, "epilogue_dKV": backward.FlashAttentionBackwardSm90}
-
-
-def _parts(library_class: Any, batch: int, parts: int) -> Any:
-    """Make a kernel whose blocks of threads go through a part of the other sequence each."""
-    of_part = _of_part(batch, parts)
-
-    class Parts(scheduled(library_class, _by_parts(batch))):
+    class InParts(scheduled(_library_class(), _by_parts(batch))):
         def kernel(self, *operands: Any) -> Any:
             return _Times(super().kernel(*operands), parts)
 
@@ -73,30 +42,22 @@ def _parts(library_class: Any, batch: int, parts: int) -> Any:
         def mma(self, *operands: Any, **settings: Any) -> None:
             super().mma(*of_part(operands), **settings)
 
-    return Parts
+        def dQaccum_store(self, *operands: Any) -> None:
+            super().dQaccum_store(*of_part(operands))
+
+        def epilogue_dKV(self, *operands: Any) -> None:
+            super().epilogue_dKV(*operands[:ROW], arch.block_idx()[2], *operands[ROW + 1 :])
+
+    return InParts
 
 
-def _of_part(batch: int, parts: int) -> Any:
-    """Make what limits the ranges of tiles, among a function's operands, to a part."""
-    ranges, arch = import_module("fa4_jax.cute.block_info").BlockInfo, import_module("cutlass.cute").arch
-
-    def cut(whole: tuple[Any, Any]) -> tuple[Any, Any]:
-        part = arch.block_idx()[2] // batch
-        return part * whole[1] // parts, (part + 1) * whole[1] // parts
-
-    class Part(ranges):
-        def get_m_block_min_max(self, *of: Any) -> tuple[Any, Any]:
-            return cut(super().get_m_block_min_max(*of))
-
-        def get_n_block_min_max(self, *of: Any) -> tuple[Any, Any]:
-            return cut(super().get_n_block_min_max(*of))
-
-    return lambda operands: [Part(**vars(x)) if isinstance(x, ranges) else x for x in operands]
+def knows_rows() -> bool:
+    """Tell whether the batch row is where it is looked for."""
+    return list(signature(_library_class().epilogue_dKV).parameters)[1 + ROW] == "batch_idx"  # after self
 
 
-def _for_part(operands: tuple[Any, ...], row: int) -> list[Any]:
-    """Let results go to a batch row of their own, among all rows part by part."""
-    return [*operands[:row], import_module("cutlass.cute").arch.block_idx()[2], *operands[row + 1 :]]
+def _library_class() -> Any:
+    return import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
 
 
 @cache

@@ -23,48 +23,31 @@ CASES = [
 ]  # fmt: skip
 
 
-def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0) -> tuple:
+def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0, dtype: str = "bfloat16") -> tuple:
     rng = np.random.default_rng(seed)
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(batch, x, n, h)), "bfloat16") for x in (t, s, s, t))
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(batch, x, n, h)), dtype) for x in (t, s, s, t))
     want = attention64(q, k, v, dout=dout)
-    return (q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout), want
+    return (q, k, v, jnp.asarray(want.out, dtype), jnp.asarray(want.lse, jnp.float32), dout), want
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "x".join(map(str, c)))
-def test_against_float64(case: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_against_float64(case: tuple[int, ...], dtype: str) -> None:
     skip_unless_there("flash")
-    known = fa4_backward.made_apart() and fa4_launch.takes_parts("bfloat16", case[-1])
+    known = fa4_backward.made_apart() and fa4_launch.takes_parts(dtype, case[-1])
     assert known, "fa4-jax is not as it is looked for"
-    x, want = operands(*case)
+    x, want = operands(*case, dtype=dtype)
     assert fa4_rounds.tail_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
     got = jax.jit(partial(fa4_rounds.backward, scale=case[-1] ** -0.5))(*x)
     wanted = (want.dq, want.dk, want.dv)
-    judge({"dtype": "bfloat16"}, {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)})
-
-
-FORWARD = [(1, 1500, 1400, 12, 128), (2, 1700, 2500, 5, 128), (1, 3000, 2800, 9, 96), (1, 4700, 1300, 11, 80)]
-
-
-@pytest.mark.parametrize("case", FORWARD, ids=lambda c: "x".join(map(str, c)))
-def test_forward_against_float64(case: tuple[int, ...]) -> None:
-    """The last queries see the keys in parts, which are merged."""
-    skip_unless_there("flash")
-    x, want = operands(*case)
-    assert fa4_rounds.queries_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
-    got = jax.jit(partial(fa4_rounds.forward, scale=case[-1] ** -0.5))(*x[:3])
-    wanted = want.out, want.lse
-    judge({"dtype": "bfloat16"}, {n: error(g, w) for n, g, w in zip(("out", "lse"), got, wanted, strict=True)})
+    judge({"dtype": dtype}, {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)})
 
 
 def test_mapped_over() -> None:
     skip_unless_there("flash")
-    made = [operands(1, 1500, 1400, 12, 128, seed)[0] for seed in (0, 1)]
+    made = [operands(1, 1500, 300, 12, 128, seed)[0] for seed in (0, 1)]
     run = partial(fa4_rounds.backward, scale=128**-0.5)
     each = [jax.jit(run)(*x) for x in made]
     both = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*made, strict=True)))
     for i, want in enumerate(each):
         assert all(error(g[i], w) < 2e-2 for g, w in zip(both, want, strict=True))
-    ahead = partial(fa4_rounds.forward, scale=128**-0.5)
-    outs, lses = jax.jit(jax.vmap(ahead))(*(jnp.stack(x) for x in zip(*(x[:3] for x in made), strict=True)))
-    for i, (out, lse) in enumerate(jax.jit(ahead)(*x[:3]) for x in made):
-        assert error(outs[i], out) < 2e-2 and error(lses[i], lse) < 3e-3

@@ -142,26 +142,6 @@ def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
     assert shares_of(made.kernel, both, both, 2).along != want, "the case tells them apart"
 
 
-def test_a_forward_is_in_parts_where_that_gains_more_than_their_merge() -> None:
-    wan, flux = (1, 32760, 12, 128), (2, 4608, 24, 128)
-    assert fa4_rounds.queries_for(wan, wan) == Tail(3, 7) and fa4_rounds.queries_for(flux, flux) == Tail(3, 4)
-    place = (1, 8190, 40, 128)
-    assert fa4_rounds.queries_for(place, place) is None and tail_for(place, place) == Tail(8, 2)
-    assert fa4_rounds.queries_for(wan, (1, 512, 12, 128)) is None
-    short = (1, 700, 2, 128)  # 12 rows for 132 processors: no round is whole, and none is launched as ever
-    assert fa4_rounds.queries_for(short, short) is None
-
-
-def test_parts_of_the_keys_are_merged_by_their_lse() -> None:
-    rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, t, 3, 8)), jnp.float32) for t in (5, 12, 12))
-    want = attention64(q, k, v)
-    each = [attention64(q, k[:, i : i + 4], v[:, i : i + 4]) for i in (0, 4, 8)]
-    out, lse = (jnp.stack([jnp.asarray(getattr(x, name), jnp.float32) for x in each]) for name in ("out", "lse"))
-    got = fa4_rounds._merged(out, lse)
-    assert error(got[0], want.out) < 1e-6 and error(got[1], want.lse) < 1e-6
-
-
 class Launches:
     """The launches of a backward in jnp; what is not written is not a number."""
 
@@ -234,9 +214,8 @@ def test_only_kernels_that_we_launch_are_in_parts(launched: bool, monkeypatch: p
         asked.append(x[-1])
         return x[:3]
 
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(fa4_rounds, name, parts)
-        monkeypatch.setattr(fa4_calls, f"fa4_{name}", lambda *x: x[:3])
+    monkeypatch.setattr(fa4_rounds, "backward", parts)
+    monkeypatch.setattr(fa4_calls, "fa4_backward", lambda *x: x[:3])
     kernel, x = Fa4(1.0, launched=launched, processors=78), jnp.zeros((1, 4096, 12, 128), "bfloat16")
     whole, causal = Piece(0, 4096, 0, 4096), Piece(0, 4096, 0, 4096, None, 0)
     kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, whole, None)
