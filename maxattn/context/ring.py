@@ -80,7 +80,7 @@ class Ring(WholeKeys):
 
     def over(self, kernel: Kernel, call: Call) -> Self:
         """Learn whether dQ stays in one sum, and for how many keys more a block has room."""
-        if not self.direct or self.runs > 1 or self.places == 1 or not call.mask.is_full or call.bias is not None:
+        if self.runs > 1 or self.places == 1 or not call.mask.is_full:
             return self
         one = self.kernel_call(call)
         q, k = ((one.batch, t, n, one.head_dim) for t, n in ((one.q_len, one.heads), (one.kv_len, one.kv_heads)))
