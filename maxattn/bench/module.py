@@ -136,10 +136,13 @@ def _matmuls(shape: Shape) -> list[Job]:
     def training(x: Array, o: Array, weights: Weights, grads: Any) -> Any:
         *of_x, dy = grads
         products = [g @ w.T for g, w in zip(of_x, weights[:3], strict=True)]
-        dx = products[2] + (products[1] + products[0])  # in the order that cuBLASLt can add in
-        return forward(x, o, weights), dx, dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
+        return forward(x, o, weights), _added(products), dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
 
     return _jobs(shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads)))
+
+
+def _added(products: list[Array]) -> Array:
+    return products[2] + (products[1] + products[0])  # in the order that cuBLASLt can add in
 
 
 def _both(shape: Shape, kernel: str) -> list[Job]:
@@ -161,7 +164,7 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
         o, pull = jax.vjp(attend, q, k, v)
         grads = [g.reshape(tokens) for g in pull(dy @ weights[3].T)]
         of_x = [g @ w.T for g, w in zip(grads, weights[:3], strict=True)]
-        return products, o @ weights[3], of_x[2] + (of_x[1] + of_x[0]), [x.T @ g for g in grads], o.T @ dy
+        return products, o @ weights[3], _added(of_x), [x.T @ g for g in grads], o.T @ dy
 
     operands = x, weights, q, k, v
     return _jobs(shape, "attention and matmuls in one", (forward, operands), (training, (*operands, dy)))

@@ -7,6 +7,7 @@ as many as there are processors, and load the next row while the results of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -49,7 +50,7 @@ def _with_results_apart(forward: Any) -> Any:
             return storage
 
         def kernel(self, *operands: Any) -> Any:
-            return _OnProcessors(super().kernel(*operands))
+            return OnGrid(super().kernel(*operands), _on_processors)
 
         def mma(self, *operands: Any) -> Any:
             result = operands[RESULT]
@@ -101,28 +102,39 @@ def scheduled(library_class: Any, schedule: Any) -> Any:
 @cache
 def _starting(order: Order) -> Any:
     """Make the schedule of blocks of threads that take one row each."""
-    schedule = import_module("fa4_jax.cute.tile_scheduler")
     if order == Order():
-        return schedule.SingleTileScheduler
+        return import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler
 
-    class Starting(schedule.SingleTileScheduler):
+    def place(params: Any, row: Any, head: Any, batch: Any, _: Any) -> tuple[Any, ...]:
+        return _place(order, params, row, batch * params.num_head + head)
+
+    return one_each(place)
+
+
+def one_each(place: Callable[..., tuple[Any, ...]]) -> Any:
+    """Make the schedule of blocks of threads that take one row each, another one than the library's.
+
+    Args:
+        place: (row, head, batch row, split) of what is taken, from the schedule's sizes and the same of the library's.
+    """
+    schedule = import_module("fa4_jax.cute.tile_scheduler")
+
+    class OneEach(schedule.SingleTileScheduler):
         @staticmethod
         def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            return Starting(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
+            return OneEach(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             work = super().get_current_work(loc=loc, ip=ip)
-            row, head, batch, _ = work.tile_idx
-            place = _place(order, self.params, row, batch * self.params.num_head + head)
-            return schedule.WorkTileInfo(place, work.is_valid_tile)
+            return schedule.WorkTileInfo(place(self.params, *work.tile_idx), work.is_valid_tile)
 
         def __new_from_mlir_values__(self, values: Any) -> Any:
             old = super().__new_from_mlir_values__(values)
-            made = Starting(old.params, old._blk_coord, loc=old._loc)
+            made = OneEach(old.params, old._blk_coord, loc=old._loc)
             made._is_first_block = old._is_first_block
             return made
 
-    return Starting
+    return OneEach
 
 
 @cache
@@ -166,14 +178,22 @@ def _processors() -> int:
     return (device.core_count if device.platform == "gpu" else None) or PROCESSORS
 
 
-class _OnProcessors:
-    """Launch as many blocks of threads as there are processors, or rows where those are fewer."""
+def _on_processors(rows: Any, heads: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Return as many blocks of threads as there are processors, or rows where those are fewer."""
+    return import_module("cutlass").min(rows * heads * batch, _processors()), 1, 1
 
-    def __init__(self, launcher: Any) -> None:
-        self.launcher = launcher
+
+class OnGrid:
+    """Launch on another grid than the library's.
+
+    Args:
+        launcher: of the library.
+        grid: from its (rows, heads, batch).
+    """
+
+    def __init__(self, launcher: Any, grid: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> None:
+        self.launcher, self.grid = launcher, grid
 
     def launch(self, *, grid: Any, **settings: Any) -> Any:
-        """Launch, whatever the grid."""
-        rows, heads, batch = grid
-        blocks = import_module("cutlass").min(rows * heads * batch, _processors())
-        return self.launcher.launch(grid=(blocks, 1, 1), **settings)
+        """Launch."""
+        return self.launcher.launch(grid=self.grid(*grid), **settings)

@@ -73,35 +73,29 @@ def run_rounds(
     sums: Any, *grads: Any,
 ):  # fmt: skip
     """Launch the library's backward on all keys but the last, if any, and ours on these, by parts of the queries."""
-    cute, scale = import_module("cutlass.cute"), import_module("cutlass").Float32(launch.scale)
+    scale = import_module("cutlass").Float32(launch.scale)
     *whole, dk_parts, dv_parts = grads
     last = dk_parts.shape[1]
     first = k.shape[1] - last
 
-    def keys(x: Any, start: Any, length: Any) -> Any:
-        x = cute.domain_offset((0, start, 0, 0), x)
-        return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride))
-
     if whole:
-        before = [keys(x, 0, first) for x in (k, v, *whole)]
+        before = [_keys(x, 0, first) for x in (k, v, *whole)]
         library()._fa4_bwd(stream, made, q, *before[:2], dout, lse, delta, sums, (), sums, *before[2:])
-    left = keys(k, first, last), keys(v, first, last)
+    left = _keys(k, first, last), _keys(v, first, last)
     launch.kernel(q, *left, dout, lse, delta, sums, dk_parts, dv_parts, scale, stream=stream)
-
-
-def takes_parts(dtype: str, head_dim: int) -> bool:
-    """Tell whether the library's kernels can be launched in parts: tiles and operands are what we take them for."""
-    plan = library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
-    return plan.family == HOPPER and (plan.tile_m, plan.tile_n) == whole_tile(head_dim) and knows_rows()
 
 
 def _cut_out(packed: Any, which: int, cut: Any) -> Any:
     """Return K (0) or V (1) of a part of a block (`key_blocks.Cut`), where it stands."""
+    start, end = cut.bounds(packed.shape[2])
+    return _keys(packed[which, None, None, None, None], start, end - start)
+
+
+def _keys(x: Any, start: Any, length: Any) -> Any:
+    """Return so many keys of [B,S,K,H], where they stand."""
     cute = import_module("cutlass.cute")
-    _, batch, length, heads, width = packed.shape
-    start, end = cut.bounds(length)
-    one = cute.domain_offset((0, start, 0, 0), packed[which, None, None, None, None])
-    return cute.make_tensor(one.iterator, cute.make_layout((batch, end - start, heads, width), stride=one.stride))
+    x = cute.domain_offset((0, start, 0, 0), x)
+    return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride))
 
 
 def _sparse(lists: Any) -> Any:
@@ -146,6 +140,12 @@ def forward_launch(
         has_aux_tensors=arrays > 0,
     )  # fmt: skip
     return Launch(kernel, scale)
+
+
+def takes_parts(dtype: str, head_dim: int) -> bool:
+    """Tell whether the library's kernels can be launched in parts: tiles and operands are what we take them for."""
+    plan = library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
+    return plan.family == HOPPER and (plan.tile_m, plan.tile_n) == whole_tile(head_dim) and knows_rows()
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from maxattn.kernels.fa4_kernels import scheduled
+from maxattn.kernels.fa4_kernels import OnGrid, one_each, scheduled
 
 ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
 
@@ -32,9 +32,12 @@ def parts_class(batch: int, parts: int) -> Any:
     def of_part(operands: tuple[Any, ...]) -> list[Any]:
         return [Part(**vars(x)) if isinstance(x, ranges) else x for x in operands]
 
-    class InParts(scheduled(_library_class(), _by_parts(batch))):
+    def again(_: Any, row: Any, head: Any, place: Any, split: Any) -> tuple[Any, ...]:
+        return row, head, place % batch, split  # all batch rows, for each part
+
+    class InParts(scheduled(_library_class(), one_each(again))):
         def kernel(self, *operands: Any) -> Any:
-            return _Times(super().kernel(*operands), parts)
+            return OnGrid(super().kernel(*operands), lambda rows, heads, batch: (rows, heads, batch * parts))
 
         def load(self, *operands: Any) -> None:
             super().load(*of_part(operands))
@@ -58,39 +61,3 @@ def knows_rows() -> bool:
 
 def _library_class() -> Any:
     return import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
-
-
-@cache
-def _by_parts(batch: int) -> Any:
-    """Make the schedule of blocks of threads that take one row each, all batch rows again for each part."""
-    schedule = import_module("fa4_jax.cute.tile_scheduler")
-
-    class ByParts(schedule.SingleTileScheduler):
-        @staticmethod
-        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            return ByParts(params, import_module("cutlass.cute").arch.block_idx(), loc=loc, ip=ip)
-
-        def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            work = super().get_current_work(loc=loc, ip=ip)
-            row, head, place, rest = work.tile_idx
-            return schedule.WorkTileInfo((row, head, place % batch, rest), work.is_valid_tile)
-
-        def __new_from_mlir_values__(self, values: Any) -> Any:
-            old = super().__new_from_mlir_values__(values)
-            made = ByParts(old.params, old._blk_coord, loc=old._loc)
-            made._is_first_block = old._is_first_block
-            return made
-
-    return ByParts
-
-
-class _Times:
-    """Launch so many blocks of threads for each batch row."""
-
-    def __init__(self, launcher: Any, parts: int) -> None:
-        self.launcher, self.parts = launcher, parts
-
-    def launch(self, *, grid: Any, **settings: Any) -> Any:
-        """Launch, the grid taken so many times."""
-        rows, heads, batch = grid
-        return self.launcher.launch(grid=(rows, heads, batch * self.parts), **settings)

@@ -1,8 +1,4 @@
-"""FlashAttention-4's backward over many blocks of keys: its three launches apart, so that two of them are made once.
-
-    first    delta = rowsum(dout * out), the LSE in base 2, dQ = 0 in float32
-    blocks   dQ += dS K in place, dK, dV
-    last     dQ, scaled, in q's dtype
+"""FlashAttention-4's backward over many blocks of keys: the first and the last of its launches are made once.
 
 A block is one array, which arrived so, and its gradients leave as one: the kernel reads and writes them in place.
 
