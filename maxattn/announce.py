@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from maxattn.config import AttentionConfig
 from maxattn.plan import Plan
 
 log = logging.getLogger("maxattn")
@@ -25,6 +26,31 @@ def announce(plan: Plan) -> None:
     _announced.add(plan)
     if jax.process_index() == 0:
         log.log(level, "%s", plan.explain())
+
+
+def warn_of_other_mesh(config: AttentionConfig, mesh: Any) -> None:
+    """Warn once where a call has no mesh or another one than its config asks for: settings alone make none."""
+    text = _other_mesh(config, {} if mesh is None else dict(mesh.shape))
+    if not text or text in _said or not log.isEnabledFor(logging.WARNING):
+        return
+    _said.add(text)
+    if jax.process_index() == 0:
+        log.warning("%s", text)
+
+
+def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
+    sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}  # below 0: one of both is open
+    asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1 and (n > 0 or not there)}
+    if all(there.get(axis, 1) == n for axis, n in asked.items()):
+        return ""
+    wanted = ", ".join(f"{axis}={n}" for axis, n in asked.items())
+    if not there:
+        return (
+            f"The config asks for {wanted}, and this call has no mesh: one device computes it. "
+            "Pass mesh=config.make_mesh(), or call inside jax.set_mesh(config.make_mesh())."
+        )
+    given = ", ".join(f"{axis}={n}" for axis, n in there.items())
+    return f"The config asks for {wanted}, and the mesh has {given}: the mesh counts."
 
 
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:

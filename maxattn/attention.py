@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
-from maxattn.announce import announce, say_when_compiled
+from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
@@ -91,6 +91,7 @@ def attention(
     decided = plan(call, config, mesh, target)
     _check_surroundings(decided)
     announce(decided)
+    warn_of_other_mesh(config, mesh)
     out, lse = run(decided, q, k, v, bias, bound, mesh)
     return (out, lse) if return_lse else out
 

@@ -14,6 +14,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.announce import announce
 from maxattn.kernels.visits import visits
+from tests.golden_text import check_golden
 from tests.jaxprs import count_primitive
 
 BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)
@@ -267,6 +268,31 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         ma.attention(q, k, v, mask=M.Causal())
     assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
     assert "T=S=23" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "golden"),
+    [
+        ({"ici_context_parallelism": 8}, None, "no_mesh"),
+        ({"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, {"context": 4}, "other_mesh"),
+        ({"ici_data_parallelism": 4}, None, "no_mesh_for_the_batch"),
+        ({"ici_data_parallelism": -1}, None, None),
+        ({"ici_context_parallelism": 4}, {"context": 4}, None),
+        ({}, {"context": 4}, None),
+    ],
+)
+def test_a_mesh_that_is_not_there_is_said(
+    settings: dict, sizes: dict | None, golden: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4]) if sizes else None
+    q, k, v = qkv(t=24)
+    with caplog.at_level(logging.WARNING, logger="maxattn"):
+        for _ in range(2):
+            ma.attention(q, k, v, config=ma.AttentionConfig(**settings), mesh=mesh)
+    said = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
+    assert len(said) == (golden is not None)
+    if golden:
+        check_golden(f"logs/{golden}", said[0])
 
 
 @pytest.mark.parametrize(("fallback", "level"), [("warn", logging.WARNING), ("allow", logging.INFO)])

@@ -16,6 +16,8 @@ from maxattn.masks.tree import leaf, mask_type
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
+INT32 = np.iinfo(np.int32)
+
 
 class DataMask(Mask):
     """Count as everything or as nothing where only bounds are asked, since the arrays may be traced."""
@@ -45,6 +47,8 @@ class KeyPadding(DataMask):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
             remedy = "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S] use Dense"
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
+        if _is_wide(keys):  # no sequence is as long: a limit past int32 is none
+            object.__setattr__(self, "keys", _narrow(keys))
 
     def at(self, spots: Spots) -> Any:
         """Compare positions with lengths, or look flags up."""
@@ -87,6 +91,9 @@ class Segments(DataMask):
             if not _is_int(ids) or ids.ndim != 2:
                 rule = f"segment ids are whole numbers {dims}"
                 raise InputError(f"Segments.{name}", text(ids), rule, "cast to int32, for one row add a batch dim")
+            if _is_wide(ids):
+                _check_ids(f"Segments.{name}", ids)
+                object.__setattr__(self, name, _narrow(ids))
 
     def at(self, spots: Spots) -> Any:
         """Compare the ids looked up."""
@@ -192,6 +199,23 @@ def _fits(name: str, array: Any, letters: str, lengths: Lengths, broadcast: str 
 
 def _named(array: Any, letters: str, broadcast: str) -> str:
     return "".join("1" if n == 1 and x in broadcast else x for x, n in zip(letters, array.shape, strict=True))
+
+
+def _is_wide(array: Any) -> bool:
+    """Tell whether an array holds integers that int32, in which masks are computed, may not hold."""
+    return isinstance(array, np.ndarray) and _is_int(array) and not np.can_cast(array.dtype, np.int32)
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    """Bring integers to int32: what is above stays the largest, and all below 0 mean the same."""
+    return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
+
+
+def _check_ids(name: str, ids: np.ndarray) -> None:
+    """Refuse ids that would become others in int32."""
+    if ids.size and ids.max() > INT32.max:
+        remedy = "number them from 0, e.g. by numpy.unique(ids, return_inverse=True) over both arrays"
+        raise InputError(name, f"up to {ids.max()}", f"segment ids are int32, at most {INT32.max}", remedy)
 
 
 def _is_bool(array: Any) -> bool:

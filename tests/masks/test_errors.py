@@ -38,6 +38,7 @@ BAD: dict[str, Callable[[], object]] = {
     "segments_of_one_key": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 1), int)).bind(4, 6),
     "lengths_wrong_batch": lambda: M.KeyPadding(np.array([3, 4])).bind(4, 6, batch=3),
     "segments_float": lambda: M.Segments(np.zeros((2, 4)), np.zeros((2, 6), int)),
+    "segments_beyond_int32": lambda: M.Segments(np.array([[2**32, 0]]), np.array([[0, 0]])),
     "segments_1d": lambda: M.Segments(np.zeros((2, 4), int), np.zeros(6, int)),
     "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(6, 4),
     "dense_float": lambda: M.Dense(jnp.zeros((4, 6))),
