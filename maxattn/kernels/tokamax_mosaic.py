@@ -24,6 +24,7 @@ from maxattn.kernels.base import Bias, Offset
 from maxattn.kernels.fused import Fused, Lengths, Pairs
 from maxattn.kernels.fused_pieces import Piece
 from maxattn.kernels.softmax import NEG_INF
+from maxattn.kernels.tokamax_fence import backward_module
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
@@ -61,7 +62,7 @@ class TokamaxMosaic(Fused):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Accept: dQ and dK, dV are each written once, by two kernels."""
+        """Accept: dQ and dK, dV are each written once, by two kernels (and by the fence of tokamax_fence.py)."""
         return None
 
     @staticmethod
@@ -122,7 +123,7 @@ class TokamaxMosaic(Fused):
         settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
         # P = exp(s - top) / total: any LSE is a maximum with a sum of 1.
         operands = ((lse, jnp.ones_like(lse)), out, dout, *bound.args)
-        op = _tokamax("pallas_mosaic_gpu_vjp").PallasMosaicGpuFlashAttentionVjp()
+        op = backward_module().PallasMosaicGpuFlashAttentionVjp()
         config = op._get_heuristics_config(op.bind(*operands, **settings))
         grads = replace(op, config=config)(*operands, **settings)
         return grads["q"], grads["k"], grads["v"]
