@@ -15,7 +15,9 @@ from tests.gpu.there import skip_unless_there
 pytestmark = pytest.mark.gpu
 
 CALLS, LENGTH, WIDTH = 100, 4096, 128
-MASKS = {"full": M.Full(), "causal": M.Causal(), "lengths": M.KeyPadding(np.array([3000])), "window": M.LocalWindow(200, 9)}
+MASKS = {
+    "full": M.Full(), "causal": M.Causal(), "lengths": M.KeyPadding(np.array([3000])), "window": M.LocalWindow(200, 9),
+}  # fmt: skip
 ROUNDING = 2**-7  # of the largest entry: gradients that are added up in no fixed order
 
 
