@@ -72,7 +72,8 @@ class TokamaxMosaic(Fused):
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        return {"runs": f"tokamax_flash (tokamax {self.version}, Mosaic GPU)", "blocks": "the library's own"}
+        runs = f"tokamax_flash (tokamax {self.version}, Mosaic GPU)"
+        return {"runs": runs, "blocks": "the library's own", "backward": "the library's own, and a fence that it lacks"}
 
     def forward(
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
