@@ -175,6 +175,11 @@ def _check_one(name: str, x: Any) -> None:
             name, f"shape {shape}", f"{name} must be {axes}, four axes",
             "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
         )  # fmt: skip
+    if not all(isinstance(size, int) for size in shape):
+        raise InputError(
+            name, f"shape {shape}", "every size must be a number, since kernels are chosen by them",
+            "export or trace with fixed shapes",
+        )  # fmt: skip
     if 0 in shape:
         raise InputError(
             name, f"shape {shape}", "every size must be at least 1", "skip the call when there is nothing to attend"
@@ -201,10 +206,10 @@ def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, i
             "give every axis its full size or 1",
         )  # fmt: skip
     if str(bias.dtype) not in DTYPES:
-        raise InputError(
-            "bias", str(bias.dtype), "a bias is additive and floating: float32, bfloat16 or float16",
-            "a boolean mask goes to mask=, as masks.Dense(mask)",
-        )  # fmt: skip
+        floating = "a bias is additive and floating: float32, bfloat16 or float16"
+        is_mask = str(bias.dtype) == "bool"
+        remedy = "a boolean mask goes to mask=, as masks.Dense(mask)" if is_mask else "cast it, e.g. to float32"
+        raise InputError("bias", str(bias.dtype), floating, remedy)
     return shape  # type: ignore[return-value]
 
 
@@ -212,11 +217,13 @@ def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
     try:
+        if isinstance(scale, str | bool):
+            raise TypeError
         value = float(scale)
     except (TypeError, ValueError) as e:
         raise InputError(
-            "scale", repr(scale) if isinstance(scale, str) else type(scale).__name__, "scale is a static number",
-            "multiply q by a learned or traced scale instead",
+            "scale", repr(scale) if isinstance(scale, str | bool) else type(scale).__name__,
+            "scale is a static number", "multiply q by a learned or traced scale instead",
         ) from e  # fmt: skip
     if value == 0.0 or not isfinite(value):
         rule = "scale must be a finite number other than 0"

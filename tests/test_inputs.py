@@ -41,6 +41,11 @@ def explicit_module() -> ma.FlaxAttention:
     return ma.FlaxAttention(32, heads=2, dim_head=16, mesh=mesh, rngs=nnx.Rngs(0))
 
 
+def exported(shape: str):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
+    return jax.export.export(jax.jit(lambda q: ma.attention(q, q, q)))(x)
+
+
 def plan(config: Any = None, mesh: Any = None, target: Any = CPU, **call: Any) -> ma.Plan:
     return ma.plan(ma.Call.of(Q, Q, **call), config, mesh, target)
 
@@ -55,6 +60,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "bias_number": lambda: attend(bias=1.0),
     "bias_mask": lambda: attend(bias=M.Causal()),
     "scale_text": lambda: attend(scale="half"),
+    "scale_text_of_a_number": lambda: attend(scale="0.1"),
+    "scale_true": lambda: attend(scale=True),
+    "bias_float64": lambda: attend(bias=np.ones((8, 8))),
+    "sizes_not_numbers": lambda: exported("b, 8, 2, 4"),
     "scale_infinite": lambda: attend(scale=float("inf")),
     "mesh_sizes_alone": lambda: attend(mesh={"data": 2}),
     "mesh_text": lambda: plan(mesh="data"),

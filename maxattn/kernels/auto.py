@@ -31,7 +31,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if scores <= most:
         return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
     tiled = ("flash",) if target.platform == "tpu" else ()
-    return (*tiled, "memory_efficient", "dot_product"), f"blockwise, since {size} > {limit} ({measured})"
+    return (*tiled, "memory_efficient", "dot_product"), f"not dense, since {size} > {limit} ({measured})"
 
 
 def _millions(n: float) -> str:
