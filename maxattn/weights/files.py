@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxattn.errors import WeightsError
-from maxattn.weights.stream import Form, write
+from maxattn.weights.stream import NAMES, Form, write
+from maxattn.weights.swap_in import INDEX, swap_in
 
 SHARD_BYTES = 5 * 2**30  # the largest file that `save_tensors` writes, unless one tensor is larger
+NOT_OURS = {"C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | NOT_OURS
+_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -51,6 +57,7 @@ class SafeTensor:
     def __init__(self, file: Any, name: str) -> None:
         self._slice = file.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+        self.dtype: str = DTYPES.get(self._slice.get_dtype()) or self._slice.get_dtype()
         self._whole = lambda: file.get_tensor(name)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -64,7 +71,7 @@ def _entry_file(path: Path) -> Path:
             raise _pickled(path)
         return path
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = sorted(path.glob(pattern)) if path.is_dir() else []
+        found = _without_lone_shards(sorted(path.glob(pattern))) if path.is_dir() else []
         if len(found) == 1:
             return found[0]
         if found:
@@ -77,6 +84,12 @@ def _entry_file(path: Path) -> Path:
     raise WeightsError("weights", str(path), rule, "give the folder of the model's transformer or unet")
 
 
+def _without_lone_shards(found: list[Path]) -> list[Path]:
+    """Leave out the shards of a save that a single file replaced: a save that is cut off may leave them."""
+    names = {f.name for f in found}
+    return [f for f in found if not ((shard := _SHARD.fullmatch(f.name)) and f"{shard['name']}.safetensors" in names)]
+
+
 def _pickled(path: Path) -> WeightsError:
     rule = "weights are read from safetensors alone: a pickle can run any code"
     return WeightsError("weights", str(path), rule, "save it anew with safe_serialization=True")
@@ -87,13 +100,27 @@ def _places(path: Path) -> dict[str, Any]:
     if path.suffix != ".json":
         file = _open(path)
         return dict.fromkeys(file.keys(), file)
-    index: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    index = _index(path)
     files = {name: _open(path.parent / name) for name in sorted(set(index.values()))}
     held = {name: set(file.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
         rule = f"every tensor is in the file that {path.name} names; {len(lost)} are not"
         raise WeightsError("weights", lost[0], rule, "fetch the folder again")
     return {tensor: files[name] for tensor, name in index.items()}
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Read which file each tensor is in."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        rule = f"an index is JSON, and whole ({error})"
+        raise WeightsError("weights", str(path), rule, "fetch it again") from error
+    where = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        rule = 'an index is {"weight_map": {tensor: file, ...}}'
+        raise WeightsError("weights", str(path), rule, "fetch it again, or name the .safetensors file itself")
+    return where
 
 
 def _open(path: Path) -> Any:
@@ -103,6 +130,8 @@ def _open(path: Path) -> Any:
         raise WeightsError("weights", str(path), "the index names this file, and it is not there", "fetch it")
     try:
         return safe_open(path, framework="numpy")
+    except OSError as error:
+        raise WeightsError("weights", str(path), f"it must be readable ({error})", "allow reading it") from error
     except SafetensorError as error:
         raise WeightsError(
             "weights", str(path), f"a safetensors file must be whole ({error})", "fetch it again"
@@ -121,31 +150,30 @@ def save_tensors(
     Args:
         forms: shape and dtype of each tensor, by name: their bytes decide how many files there are.
         read: makes one tensor; one is held at a time.
-        folder: made where it is missing. A file takes its name when it is whole, the index last.
+        folder: made where it is missing. An earlier save of that name gives way: until all is written, it is what is
+            read; then its index and files are removed, and nothing else.
         name: of the files.
         shard_bytes: the largest file, where no tensor is larger.
 
     Returns:
         The files, the index last where there is one.
+
+    Raises:
+        WeightsError: the folder cannot be written, or holds the index of a model of another name.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(forms, shard_bytes)
+    folder, shards = Path(folder), _shards(forms, shard_bytes)
     several = len(shards) > 1
     files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
              for i in range(len(shards))]  # fmt: skip
-    for file, names in zip(files, shards, strict=True):
-        some = {tensor: forms[tensor] for tensor in names}
-        _write(folder / file, lambda path, some=some: write(path, some, read))
-    if not several:
-        return (folder / files[0],)
-    where = {tensor: file for file, names in zip(files, shards, strict=True) for tensor in names}
+    of_file = {file: {tensor: forms[tensor] for tensor in names} for file, names in zip(files, shards, strict=True)}
+    writers = {file: partial(write, forms=some, read=read) for file, some in of_file.items()}
+    where = {tensor: file for file, some in of_file.items() for tensor in some}
     index = {
         "metadata": {"total_size": sum(form.bytes for form in forms.values())},
         "weight_map": dict(sorted(where.items())),
     }
-    _write(folder / f"{name}.safetensors.index.json", lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
-    return (*(folder / file for file in files), folder / f"{name}.safetensors.index.json")
+    swap_in(folder, name, writers, index if several else None)
+    return (*(folder / file for file in files), *([folder / f"{name}{INDEX}"] if several else []))
 
 
 def _shards(forms: Mapping[str, Form], most: int) -> list[list[str]]:
@@ -158,10 +186,3 @@ def _shards(forms: Mapping[str, Form], most: int) -> list[list[str]]:
         shards[-1].append(name)
         held += form.bytes
     return shards
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the name and rename, so that a file under its name is whole."""
-    beside = path.with_name(f"{path.name}.partial")
-    write(beside)
-    beside.replace(path)

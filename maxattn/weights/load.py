@@ -15,13 +15,13 @@ from flax import nnx
 
 from maxattn import sharding
 from maxattn.errors import WeightsError
-from maxattn.weights import files
+from maxattn.weights import checks, files
+from maxattn.weights.checks import LISTED
 from maxattn.weights.names import Entry, entries
-from maxattn.weights.places import on_host, variable_at
+from maxattn.weights.places import dtype_name, on_host, variable_at
 from maxattn.weights.stream import Form
 
 log = logging.getLogger("maxattn")
-LISTED = 12  # names of one kind that an error lists
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,22 @@ def load_diffusers(
         mesh: where to put parameters that have no place yet, as their axis names say; default one device.
 
     Raises:
-        WeightsError: naming every missing, unexpected and misshapen tensor at once.
+        WeightsError: naming every missing, unexpected and misshapen tensor at once; every one that holds no floating
+            point numbers; one whose largest number the parameter's dtype does not reach; files that cannot be read.
     """
-    held = files.SafeTensors(tensors) if isinstance(tensors, str | Path) else tensors
     wanted = entries(module, prefix)
+    held = checks.tensors(tensors)
     # Some files hold tensors that no version of the model reads; its class names them.
     unread = getattr(type(module), "diffusers_ignored", ())
     found = {name for name in held if name.startswith(prefix) and not any(part in unread for part in name.split("."))}
     result = Loaded(
         tuple(e.name for e in wanted if e.name not in found), tuple(sorted(found - {e.name for e in wanted}))
     )
+    checks.arrays((e.name for e in wanted if e.name in found), held)
     _check(wanted, held, result, strict, prefix)
-    for path, parts in _by_parameter(wanted, held).items():
+    parameters = _by_parameter(wanted, held)
+    _check_numbers(module, parameters, held)
+    for path, parts in parameters.items():
         _put(module, path, parts, held, mesh)
     return result
 
@@ -90,9 +94,14 @@ def save_diffusers(module: nnx.Module, folder: str | Path, shard_bytes: int = fi
 
     Args:
         module: with arrays.
-        folder: made where it is missing.
+        folder: made where it is missing. An earlier save there gives way: until all is written it is what is read, then
+            its files are removed, and nothing else.
         shard_bytes: the largest file.
+
+    Raises:
+        WeightsError: the folder cannot be written, or holds the index of a model of another name.
     """
+    folder = checks.folder(folder)
     every = {entry.name: entry for entry in entries(module)}
     forms = {name: Form(e.shape, variable_at(module, e.path).get_value().dtype) for name, e in every.items()}
     return files.save_tensors(forms, lambda name: _read(module, every[name]), folder, shard_bytes=shard_bytes)
@@ -117,6 +126,14 @@ def _check(wanted: tuple[Entry, ...], held: Mapping[str, Any], result: Loaded, s
     lines = [line for kind, names in problems.items() for line in _listed(kind, names)]
     raise WeightsError("weights", counts, "\n          ".join(["names and shapes must be the module's", *lines]),
                        _remedy(result, prefix))  # fmt: skip
+
+
+def _check_numbers(module: nnx.Module, parameters: Mapping[Any, list[Entry]], held: Mapping[str, Any]) -> None:
+    """Refuse tensors whose numbers the parameters cannot hold; a parameter of integers takes its own dtype alone."""
+    pairs = [(e, variable_at(module, path).get_value().dtype) for path, parts in parameters.items() for e in parts]
+    pairs = [(e, dtype) for e, dtype in pairs if dtype_name(dtype) != dtype_name(held[e.name].dtype)]
+    checks.dtypes((e.name for e, _ in pairs), held)
+    checks.overflow([(e, dtype) for e, dtype in pairs if checks.is_floating(dtype_name(dtype))], held)
 
 
 def _listed(kind: str, names: tuple[str, ...]) -> list[str]:
@@ -178,7 +195,7 @@ def _piece(entry: Entry, held: Mapping[str, Any], index: tuple[slice, ...]) -> n
 
 
 def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
-    value = variable_at(module, entry.path).get_value()
+    value = checks.value_at(module, entry)
     if not value.is_fully_addressable:
         rule = "its parameters are spread over processes, and each sees its own part alone"
         raise WeightsError("module", entry.name, rule, "gather it first, with multihost_utils.process_allgather")

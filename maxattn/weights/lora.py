@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import numpy as np
 from flax import nnx
 
 from maxattn.errors import WeightsError, did_you_mean
-from maxattn.weights import files
-from maxattn.weights.load import LISTED
+from maxattn.weights import checks
+from maxattn.weights.checks import LISTED
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.places import on_host, variable_at
 
@@ -41,13 +42,14 @@ def merge_lora(
         prefix: of the names in `tensors`, such as "transformer.".
 
     Raises:
-        WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, or wrong shapes. Nothing is
-            changed then.
+        WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, two pairs for one layer,
+            wrong shapes or dtypes, rank 0, or a scale or alpha that is no finite number. Nothing is changed then.
     """
+    _check_scale(scale)
     held, every, layers, alphas = _read(module, tensors, prefix)
     for layer, (down, up) in layers.items():
         a, b = (_whole(held[name]) for name in (down, up))
-        alpha = float(_whole(held[alphas[layer]])) if layer in alphas else float(a.shape[0])
+        alpha = _alpha(held[alphas[layer]]) if layer in alphas else float(a.shape[0])
         _add(module, every[layer], scale * alpha / a.shape[0] * (b @ a))
     return tuple(layers)
 
@@ -68,10 +70,15 @@ def check_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, *, p
 def _read(
     module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str
 ) -> tuple[Mapping[str, Any], dict[str, Entry], dict[str, tuple[str, str]], dict[str, str]]:
-    held = files.SafeTensors(tensors) if isinstance(tensors, str | Path) else tensors
-    layers, alphas = _pairs([name for name in held if name.startswith(prefix)], prefix)
     every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
+    held = checks.tensors(tensors)
+    names = [name for name in held if name.startswith(prefix)]
+    layers, alphas = _pairs(names, prefix)
+    checks.arrays(names, held)
     _check(layers, every, held)
+    checks.dtypes((name for pair in layers.values() for name in pair), held)
+    for name in alphas.values():
+        _check_alpha(name, held[name])
     return held, every, layers, alphas
 
 
@@ -82,7 +89,7 @@ def _pairs(names: list[str], prefix: str) -> tuple[dict[str, tuple[str, str]], d
         bare = name.removeprefix(prefix)
         if part := _PART.fullmatch(bare):
             side = "down" if part["part"] in DOWN else "up"
-            found.setdefault(part["layer"], {})[side] = name
+            _check_once(part["layer"], found.setdefault(part["layer"], {}).setdefault(side, name), name)
         elif alpha := _ALPHA.fullmatch(bare):
             alphas[alpha["layer"]] = name
         else:
@@ -107,11 +114,42 @@ def _check(layers: dict[str, tuple[str, str]], every: dict[str, Entry], held: Ma
         remedy = did_you_mean(unknown[0], every) or "pass prefix= where all begin alike, or the module they are for"
         raise WeightsError("LoRA", listed, rule, remedy)
     for layer, (down, up) in layers.items():
-        (rank, width), (out, again) = held[down].shape, held[up].shape
-        if (out, width) != every[layer].shape or rank != again:
+        a, b = tuple(held[down].shape), tuple(held[up].shape)
+        if a[:1] == (0,) or b[1:] == (0,):
+            rule = "the rank is at least 1: with none, nothing changes"
+            raise WeightsError("LoRA", f"{layer}: {a} and {b}", rule, "leave this layer out")
+        if len(a) != 2 or len(b) != 2 or (b[0], a[1]) != every[layer].shape or a[0] != b[1]:
             rule = f"lora_A is [rank, {every[layer].shape[1]}] and lora_B [{every[layer].shape[0]}, rank]"
-            raise WeightsError("LoRA", f"{layer}: {tuple(held[down].shape)} and {tuple(held[up].shape)}", rule,
+            raise WeightsError("LoRA", f"{layer}: {a} and {b}", rule,
                                "give LoRA weights of this model")  # fmt: skip
+
+
+def _check_once(layer: str, first: str, name: str) -> None:
+    if name != first:
+        rule = f"each layer has one pair of matrices, and {layer} has {first} too"
+        raise WeightsError("LoRA", name, rule, "keep one spelling: lora_A and lora_B, or lora.down and lora.up")
+
+
+def _check_scale(scale: Any) -> None:
+    try:
+        finite = isfinite(scale)
+    except TypeError:
+        finite = False
+    if not finite:
+        said = repr(scale) if isinstance(scale, str | float) else type(scale).__name__
+        raise WeightsError("scale", said, "it is a finite number", "use 1.0 for the change as it is")
+
+
+def _check_alpha(name: str, tensor: Any) -> None:
+    remedy = "leave it out where it is the rank, or fetch the file again"
+    if prod(tensor.shape) != 1:
+        raise WeightsError("LoRA", f"{name}: shape {tuple(tensor.shape)}", "an alpha is one number", remedy)
+    if not isfinite(alpha := _alpha(tensor)):
+        raise WeightsError("LoRA", f"{name}: {alpha}", "an alpha is a finite number", remedy)
+
+
+def _alpha(tensor: Any) -> float:
+    return float(_whole(tensor).reshape(()))
 
 
 def _whole(tensor: Any) -> np.ndarray:
@@ -119,8 +157,7 @@ def _whole(tensor: Any) -> np.ndarray:
 
 
 def _add(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
-    variable = variable_at(module, entry.path)
-    old = variable.get_value()
+    variable, old = variable_at(module, entry.path), checks.value_at(module, entry)
     # [out, in] -> [in, out]
     added = jnp.asarray(change.T)
     if entry.layer is None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from flax import nnx
 
+from maxattn.errors import WeightsError
+
 Path = tuple[Any, ...]
 
 
@@ -42,7 +44,12 @@ def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
     Args:
         module: with arrays or, from `nnx.eval_shape`, without.
         prefix: put before every name, such as "transformer.".
+
+    Raises:
+        WeightsError: `module` is no NNX module.
     """
+    if not isinstance(module, nnx.Module):
+        raise WeightsError("module", type(module).__name__, "weights are those of an NNX module", "pass an nnx.Module")
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return tuple(entry for path, variable in flat for entry in _entries_of(module, path, variable, prefix))
 

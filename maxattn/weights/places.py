@@ -16,6 +16,11 @@ def variable_at(module: nnx.Module, path: tuple[Any, ...]) -> Any:
     return here
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of numpy, jax or torch."""
+    return str(dtype).removeprefix("torch.")
+
+
 def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
     """Return a slice as numpy, of numpy, jax, safetensors or torch; torch's bfloat16 by its bits."""
     piece = tensor[index]

@@ -194,6 +194,73 @@ def test_a_folder_that_cannot_be_read(kind: str, tmp_path: Path):
     check_golden(f"weights/{kind.replace(' ', '_')}", said)
 
 
+@pytest.mark.parametrize("said", ["{", "{}", "[1]", '{"weight_map": {"weight": 1}}', '{"weight_map": []}'])
+def test_a_broken_index(said: str, tmp_path: Path):
+    folder = broken(tmp_path / "model", "sharded")
+    next(folder.glob("*.json")).write_text(said)
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), folder)
+    text = str(error.value).replace(str(tmp_path), "FOLDER")
+    check_golden("weights/index_not_json" if said == "{" else "weights/index_without_map", text)
+
+
+LINEAR = {"weight": np.full((4, 4), 2, np.float32), "bias": np.full(4, 3, np.float32)}
+NO_WEIGHTS: dict[str, tuple[Any, Any]] = {
+    "none": ("layer", None),
+    "lists": ("layer", {"weight": [[1.0] * 4] * 4, "bias": [0.0] * 4}),
+    "numbered": ("layer", {0: LINEAR["weight"]}),
+    "no_module": (None, LINEAR),
+    "int8": ("layer", {k: v.astype(np.int8) for k, v in LINEAR.items()}),
+    "bool": ("layer", {**LINEAR, "bias": np.ones(4, bool)}),
+    "complex": ("layer", {**LINEAR, "bias": np.ones(4, np.complex64)}),
+    "float8": ("layer", {**LINEAR, "bias": np.ones(4, ml_dtypes.float8_e4m3fn)}),
+    "too_large": ("float16", {**LINEAR, "bias": np.array([1, -7e4, 2, np.inf], np.float32)}),
+    "bfloat16_too_large": ("float16", {**LINEAR, "bias": np.array([1, -7e4, 2, 3], ml_dtypes.bfloat16)}),
+}
+
+
+@pytest.mark.parametrize("way", ["state dict", "file"])
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_what_is_no_weights_is_refused_and_nothing_changes(kind: str, way: str, tmp_path: Path):
+    what, tensors = NO_WEIGHTS[kind]
+    if way == "file":
+        if kind in ("none", "lists", "numbered"):
+            pytest.skip("no file holds it")
+        save_file(tensors, tmp_path / "x.safetensors")
+        tensors = tmp_path
+    module: Any = what and nnx.Linear(4, 4, param_dtype=what if what == "float16" else "float32", rngs=nnx.Rngs(0))
+    before = values(module) if module else {}
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(module, tensors)
+    check_golden(f"weights/no_weights_{kind}", str(error.value))
+    for name, array in before.items():
+        np.testing.assert_array_equal(values(module)[name], array)
+
+
+def test_the_largest_float16_and_what_is_infinite_already_are_loaded():
+    layer = nnx.Linear(4, 4, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    bias = np.array([65504, -65519, np.inf, np.nan], np.float32)
+    weights.load_diffusers(layer, {**LINEAR, "bias": bias})
+    np.testing.assert_array_equal(values(layer)["bias"], np.array([65504, -65504, np.inf, np.nan], np.float16))
+
+
+def test_integers_are_loaded_where_the_parameter_holds_them():
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    layer.places = nnx.Param(jnp.zeros(3, jnp.int32))
+    weights.load_diffusers(layer, {**LINEAR, "places": np.arange(3, dtype=np.int32)})
+    assert values(layer)["places"].tolist() == [0, 1, 2]
+
+
+def test_weights_of_a_module_without_arrays_are_refused(tmp_path: Path):
+    empty = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(WeightsError) as error:
+        weights.to_diffusers(empty)
+    check_golden("weights/no_arrays", str(error.value))
+    with pytest.raises(WeightsError):
+        weights.save_diffusers(empty, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +310,14 @@ WRONG = {
     "name": {"blocks.0.attn1.to_q.weight": np.zeros((16, 16))},
     "alpha": {**lora(), "blocks.0.attn1.to_k.alpha": np.float32(1)},
     "nothing": {},
+    "rank zero": shapes("blocks.0.attn1.to_q", (0, 16), (16, 0)),
+    "four axes": shapes("blocks.0.attn1.to_q", (2, 16, 1, 1), (16, 2, 1, 1)),  # type: ignore[arg-type]
+    "three alphas": {**lora(), "blocks.1.attn1.to_q.alpha": np.ones(3, np.float32)},
+    "infinite alpha": {**lora(), "blocks.1.attn1.to_q.alpha": np.float32(np.inf)},
+    "two spellings": {**lora(), **lora(names=("lora.down", "lora.up"))},
+    "integers": {**lora(), "blocks.1.attn1.to_q.lora_A.weight": np.ones((2, 16), np.int8)},
+    "lists": {**lora(), "blocks.1.attn1.to_q.lora_A.weight": [[1.0] * 16]},
+    "no tensors": None,
 }
 
 
@@ -255,6 +330,27 @@ def test_lora_that_does_not_fit(kind: str):
     check_golden(f"weights/lora_{kind.replace(' ', '_')}", str(error.value))
     for name, array in values(model).items():
         np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", None, np.ones(2)])
+def test_a_scale_of_lora_is_a_finite_number(scale: Any):
+    model = Model(nnx.Rngs(0))
+    before = values(model)
+    with pytest.raises(WeightsError) as error:
+        weights.merge_lora(model, lora(), scale)
+    assert error.value.setting == "scale"
+    if isinstance(scale, float) and scale != scale:
+        check_golden("weights/lora_scale", str(error.value))
+    for name, array in values(model).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_an_alpha_of_one_axis_is_taken():
+    one, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    change = lora(alpha=4.0)
+    weights.merge_lora(one, change)
+    weights.merge_lora(other, {k: v.reshape(1) if k.endswith("alpha") else v for k, v in change.items()})
+    equal(one, other)
 
 
 def test_one_linear_layer_is_a_module_too():

@@ -1,0 +1,150 @@
+"""A save into a folder that holds an earlier one: what is read is what was saved last, also where a save is cut off."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn import weights
+from maxattn.errors import WeightsError
+from maxattn.weights.files import save_tensors
+from maxattn.weights.stream import Form
+from tests.golden_text import check_golden
+
+SHARDS = {"single": 10**6, "two": 40, "four": 20}
+NAME = "diffusion_pytorch_model"
+
+
+class Killed(BaseException):
+    """What a kill is to a program: nothing runs after it."""
+
+
+def save(folder: Path, shards: str, value: int) -> set[str]:
+    """Save four tensors of one value; return the names of the files."""
+    forms = {name: Form((4,), np.dtype("float32")) for name in "abcd"}
+    return {f.name for f in save_tensors(forms, lambda _: np.full(4, value, np.float32), folder, NAME, SHARDS[shards])}
+
+
+def read(folder: Path) -> set[float]:
+    """List the values of all four tensors: one where they are of one save."""
+    tensors = weights.SafeTensors(folder)
+    assert set(tensors) == set("abcd")
+    return {float(x) for name in tensors for x in tensors[name][()]}
+
+
+@pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
+def test_what_is_read_is_what_was_saved_last(before: str, after: str, tmp_path: Path) -> None:
+    others = {"config.json", "other.safetensors.txt", f"{NAME}.fp16-00001-of-00002.safetensors", f"{NAME}.bin.old"}
+    tmp_path.joinpath("sub").mkdir()
+    save(tmp_path, before, 1)
+    for name in others:
+        (tmp_path / name).write_text("kept")
+    files = save(tmp_path, after, 2)
+    assert {f.name for f in tmp_path.iterdir()} == files | others | {"sub"}
+    (tmp_path / f"{NAME}.fp16-00001-of-00002.safetensors").unlink()
+    assert read(tmp_path) == {2.0}
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let every change of the folder from the `step`-th on raise."""
+    steps = count()
+
+    def killing(change: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(steps) >= step:
+                raise Killed
+            return change(*args, **kwargs)
+
+        return run
+
+    for owner, name in ((Path, "replace"), (Path, "unlink"), (Path, "write_text"), (Path, "open"), (os, "link")):
+        monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
+
+
+@pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
+def test_a_save_that_is_cut_off_leaves_one_whole_save(before: str, after: str, tmp_path: Path) -> None:
+    """Whatever step it does not reach; the next save reads right and leaves nothing behind."""
+    seen = []
+    for step in count():
+        folder = tmp_path / str(step)
+        save(folder, before, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, step)
+            try:
+                save(folder, after, 2)
+            except Killed:
+                done = False
+            else:
+                done = True
+        seen.append(read(folder))
+        for again in (3, 4):
+            files = save(folder, before, again)
+            assert read(folder) == {again}
+            assert {f.name for f in folder.iterdir()} == files
+        if done:
+            break
+    assert seen == sorted(seen, key=max) and seen[0] == {1.0} and seen[-1] == {2.0}
+
+
+def test_twice_cut_off(tmp_path: Path) -> None:
+    """A save over one whose index still names files that have no names of their own yet."""
+    for first, second in product(range(4, 20), repeat=2):
+        folder = tmp_path / f"{first}_{second}"
+        save(folder, "two", 1)
+        for value, step in ((2, first), (3, second)):
+            with pytest.MonkeyPatch.context() as patch:
+                kill_at(patch, step)
+                with suppress(Killed):
+                    save(folder, "two", value)
+            assert len(read(folder)) == 1
+
+
+def test_where_a_file_has_but_one_name_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    for value in (1, 2):
+        files = save(tmp_path, "two", value)
+        assert read(tmp_path) == {value} and {f.name for f in tmp_path.iterdir()} == files
+
+
+def test_a_tensor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    def fail(name: str) -> np.ndarray:
+        if name == "d":
+            raise RuntimeError("out of memory")
+        return np.zeros(4, np.float32)
+
+    files = save(tmp_path, "two", 1)
+    with pytest.raises(RuntimeError):
+        save_tensors({name: Form((4,), np.dtype("float32")) for name in "abcd"}, fail, tmp_path, NAME, 20)
+    assert read(tmp_path) == {1.0} and {f.name for f in tmp_path.iterdir()} == files
+
+
+def refused(kind: str, folder: Path) -> None:
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    if kind == "another index":
+        (folder / "other.safetensors.index.json").write_text("{}")
+    elif kind == "a file":
+        folder = folder / "file"
+        folder.write_text("")
+    elif kind == "no place":
+        (folder / "file").write_text("")
+        folder = folder / "file" / "x"
+    elif kind == "no folder":
+        folder = None  # type: ignore[assignment]
+    weights.save_diffusers(None if kind == "no module" else layer, folder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["another index", "a file", "no place", "no folder", "no module"])
+def test_a_save_that_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as error:
+        refused(kind, tmp_path)
+    check_golden(f"weights/save_{kind.replace(' ', '_')}", str(error.value).replace(str(tmp_path), "FOLDER"))
