@@ -44,6 +44,25 @@ def mesh_shape(mesh: Any) -> MeshShape:
         return ()
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
+    check_mesh(mesh)
+    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
+    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
+    if explicit := sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
+        raise MeshError(
+            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
+            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
+        )  # fmt: skip
+    return tuple((a, sizes[a]) for a in AXES if a in sizes)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh, and one of several devices whose every axis has another name; None is no mesh.
+
+    Raises:
+        MeshError: naming what it is.
+    """
+    if mesh is None:
+        return
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
             "mesh", repr(mesh) if isinstance(mesh, str) else type(mesh).__name__,
@@ -55,14 +74,6 @@ def mesh_shape(mesh: Any) -> MeshShape:
             "mesh", f"axes {', '.join(map(str, mesh.axis_names))}", f"attention is spread over {', '.join(AXES)}",
             "name the axes so, or pass no mesh",
         )  # fmt: skip
-    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
-    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
-    if explicit := sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
-        raise MeshError(
-            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
-            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
-        )  # fmt: skip
-    return tuple((a, sizes[a]) for a in AXES if a in sizes)
 
 
 def _surrounding_manual_axes() -> frozenset[str]:

@@ -37,10 +37,15 @@ def attention_fn(
     Returns:
         A function of `flax.nnx.dot_product_attention`'s arguments; two made of equal settings are equal.
 
+    Raises:
+        ConfigError, MeshError, InputError: `config`, `mesh` or `role` is none.
+
     Example:
         nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=attention_fn(config), rngs=rngs)
     """
     checks.config(config)
+    checks.mesh(mesh)
+    checks.role(role)
     return AttentionFn(config, mesh, role)
 
 

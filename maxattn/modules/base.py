@@ -67,9 +67,10 @@ class AttentionBase(nnx.Module):
     ) -> None:
         self.query_dim, self.out_dim = query_dim, query_dim if out_dim is None else out_dim
         self.heads, self.kv_heads, self.dim_head = heads, heads if kv_heads is None else kv_heads, dim_head
-        self.qk_norm, self.eps, self.scale = qk_norm, eps, None if scale is None else float(scale)
+        self.qk_norm, self.eps, self.scale = qk_norm, eps, checks.scale(scale)
         self.config, self.mesh = config, mesh
-        self._check(dropout, dtype, param_dtype)
+        self._check(dropout, dtype, param_dtype, precision)
+        checks.parameter_rngs(rngs)
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         linear = partial(linear_on_mesh, kernel_init=kernel_init, bias_init=bias_init, **how)
         inner, kv_inner = self.heads * dim_head, self.kv_heads * dim_head
@@ -79,18 +80,20 @@ class AttentionBase(nnx.Module):
         self.to_out: nnx.Linear = linear(inner, self.out_dim, out_bias, ("tensor", "fsdp"), rngs=rngs)
         self.norm_q = self._norm(self.heads, param_dtype, rngs)
         self.norm_k = self._norm(self.kv_heads, param_dtype, rngs)
-        self.dropout = nnx.Dropout(dropout)
+        self.dropout = nnx.Dropout(dropout, deterministic=True)
 
-    def _check(self, dropout: float, dtype: Any, param_dtype: Any) -> None:
+    def _check(self, dropout: float, dtype: Any, param_dtype: Any, precision: Any) -> None:
         for setting in ("query_dim", "dim_head", "out_dim"):
             checks.positive(setting, getattr(self, setting))
         checks.head_counts(self.heads, self.kv_heads)
         checks.dropout_rate(dropout)
         checks.epsilon(self.eps)
         checks.config(self.config)
+        checks.mesh(self.mesh)
         check_qk_norm(self.qk_norm)
         checks.dtype("dtype", dtype, optional=True)
         checks.dtype("param_dtype", param_dtype)
+        checks.precision(precision)
 
     def _norm(self, heads: int, param_dtype: Any, rngs: nnx.Rngs) -> QKNorm | None:
         norm = make_qk_norm(self.qk_norm, heads, self.dim_head, self.eps, param_dtype=param_dtype, rngs=rngs)
@@ -152,13 +155,11 @@ class AttentionBase(nnx.Module):
             q, k, v, mask=mask, bias=bias, scale=self.scale, config=self.config, mesh=self.mesh, role=self.role
         )
 
-    def _output(self, out: Heads, deterministic: bool, rngs: Any) -> Float[Array, "B T out_dim"]:
+    def _output(self, out: Heads, deterministic: bool | None, rngs: Any) -> Float[Array, "B T out_dim"]:
         with self._scope("to_out"):
             y = self.to_out(checkpoint_name(merge_heads(out), "attn_output"))
         y = sharding.constrain(y, self.mesh, "BT.")
-        if deterministic or self.dropout.rate == 0.0:
-            return y
-        return self.dropout(y, deterministic=False, rngs=rngs)
+        return self.dropout(y, deterministic=deterministic, rngs=rngs)
 
 
 def linear_on_mesh(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import inf
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
-from maxattn.errors import InputError
+from maxattn import sharding
+from maxattn.call import Call
+from maxattn.errors import InputError, MeshError
 from maxattn.plan import checked_config
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,23 +38,85 @@ def head_counts(heads: int, kv_heads: int) -> None:
 
 def dropout_rate(rate: float) -> None:
     """Refuse a probability that is not in [0, 1)."""
-    if not 0.0 <= rate < 1.0:
-        raise InputError("dropout", rate, "it is a probability, at least 0 and below 1", "use 0.0 for no dropout")
+    if not _is_number(rate) or not 0.0 <= rate < 1.0:
+        rule = "it is a probability, at least 0 and below 1"
+        raise InputError("dropout", repr(rate), rule, "use 0.0 for no dropout")
 
 
 def epsilon(eps: float) -> None:
     """Refuse an epsilon that would not keep a norm finite."""
-    if not eps > 0.0:
-        raise InputError("eps", eps, "it must be positive, so that a row of zeros has a finite norm", "use 1e-6 or so")
+    if not _is_number(eps) or not 0.0 < eps < inf:
+        rule = "it must be positive and finite, so that a row of zeros has a finite norm"
+        raise InputError("eps", repr(eps), rule, "use 1e-6 or so")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def scale(value: Any) -> float | None:
+    """Return a scale as a number, and refuse what attention would refuse when it is called."""
+    if value is None:
+        return None
+    x = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    return Call.of(x, x, scale=value).scale
+
+
+def mesh(value: Any) -> None:
+    """Refuse what attention could not be spread over when it is called."""
+    if isinstance(value, Mapping):
+        raise MeshError(
+            "mesh", dict(value), "a module runs on devices; sizes alone are for plan()", "pass config.make_mesh()"
+        )
+    sharding.check_mesh(value)
+
+
+def role(value: Any) -> None:
+    """Refuse a role that no setting of the config governs."""
+    if value not in ("self", "cross"):
+        raise InputError("role", repr(value), "a role is 'self' or 'cross'", "use 'self' unless keys are another's")
 
 
 def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
     """Refuse a dtype that no kernel computes in."""
     if optional and value is None:
         return
-    name = jnp.dtype(value).name
+    try:
+        # numpy reads None as float64.
+        name = "None" if value is None else jnp.dtype(value).name
+    except TypeError:
+        name = repr(value)
     if name not in DTYPES:
         raise InputError(setting, name, f"dtype must be one of {', '.join(DTYPES)}", f"set {setting}=jnp.float32")
+
+
+def precision(value: Any) -> None:
+    """Refuse what jax does not read as a precision."""
+    if value is None:
+        return
+    x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda a, b: jax.lax.dot(a, b, precision=value), x, x)
+    except (TypeError, ValueError) as error:
+        rule = "it is None, 'default', 'high' or 'highest', or whatever else jax.lax.dot takes"
+        raise InputError("precision", repr(value), rule, "use None, or jax.lax.Precision.HIGHEST") from error
+
+
+def parameter_rngs(rngs: Any) -> None:
+    """Refuse what the initial parameters cannot be drawn from."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise InputError("rngs", repr(rngs), "the initial parameters are drawn from an nnx.Rngs", "pass nnx.Rngs(0)")
+    if not _has_stream(rngs, "params"):
+        rule = "the initial parameters are drawn from the stream 'params', or the default one"
+        raise InputError("rngs", _streams(rngs), rule, "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)")
+
+
+def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
+    return hasattr(rngs, name) or hasattr(rngs, "default")
+
+
+def _streams(rngs: nnx.Rngs) -> str:
+    return f"nnx.Rngs of {', '.join(name for name in vars(rngs) if not name.startswith('_')) or 'nothing'}"
 
 
 def config(value: Any) -> None:
@@ -90,10 +159,21 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
         )  # fmt: skip
 
 
-def dropout_rngs(rate: float, deterministic: bool, rngs: Any) -> None:
-    """Refuse random dropout without a source of randomness."""
-    if rate > 0.0 and not deterministic and rngs is None:
-        raise InputError(
-            "rngs", None, f"dropout={rate} with deterministic=False draws random numbers",
-            "pass rngs=nnx.Rngs(dropout=seed), or deterministic=True",
-        )  # fmt: skip
+def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
+    """Refuse random dropout without a source of randomness.
+
+    Args:
+        dropout: the module's.
+        deterministic: as the call has it; None leaves it to the module's `train` and `eval`.
+        rngs: of the call.
+    """
+    off = dropout.deterministic if deterministic is None else deterministic
+    if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
+        return
+    why = f"dropout={dropout.rate} " + ("after train()" if deterministic is None else "with deterministic=False")
+    remedy = f"pass rngs=nnx.Rngs(dropout=seed), or {'call eval()' if deterministic is None else 'deterministic=True'}"
+    if rngs is None or not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):
+        raise InputError("rngs", repr(rngs), f"{why} draws random numbers", remedy)
+    if isinstance(rngs, nnx.Rngs) and not _has_stream(rngs, dropout.rng_collection):
+        rule = f"{why} draws from the stream '{dropout.rng_collection}', or the default one"
+        raise InputError("rngs", _streams(rngs), rule, remedy)

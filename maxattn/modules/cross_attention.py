@@ -111,7 +111,7 @@ class CrossAttention(AttentionBase):
         bias: Float[Array, "#B #N #T #S"] | None = None,
         rotary_emb: Any = None,
         rotary_emb_k: Any = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T out_dim"]:
         """Attend to another sequence, given as its states or as the `KV` made of them.
@@ -126,7 +126,8 @@ class CrossAttention(AttentionBase):
             bias: added to the text's scores, each axis of [B, N, T, S] full or 1.
             rotary_emb: positions of the queries; default none.
             rotary_emb_k: positions of the text's keys; default none. Not with kv, whose keys are already rotated.
-            deterministic: False drops output channels at random.
+            deterministic: False drops output channels at random; default what the module's train() or
+                eval() set last, and True before.
             rngs: source of the dropout, needed only then.
 
         Raises:
@@ -134,7 +135,7 @@ class CrossAttention(AttentionBase):
                 dropout without rngs.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
-        checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
+        checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
         self._check_source(b, encoder_hidden_states, kv, encoder_hidden_states_image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")

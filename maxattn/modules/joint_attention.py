@@ -88,7 +88,7 @@ class JointAttention(FlaxAttention):
         rotary_emb: Any = None,
         mask: Any = None,
         bias: Float[Array, "#B #N #ST #ST"] | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, "B T out_dim"], Float[Array, "B S added_kv_proj_dim"]]:
         """Attend within both sequences together.
@@ -99,7 +99,8 @@ class JointAttention(FlaxAttention):
             rotary_emb: positions of all S + T tokens, as `maxattn.rope.apply_rotary` takes them; default none.
             mask: over the S + T tokens, a mask of `maxattn.masks`; default everything.
             bias: added to the scores, each axis of [B, N, S + T, S + T] full or 1.
-            deterministic: False drops output channels of the picture at random.
+            deterministic: False drops output channels of the picture at random; default what the module's train() or
+                eval() set last, and True before.
             rngs: source of the dropout, needed only then.
 
         Returns:
@@ -109,7 +110,7 @@ class JointAttention(FlaxAttention):
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
-        checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
+        checks.dropout_rngs(self.dropout, deterministic, rngs)
         x, text = hidden_states, encoder_hidden_states
         b, t, _ = x.shape
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)

@@ -85,7 +85,7 @@ class FlaxAttention(AttentionBase):
         rotary_emb: Any = None,
         mask: Any = None,
         bias: Float[Array, "#B #N #T #T"] | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
         *,
         rotary_emb_k: Any = None,
@@ -97,7 +97,8 @@ class FlaxAttention(AttentionBase):
             rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default none.
             mask: a mask of `maxattn.masks`; default everything.
             bias: added to the scores, each axis of [B, N, T, T] full or 1.
-            deterministic: False drops output channels at random.
+            deterministic: False drops output channels at random; default what the module's train() or
+                eval() set last, and True before.
             rngs: source of the dropout, needed only then.
             rotary_emb_k: positions of the keys; default those of the queries.
 
@@ -105,7 +106,7 @@ class FlaxAttention(AttentionBase):
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
-        checks.dropout_rngs(self.dropout.rate, deterministic, rngs)
+        checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         rotary_k = rotary_q if rotary_emb_k is None else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")

@@ -72,9 +72,10 @@ def swap(model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sha
         A table of what was swapped, and why the rest was left.
 
     Raises:
-        InputError: `model` is no NNX module.
+        ConfigError, MeshError, InputError: `config` is no config, `mesh` no mesh, or `model` no NNX module.
     """
     checks.config(config)
+    checks.mesh(mesh)
     if not isinstance(model, nnx.Module):
         raise InputError("model", type(model).__name__, "swap takes an NNX module", "pass an nnx.Module")
     return SwapTable(tuple(_swap_one(path, module, config, mesh) for path, module in _attentions(model)))

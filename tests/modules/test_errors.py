@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxattn.errors import MaxattnError
-from maxattn.modules import KV, CrossAttention, FlaxAttention, attention_fn
+from maxattn.modules import KV, CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
 from maxattn.rope import rope_1d
 from tests.modules.reference import check_golden
 
@@ -26,6 +27,15 @@ def attn(**how: Any) -> FlaxAttention:
 
 def cross(**how: Any) -> CrossAttention:
     return CrossAttention(**{"query_dim": 12, "cross_attention_dim": 8, "heads": 2, "dim_head": 4, "rngs": RNGS, **how})
+
+
+def joint(**how: Any) -> JointAttention:
+    return JointAttention(**{"query_dim": 12, "heads": 2, "dim_head": 4, "rngs": RNGS, **how})
+
+
+def train(module: Any) -> Any:
+    module.train()
+    return module
 
 
 BAD: dict[str, Callable[[], Any]] = {
@@ -71,6 +81,28 @@ BAD: dict[str, Callable[[], Any]] = {
     "kv_flat": lambda: cross()(X, kv=KV(TEXT, TEXT)),
     "kv_and_rotary_k": lambda: cross()(X, kv=cross().compute_kv(TEXT), rotary_emb_k=rope_1d(4, 3)),
     "compute_kv_width": lambda: cross().compute_kv(X),
+    "rngs_none": lambda: attn(rngs=None),
+    "rngs_number": lambda: cross(rngs=0),
+    "rngs_without_params": lambda: attn(rngs=nnx.Rngs(dropout=0)),
+    "dropout_rngs_number": lambda: attn(dropout=0.1)(X, deterministic=False, rngs=0),
+    "dropout_rngs_without_dropout": lambda: attn(dropout=0.1)(X, deterministic=False, rngs=nnx.Rngs(params=1)),
+    "dropout_after_train": lambda: train(attn(dropout=0.1))(X),
+    "dropout_after_train_without_dropout": lambda: train(cross(dropout=0.1))(X, TEXT, rngs=nnx.Rngs(params=1)),
+    "dropout_text": lambda: attn(dropout="0.1"),
+    "eps_text": lambda: attn(eps="1e-5"),
+    "dtype_short": lambda: attn(dtype="bf16"),
+    "param_dtype_none": lambda: attn(param_dtype=None),
+    "scale_nan": lambda: attn(scale=float("nan")),
+    "scale_zero": lambda: cross(scale=0.0),
+    "scale_text": lambda: attn(scale="half"),
+    "precision": lambda: attn(precision="hi"),
+    "precision_number": lambda: joint(precision=3),
+    "mesh_text": lambda: attn(mesh="x"),
+    "mesh_sizes": lambda: attn(mesh={"context": 4}),
+    "mesh_of_other_axes": lambda: cross(mesh=jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])),
+    "attention_fn_mesh": lambda: attention_fn(mesh="x"),  # type: ignore[arg-type]
+    "attention_fn_role": lambda: attention_fn(role="joint"),  # type: ignore[arg-type]
+    "swap_mesh": lambda: swap(attn(), mesh={"context": 4}),  # type: ignore[arg-type]
 }
 
 
@@ -79,6 +111,11 @@ def test_bad_input_is_refused_with_setting_value_rule_and_remedy(name: str) -> N
     with pytest.raises(MaxattnError) as caught:
         BAD[name]()
     check_golden(name, str(caught.value))
+
+
+@pytest.mark.parametrize("precision", ["default", "highest", jax.lax.Precision.HIGH, ("high", "default"), None])
+def test_what_jax_takes_as_a_precision_is_taken(precision: Any) -> None:
+    assert attn(precision=precision)(X).shape == X.shape
 
 
 def test_nothing_is_computed_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
