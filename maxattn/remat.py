@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from flax import nnx
 
-from maxattn.errors import ConfigError, did_you_mean
+from maxattn.errors import ConfigError, InputError, did_you_mean
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
@@ -69,9 +69,15 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
         f: a function of modules, arrays and plain values, such as the unbound method `Block.__call__`.
         config: its `remat_policy` decides; None, or NONE, returns `f` as it is.
 
+    Raises:
+        InputError, ConfigError: `f` cannot be called, or `config` is no `AttentionConfig`.
+
     Returns:
         A function of the same arguments. Python's own values (bool, int, float, str, None) stay what they are.
     """
+    if not callable(f):
+        raise InputError("f", repr(f), "remat wraps a function of a layer", "pass Block.__call__, or a function")
+    _check_config(config)
     policy = remat_policy("NONE" if config is None else config.remat_policy)
     if policy is None:
         return f
@@ -88,3 +94,13 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
         return nnx.remat(inner, policy=policy)(traced_args, traced_kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what is no config; the name of a policy is one for `remat_policy`."""
+    from maxattn.plan import checked_config
+
+    if isinstance(config, str):
+        remedy = f"pass AttentionConfig(remat_policy={config!r})" if config in POLICIES else "pass an AttentionConfig"
+        raise ConfigError("config", repr(config), "it must be an AttentionConfig, whose remat_policy decides", remedy)
+    checked_config(config)

@@ -65,6 +65,9 @@ def rope_1d(head_dim: int, length: int, theta: float = 1e4, *, style: str = "int
     Returns:
         cos and sin [T, H/2].
 
+    Raises:
+        InputError: for an odd head_dim, no positions, or a theta that is no positive number.
+
     Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864
     """
     return rope_nd((head_dim,), _grid(length=length), theta, style=style)
@@ -81,6 +84,9 @@ def rope_2d(head_dim: int, height: int, width: int, theta: float = 1e4, *, style
 
     Returns:
         cos and sin [T, H/2], the row angles first.
+
+    Raises:
+        InputError: for a head_dim that is no multiple of 4, no positions, or a theta that is no positive number.
     """
     if head_dim % 4:
         raise InputError("head_dim", head_dim, "two axes of pairs need a multiple of 4", "use a multiple of 4")
@@ -100,6 +106,9 @@ def rope_3d(
 
     Returns:
         cos and sin [T, H/2], the angles of time first, then height, then width.
+
+    Raises:
+        InputError: for an odd or small head_dim, no positions, or a theta that is no positive number.
 
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
     """
@@ -133,7 +142,7 @@ def rope_nd(
         cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
 
     Raises:
-        InputError: for an odd size, or positions that do not fit the sizes.
+        InputError: for an odd size, positions that do not fit the sizes, or a theta that is no positive number.
     """
     positions = np.asarray(positions, np.float64)
     if positions.ndim not in (2, 3) or positions.shape[-1] != len(sizes):
@@ -141,8 +150,18 @@ def rope_nd(
             "positions", f"shape {positions.shape}", f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
             "give one position a token and axis",
         )  # fmt: skip
+    _check_theta(theta)
     angles = np.concatenate([_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1)
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
+
+
+def _check_theta(theta: Any) -> None:
+    number = isinstance(theta, int | float | np.number) and not isinstance(theta, bool)
+    if not number or not 0 < theta < np.inf:
+        raise InputError(
+            "theta", repr(theta), "it is the base of the frequencies: a positive, finite number",
+            "leave it out for 10,000",
+        )  # fmt: skip
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:

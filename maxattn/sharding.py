@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxattn import _compat
-from maxattn.errors import MeshError, did_you_mean
+from maxattn.errors import InputError, MeshError, did_you_mean
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
@@ -264,15 +264,37 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def _check_devices(mesh: Any) -> None:
+    if isinstance(mesh, Mapping | AbstractMesh):
+        said = "AbstractMesh" if isinstance(mesh, AbstractMesh) else dict(mesh)
+        raise MeshError("mesh", said, "arrays are put on devices, and this has sizes alone", "pass config.make_mesh()")
+    check_mesh(mesh)
+
+
 def place(module: Any, mesh: Mesh | None) -> None:
     """Move the parameters of an NNX module (or optimiser) onto the mesh, in place.
 
-    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated. No mesh, no move.
+    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated.
+
+    Args:
+        module: with arrays.
+        mesh: None, which `config.make_mesh` never returns, moves nothing: so a program may run with and without one.
+
+    Raises:
+        InputError: `module` is no NNX module or optimiser, or has no arrays yet.
+        MeshError: `mesh` is no mesh of devices.
     """
     from flax import nnx
 
+    if not isinstance(module, nnx.Pytree):
+        rule = "place moves the parameters of an NNX module or optimiser"
+        raise InputError("module", type(module).__name__, rule, "pass one, or move arrays with jax.device_put")
     if mesh is None:
         return
+    _check_devices(mesh)
     state = nnx.state(module)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+        rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
+        raise InputError("module", type(module).__name__, rule, "load weights with mesh=, which puts them there")
     shardings = parameter_shardings(state, mesh)
     nnx.update(module, jax.tree.map(partial(jax.device_put), state, shardings))

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 from maxattn.config import AttentionConfig
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, MaxattnError
 from maxattn.modules import FlaxAttention
 from maxattn.remat import POLICIES, remat, remat_policy
+from tests.golden_text import check_golden
 from tests.jaxprs import equations
 
 T = 24
@@ -79,6 +80,21 @@ def test_none_wraps_nothing() -> None:
     assert remat(Block.__call__, None) is Block.__call__
     assert remat(Block.__call__, AttentionConfig()) is Block.__call__
     assert remat_policy("NONE") is None
+
+
+WRONG: dict[str, Any] = {
+    "policy_name": lambda: remat(jnp.tanh, "FULL"),  # type: ignore[arg-type]
+    "text": lambda: remat(jnp.tanh, "all"),  # type: ignore[arg-type]
+    "dict": lambda: remat(jnp.tanh, {"remat_policy": "FULL"}),  # type: ignore[arg-type]
+    "no_function": lambda: remat("FULL", AttentionConfig(remat_policy="FULL")),  # type: ignore[type-var]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_config_or_no_function_is_refused(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        WRONG[name]()
+    check_golden(f"remat/{name}", str(caught.value))
 
 
 def test_plain_arguments_stay_plain_and_randomness_moves_on() -> None:

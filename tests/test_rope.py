@@ -9,6 +9,7 @@ import pytest
 
 from maxattn.errors import InputError
 from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d, rope_nd, split_3d
+from tests.golden_text import check_golden
 
 RNG = np.random.default_rng(0)
 
@@ -147,6 +148,13 @@ BAD = {
     "rope_2d_odd_half": (lambda x: rope_2d(6, 2, 2), "head_dim"),
     "rope_3d_small": (lambda x: rope_3d(4, 1, 2, 2), "head_dim"),
     "rope_3d_no_frames": (lambda x: rope_3d(12, 0, 2, 2), "frames"),
+    **{
+        f"theta_{theta}": (lambda x, theta=theta: rope_1d(8, 4, theta), "theta")
+        for theta in (float("nan"), float("inf"), 0, -1, -1e4, "1e4", None, True, 1j)
+    },
+    "rope_2d_theta": (lambda x: rope_2d(8, 2, 2, theta=0.0), "theta"),
+    "rope_3d_theta": (lambda x: rope_3d(12, 2, 2, 2, theta=np.float32("nan")), "theta"),
+    "rope_nd_theta": (lambda x: rope_nd((4, 4), np.zeros((6, 2)), theta=-1), "theta"),
     "rope_positions": (lambda x: rope_nd((4, 4), np.zeros((6, 3))), "positions"),
 }
 
@@ -158,3 +166,10 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         call(jnp.ones((2, 6, 1, 8)))
     assert caught.value.setting == setting
     assert caught.value.rule and caught.value.remedy
+    if name == "theta_nan":
+        check_golden("rope/theta", str(caught.value))
+
+
+@pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500)])
+def test_any_positive_number_is_a_theta(theta: float) -> None:
+    np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)

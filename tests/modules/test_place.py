@@ -1,0 +1,49 @@
+"""What `sharding.place` cannot move, it refuses; the messages are in tests/golden/place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import MaxattnError
+from maxattn.sharding import place
+from tests.golden_text import check_golden
+
+MESH = AttentionConfig(ici_data_parallelism=1, ici_fsdp_parallelism=8).make_mesh
+
+
+def layer() -> nnx.Linear:
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+ABSTRACT = AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+REFUSED: dict[str, Callable[[], None]] = {
+    "arrays": lambda: place({"a": jnp.ones(3)}, MESH()),
+    "arrays_without_a_mesh": lambda: place({"a": jnp.ones(3)}, None),
+    "state": lambda: place(nnx.state(layer()), MESH()),
+    "without_arrays": lambda: place(nnx.eval_shape(layer), MESH()),
+    "mesh_text": lambda: place(layer(), "fsdp"),  # type: ignore[arg-type]
+    "mesh_sizes": lambda: place(layer(), {"fsdp": 8}),  # type: ignore[arg-type]
+    "mesh_without_devices": lambda: place(layer(), ABSTRACT),  # type: ignore[arg-type]
+    "mesh_of_other_axes": lambda: place(layer(), jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        REFUSED[name]()
+    check_golden(f"place/{name}", str(caught.value))
+
+
+def test_without_a_mesh_nothing_moves() -> None:
+    module = layer()
+    before = module.kernel[...]
+    place(module, None)
+    assert module.kernel[...] is before or module.kernel[...].sharding == before.sharding
