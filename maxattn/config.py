@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from maxattn.config_maxdiffusion import Imported
+    from maxattn.config_overrides import Overrides
 
 
 def _broken(rule: str, remedy: str) -> PydanticCustomError:
@@ -118,9 +119,9 @@ class AttentionConfig(Section):
     use_memory_efficient_attention: bool = False
     """Run dot_product blockwise, in memory that grows with the length and not with its square."""
     query_chunk_size: Positive | None = None
-    """Queries per block of memory-efficient dot_product; unset: length // 64."""
+    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128; see key_chunk_size."""
     key_chunk_size: Positive | None = None
-    """Keys per block of memory-efficient dot_product; unset: 16384."""
+    """Keys per block of memory-efficient dot_product; unset: 16384. Causal and windowed masks: both up to 1024."""
     hardware: Hardware | None = None
     """The platform that must be there, and that plans are made for; unset: the one that is."""
 
@@ -250,13 +251,17 @@ class AttentionConfig(Section):
 
         Args:
             devices: default all devices of the process.
+
+        Raises:
+            InputError: for what is no list of devices.
+            MeshError: the parallelisms do not multiply to the number of devices.
         """
         from maxattn.sharding import make_mesh
 
-        return make_mesh(self, devices)
+        return make_mesh(self, _listed(devices))
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Self:
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Self:
         """Read a YAML file, apply overrides, and validate.
 
         The top-level mappings `model`, `data`, `training` and `sampling` belong to the program around attention:
@@ -264,22 +269,24 @@ class AttentionConfig(Section):
 
         Args:
             path: the file.
-            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins.
+            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins. A dict of values
+                by key says the same.
 
         Raises:
             ConfigErrors: for everything wrong in the file and the overrides at once, with file and line.
         """
-        from maxattn.config_file import load
+        from maxattn.config_file import check_path, load
 
+        check_path(path)
         return load(cls, path, overrides)
 
     @classmethod
-    def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Imported:
+    def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Imported:
         """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is named and left out.
 
         Args:
             path: the file.
-            overrides: `key=value` in our names, applied last.
+            overrides: as for `from_yaml`, in our names, applied last.
 
         Returns:
             (config, left_out, notes): the settings, the names of the keys that were not taken, and what was read
@@ -293,7 +300,7 @@ class AttentionConfig(Section):
         return load(cls, path, overrides)
 
     @classmethod
-    def from_overrides(cls, overrides: Sequence[str]) -> Self:
+    def from_overrides(cls, overrides: Overrides) -> Self:
         """Build a config from defaults and `key=value` overrides.
 
         Args:
@@ -305,6 +312,16 @@ class AttentionConfig(Section):
         from maxattn.config_file import load
 
         return load(cls, None, overrides)
+
+
+def _listed(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None:
+    from jax import Device
+
+    listed = list(devices) if isinstance(devices, Iterable) else [devices]
+    if devices is None or (isinstance(devices, Iterable) and all(isinstance(d, Device) for d in listed)):
+        return None if devices is None else listed
+    count = devices if isinstance(devices, int) and devices > 0 else len(listed)
+    raise InputError("devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]")
 
 
 def _checked(role: str) -> str:

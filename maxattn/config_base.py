@@ -25,7 +25,7 @@ class Section(BaseModel):
         ConfigErrors: for every wrong key and value at once, when it is built.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -171,6 +172,10 @@ def _translate(model: type[Section], detail: ErrorDetails, locate: Locate) -> It
         yield ConfigError(dotted(path), "not set", rule, remedy, locate(path))
     else:
         rule, remedy = _rule_and_remedy(kind, detail["input"], context, detail["msg"])
+        if kind in _FLOATS:
+            rule = _of_number(model, path, detail["input"], rule)
+        if locate(path).startswith("override"):
+            remedy = remedy.replace("remove the line", "remove the override")
         write = show if kind in _TYPE_RULES else plain
         yield ConfigError(dotted(path), write(detail["input"]), rule, remedy, locate(path))
 
@@ -231,9 +236,27 @@ def _as_boolean(value: Any) -> str:
 
 def _as_float(value: Any) -> str:
     try:
-        return f"write {float(value)}, without quotes" if isinstance(value, str) else "write a number such as 0.5"
+        written = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
-        return "write a number such as 0.5"
+        written = False
+    return f"write {float(value)}, without quotes" if written else "write a number such as 0.5"
+
+
+def _of_number(model: type[BaseModel], path: Path, value: Any, rule: str) -> str:
+    """Add to `a number` that it is finite, where it is not, and the limits of its key."""
+    field = _owner(model, path[:-1]).model_fields.get(str(path[-1]))
+    limits = {_LIMITS[kind][0]: _LIMITS[kind][1].removeprefix("a number ") for kind in _LIMITS}
+    said = [words.format(float(getattr(limit, key))) for limit in getattr(field, "metadata", ())
+            for key, words in limits.items() if hasattr(limit, key)]  # fmt: skip
+    finite = "a finite number" if _infinite(value) else rule
+    return f"{finite} {' and '.join(said)}".rstrip()
+
+
+def _infinite(value: Any) -> bool:
+    try:
+        return not math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _as_list(value: Any) -> str:
@@ -244,11 +267,13 @@ _TYPE_RULES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "int_type": ("a whole number", _as_integer),
     "bool_type": ("true or false", _as_boolean),
     "float_type": ("a number", _as_float),
+    "finite_number": ("a finite number", _as_float),
     "string_type": ("text", lambda value: f'put it in quotes: "{value}"'),
     "tuple_type": ("a list", _as_list),
     "model_type": ("a mapping of keys to values", lambda value: "write its keys indented below it, or as {key: value}"),
     "dict_type": ("a mapping of keys to values", lambda value: "write its keys indented below it, or as {key: value}"),
 }
+_FLOATS = ("float_type", "finite_number")
 _LIMITS = {
     "greater_than": ("gt", "a number above {}", "write more than {}"),
     "greater_than_equal": ("ge", "a number of at least {}", "write {} or more"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from maxattn import config_overrides
 from maxattn.config_errors import ConfigErrors, Path, from_pydantic, show
+from maxattn.config_overrides import Overrides
 from maxattn.config_rules import PROGRAM_SECTIONS
 from maxattn.config_yaml import Document, parse
 from maxattn.errors import ConfigError
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="AttentionConfig")
 
 
-def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> Config:
+def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
     """Read, override and validate.
 
     Args:
         model: the config class.
         path: the YAML file, or None for overrides alone.
-        overrides: `key=value` texts.
+        overrides: `key=value` texts, or values by key.
 
     Raises:
         ConfigErrors: with every problem of file and overrides, in the order of the file.
@@ -49,7 +50,33 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Se
             return config
     except ValidationError as error:
         problems += from_pydantic(model, values, error, places)
-    raise ConfigErrors(sorted(problems, key=in_file_order), source or "overrides") from None
+    problems = _of_another_project(model, document.data, source, sorted(problems, key=in_file_order))
+    raise ConfigErrors(problems, source or "overrides") from None
+
+
+def _of_another_project(
+    model: type[AttentionConfig], data: Mapping[str, Any], source: str, problems: list[ConfigError]
+) -> list[ConfigError]:
+    """Say of a MaxDiffusion file what it is, once, in place of one problem for each of its keys."""
+    from maxattn.config_maxdiffusion import CUSTOM_SIZES, SECTION, recognised
+
+    unknown = {key for key in data if key not in model.model_fields}
+    foreign = recognised({key: value for key, value in data.items() if key in {*unknown, SECTION}}, source)
+    if foreign is None:
+        return problems
+    theirs = unknown | {f"{SECTION}.{key}" for key in CUSTOM_SIZES}
+    return [foreign, *(p for p in problems if p.setting not in theirs or p.where.startswith("override"))]
+
+
+def check_path(path: object) -> None:
+    """Refuse what names no file.
+
+    Raises:
+        ConfigErrors: saying what builds a config without a file.
+    """
+    if not isinstance(path, str | os.PathLike):
+        rule, remedy = "a config is read from a YAML file", "give its path, or call from_overrides(...) without a file"
+        raise _unusable("path", repr(path), rule, remedy)
 
 
 def read(source: str) -> Document:

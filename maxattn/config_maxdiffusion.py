@@ -6,15 +6,17 @@ There one name says kernel and parallelism, and governs self- and cross-attentio
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
 from maxattn import config_overrides
 from maxattn.config_errors import ConfigErrors, close, from_pydantic, plain
-from maxattn.config_file import Places, in_file_order, read
+from maxattn.config_file import Places, check_path, in_file_order, read
+from maxattn.config_overrides import Overrides
 from maxattn.config_rules import RematPolicy
+from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
@@ -58,21 +60,54 @@ SAME = (
     "enable_profiler", "profiler_steps", "skip_first_n_steps_for_profiler",
     *(f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in ("data", "fsdp", "context", "tensor")),
 )  # fmt: skip
+# Keys of its files that no other has, and some that ours have in a section.
+ITS_OWN = (
+    "run_name", "base_output_directory", "pretrained_model_name_or_path", "model_name", "unet_checkpoint",
+    "wan_transformer_pretrained_model_name_or_path", "activations_dtype", "jit_initializers", "from_pt",
+    "replicate_vae", "logical_axis_rules", "data_sharding", "names_which_can_be_saved", "names_which_can_be_offloaded",
+    "save_config_to_gcs", "gcs_metrics", "metrics_file", "jax_cache_dir", "skip_jax_distributed_system", "hf_data_dir",
+    "dataset_save_location", "per_device_batch_size", "learning_rate_schedule_steps", "diffusion_scheduler_config",
+    "use_qwix_quantization", "enable_tile_search", "allow_split_physical_axes",
+)  # fmt: skip
+ITS_OWN_OR_A_SECTION_S = (
+    "model_type", "revision", "weights_dtype", "precision", "output_dir", "dataset_name", "learning_rate",
+    "dataset_type", "max_train_steps", "seed", "prompt", "negative_prompt", "guidance_scale", "num_inference_steps",
+    "dropout", "adam_b1", "adam_b2", "max_grad_norm", "height", "width", "num_frames", "fps", "quantization",
+)  # fmt: skip
 CUSTOM_SIZES = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes")
 SECTION = "flash_block_sizes"
 
 
-def load(model: type[AttentionConfig], path: str | os.PathLike[str], overrides: Sequence[str]) -> Imported:
+def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
+    """Return what to say of a MaxDiffusion file that was read as one of ours, or None of another file.
+
+    Args:
+        data: the file's values.
+        source: the file.
+    """
+    own = [key for key in ITS_OWN if key in data]
+    sizes = data.get(SECTION)
+    own += [f"{SECTION}.{key}" for key in CUSTOM_SIZES if isinstance(sizes, Mapping) and key in sizes]
+    both = [*own, *(key for key in ITS_OWN_OR_A_SECTION_S if key in data)]
+    if not own or len(both) < 2:
+        return None
+    rule = f"{', '.join(both[:4])}{', ...' if len(both) > 4 else ''}: keys of a MaxDiffusion YAML, and this reads ours"
+    remedy = f"`maxattn convert {source} > attention.yml`, or `maxattn check --maxdiffusion {source}`"
+    return ConfigError(source, "a MaxDiffusion file", rule, f"{remedy}; in Python from_maxdiffusion(...)")
+
+
+def load(model: type[AttentionConfig], path: str | os.PathLike[str], overrides: Overrides) -> Imported:
     """Read, translate, override and validate.
 
     Args:
         model: the config class.
         path: the file.
-        overrides: `key=value` texts in our names.
+        overrides: `key=value` texts, or values by key, in our names.
 
     Raises:
         ConfigErrors: with every problem of the keys that are taken.
     """
+    check_path(path)
     source = os.fspath(path)
     document = read(source)
     values, left_out, notes = translate(document.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from maxattn.config_rules import PROGRAM_SECTIONS
 from maxattn.config_yaml import Document, parse
 from maxattn.errors import ConfigError
 
+Overrides = Sequence[str] | Mapping[str, Any]
 
-def apply(model: type[BaseModel], data: dict[str, Any], overrides: Sequence[str]) -> dict[Path, str]:
+
+def apply(model: type[BaseModel], data: dict[str, Any], overrides: Overrides) -> dict[Path, str]:
     """Set what the overrides say, in their order, and return where each path was set.
 
     A name without a dot that is no key of the model goes to the one section that has it: `steps=20` sets
@@ -22,14 +25,14 @@ def apply(model: type[BaseModel], data: dict[str, Any], overrides: Sequence[str]
     Args:
         model: the config class that will validate the result.
         data: the file's values; changed in place.
-        overrides: `key=value`, keys dotted, values YAML.
+        overrides: `key=value`, keys dotted, values YAML; or values by key.
 
     Raises:
         ConfigErrors: for every override that has no place to go.
     """
     origins: dict[Path, str] = {}
     problems: list[ConfigError] = []
-    for number, text in enumerate(overrides, start=1):
+    for number, text in enumerate(texts(overrides), start=1):
         try:
             path, value = _read(model, data, text, f"override {number}")
             _put(data, path, value, f"override {number}")
@@ -39,6 +42,30 @@ def apply(model: type[BaseModel], data: dict[str, Any], overrides: Sequence[str]
     if problems:
         raise PartlyApplied(problems, origins)
     return origins
+
+
+def texts(overrides: Overrides) -> list[str]:
+    """Write overrides as `key=value`.
+
+    Raises:
+        ConfigErrors: they are neither a list of texts nor plain values by key.
+    """
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_as_yaml(str(key), value)}" for key, value in overrides.items()]
+    if isinstance(overrides, str):
+        raise _refused("overrides", overrides, "they are a list of key=value", f'write ["{overrides}"]', "")
+    if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
+        rule, remedy = "they are a list of key=value, or a dict of values by key", 'write ["attention=ring"]'
+        raise _refused("overrides", plain(overrides), rule, remedy, "")
+    return list(overrides)
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value)  # which YAML reads as it is
+    except (TypeError, ValueError):
+        rule = "a value is text, a number, true, false, null, or a list or dict of them"
+        raise _refused(key, repr(value), rule, "give a plain value", "") from None
 
 
 class PartlyApplied(ConfigErrors):

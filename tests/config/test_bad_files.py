@@ -25,6 +25,10 @@ OVERRIDES = {
     "override_wrong_type": ["deterministic=maybe", "profiler_steps=2.5"],
     "override_contradicts": ["attention=ring", "context_parallel=ulysses"],
     "override_of_a_foreign_section": ["training.steps=3"],
+    "override_empty": ["attention="],
+    "overrides_as_text": "attention=ring",
+    "overrides_as_pairs": [("attention", "ring")],
+    "overrides_with_an_object": {"attention": object},
 }
 SECTIONS = {
     "section_required_key_missing": ("model: {dim: 8}", []),
@@ -33,6 +37,7 @@ SECTIONS = {
     "section_override_ambiguous": ("training: {steps: 3}", ["seed=1"]),
     "section_override_misspelt": ("training: {steps: 3}", ["training.step=1", "stepps=4", "patch=[1, 2]"]),
     "section_override_wrong": ("training: {steps: 3}", ["steps=many", "learning_rate=fast"]),
+    "section_not_finite": ("training: {steps: 3}", ["learning_rate=nan"]),
     "section_null": ("training:\n#  steps: 3", []),
 }
 
@@ -71,6 +76,8 @@ def test_bad_section(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_missing_file_and_folder():
     check("file_missing", message_of(lambda: AttentionConfig.from_yaml("bad/kernel_mispelt.yml")))
     check("folder_missing", message_of(lambda: AttentionConfig.from_yaml("baad/kernel.yml")))
+    check("file_none", message_of(lambda: AttentionConfig.from_yaml(None)))  # type: ignore[arg-type]
+    assert message_of(lambda: AttentionConfig.from_maxdiffusion(None)).startswith("path: None")  # type: ignore[arg-type]
     check("file_is_a_folder", message_of(lambda: AttentionConfig.from_yaml("../golden")))
 
 
@@ -84,7 +91,7 @@ def test_constructor():
 
 
 def test_no_golden_file_is_left_over():
-    extra = {"file_missing", "folder_missing", "file_is_a_folder", "file_and_override", "constructor"}
+    extra = {"file_missing", "file_none", "folder_missing", "file_is_a_folder", "file_and_override", "constructor"}
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*BAD, *OVERRIDES, *SECTIONS, *extra}
 
 

@@ -103,6 +103,26 @@ def test_convert_prints_what_reads_back(capsys, tmp_path, name):
     assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
 
 
+@pytest.mark.parametrize("name", ["video", "image", "sizes"])
+def test_a_file_read_as_ours_is_recognised_first(capsys, name):
+    """Once, in place of one problem for each of its keys; what is wrong beside them is said too."""
+    with pytest.raises(ConfigErrors) as caught:
+        AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])
+    first, *others = caught.value.problems
+    assert first.value == "a MaxDiffusion file" and not any("remove it" in problem.remedy for problem in others)
+    assert others[-1].where == "override 1"
+    for command in ("check", "explain"):
+        ran = run(capsys, command, f"{name}.yml", "--target", "cpu", "--shape", "sdxl-64")
+        assert ran.status == 1 and f"maxattn convert {name}.yml" in ran.err and "--maxdiffusion" in ran.err
+
+
+def test_a_file_of_ours_with_a_key_too_many_is_not_recognised(tmp_path):
+    (tmp_path / "ours.yml").write_text("attention: flash\nlearning_rate: 1.0e-5\nseed: 0\n")
+    with pytest.raises(ConfigErrors) as caught:
+        AttentionConfig.from_yaml(tmp_path / "ours.yml")
+    assert [problem.setting for problem in caught.value.problems] == ["learning_rate", "seed"]
+
+
 def test_check_reads_them(capsys):
     ran = run(capsys, "check", "--maxdiffusion", "sizes.yml", "--shape", "wan-14b-480p", "--target", "TPU v6e",
               "fallback=warn", "ulysses_shards=8")  # fmt: skip

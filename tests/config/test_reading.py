@@ -125,6 +125,14 @@ def test_overrides_alone():
     assert Settings.from_overrides(["steps=3"]).training.steps == 3
 
 
+def test_overrides_by_key():
+    sizes = {"flash_block_sizes": {"block_q": 512}, "flash_block_sizes.block_kv": 256}
+    asked = {"attention": "ring", "deterministic": True, "query_chunk_size": None} | sizes
+    listed = ["attention=ring", "deterministic=true", "flash_block_sizes={block_q: 512, block_kv: 256}"]
+    assert AttentionConfig.from_overrides(asked) == AttentionConfig.from_overrides(listed)
+    assert Settings.from_overrides({"steps": 3, "model.dim": 3, "learning_rate": 1e-5}).training.learning_rate == 1e-5
+
+
 def test_a_value_may_hold_an_equals_sign():
     assert Settings.from_overrides(["steps=3", "name=a=b"]).model.name == "a=b"
 
