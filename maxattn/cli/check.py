@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from maxattn.cli import common
@@ -19,6 +20,7 @@ from maxattn.cli.common import Source
 from maxattn.config import AttentionConfig
 from maxattn.config_errors import defaults
 from maxattn.errors import InputError, MaxattnError
+from maxattn.kernels.base import inference_kernel
 from maxattn.memory import estimate, limit, total
 from maxattn.plan import Plan, plan
 from maxattn.shapes import Shape
@@ -33,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     common.machine_arguments(parser)
     parser.add_argument("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
     parser.add_argument("--all", action="store_true", help="print every key, those at their default too")
-    parser.add_argument("--inference", action="store_true", help="judge memory by the forward alone")
+    parser.add_argument("--inference", action="store_true", help="the forward alone: its block sizes, its memory")
     parser.add_argument("--lengths", help="real keys of each example, such as 300,512, to judge padding")
 
 
@@ -84,8 +86,9 @@ def _text(value: Any) -> str:
 
 
 def of_shape(made: Plan, source: Source, training: bool, lengths: tuple[int, ...]) -> str:
-    """Write the plan of one shape with memory and advice."""
-    lines = [made.explain(), f"  memory  {memory_line(made, training)}"]
+    """Write the plan of one shape with memory and advice; of a forward alone, what it runs with."""
+    shown = made if training else replace(made, kernel=inference_kernel(made.kernel))
+    lines = [shown.explain(), f"  memory  {memory_line(made, training)}"]
     lines += [f"  advice  {line}" for line in advice(made, source.config, training, lengths)]
     return "\n".join(lines)
 

@@ -42,7 +42,7 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
         "config", nargs="?", default="", metavar="CONFIG", help="a YAML file, such as configs/wan_14b.yml"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="attention=ring ici_context_parallelism=4 ..."
+        "overrides", nargs="*", default=[], metavar="key=value", help="attention=ring ici_context_parallelism=4 ..."
     )
 
 
@@ -97,7 +97,23 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
     if args.batch is not None and args.batch < 1:
         raise InputError("batch", args.batch, "B is at least 1", "write --batch 1")
     mask = None if args.mask is None else read_mask(args.mask)
-    return tuple(shapes.changed(shape, args.role, args.dtype, mask, args.batch) for shape in found)
+    return tuple(_fitting(shapes.changed(shape, args.role, args.dtype, mask, args.batch)) for shape in found)
+
+
+def _fitting(shape: Shape) -> Shape:
+    """Return a shape that its mask fits.
+
+    Raises:
+        InputError: with what can be written here, where the library would have an argument given.
+    """
+    try:
+        shape.call()
+    except InputError as error:
+        if "offset" not in error.remedy:
+            raise
+        remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
+        raise InputError("--mask", error.value, error.rule, remedy) from None
+    return shape
 
 
 # ---- mesh and target -------------------------------------------------------------------------------------------------
@@ -131,9 +147,18 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
     """Return the axis sizes that --mesh names, else those of the config; -1 is what --devices leaves, else 1.
 
     Raises:
-        MeshError: for a wrong spelling, or devices that do not divide.
+        MeshError: for a wrong spelling, no device, or devices that do not divide or are not those of --mesh.
     """
-    return read_mesh(args.mesh) if args.mesh else _mesh_of_config(config, args.devices)
+    devices = args.devices
+    if devices is not None and devices < 1:
+        raise MeshError("--devices", devices, "there is at least one device", "write --devices 1 or more")
+    if not args.mesh:
+        return _mesh_of_config(config, devices)
+    sizes = read_mesh(args.mesh)
+    if devices is not None and prod(sizes.values()) != devices:
+        rule = f"--mesh {','.join(args.mesh)} says how many there are, {prod(sizes.values())}"
+        raise MeshError("--devices", devices, rule, "leave one of them out: --devices is for the config's own mesh")
+    return sizes
 
 
 def read_mesh(words: Sequence[str]) -> dict[str, int]:
@@ -160,10 +185,10 @@ def read_mesh(words: Sequence[str]) -> dict[str, int]:
 def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, int]:
     sizes = {axis: list(pair) for axis, pair in config.axis_parallelism().items()}
     fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
-    if devices is not None and (devices < 1 or devices % fixed):
+    if devices is not None and devices % fixed:
         raise MeshError(
             "devices", devices, f"the config's parallelisms multiply to {fixed}, which must divide the devices",
-            f"write --devices {max(1, (devices or 0) // fixed) * fixed}, or change an ici_*_parallelism",
+            f"write --devices {max(1, devices // fixed) * fixed}, or change an ici_*_parallelism",
         )  # fmt: skip
     rest = (devices or fixed) // fixed
     open_axes = [axis for axis, (ici, _) in sizes.items() if ici == -1]

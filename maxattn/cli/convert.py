@@ -20,7 +20,7 @@ HELP = "print the attention settings of a MaxDiffusion YAML as ours"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("file", metavar="FILE", help="a MaxDiffusion YAML")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="in our names")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="in our names")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,17 +5,21 @@ Source: tokamax, ops/experimental/tpu/splash_attention; Dao et al., FlashAttenti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import splash
 from maxattn.kernels.base import Kernel
+from maxattn.kernels.requirements import is_here, remedy
 from maxattn.kernels.splash_calls import Library
 from maxattn.kernels.splash_tokamax import TokamaxSplash
 from maxattn.kernels.tokamax_mosaic import TokamaxMosaic
 from maxattn.target import Target
+
+LEAST_ON_GPU = "0.0.17"
+UNSAID = "?"  # what the command line makes of `--with tokamax`
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class TokamaxFlash(splash.Splash):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has Mosaic kernels."""
         if target.platform == "gpu":
-            return TokamaxMosaic.supports(call, target)
+            return _with_remedy(TokamaxMosaic.supports(call, target), target)
         return splash.refusal("tokamax_flash", call, target)
 
     @staticmethod
@@ -62,3 +66,12 @@ class TokamaxFlash(splash.Splash):
     def library(self) -> Library:
         """tokamax's kernels."""
         return TokamaxSplash(self.interpret, self.use_base2_exp, self.use_experimental_scheduler)
+
+
+def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
+    """Give a refusal of tokamax's version the remedy of the target: what is named has the version that is written."""
+    if reason is None or reason.feature != "package":
+        return reason
+    if target.version("tokamax") == UNSAID:
+        reason = replace(reason, rule=f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written")
+    return reason if is_here(target) else replace(reason, remedy=remedy("tokamax", target))

@@ -49,6 +49,13 @@ def test_advice(capsys, name):
     check_golden(f"cli/check/{name}", run(capsys, "check", *ADVISED[name]).text)
 
 
+def test_inference_tells_of_no_backward(capsys):
+    for shape in ("wan-14b-480p", "sdxl-64"):
+        words = ["check", "attention=flash", "--shape", shape, "--target", "TPU v5p"]
+        assert "backward" in run(capsys, *words).out
+        assert "backward" not in run(capsys, *words, "--inference").out
+
+
 def test_a_file_with_each_kind_of_mistake(capsys, monkeypatch):
     monkeypatch.chdir(HERE)
     ran = run(capsys, "check", "mistakes.yml", "ulysses_shards=many")

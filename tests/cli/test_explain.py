@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from maxattn.kernels.requirements import remedy
+from maxattn.target import Target
 from tests.cli.command import run
 from tests.golden_text import check_golden
 
@@ -45,7 +47,19 @@ BAD = {
     "batch": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mesh", "fsdp=2"],
     "kernel": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "TPU v5p"],
     "override": ["attention=rng", "--shape", "sdxl-64", "--target", "cpu"],
-}
+    "override_empty": ["attention=", "--shape", "sdxl-64", "--target", "cpu"],
+    "package_not_named": ["attention=tokamax_flash", "--shape", "sdxl-64", "--target", "NVIDIA H200"],
+    "package_without_version": [
+        "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "NVIDIA H200", "--with", "tokamax",
+    ],
+    "package_te": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "NVIDIA H200"],
+    "no_devices": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--devices", "0"],
+    "devices_beside_a_mesh": [
+        "attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context=4", "--devices", "2",
+    ],
+    "mask_of_cross_attention": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mask", "causal"],
+    "maxdiffusion": ["tests/config/maxdiffusion/video.yml", "--shape", "sdxl-64", "--target", "cpu"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -64,8 +78,20 @@ def test_mistakes(capsys, name):
 
 def test_a_package_of_the_named_target(capsys):
     words = ["explain", "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "TPU v5p", "fallback=warn"]
-    assert "tokamax is not installed" in run(capsys, *words).out
-    assert "tokamax is not installed" not in run(capsys, *words, "--with", "tokamax=0.0.17").out
+    assert "not     tokamax_flash" in run(capsys, *words).out
+    assert "not     tokamax_flash" not in run(capsys, *words, "--with", "tokamax=0.0.17").out
+
+
+def test_a_package_of_this_machine_is_brought_by_pip():
+    for package, extra in (("tokamax", "tokamax"), ("transformer-engine-jax", "te"), ("fa4-jax", "fa4")):
+        assert remedy(package, Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),))) == f'pip install "maxattn[{extra}]"'
+        assert remedy(package, Target.named("NVIDIA H200")).startswith(f"add --with {package}=")
+    assert "jax" in dict(Target.here().packages)
+
+
+def test_devices_that_are_those_of_the_mesh(capsys):
+    words = ["explain", "attention=ring", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context=4"]
+    assert run(capsys, *words, "--devices", "4").out == run(capsys, *words).out
 
 
 def test_every_mesh_that_is_said_counts(capsys):

@@ -52,6 +52,11 @@ def test_a_named_target_starts_no_backend(command):
     assert "ring over 4" in ran.stdout
 
 
+def test_what_usage_requires(capsys):
+    err = run(capsys, "convert").err
+    assert "required: FILE\n" in err
+
+
 def test_a_closed_pipe_is_no_crash():
     pipe = subprocess.Popen(
         [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"], stdout=subprocess.PIPE,
