@@ -17,6 +17,7 @@ from maxattn.attention import attention
 from maxattn.bench.peers import PEERS
 from maxattn.bench.timing import Timed, Work, measure
 from maxattn.config import AttentionConfig
+from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS, DotProduct
 from maxattn.masks import Dense
 from maxattn.normal import normal
@@ -67,7 +68,11 @@ def bench(
         peers: other libraries too, called as their own documentation says; full masks alone.
         target: default this machine.
         budget: seconds for one measurement, about.
+
+    Raises:
+        InputError: a kernel has no such name.
     """
+    check_kernels(kernels)
     target = target or Target.here()
     inputs = random_inputs(shape, target)
     jobs = _jobs(shape, tuple(kernels), peers, target, inputs)
@@ -90,8 +95,8 @@ def beside_reference(
         A row for every job, and the time of each that ran.
     """
     ran = [job for job in jobs if not job.row.note]
-    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[:3])])
-    wanted, *times = measure([reference, *(Work(job.f, job.make, job.around) for job in ran)], budget, **settings)
+    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[:3])], name="reference in float32")
+    wanted, *times = measure([reference, *(job.work for job in ran)], budget, **settings)
     following = iter(times)
     rows = [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
     return rows, list(zip(ran, times, strict=True))
@@ -108,6 +113,11 @@ class Job:
     around: Callable[[], AbstractContextManager[Any]] | None = None
     count: bool = True  # whether its operations are those of an attention
     judged: bool = True  # whether its result is one
+
+    @property
+    def work(self) -> Work:
+        """What is measured."""
+        return Work(self.f, self.make, self.around, f"{self.row.who}, {self.row.what}")
 
 
 def _jobs(
@@ -130,6 +140,19 @@ def _jobs(
             except ImportError as missing:
                 jobs.append(Job(Row(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape))
     return jobs
+
+
+def check_kernels(names: Sequence[str]) -> None:
+    """Refuse names of no kernel.
+
+    Raises:
+        InputError: naming those that there are.
+    """
+    known = (*KERNELS, "auto")
+    for name in names:
+        if name not in known:
+            remedy = did_you_mean(name, known) or "write one of them"
+            raise InputError("kernel", name, f"the kernels are {', '.join(known)}", remedy)
 
 
 def config_of(kernel: str, *overrides: str) -> AttentionConfig:

@@ -29,7 +29,7 @@ from jaxtyping import Array
 from maxattn.attention import attention
 from maxattn.bench.measure import BOTH, FORWARD, Job, Row, config_of, random_inputs, row_of, with_gradient
 from maxattn.bench.report import as_kernels
-from maxattn.bench.timing import Work, measure
+from maxattn.bench.timing import measure
 from maxattn.context.trip import in_step
 from maxattn.modules import FlaxAttention
 from maxattn.normal import normal
@@ -63,7 +63,7 @@ def bench_module(
     """
     jobs = _module(shape, kernel, param_dtype)
     jobs += [] if alone else _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)
-    timed = measure([Work(job.f, job.make) for job in jobs], budget, options=options, profiled=profiled)
+    timed = measure([job.work for job in jobs], budget, options=options, profiled=profiled)
     rows = [row_of(job, t, None) for job, t in zip(jobs, timed, strict=True)]
     if profiled:
         print("\n\n".join(as_kernels(job.row, t) for job, t in zip(jobs, timed, strict=True)))

@@ -7,8 +7,9 @@ calls, each on its own random inputs, are compiled into one program.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import jax
 
 from maxattn.bench.profile import Profile, device_time
 
+log = logging.getLogger("maxattn.bench")  # the command prints it: a measurement can take minutes
 T = TypeVar("T")
 BATCHES = 5
 # Queued at a time; and where there are several devices: of more programs with collectives XLA's CPU finishes none.
@@ -37,11 +39,13 @@ class Work:
         f: of arrays.
         make: returns its inputs: several tuples of arguments of one shape.
         around: a context in which it is traced and compiled; functions that have one are compiled one at a time.
+        name: what progress is told by.
     """
 
     f: Callable[..., Any]
     make: Callable[[], list[tuple[Any, ...]]]
     around: Callable[[], AbstractContextManager[Any]] | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def measure(
     with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
         waiting = [None if work.around else pool.submit(compiled, work) for work in functions]
         ready = [compiled(work) if job is None else job.result() for work, job in zip(functions, waiting, strict=True)]
-    warm = [_warmed(*each) for each in ready]
+    warm = [_warmed(*each) for each in _told(functions, ready)]
+    log.info("timing %s of them in turns", sum(not each.failed for each in warm))
     batches = [_calls(each, budget) for each in warm]
     times: list[list[float]] = [[] for _ in ready]
     turns = list(zip(ready, batches, times, strict=True))
@@ -97,6 +102,13 @@ def measure(
     if not profiled:
         return found
     return [replace(t, profile=_profile(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
+
+
+def _told(functions: Sequence[Work], ready: list[T]) -> Iterator[T]:
+    """Yield what is ready, and say which is run."""
+    for number, (work, each) in enumerate(zip(functions, ready, strict=True), start=1):
+        log.info("running %s/%s  %s", number, len(ready), work.name)
+        yield each
 
 
 def in_order(i: int, jobs: list[T]) -> list[T]:
@@ -114,6 +126,7 @@ def _profile(program: Any, inputs: Any) -> Profile:
 
 
 def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
+    log.info("compiling %s", work.name)
     try:
         inputs = work.make()
         one = jax.jit(work.f)

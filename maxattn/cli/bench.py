@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from maxattn.cli.common import read_mesh
+from maxattn.cli.places import check_writable
+from maxattn.cli.progress import progress, say_where
 from maxattn.errors import InputError
 from maxattn.shapes import SHAPES, Shape, read
 
@@ -66,13 +68,17 @@ def run(args: argparse.Namespace) -> int:
     from maxattn.target import Target
 
     _check_together(args)
+    _check_values(args)
     target = Target.here()
+    say_where(", ".join(args.report or [shape.name for shape in _shapes(args, target.platform)]), target)
     rows: list[Any] = []
-    for new, text in _reports(args, target) if args.report else _measured(args, target):
-        rows += new
-        print(text, end="\n\n", flush=True)
-        if args.json:
-            args.json.write_text(bench.to_json(rows, target))
+    with progress():
+        for new, text in _reports(args, target) if args.report else _measured(args, target):
+            rows += new
+            print(text, end="\n\n", flush=True)
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(bench.to_json(rows, target))
     if args.write_table:
         _write(target, rows, _shapes(args, target.platform))
     return 0
@@ -104,6 +110,24 @@ def _check_together(args: argparse.Namespace) -> None:
     if args.played_by and (args.peers or args.strategy):
         rule = "a ring is played, and neither --peers nor --strategy"
         raise InputError("--played-by", args.played_by, rule, "leave those out, or measure a mesh that is there")
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    """Refuse values that would be found out after the measurements, or never.
+
+    Raises:
+        InputError: for a time that is none, and a name of no kernel.
+        ConfigError: for a place that cannot be written to.
+    """
+    from maxattn.bench.measure import check_kernels
+
+    if not 0 < args.seconds < float("inf"):
+        raise InputError("--seconds", args.seconds, "a measurement takes some time", "write --seconds 0.5")
+    check_kernels(args.kernel)
+    if args.json:
+        check_writable("--json", args.json)
+    if args.pictures:
+        check_writable("--pictures", args.pictures, folder=True)
 
 
 def _measured(args: argparse.Namespace, target: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 
 from maxattn.call import Call
 from maxattn.cli import common
+from maxattn.cli.places import check_writable
+from maxattn.cli.progress import say, say_where
 from maxattn.config import AttentionConfig
 from maxattn.config_write import yaml_of
 from maxattn.errors import InputError
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for number, shape in enumerate(common.shapes_of(args, source)):
         made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))
         local = made.context.local_call(made.padded_call)
-        print(("\n" if number else "") + f"{shape.name}: {made.kernel.name}, one device's {_local(local)}")
+        print(("\n" if number else "") + f"{shape.name}: {made.kernel.name}, one device's {_local(local)}", flush=True)
         _tune(args, source.config, made, local, target)
     return 0
 
@@ -101,8 +103,11 @@ def _timed(
     found: tuple[Candidate, ...],
 ) -> None:  # fmt: skip
     path = cache_path()
-    print(f"  {len(found)} candidates; measurements in {path}")
+    check_writable("MAXATTN_CACHE", path)
+    print(f"  {len(found)} candidates; measurements in {path}", flush=True)
+    say_where(f"{kernel}, a candidate after the other,", target)
     for number, candidate in enumerate(found, start=1):
+        say(f"  {number}/{len(found)}  {candidate}")
         measured, old = _measured(args, config, kernel, local, target, candidate)
         times = ", ".join(f"{name} {in_ms(measured[key])}" for name, key in _TIMES.items() if measured[key] is not None)
         words = times or f"does not run: {measured['error']}"

@@ -93,3 +93,49 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert "dot_product" in capsys.readouterr().out and json.loads(out.read_text())["rows"]
     assert main(["bench", "no-such-shape"]) == 1
+
+
+def test_progress_is_told_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01"]
+    assert main(words) == 0
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("measuring 1,64,64,2,16 on cpu: no accelerator is here")
+    assert [line.split(maxsplit=1)[1] for line in lines if "running" in line] == [
+        "1/3  reference in float32", "2/3  dot_product, forward", "3/3  dot_product, backward",
+    ]  # fmt: skip
+    assert sum("compiling" in line for line in lines) == 3 and "timing 3" in lines[-1]
+    bench(SMALL, ("dot_product",), budget=0.01)
+    assert capsys.readouterr().err == "", "the function itself prints nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kernel bogus", "the kernels are dot_product, memory_efficient, flash"),
+        ("--kernel dot_product --kernel flsh", "did you mean 'flash'?"),
+        ("--mesh context=2 --kernel bogus", "the kernels are dot_product"),
+        ("--seconds -1", "a measurement takes some time"),
+        ("--seconds nan", "a measurement takes some time"),
+        ("--json {here}/a_file/b.json", "nothing can be written"),
+        ("--json {here}", "it is a file, and this is a folder"),
+        ("--report implementations --pictures {here}/a_file", "it is a folder, and there is a file of that name"),
+    ],
+)
+def test_what_is_refused_before_anything_is_measured(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxattn.bench.timing.measure", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "a_file").touch()
+    assert main(["bench", "--shape", "1,64,64,2,16", *words.format(here=tmp_path).split()]) == 1
+    ran = capsys.readouterr()
+    assert ran.out == "" and said in ran.err and "remedy" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+def test_the_folder_of_the_measurements_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "b.json"
+    assert (
+        main(["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01", "--json", str(out)])
+        == 0
+    )
+    assert json.loads(out.read_text())["rows"]
