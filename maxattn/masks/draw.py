@@ -24,6 +24,7 @@ SHADES = "░▒▓"
 
 def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int) -> str:
     """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density otherwise."""
+    _check_lengths(q_len, kv_len)
     if width < 8:
         raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
     least = -(-max(q_len, kv_len) // width)
@@ -56,6 +57,9 @@ def _character(share: float) -> str:
 
 def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int) -> Path:
     """Draw a bound mask into a PNG file; at most 512 cells a side, whatever the lengths."""
+    _check_lengths(q_len, kv_len)
+    if path.suffix.lower() != ".png":
+        raise InputError("path", path, "the picture is a PNG", "give a name that ends in .png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -73,6 +77,12 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     return path
+
+
+def _check_lengths(q_len: int, kv_len: int) -> None:
+    for name, word, length in (("q_len", "query", q_len), ("kv_len", "key", kv_len)):
+        if length < 1:
+            raise InputError(name, length, f"a picture has at least one {word}", "give 1 or more")
 
 
 def density(
