@@ -15,9 +15,10 @@ import numpy as np
 from generate import files, media
 from generate.checks import without_torch
 from generate.files import wrong
-from generate.folder import config_of
+from generate.folder import absent, config_of
 from wan.command import tell
 
+from maxattn.cli.places import unwritable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
@@ -38,14 +39,21 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     """Yield what cannot work."""
+    missing = list(absent(found.folder, "folder"))
     instead = "decode on another machine"
-    yield from without_torch("folder", "decoding latents", found.folder, ("vae",), "diffusers", instead)
-    shape = files.shapes(found.latents, "latents", ("latents",)).get("latents", ())
+    yield from missing or without_torch("folder", "decoding latents", found.folder, ("vae",), "diffusers", instead)
+    if (problem := unwritable("--out", found.out, folder=True)) is not None:
+        yield problem
+    if kind and kind not in AXES:
+        yield wrong("folder", f"{found.folder}: vae is {kind}", f"it is {' or '.join(AXES)}", "give Wan 2.1 or SDXL")
+    try:
+        shape = files.shapes(found.latents, "latents", ("latents",)).get("latents", ())
+    except ConfigErrors as error:
+        yield from error.problems
+        return
     if kind in AXES and len(shape) != AXES[kind]:
         rule = f"an {kind} decodes latents of {AXES[kind]} axes"
         yield wrong("latents", f"{found.latents}: {list(shape)}", rule, "give the folder that they were drawn from")
-    if kind and kind not in AXES:
-        yield wrong("folder", f"{found.folder}: vae is {kind}", f"it is {' or '.join(AXES)}", "give Wan 2.1 or SDXL")
 
 
 def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Iterator[Path]:

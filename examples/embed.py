@@ -19,9 +19,10 @@ import numpy as np
 from generate import files
 from generate.checks import without_torch
 from generate.files import wrong
-from generate.folder import PIPELINES, index_of
+from generate.folder import PIPELINES, absent, index_of
 from wan.command import tell
 
+from maxattn.cli.places import unwritable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
@@ -55,6 +56,11 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     """Yield what cannot work."""
+    if (problem := unwritable("--to", found.to)) is not None:
+        yield problem
+    if problems := list(absent(found.folder, "folder")):
+        yield from problems
+        return
     if kind not in NEEDS:
         named = ", ".join(name for names in PIPELINES.values() for name in names)
         yield wrong(

@@ -20,6 +20,7 @@ import numpy as np
 from train import digit_latents, shards
 from wan.command import tell
 
+from maxattn.cli.places import unwritable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError
 
@@ -45,9 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (args.files is None) == (args.digits is None):
         said = "neither" if args.files is None else "both"
         raise ConfigErrors([ConfigError("--from, --digits", said, "examples come from one of them", "give one")])
+    if problems := list(_wrong(args)):
+        raise ConfigErrors(problems)
     made = _of_digits(args) if args.digits else _of_files(args)
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in made.shapes.items())
     print(f"{len(made)} examples in {made.folder}: {shapes}")
+
+
+def _wrong(args: Any) -> Iterator[ConfigError]:
+    """Yield what cannot work: the folder, and each file that is not there."""
+    if Path(args.folder).exists():
+        yield ConfigError("folder", args.folder, "it is made anew", "name another, or remove it")
+    elif problem := unwritable("folder", args.folder, folder=True):
+        yield problem
+    for option, file in [*(("--from", file) for file in args.files or ()), ("--empty", args.empty)]:
+        if file is not None and not Path(file).is_file():
+            rule = "no file matches it" if set("*?[") & set(file) else "it names a file, and there is none"
+            yield ConfigError(option, file, rule, HOLDS[option])
+
+
+HOLDS = {
+    "--from": "name safetensors files of your examples; `python examples/make_latents.py --help` says what they hold",
+    "--empty": "make it with examples/embed.py --negative-prompt, or leave it out: zeros then",
+}
 
 
 def _of_digits(args: Any) -> Any:
@@ -59,11 +80,11 @@ def _of_digits(args: Any) -> Any:
 
 
 def _of_files(args: Any) -> Any:
-    empty = next(_read([args.empty])) if args.empty else None
-    return shards.write(args.folder, _read(args.files), empty, model=args.model, per_shard=args.per_shard)
+    empty = next(_read([args.empty], "--empty")) if args.empty else None
+    return shards.write(args.folder, _read(args.files, "--from"), empty, model=args.model, per_shard=args.per_shard)
 
 
-def _read(files: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+def _read(files: Sequence[str], option: str) -> Iterator[dict[str, np.ndarray]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -72,7 +93,7 @@ def _read(files: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
             yield load_file(Path(file))
         except (SafetensorError, OSError) as error:
             rule = f"it is a whole safetensors file ({error})"
-            raise ConfigErrors([ConfigError("--from", file, rule, "name the right files")]) from None
+            raise ConfigErrors([ConfigError(option, file, rule, "name the right files")]) from None
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", choices=("wan", "sdxl"))
     p.add_argument("what", choices=("denoise", "train"))
-    p.add_argument("overrides", nargs="*", metavar="key=value", help="attention's settings: attention=dot_product")
+    p.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="attention's settings: attention=dot_product"
+    )
     for name, told in (("batch", "examples in a step"), ("height", "in pixels"), ("width", "in pixels")):
         p.add_argument(f"--{name}", type=int, help=f"{told}; default 1 video of 832x480, 8 pictures of 1024x1024")
     p.add_argument("--frames", type=int, default=81, help="of a video; default 81")

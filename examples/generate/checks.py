@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxattn import weights
+from maxattn.cli.places import unwritable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 from maxattn.xla_options import xla_options
@@ -128,6 +129,9 @@ def _wrong_output(paths: Paths) -> Iterator[ConfigError]:
     if paths.out is None and paths.latents is None:
         ways = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
         yield wrong("--out", "(none)", "a folder or a file takes what is drawn", ways)
+    for option, path, is_folder in (("--out", paths.out, True), ("--latents", paths.latents, False)):
+        if path is not None and (problem := unwritable(option, path, is_folder)) is not None:
+            yield problem
     if paths.out is not None:
         how = (("vae",), "diffusers", "give --latents FILE instead")
         yield from without_torch("--out", "decoding latents", paths.model, *how)

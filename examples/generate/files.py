@@ -22,6 +22,8 @@ from .kind import Arrays, Shapes
 
 NAMES = ("text", "pooled", "time_ids", "image", "condition", "negative_text", "negative_pooled")
 MAKE = "make it with examples/embed.py"
+DRAW = "make it with examples/generate_wan.py or generate_sdxl.py, --latents FILE"
+REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file that holds noise"}  # of other files
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
@@ -38,7 +40,9 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
     file = _open(path, option)
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if unknown := sorted(found.keys() - set(names)):
-        raise ConfigErrors([wrong(option, f"{path}: {name}", f"it holds {', '.join(names)}", MAKE) for name in unknown])
+        raise ConfigErrors(
+            [wrong(option, f"{path}: {name}", f"it holds {', '.join(names)}", _remedy(option)) for name in unknown]
+        )
     return found
 
 
@@ -96,8 +100,12 @@ def _open(path: Path, option: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ConfigErrors([wrong(option, path, "it names a file, and there is none", MAKE)])
+        raise ConfigErrors([wrong(option, path, "it names a file, and there is none", _remedy(option))])
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ConfigErrors([wrong(option, path, f"a safetensors file is whole ({error})", MAKE)]) from None
+        raise ConfigErrors([wrong(option, path, f"a safetensors file is whole ({error})", _remedy(option))]) from None
+
+
+def _remedy(option: str) -> str:
+    return REMEDIES.get(option, MAKE)

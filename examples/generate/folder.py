@@ -15,6 +15,25 @@ PIPELINES = {
 }  # fmt: skip
 
 
+REPOSITORIES = {
+    "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "unet": "stabilityai/stable-diffusion-xl-base-1.0",
+}  # fmt: skip
+
+
+def absent(folder: str | Path, setting: str = "model.folder", part: str = "transformer") -> Iterator[ConfigError]:
+    """Yield that there is no such folder.
+
+    Args:
+        folder: of a pipeline, or of a model.
+        setting: that named it.
+        part: transformer or unet: whose repository is named.
+    """
+    if not Path(folder).is_dir():
+        made = f"`hf download {REPOSITORIES[part]} --local-dir FOLDER` makes one"
+        remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
+        yield ConfigError(setting, folder, "it names a folder, and there is none; nothing is downloaded", remedy)
+
+
 def part_of(folder: str | Path, part: str) -> Path:
     """Return a part's folder in a pipeline's, or the folder itself where it is the part's own."""
     inside = Path(folder) / part

@@ -123,6 +123,7 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """Return the sizes of the UNet: those of its folder, or SDXL's with the settings' changes.
 
     Raises:
+        ConfigError: there is no such folder.
         WeightsError: the folder says no sizes, or those of another model.
         ConfigErrors: the folder's sizes are not those of the settings.
     """

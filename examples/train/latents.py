@@ -43,6 +43,10 @@ class LatentFolder:
         if folder is None:
             raise ConfigErrors([_wrong("null", "training needs a folder of latents and texts", f"give one; {MAKE}")])
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigErrors(
+                [_wrong(folder, "it names a folder, and there is none", "make it with examples/make_latents.py")]
+            )
         paths = sorted(self.folder.glob("latents-*.safetensors"))
         if not paths:
             raise ConfigErrors([_wrong(folder, "it holds latents-*.safetensors, and there is none", MAKE)])

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from maxattn import sharding
+from maxattn.cli.places import check_writable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 from maxattn.xla_options import xla_options
@@ -77,8 +78,10 @@ class Training:
 
         Raises:
             ConfigErrors: the last checkpoint was made with other settings, or other data.
+            ConfigError: nothing can be written to `training.output_dir`.
             Diverged: the loss is no number any more.
         """
+        check_writable("training.output_dir", self.folder, folder=True)
         with self._checkpoints(not self.training.resume) as checkpoints:
             for line in opening(self.training, checkpoints, self.plans):
                 print(line)

@@ -48,7 +48,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("config", help="a YAML file, such as configs/wan_tiny.yml")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="steps=20, attention=dot_product, model.dim=64"
+        "overrides", nargs="*", default=[], metavar="key=value", help="steps=20, attention=dot_product, model.dim=64"
     )
     parser.add_argument("--model", metavar="FOLDER", help="weights in diffusers' format: model.folder=FOLDER")
     many = parser.add_argument_group("many processes, each with its own devices; the same command in all of them")

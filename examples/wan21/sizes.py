@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from generate.folder import absent
+
 from maxattn.errors import WeightsError
 
 
@@ -60,8 +62,11 @@ class Sizes:
         """Read the sizes from a folder's `config.json`.
 
         Raises:
+            ConfigError: there is no such folder.
             WeightsError: there is none, or it describes another kind of model.
         """
+        for problem in absent(folder):
+            raise problem
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise WeightsError(

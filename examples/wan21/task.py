@@ -116,6 +116,7 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """Return the sizes of the model: those of its folder, those that are named, or both when they agree.
 
     Raises:
+        ConfigError: there is no such folder.
         WeightsError: the folder says no sizes, or those of another model.
         ConfigErrors: the folder's sizes are not those that are named.
     """

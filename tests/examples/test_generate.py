@@ -117,6 +117,7 @@ WRONG = {
     "file_for_another_model": ("wan_i2v", (*TOLD, *OUT)),
     "file_missing": ("wan", ("--embeddings", "gone.safetensors", *OUT)),
     "noise_of_another_size": ("wan", (*TOLD, *OUT, "--noise", "noise.safetensors", "--width", "64")),
+    "nowhere_to_write": ("wan", (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors")),
     "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
 }
 
@@ -164,6 +165,29 @@ def test_embed_and_decode_say_what_they_need(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(ConfigError) as error:
             command.main(command.arguments_of([".", *arguments]))
         check_golden(f"generate/{name}", str(error.value))
+
+
+def test_decode_and_embed_say_all_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import decode
+    import embed
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    texts = []
+    for command, words in (
+        (decode, ["nowhere", "gone.safetensors", "--out", "file"]),
+        (embed, ["nowhere", "--prompt", "a fox", "--to", "file/x"]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            command.main(command.arguments_of(words))
+        texts.append(str(error.value))
+    check_golden("generate/not_there", "\n\n".join(texts))
+
+
+@pytest.mark.parametrize("name", ["wan", "sdxl"])
+def test_a_model_s_folder_that_is_not_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"):
+        draw(name, "--model", tmp_path / "nowhere", *PROMPT, "--out", tmp_path / "out")
 
 
 def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,8 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path):
     there, a, b = (str(tmp_path / name) for name in ("there", "a.safetensors", "b.safetensors"))
     Path(there).mkdir()
     for arguments in (
-        [there, "--digits", "wan"], [there], [f"{there}2", "--from", f"{there}.safetensors"],
+        [there, "--digits", "wan"], [there], [f"{there}/../a.safetensors/new", "--digits", "wan"],
+        [there, "--from", f"{there}.safetensors", f"{there}-*.safetensors", "--empty", f"{there}.none"],
         [f"{there}3", "--from", a, b],
     ):  # fmt: skip
         with pytest.raises(ConfigError) as error:

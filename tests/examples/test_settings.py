@@ -57,6 +57,9 @@ def test_settings_are_hashable_and_equal_by_value():
         ("frames=6", ("data.frames: 6", "at most 5")),
         ("lane_spread=3", ("data.lane_spread: 3", "at most 2")),
         ("held_out=[a sevn moving left]", ("'a sevn moving left'", "did you mean 'a seven moving left'?")),
+        ("learning_rate=nan", ("training.learning_rate", "a finite number above 0.0", "such as 0.5")),
+        ("learning_rate=.inf", ("training.learning_rate", "a finite number above 0.0")),
+        ("learning_rate=fast", ("training.learning_rate", "a number above 0.0")),
         ("canvas=7", ("data.canvas: 7",)),
         ("prompt_dropout=1.0", ("training.prompt_dropout: 1.0",)),
         ("attention=cudn", ("attention: cudn", "did you mean 'cudnn'?")),
@@ -71,3 +74,12 @@ def test_what_cannot_be_is_refused_with_a_remedy(override: str, words: tuple[str
 def test_a_time_of_odd_width_is_refused_with_the_rest():
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*dim_head.*time_dim"):
         Settings.from_yaml(SHIPPED, ["dim_head=25", "time_dim=7"])
+
+
+def test_what_usage_requires(capsys: pytest.CaptureFixture[str]):
+    from wan.command import parser_of
+
+    with pytest.raises(SystemExit):
+        parser_of("").parse_intermixed_args([])
+    assert "required: config\n" in capsys.readouterr().err
+    assert parser_of("").parse_intermixed_args(["x.yml"]).overrides == []

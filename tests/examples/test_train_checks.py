@@ -28,6 +28,10 @@ def no_folder(path: Path) -> Any:
     return begin(wan(path))
 
 
+def no_such_folder(path: Path) -> Any:
+    return begin(wan(path, WAN, str(path / "nowhere")))
+
+
 def missing_tensors(path: Path) -> Any:
     return begin(wan(path, I2V, folder(path / "data", "wan")))
 
@@ -61,10 +65,14 @@ def no_model(path: Path) -> Any:
     return begin(wan(path, WAN | {"folder": str(path / "nowhere")}, folder(path / "data", "wan")))
 
 
+def no_model_sdxl(path: Path) -> Any:
+    return begin(sdxl(path, folder(path / "data", "sdxl"), model={"folder": str(path / "nowhere")}))
+
+
 @pytest.mark.parametrize(
     "case",
-    [no_folder, missing_tensors, shapes_of_another_model, sdxl_shapes, undivided_batch, few_examples,
-     sizes_of_a_folder, no_model],
+    [no_folder, no_such_folder, missing_tensors, shapes_of_another_model, sdxl_shapes, undivided_batch, few_examples,
+     sizes_of_a_folder, no_model, no_model_sdxl],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: Path):
     with pytest.raises((ConfigError, WeightsError)) as error:
@@ -94,6 +102,13 @@ def test_settings_that_cannot_be_meant(make: Callable[[Path], Any], said: tuple[
     with pytest.raises(ConfigError) as error:
         make(tmp_path)
     assert all(word in str(error.value) for word in said), str(error.value)
+
+
+def test_where_nothing_can_be_written_nothing_is_trained(tmp_path: Path):
+    (tmp_path / "file").touch()
+    settings = wan(tmp_path / "file" / "run", WAN, folder(tmp_path / "data", "wan"))
+    with pytest.raises(ConfigError, match=r"training\.output_dir: .*\n.*nothing can be written"):
+        begin(settings).run()
 
 
 @pytest.mark.parametrize(
