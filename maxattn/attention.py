@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxattn import _compat
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
+from maxattn.bias_level import level_of, levelled
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
@@ -182,11 +183,13 @@ def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: 
     q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    return _attend(plan, mesh, q, k, v, bias, mask)
+    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    return out, lse if bias is None else lse + level_of(bias)[..., 0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    # The LSE is that of the bias without its level (bias_level.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
     return _forward(plan, inference_kernel(plan.kernel), mesh, q, k, v, bias, mask)
 
@@ -247,6 +250,7 @@ def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) ->
     q = pad_axis(q, 1, plan.q_len)
     k, v = (pad_axis(x, 1, plan.kv_len) for x in (k, v))
     if bias is not None:
+        bias = levelled(bias)
         bias = _pad_letters(bias, "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias.shape, strict=True)), sizes)
     mask = jax.tree.map(lambda x, letters: _pad_letters(x, letters, sizes), mask, mask.leaf_axes())
     return q, k, v, bias, plan.full_mask(mask)

@@ -1,0 +1,28 @@
+"""What can be taken off a row of an additive bias: softmax stays what it is, and its sums stay in float32's reach.
+
+A row whose every key has a bias of -1e9, as an example that is all padding gets it, has an LSE of -1e9 + log(S). Of
+log(S) float32 keeps nothing there, and exp(score - LSE) would be 1 for each of S keys instead of 1 / S.
+
+    softmax(s + b) = softmax(s + b - level)        LSE(s + b) = LSE(s + b - level) + level
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# Rows below stay as they are. At 128 float32 keeps 2**-17 of a score; of a half-precision bias a difference would be
+# rounded, so there a row must be so large that what is rounded is far from its top.
+LARGE = {"float32": 2.0**7, "bfloat16": 2.0**12, "float16": 2.0**12}
+
+
+def level_of(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
+    """Return the largest entry of each row where it is large, else 0; float32, and a constant for gradients."""
+    top = jax.lax.stop_gradient(bias).astype(jnp.float32).max(3, keepdims=True)
+    return jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE[str(bias.dtype)]), top, 0.0)
+
+
+def levelled(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T #S"]:
+    """Return the bias without its level, in its dtype."""
+    return (bias.astype(jnp.float32) - level_of(bias)).astype(bias.dtype)

@@ -1,0 +1,70 @@
+"""Rows of a bias far from 0, as padding written as -1e9: the softmax, its gradients and a ring's sums stay right."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from tests.reference import attention64, error
+
+B, T, S, N, H = 2, 10, 12, 4, 8
+
+
+def _padding() -> np.ndarray:
+    bias = np.zeros((B, 1, 1, S))
+    bias[0, ..., 5:], bias[1] = -1e9, -1e9
+    return bias
+
+
+BIASES = {
+    "an example that is all padding": _padding(), "all keys alike": np.full((1, 1, 1, S), -1e9),
+    "far above 0": np.full((B, N, T, S), 1e9), "rows of their own": np.full((B, 1, T, S), -1e7) + np.arange(S) * 1.0,
+    "one number a query": np.linspace(-1e8, 1e8, T).reshape(1, 1, T, 1), "below the limit": np.full((1, 1, 1, S), -4e3),
+    "some keys hidden": np.where(np.arange(S) % 3, -1e9, -np.inf).reshape(1, 1, 1, S),
+}  # fmt: skip
+CONFIGS = {
+    "dense": {"attention": "dot_product"},
+    "blockwise": {
+        "attention": "dot_product", "use_memory_efficient_attention": True, "query_chunk_size": 4, "key_chunk_size": 4,
+    },
+    "ring": {"attention": "ring", "attention_kernel": "dot_product", "ici_context_parallelism": 4},
+    "all_gather": {"attention": "dot_product", "context_parallel": "all_gather", "ici_context_parallelism": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_against_float64(bias: str, config: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(B, n, N, H)), jnp.float32) for n in (T, S, S, T))
+    b, dlse = jnp.asarray(BIASES[bias], jnp.float32), jnp.asarray(rng.normal(size=(B, N, T)), jnp.float32)
+    chosen = ma.AttentionConfig(**CONFIGS[config])
+    devices = chosen.ici_context_parallelism
+    mesh = chosen.make_mesh(jax.devices()[:devices]) if devices > 1 else None
+
+    def f(*x):
+        return ma.attention(*x[:3], bias=x[3], config=chosen, mesh=mesh, return_lse=True)
+
+    (out, lse), pull = jax.vjp(f, q, k, v, b)
+    want = attention64(q, k, v, bias=np.asarray(b, np.float64), dout=dout, dlse=dlse)
+    names, wanted = ("out", "lse", "dq", "dk", "dv"), (want.out, want.lse, want.dq, want.dk, want.dv)
+    got = (out, lse, *pull((dout, dlse))[:3])
+    errors = {n: error(g, w) for n, g, w in zip(names, got, wanted, strict=True)}
+    assert max(errors.values()) < 2e-5, errors
+
+
+def test_a_text_that_is_all_padding_teaches_as_any_other() -> None:
+    """Every key of the row has the same bias: it says nothing, and neither do the gradients of the weights."""
+    module = ma.CrossAttention(32, 24, heads=4, dim_head=8, rngs=nnx.Rngs(0))
+    x, text = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(1, 6, 32), (1, 16, 24)]))
+
+    def loss(module, bias):
+        return (module(x, text, bias=bias) ** 2).sum()
+
+    far, none = (nnx.grad(loss)(module, bias) for bias in (jnp.full((1, 1, 1, 16), -1e9), jnp.zeros((1, 1, 1, 16))))
+    for a, b in zip(jax.tree.leaves(far), jax.tree.leaves(none), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
