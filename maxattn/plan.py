@@ -22,7 +22,7 @@ from maxattn.kernels import KERNELS, Kernel
 from maxattn.kernels.auto import order
 from maxattn.kernels.pair import Pair
 from maxattn.kernels.requirements import REQUIREMENTS, missing
-from maxattn.masks import Full, KeyLimit, Mask
+from maxattn.masks import Full, KeyLimit, KeyPadding, Mask
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
 from maxattn.tuned import tuned_for, with_sizes
@@ -135,7 +135,7 @@ def _repeat_collectives(call: Call, local: Call, shape: MeshShape) -> tuple[Coll
 
 def without_padding(mask: Mask) -> Mask:
     """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
-    kept = [term for term in mask.terms() if term.names() != ("KeyPadding",)]
+    kept = [term for term in mask.terms() if not isinstance(term, KeyPadding)]
     full: Mask = Full()
     for term in kept:
         full = full & term

@@ -236,6 +236,15 @@ def test_mask_padding_tokens_false_attends_to_the_callers_padding_alone() -> Non
     assert jnp.allclose(got, ma.attention(q, k, v, mask=M.Causal(), config=DENSE), atol=1e-6)
 
 
+def test_mask_padding_tokens_false_leaves_what_is_not_padding() -> None:
+    q, k, v = qkv(t=24)
+    beyond = ~M.KeyPadding(np.array([5, 9]))
+    off = DENSE.replace(mask_padding_tokens=False)
+    np.testing.assert_array_equal(
+        ma.attention(q, k, v, mask=beyond, config=off), ma.attention(q, k, v, mask=beyond, config=DENSE)
+    )
+
+
 @pytest.mark.parametrize("shape", [(40, 40), (1, 1, 40, 40), (2, 1, 1, 40), (2, 4, 40, 40)])
 def test_boolean_arrays_are_masks(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()

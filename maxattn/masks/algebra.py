@@ -163,16 +163,25 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
                 flat.append(part)
     if zero in flat or any(isinstance(arg, Not) and _among(arg.arg, flat) for arg in flat):
         return zero
-    kept = [arg for arg in flat if not _absorbed(arg, flat, other)]
+    kept = _kept(flat, other)
     if len(kept) < 2:
         return kept[0] if kept else unit
     return kind(tuple(sorted(kept, key=_order)))
 
 
+def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
+    """Drop one after the other what another that is still there makes say nothing: of `a | b` and `b | a` one stays."""
+    kept = masks
+    for mask in masks:
+        rest = [x for x in kept if x is not mask]
+        kept = rest if _absorbed(mask, rest, other) else kept
+    return kept
+
+
 def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> bool:
     """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a | b)`."""
     mine = mask.args if isinstance(mask, other) else (mask,)
-    rivals = ((x.args if isinstance(x, other) else (x,)) for x in among if x is not mask)
+    rivals = ((x.args if isinstance(x, other) else (x,)) for x in among)
     return any(all(_among(part, mine) for part in rival) for rival in rivals)
 
 

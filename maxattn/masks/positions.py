@@ -14,6 +14,8 @@ from maxattn.masks.algebra import Full
 from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots, text
 from maxattn.masks.tree import mask_type
 
+MOST = BIG // 2  # of a number: int32 holds the sum of a position, an offset and a width
+
 
 class PositionMask(Mask):
     """Give intervals of key positions for a query at `index + offset`; everything else follows from them."""
@@ -64,7 +66,7 @@ class Causal(PositionMask):
 
     def __post_init__(self) -> None:
         """Check the offset."""
-        whole(self, "offset", least=-BIG, optional=True)
+        whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See up to oneself."""
@@ -89,7 +91,7 @@ class LocalWindow(PositionMask):
         """Check the sides and the offset."""
         whole(self, "left", least=0, optional=True)
         whole(self, "right", least=0, optional=True)
-        whole(self, "offset", least=-BIG, optional=True)
+        whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See from `left` before to `right` after."""
@@ -117,7 +119,7 @@ class BlockCausal(PositionMask):
     def __post_init__(self) -> None:
         """Check the block and the offset."""
         whole(self, "block", least=1)
-        whole(self, "offset", least=-BIG, optional=True)
+        whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See to the end of one's block."""
@@ -150,7 +152,7 @@ class BlockSlidingWindow(PositionMask):
         """Check the block, the window and the offset."""
         whole(self, "block", least=1)
         whole(self, "window", least=1)
-        whole(self, "offset", least=-BIG, optional=True)
+        whole(self, "offset", least=-MOST, optional=True)
         if self.block * self.window > BIG:
             rule = f"block * window is at most {BIG}"
             raise InputError("BlockSlidingWindow.window", self.window, rule, "use BlockCausal(block) to see all blocks")
@@ -181,7 +183,7 @@ class KeyLimit(Mask):
 
     def __post_init__(self) -> None:
         """Check the limit."""
-        whole(self, "limit", least=0)
+        whole(self, "limit", least=0, most=BIG)
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """See up to the limit."""
@@ -192,7 +194,7 @@ class KeyLimit(Mask):
         return (spots.kv_pos < self.limit)[None, None, None, :]
 
 
-def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
+def whole(mask: Mask, name: str, least: int, optional: bool = False, most: int = MOST) -> None:
     """Check that a field is a whole number in range, and keep it as an int.
 
     Args:
@@ -200,6 +202,7 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
         name: the field.
         least: smallest value.
         optional: whether None is a value.
+        most: largest value, a power of two.
 
     Raises:
         InputError: it is not.
@@ -215,8 +218,9 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False) -> None:
         )
     if number < least:
         raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")
-    if number > BIG:
-        raise InputError(where, value, f"at most 2**30 = {BIG}{none}", f"give a smaller {name}")
+    if number > most:
+        rule = f"at most 2**{most.bit_length() - 1} = {most}{none}"
+        raise InputError(where, value, rule, f"give a smaller {name}")
     object.__setattr__(mask, name, number)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from maxattn.errors import InputError
-from maxattn.masks.base import BIG, Lengths, Mask, Span
-from maxattn.masks.positions import PositionMask, whole
+from maxattn.masks.base import Lengths, Mask, Span
+from maxattn.masks.positions import MOST, PositionMask, whole
 from maxattn.masks.tree import mask_type
 
 
@@ -45,7 +45,7 @@ class VideoMask(PositionMask):
             whole(self, name, least=1)
         whole(self, "window", least=1, optional=True)
         whole(self, "sink", least=0)
-        whole(self, "offset", least=-BIG, optional=True)
+        whole(self, "offset", least=-MOST, optional=True)
         object.__setattr__(self, "first_frame_alone", bool(self.first_frame_alone))
         budget = self.budget
         most = self.sink if budget is None else budget - self.frames_per_block

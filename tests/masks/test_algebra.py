@@ -71,6 +71,23 @@ def test_bind_is_idempotent(spec: tuple, q_len: int) -> None:
     assert bound.is_bound and bound.bind(9, 9) == bound
 
 
+A, B, C = M.KeyPadding([2, 5]), M.KeyPadding([4, 3]), M.Causal(0)
+SAME_STRUCTURE = {
+    "and of ors": ((A | B) & (B | A), A | B), "or of ands": ((A & B) | (B & A), A & B),
+    "three": ((C & A & B) | (C & B & A), C & A & B), "through not": (~(~A & ~B) & (B | A), A | B),
+    "one absorbs two": ((A | B) & (B | A) & A, A), "a third stays": ((A | B) & (B | A) & C, (A | B) & C),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_STRUCTURE)
+def test_masks_of_one_structure_in_another_order(name: str) -> None:
+    """Arrays have no order: `a | b` and `b | a` are two values, and one of them must stay."""
+    got, want = (
+        np.broadcast_to(x.bind(6, 6, 2).allowed(np.arange(6), np.arange(6)), (2, 1, 6, 6)) for x in SAME_STRUCTURE[name]
+    )
+    assert (got == want).all()
+
+
 def test_kinds_that_are_another_kind() -> None:
     assert M.LocalWindow(None, None).canonical() == M.Full()
     assert M.LocalWindow(None, 0).canonical() == M.Causal()

@@ -76,6 +76,26 @@ def test_integers_wider_than_the_kernels(name: str) -> None:
     np.testing.assert_array_equal(ma.attention(q, q, q, mask=mask), ma.attention(q, q, q, mask=M.Dense(allowed)))
 
 
+ENDS = {
+    "blocks": M.BlockCausal(2**29, offset=2**29), "to the right": M.LocalWindow(None, 2**29, offset=2**29),
+    "both": M.LocalWindow(2**29, 2**29, offset=0), "causal": M.Causal(offset=2**29),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_largest_numbers_stay_in_int32(name: str) -> None:
+    q, efficient = (
+        jax.random.normal(jax.random.key(0), (1, 5, 2, 8)),
+        ma.AttentionConfig(
+            attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=2, key_chunk_size=2
+        ),
+    )
+    assert ENDS[name].allowed(np.arange(5), np.arange(5)).all()
+    for config in (ma.AttentionConfig(attention="dot_product"), efficient):
+        got = ma.attention(q, q, q, mask=ENDS[name], config=config)
+        np.testing.assert_allclose(got, ma.attention(q, q, q), atol=1e-5)
+
+
 def _drawn(picture: str) -> np.ndarray:
     return np.array([[c == "1" for c in row] for row in picture.split()])
 
