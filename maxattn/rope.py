@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from maxattn import _compat
 from maxattn.errors import InputError, did_you_mean
 
 STYLES = ("interleaved", "half")
@@ -248,13 +249,18 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that holds each twice."""
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    # A table for heads of twice the size, or of the half style, has this width too; numpy's entries can be looked at.
-    if isinstance(part, np.ndarray) and not np.array_equal(part[..., ::2], part[..., 1::2]):
+    # A table for heads of twice the size, or of the half style, has this width too: what is not traced is looked at.
+    if _can_look(part) and not np.array_equal(part[..., ::2], part[..., 1::2]):
         raise InputError(
             name, f"(cos, sin) of width {head_dim}", "at the full head dim each number stands twice: c0, c0, c1, c1",
             "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
         )  # fmt: skip
     return part[..., ::2]
+
+
+def _can_look(part: Any) -> bool:
+    there = getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
+    return there and not _compat.is_tracer(part)
 
 
 def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:

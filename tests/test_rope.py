@@ -170,6 +170,17 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         check_golden("rope/theta", str(caught.value))
 
 
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_a_pair_whose_halves_are_alike_is_not_read_as_neighbours(array) -> None:
+    angles = np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
+    cos, sin = (array(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    with pytest.raises(InputError, match="style='half'"):
+        apply_rotary(jnp.ones((2, 6, 1, 8)), (cos, sin))
+    twice = tuple(array(np.repeat(f(angles), 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    want = apply_rotary(jnp.ones((2, 6, 1, 8)), Rotary(jnp.cos(angles), jnp.sin(angles)))
+    np.testing.assert_allclose(apply_rotary(jnp.ones((2, 6, 1, 8)), twice), want, atol=1e-6)
+
+
 @pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500)])
 def test_any_positive_number_is_a_theta(theta: float) -> None:
     np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)
