@@ -242,7 +242,7 @@ def test_a_programs_own_contradictions():
     assert [p.setting for p in caught.value.problems] == ["deterministic", "attention"]
 
 
-@pytest.mark.parametrize("devices", [4, "cpu", [0, 1]])
+@pytest.mark.parametrize("devices", [4, "cpu", [0, 1], []])
 def test_devices_that_are_none(devices):
     with pytest.raises(InputError, match=r"jax's devices in a list\n.*jax\.devices\(\)\[:\d\]"):
         AttentionConfig().make_mesh(devices)
