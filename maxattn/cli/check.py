@@ -87,10 +87,15 @@ def _text(value: Any) -> str:
 
 def of_shape(made: Plan, source: Source, training: bool, lengths: tuple[int, ...]) -> str:
     """Write the plan of one shape with memory and advice; of a forward alone, what it runs with."""
-    shown = made if training else replace(made, kernel=inference_kernel(made.kernel))
-    lines = [shown.explain(), f"  memory  {memory_line(made, training)}"]
+    lines = [made.explain() if training else _forward_alone(made), f"  memory  {memory_line(made, training)}"]
     lines += [f"  advice  {line}" for line in advice(made, source.config, training, lengths)]
     return "\n".join(lines)
+
+
+def _forward_alone(made: Plan) -> str:
+    """Write a plan without the sizes and the transfers of its backward."""
+    lines = replace(made, kernel=inference_kernel(made.kernel)).explain().splitlines()
+    return "\n".join(line for line in lines if not (line.startswith("  moves") and line.endswith(", backward")))
 
 
 def _too_much(made: Plan, training: bool) -> bool:

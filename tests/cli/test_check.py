@@ -50,8 +50,8 @@ def test_advice(capsys, name):
 
 
 def test_inference_tells_of_no_backward(capsys):
-    for shape in ("wan-14b-480p", "sdxl-64"):
-        words = ["check", "attention=flash", "--shape", shape, "--target", "TPU v5p"]
+    for asked, *more in (["flash"], ["ring", "--mesh", "context=4"]):
+        words = ["check", f"attention={asked}", "--shape", "wan-14b-480p", "--target", "TPU v5p", *more]
         assert "backward" in run(capsys, *words).out
         assert "backward" not in run(capsys, *words, "--inference").out
 
