@@ -183,7 +183,8 @@ def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: 
     q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    result: Any = _attend(plan, mesh, q, k, v, bias, mask)
+    out, lse = result
     return out, lse if bias is None else lse + level_of(bias)[..., 0]
 
 

@@ -202,12 +202,14 @@ def _named(array: Any, letters: str, broadcast: str) -> str:
 
 
 def _is_wide(array: Any) -> bool:
-    """Tell whether an array holds integers that int32, in which masks are computed, may not hold."""
-    return isinstance(array, np.ndarray) and _is_int(array) and not np.can_cast(array.dtype, np.int32)
+    """Tell whether an array holds integers that int32, in which masks are computed, does not hold."""
+    if not isinstance(array, np.ndarray) or not array.size or not _is_int(array):
+        return False
+    return int(array.max()) > INT32.max or int(array.min()) < INT32.min
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """Bring integers to int32: what is above stays the largest, and all below 0 mean the same."""
+    """Bring integers into int32: what is above becomes the largest, and all below 0 mean the same."""
     return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
 
 
