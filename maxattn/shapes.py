@@ -97,7 +97,8 @@ def read(text: str) -> Shape:
         )  # fmt: skip
     b, t, s, n, h, *k = map(int, numbers)
     if k and n % k[0]:
-        raise InputError("shape", text, f"K divides N, and {k[0]} does not divide {n}", "give K as the last number")
+        rule, divisors = f"K divides N, and {k[0]} does not divide {n}", (d for d in range(1, n + 1) if n % d == 0)
+        raise InputError("shape", text, rule, f"give a K of {', '.join(map(str, divisors))}")
     return Shape(text, b, t, s, n, h, *k, role="self" if t == s else "cross")
 
 

@@ -17,7 +17,7 @@ from maxattn.call import Call, Reason
 from maxattn.kernels import KERNELS
 from maxattn.kernels import fused_masks as fm
 from maxattn.kernels.fa4 import launches_parts
-from maxattn.kernels.flash_gpu import INSTALL, has_fa4
+from maxattn.kernels.flash_gpu import has_fa4, install
 from maxattn.kernels.requirements import missing
 from maxattn.kernels.tokamax_mosaic import HOPPER
 from maxattn.target import Target
@@ -73,7 +73,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     faster = (*forward[: forward.index(best[0])], *backward[: backward.index(best[1])])
     there = [n for n in (*faster, *_by_total(entry)) if n != "flash" or has_fa4(target)]
     refused = [n for n in there if n in faster and n not in best]
-    lost = "" if "flash" in there or "flash" not in faster else f"; flash would be faster: {INSTALL}"
+    lost = "" if "flash" in there or "flash" not in faster else f"; flash would be faster: {install(target)}"
     return tuple(dict.fromkeys((*refused, first, *there, *PLAIN))), _because(entry, device, target) + lost
 
 

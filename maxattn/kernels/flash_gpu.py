@@ -9,6 +9,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels.requirements import is_here, remedy
 from maxattn.target import Target
 
 INSTALL = 'pip install "maxattn[fa4]", Python 3.12 or newer'
@@ -16,12 +17,24 @@ INSTALL = 'pip install "maxattn[fa4]", Python 3.12 or newer'
 
 @dataclass(frozen=True)
 class CudnnForFlash(Cudnn):
-    """Run cuDNN under the name of flash, and say what is lost by it."""
+    """Run cuDNN under the name of flash, and say what is lost by it.
+
+    Args:
+        remedy: what would bring fa4-jax.
+    """
+
+    remedy: str = INSTALL
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        lost = f"fa4-jax is not installed; FlashAttention-4 took 10% to 20% less time at long lengths (H200): {INSTALL}"
+        gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200)"
+        lost = f"fa4-jax is not installed; {gain}: {self.remedy}"
         return super().lines(call) | {"runs": f"flash (cuDNN through jax: {lost})"}
+
+
+def install(target: Target) -> str:
+    """Say how a target comes by fa4-jax."""
+    return INSTALL if is_here(target) else remedy("fa4-jax", target)
 
 
 def has_fa4(target: Target) -> bool:
@@ -37,7 +50,7 @@ def supports(call: Call, target: Target) -> Reason | None:
     if reason is None:
         return None
     rule = f"fa4-jax is not installed, and cuDNN in its place: {reason.rule}"
-    return replace(reason, who="flash", rule=rule, remedy=f"{INSTALL}; or {reason.remedy}")
+    return replace(reason, who="flash", rule=rule, remedy=f"{install(target)}; or {reason.remedy}")
 
 
 def repeats(call: Call, target: Target) -> Reason | None:
@@ -49,4 +62,4 @@ def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
     """Decide which of the two runs."""
     if has_fa4(target):
         return Fa4.build(call, config, target)
-    return CudnnForFlash(call.scale, call.return_lse)
+    return CudnnForFlash(call.scale, call.return_lse, install(target))
