@@ -39,14 +39,16 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any) -> None:
 
 
 def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
-    sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}  # below 0: one of both is open
-    asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1 and (n > 0 or not there)}
+    sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}
+    asked = {axis: n for axis, n in sizes.items() if n > 1}
+    if not there:  # of an axis whose other size is open (-1) the one that is named counts
+        asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1}
     if all(there.get(axis, 1) == n for axis, n in asked.items()):
         return ""
     wanted = ", ".join(f"{axis}={n}" for axis, n in asked.items())
     if not there:
         return (
-            f"The config asks for {wanted}, and this call has no mesh: one device computes it. "
+            f"The config asks for {wanted}, and this call has no mesh: attention is not spread over devices. "
             "Pass mesh=config.make_mesh(), or call inside jax.set_mesh(config.make_mesh())."
         )
     given = ", ".join(f"{axis}={n}" for axis, n in there.items())

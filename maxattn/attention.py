@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -183,8 +183,7 @@ def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: 
     q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    result: Any = _attend(plan, mesh, q, k, v, bias, mask)
-    out, lse = result
+    out, lse = cast(tuple[Array, Array], _attend(plan, mesh, q, k, v, bias, mask))
     return out, lse if bias is None else lse + level_of(bias)[..., 0]
 
 

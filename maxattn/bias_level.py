@@ -18,9 +18,16 @@ LARGE = {"float32": 2.0**7, "bfloat16": 2.0**12, "float16": 2.0**12}
 
 
 def level_of(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
-    """Return the largest entry of each row where it is large, else 0; float32, and a constant for gradients."""
-    top = jax.lax.stop_gradient(bias).astype(jnp.float32).max(3, keepdims=True)
-    return jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE[str(bias.dtype)]), top, 0.0)
+    """Return what all keys of a row have, hidden ones too: no entry is farther from 0 without it.
+
+    The largest entry where all are far below 0, the smallest finite one where all are far above, else 0; float32, and
+    a constant for gradients.
+    """
+    x, limit = jax.lax.stop_gradient(bias).astype(jnp.float32), LARGE[str(bias.dtype)]
+    top = x.max(3, keepdims=True)
+    bottom = jnp.where(jnp.isfinite(x), x, jnp.inf).min(3, keepdims=True)
+    below, above = jnp.isfinite(top) & (top < -limit), jnp.isfinite(bottom) & (bottom > limit)
+    return jnp.where(below, top, jnp.where(above, bottom, 0.0))
 
 
 def levelled(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T #S"]:

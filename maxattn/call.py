@@ -213,18 +213,26 @@ def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, i
     return shape  # type: ignore[return-value]
 
 
+def is_number(value: Any) -> bool:
+    """Tell whether a value is one number that is known now: text, booleans, tracers and complex numbers are not."""
+    if isinstance(value, str | bytes | bool | complex) or str(getattr(value, "dtype", "")) == "bool":
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):  # a tracer's error is a TypeError
+        return False
+    return True
+
+
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
-    try:
-        if isinstance(scale, str | bool):
-            raise TypeError
-        value = float(scale)
-    except (TypeError, ValueError) as e:
+    if not is_number(scale):
         raise InputError(
             "scale", repr(scale) if isinstance(scale, str | bool) else type(scale).__name__,
             "scale is a static number", "multiply q by a learned or traced scale instead",
-        ) from e  # fmt: skip
+        )  # fmt: skip
+    value = float(scale)
     if value == 0.0 or not isfinite(value):
         rule = "scale must be a finite number other than 0"
         raise InputError("scale", scale, rule, "leave it out for head_dim ** -0.5")

@@ -320,7 +320,7 @@ def _listed(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None
     listed = list(devices) if isinstance(devices, Iterable) else [devices]
     if devices is None or (isinstance(devices, Iterable) and listed and all(isinstance(d, Device) for d in listed)):
         return None if devices is None else listed
-    count = devices if isinstance(devices, int) and devices > 0 else max(1, len(listed))
+    count = devices if type(devices) is int and devices > 0 else 4
     raise InputError("devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]")
 
 

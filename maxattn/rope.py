@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxattn import _compat
+from maxattn.call import is_number
 from maxattn.errors import InputError, did_you_mean
 
 STYLES = ("interleaved", "half")
@@ -151,18 +152,18 @@ def rope_nd(
             "positions", f"shape {positions.shape}", f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
             "give one position a token and axis",
         )  # fmt: skip
-    _check_theta(theta)
+    theta = _checked_theta(theta)
     angles = np.concatenate([_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1)
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
 
 
-def _check_theta(theta: Any) -> None:
-    number = isinstance(theta, int | float | np.number) and not isinstance(theta, bool)
-    if not number or not 0 < theta < np.inf:
+def _checked_theta(theta: Any) -> float:
+    if not is_number(theta) or not 0 < theta < np.inf:
         raise InputError(
             "theta", repr(theta), "it is the base of the frequencies: a positive, finite number",
             "leave it out for 10,000",
         )  # fmt: skip
+    return float(theta)
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
@@ -259,8 +260,8 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
 
 
 def _can_look(part: Any) -> bool:
-    there = getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
-    return there and not _compat.is_tracer(part)
+    # A tracer is asked first: it has no such attribute to give, and fails over the question.
+    return not _compat.is_tracer(part) and getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
 
 
 def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
+from maxattn import masks as M
 from tests.reference import attention64, error
 
 B, T, S, N, H = 2, 10, 12, 4, 8
@@ -55,6 +56,32 @@ def test_against_float64(bias: str, config: str) -> None:
     got = (out, lse, *pull((dout, dlse))[:3])
     errors = {n: error(g, w) for n, g, w in zip(names, got, wanted, strict=True)}
     assert max(errors.values()) < 2e-5, errors
+
+
+HIDDEN = {
+    "far above 0": np.where(np.arange(S) < 8, 0.0, 1e9), "a little above": np.where(np.arange(S) < 8, 0.0, 1e5),
+    "far below 0": np.where(np.arange(S) < 8, 0.0, -1e9), "the largest there is": np.where(np.arange(S) < 8, 0.0, 3e38),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_what_hidden_keys_have_says_nothing(hidden: str, config: str) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(B, n, N, H)), jnp.float32) for n in (T, S, S, T))
+    own = rng.normal(size=(1, N, T, S))
+    chosen = ma.AttentionConfig(**CONFIGS[config])
+    devices = chosen.ici_context_parallelism
+    mesh = chosen.make_mesh(jax.devices()[:devices]) if devices > 1 else None
+    mask, allowed = M.KeyPadding(np.array([8, 8])), np.broadcast_to(np.arange(S) < 8, (B, N, T, S))
+
+    def f(q, k, v):
+        return ma.attention(q, k, v, mask, jnp.asarray(own + HIDDEN[hidden], jnp.float32), config=chosen, mesh=mesh)
+
+    out, pull = jax.vjp(f, q, k, v)
+    want = attention64(q, k, v, allowed, bias=own, dout=dout)
+    wanted = (want.out, want.dq, want.dk, want.dv)
+    assert max(error(g, w) for g, w in zip((out, *pull(dout)), wanted, strict=True)) < 2e-5
 
 
 def test_a_text_that_is_all_padding_teaches_as_any_other() -> None:

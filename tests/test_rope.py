@@ -181,6 +181,16 @@ def test_a_pair_whose_halves_are_alike_is_not_read_as_neighbours(array) -> None:
     np.testing.assert_allclose(apply_rotary(jnp.ones((2, 6, 1, 8)), twice), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500)])
+def test_a_traced_pair_of_full_width() -> None:
+    """Its numbers cannot be looked at: it is read as neighbours, as the documentation says."""
+    x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
+    cos, sin = (jnp.asarray(np.repeat(f(angles), 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    want = apply_rotary(x, (cos, sin))
+    np.testing.assert_allclose(jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin), want, atol=1e-6)
+    slope = jax.grad(lambda c: apply_rotary(x, (c, sin)).sum())(cos)
+    assert np.isfinite(slope).all() and slope.any()
+
+
+@pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500), np.array(500.0), jnp.asarray(500.0)])
 def test_any_positive_number_is_a_theta(theta: float) -> None:
     np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)

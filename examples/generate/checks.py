@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from maxattn import weights
-from maxattn.cli.places import unwritable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn.places import unwritable
 from maxattn.xla_options import xla_options
 
 from . import files, folder

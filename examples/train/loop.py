@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from maxattn import sharding
-from maxattn.cli.places import check_writable
 from maxattn.config_errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn.places import check_writable
 from maxattn.xla_options import xla_options
 
 from . import hosts

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from maxattn.cli.common import read_mesh
-from maxattn.cli.places import check_writable
 from maxattn.cli.progress import progress, say_where
 from maxattn.errors import InputError
+from maxattn.places import check_writable
 from maxattn.shapes import SHAPES, Shape, read
 
 HELP = "measure kernels on this machine: device time, TFLOP/s, memory, error"

@@ -41,4 +41,5 @@ def progress(name: str = "maxattn.bench") -> Iterator[None]:
         yield
     finally:
         log.removeHandler(lines)
-        log.level, log.propagate = before
+        log.setLevel(before[0])
+        log.propagate = before[1]

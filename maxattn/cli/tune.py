@@ -17,12 +17,12 @@ from typing import Any
 
 from maxattn.call import Call
 from maxattn.cli import common
-from maxattn.cli.places import check_writable
 from maxattn.cli.progress import say, say_where
 from maxattn.config import AttentionConfig
 from maxattn.config_write import yaml_of
 from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
+from maxattn.places import check_writable
 from maxattn.plan import Plan, plan
 from maxattn.target import Target
 from maxattn.tuned import BLOCKS, CHUNKS, Tuned, cache_path, in_ms, key_of, versions_of, winners, with_sizes

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.call import Call
+from maxattn.call import Call, is_number
 from maxattn.errors import InputError, MeshError
 from maxattn.plan import checked_config
 
@@ -38,20 +37,16 @@ def head_counts(heads: int, kv_heads: int) -> None:
 
 def dropout_rate(rate: float) -> None:
     """Refuse a probability that is not in [0, 1)."""
-    if not _is_number(rate) or not 0.0 <= rate < 1.0:
+    if not is_number(rate) or not 0.0 <= rate < 1.0:
         rule = "it is a probability, at least 0 and below 1"
         raise InputError("dropout", repr(rate), rule, "use 0.0 for no dropout")
 
 
 def epsilon(eps: float) -> None:
     """Refuse an epsilon that would not keep a norm finite."""
-    if not _is_number(eps) or not 0.0 < eps < inf:
+    if not is_number(eps) or not 0.0 < eps < inf:
         rule = "it must be positive and finite, so that a row of zeros has a finite norm"
         raise InputError("eps", repr(eps), rule, "use 1e-6 or so")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def scale(value: Any) -> float | None:

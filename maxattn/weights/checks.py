@@ -78,7 +78,8 @@ def overflow(entries: Iterable[tuple[Entry, Any]], held: Mapping[str, Any]) -> N
             if not np.isfinite(_cast(largest, dtype)):
                 name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
                 rule = f"the parameter is {name}, which ends at {most:g}, and the {theirs} tensor reaches {largest:g}"
-                raise WeightsError("weights", entry.name, rule, "build the module with param_dtype bfloat16 or float32")
+                wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
+                raise WeightsError("weights", entry.name, rule, f"build the module with param_dtype {wider}")
 
 
 def _largest(tensor: np.ndarray) -> float:

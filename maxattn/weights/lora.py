@@ -122,6 +122,9 @@ def _check(layers: dict[str, tuple[str, str]], every: dict[str, Entry], held: Ma
             rule = f"lora_A is [rank, {every[layer].shape[1]}] and lora_B [{every[layer].shape[0]}, rank]"
             raise WeightsError("LoRA", f"{layer}: {a} and {b}", rule,
                                "give LoRA weights of this model")  # fmt: skip
+        for name in (down, up):
+            if not np.isfinite(_whole(held[name])).all():
+                raise WeightsError("LoRA", name, "its numbers are finite", "fetch the file again, or train with less")
 
 
 def _check_once(layer: str, first: str, name: str) -> None:
