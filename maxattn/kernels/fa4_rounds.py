@@ -126,6 +126,8 @@ def _in_parts(operands: tuple[Array, ...], scale: float, tail: Tail) -> Grads:
     parts = [_summed(x, q.shape[0]) for x in found[-2:]]
     if start:
         parts = [jax.lax.dynamic_update_slice_in_dim(x, part, start, 1) for x, part in zip(found, parts, strict=False)]
+        # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA copies it for that.
+        parts = jax.lax.optimization_barrier(parts)
     return launches.last(sums, q), parts[0], parts[1]
 
 

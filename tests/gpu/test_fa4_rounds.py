@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -45,6 +46,24 @@ def test_against_float64(case: tuple[int, ...], dtype: str) -> None:
         assert max(float(jnp.abs(x).max()) for x in got[:2]) < 1e-3
         errors = {"dv": errors["dv"]}
     judge({"dtype": dtype}, errors)
+
+
+def test_the_last_keys_are_written_in_place() -> None:
+    """A sum over tokens reads dV beside a matmul, as the gradient of a projection's bias does."""
+    skip_unless_there("flash")
+    x, _ = operands(1, 1500, 1530, 12, 128)
+    tail = fa4_rounds.tail_for(x[0].shape, x[1].shape)
+    assert tail and tail.tiles * 128 < 1530, "all keys of this case are in parts"
+
+    def program(w: jax.Array, *x: jax.Array) -> tuple:
+        *rest, dv = fa4_rounds.backward(*x, scale=128**-0.5)
+        dv = dv.reshape(1530, 12 * 128)
+        return *rest, dv @ w, dv.sum(0)
+
+    w = jnp.ones((12 * 128, 64), jnp.bfloat16)
+    text = jax.jit(program).lower(w, *x).compile().as_text() or ""
+    assert "maxattn_backward_rounds" in text
+    assert not re.findall(r"= bf16\[(?:1,1530,12,128|1530,12,128|1530,1536)\]\S* copy\(.*", text)
 
 
 def test_mapped_over() -> None:
