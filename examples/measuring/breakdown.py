@@ -15,7 +15,7 @@ from maxattn.bench.profile import events_of
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
-KERNEL = re.compile(r"flash|fmha|splash")  # where the program says nothing of a kernel
+KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")  # where the program says nothing of a kernel
 PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul")
 
 

@@ -59,6 +59,7 @@ def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(sum(k.ms for k in found.kernels))
     assert kinds["attention"] > 0, "dense attention is matrix products inside of ours"
     assert breakdown.kind_of("flash_fwd_sm90") == "attention"
+    assert breakdown.kind_of("kernel_cutlass_kernel_maxattnkernelsfa4_partsparts_classlocalsInParts") == "attention"
     assert breakdown.kind_of("nvjet_tst_128", "jit(step)/jit(_run)/dot_general") == "attention"
     assert breakdown.kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
     assert breakdown.kind_of("loop_convert_fusion") == "rest"
