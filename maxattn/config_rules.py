@@ -146,7 +146,8 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     sizes = [size for kind in ("ici", "dcn") for axis, size, _ in axis_settings(values, kind) if axis == "context"]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
-    if split and shards > 0 and min(sizes) > 0 and ways % shards:
+    # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
+    if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
         yield ConfigError(
             "ulysses_shards",
             shards,

@@ -43,14 +43,22 @@ def merge_lora(
 
     Raises:
         WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, two pairs for one layer,
-            wrong shapes or dtypes, rank 0, or a scale or alpha that is no finite number. Nothing is changed then.
+            wrong shapes or dtypes, rank 0, a scale or alpha that is no finite number, or a sum that the kernel's
+            dtype does not hold. Nothing is changed then.
     """
     _check_scale(scale)
     held, every, layers, alphas = _read(module, tensors, prefix)
-    for layer, (down, up) in layers.items():
-        a, b = (_whole(held[name]) for name in (down, up))
+
+    def change(layer: str) -> np.ndarray:
+        a, b = (_whole(held[name]) for name in layers[layer])
         alpha = _alpha(held[alphas[layer]]) if layer in alphas else float(a.shape[0])
-        _add(module, every[layer], scale * alpha / a.shape[0] * (b @ a))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return scale * alpha / a.shape[0] * (b @ a)
+
+    for layer in layers:  # all of them first: a file that is refused changes nothing
+        _check_sum(module, every[layer], change(layer))
+    for layer in layers:
+        _add(module, every[layer], change(layer))
     return tuple(layers)
 
 
@@ -62,7 +70,7 @@ def check_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, *, p
         tensors, prefix: as for `merge_lora`.
 
     Raises:
-        WeightsError: as `merge_lora` would.
+        WeightsError: as `merge_lora` would, but for sums.
     """
     return tuple(_read(module, tensors, prefix)[2])
 
@@ -157,6 +165,17 @@ def _alpha(tensor: Any) -> float:
 
 def _whole(tensor: Any) -> np.ndarray:
     return on_host(tensor, (slice(None),) * len(tensor.shape)).astype(np.float32)
+
+
+def _check_sum(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
+    """Refuse a change after which finite numbers of a kernel would not be."""
+    old = checks.value_at(module, entry)
+    old = old if entry.layer is None else old[entry.layer]
+    if not bool((jnp.isfinite(_sum(old, jnp.asarray(change.T))) | ~jnp.isfinite(old)).all()):
+        most = float(jnp.finfo(old.dtype).max)
+        rule = f"the kernel is {old.dtype.name}, which ends at {most:g}, and with the change it would go beyond"
+        wider = "" if old.dtype == jnp.float32 else ", or merge into float32 parameters"
+        raise WeightsError("LoRA", entry.name.removesuffix(".weight"), rule, f"take a smaller scale{wider}")
 
 
 def _add(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:

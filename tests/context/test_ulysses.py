@@ -81,3 +81,12 @@ def test_groups_that_do_not_divide_are_refused() -> None:
         ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
     with pytest.raises(Unsupported, match=r"ulysses_shards=4 must divide the context axis, 6\n.*1, 2, 3, 6"):
         ma.plan(ma.Call.of(*qkv()[:2]), config("ulysses_ring", ulysses_shards=4), {"context": 6})
+
+
+def test_groups_on_a_mesh_of_the_users_own() -> None:
+    cfg = ma.AttentionConfig(attention="dot_product", context_parallel="ulysses_ring", ulysses_shards=2)
+    mesh = config("ulysses_ring").make_mesh()
+    q, k, v = qkv()
+    assert "4 groups of 2" in ma.plan(ma.Call.of(q, k), cfg, mesh).explain()
+    got = ma.attention(q, k, v, config=cfg, mesh=mesh)
+    np.testing.assert_allclose(got, ma.attention(q, k, v), atol=2e-6)

@@ -345,6 +345,20 @@ def test_a_scale_of_lora_is_a_finite_number(scale: Any):
         np.testing.assert_array_equal(array, before[name])
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 300.0), ("float32", 1e20)])
+def test_a_change_that_the_dtype_does_not_hold_changes_nothing(dtype, size):
+    model = Model(nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+    before, change = values(model), {name: x * 0 + size for name, x in lora().items() if not name.endswith("alpha")}
+    *_, last = sorted(name for name in change if "lora_A" in name)
+    change |= {name: x * 0 for name, x in change.items() if name != last and "lora_A" in name}
+    with pytest.raises(WeightsError) as error:
+        weights.merge_lora(model, change)
+    check_golden(f"weights/lora_beyond_{dtype}", str(error.value))
+    for name, array in values(model).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
 def test_an_alpha_of_one_axis_is_taken():
     one, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     change = lora(alpha=4.0)
