@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
+from maxattn.kernels.base import inference_kernel
 
 if TYPE_CHECKING:
     from maxattn.plan import Plan
@@ -14,10 +15,15 @@ if TYPE_CHECKING:
 INDENT = 10
 
 
-def explain(plan: Plan) -> str:
-    """Return the plan as a few lines: asked, runs, mask, shards, blocks, moves, notes, and who was refused."""
+def explain(plan: Plan, training: bool = True) -> str:
+    """Return the plan as a few lines: asked, runs, mask, shards, blocks, moves, notes, and who was refused.
+
+    Args:
+        plan: what is told of.
+        training: False leaves out what its backward does and sends.
+    """
     lines = [_headline(plan)]
-    for heading, text in _entries(plan):
+    for heading, text in _entries(plan, training):
         lines.append(f"  {heading:<{INDENT - 2}}{text}")
     return "\n".join(lines)
 
@@ -31,9 +37,10 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _entries(plan: Plan) -> list[tuple[str, str]]:
+def _entries(plan: Plan, training: bool) -> list[tuple[str, str]]:
     local = plan.context.local_call(plan.padded_call)
-    kernel = plan.kernel.lines(plan.context.kernel_call(local))
+    runs_with = plan.kernel if training else inference_kernel(plan.kernel)
+    kernel = runs_with.lines(plan.context.kernel_call(local))
     if instead := plan.context.backward_line():
         kernel = kernel | {"backward": instead}
     strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
@@ -43,11 +50,11 @@ def _entries(plan: Plan) -> list[tuple[str, str]]:
         entries.append(("mask", _mask(plan.call)))
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
-    blocks = (
-        f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if "backward" in kernel else kernel["blocks"]
-    )
+    both = training and "backward" in kernel
+    blocks = f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if both else kernel["blocks"]
     entries += [("blocks", line) for line in blocks.splitlines()]
-    entries += [("moves", str(c)) for c in plan.collectives] or ([("moves", "nothing")] if plan.mesh else [])
+    moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
+    entries += moves or ([("moves", "nothing")] if plan.mesh else [])
     entries += [("note", note) for note in plan.notes]
     return entries + [("not", str(reason)) for reason in plan.refused]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import Any
 
 from maxattn.cli import common
@@ -20,7 +19,7 @@ from maxattn.cli.common import Source
 from maxattn.config import AttentionConfig
 from maxattn.config_errors import defaults
 from maxattn.errors import InputError, MaxattnError
-from maxattn.kernels.base import inference_kernel
+from maxattn.explain import explain
 from maxattn.memory import estimate, limit, total
 from maxattn.plan import Plan, plan
 from maxattn.shapes import Shape
@@ -87,15 +86,9 @@ def _text(value: Any) -> str:
 
 def of_shape(made: Plan, source: Source, training: bool, lengths: tuple[int, ...]) -> str:
     """Write the plan of one shape with memory and advice; of a forward alone, what it runs with."""
-    lines = [made.explain() if training else _forward_alone(made), f"  memory  {memory_line(made, training)}"]
+    lines = [explain(made, training), f"  memory  {memory_line(made, training)}"]
     lines += [f"  advice  {line}" for line in advice(made, source.config, training, lengths)]
     return "\n".join(lines)
-
-
-def _forward_alone(made: Plan) -> str:
-    """Write a plan without the sizes and the transfers of its backward."""
-    lines = replace(made, kernel=inference_kernel(made.kernel)).explain().splitlines()
-    return "\n".join(line for line in lines if not (line.startswith("  moves") and line.endswith(", backward")))
 
 
 def _too_much(made: Plan, training: bool) -> bool:
