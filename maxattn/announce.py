@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from math import prod
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
+from maxattn import _compat
 from maxattn.config import AttentionConfig
+from maxattn.config_rules import AXES, Role
 from maxattn.plan import Plan
 
 log = logging.getLogger("maxattn")
@@ -28,9 +32,16 @@ def announce(plan: Plan) -> None:
         log.log(level, "%s", plan.explain())
 
 
-def warn_of_other_mesh(config: AttentionConfig, mesh: Any) -> None:
-    """Warn once where a call has no mesh or another one than its config asks for: settings alone make none."""
-    text = _other_mesh(config, {} if mesh is None else dict(mesh.shape))
+def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
+    """Warn once where a call has no mesh or another one than its config asks for: settings alone make none.
+
+    Args:
+        config: whose sizes and strategy are looked at.
+        mesh: that the call is spread over, or None.
+        role: which setting names the strategy.
+    """
+    there = {} if mesh is None else dict(mesh.shape)
+    text = _other_mesh(config, there) or _unspread(config, there, config.strategy_for(role))
     if not text or text in _said or not log.isEnabledFor(logging.WARNING):
         return
     _said.add(text)
@@ -47,12 +58,51 @@ def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
         return ""
     wanted = ", ".join(f"{axis}={n}" for axis, n in asked.items())
     if not there:
+        return _no_mesh(wanted)
+    return f"The config asks for {wanted}, and the mesh has {_sizes(there)}: the mesh counts."
+
+
+def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
+    """Say where a context axis is asked for and attention is not spread over one."""
+    ambient, named = _compat.ambient_mesh(), strategy not in ("auto", "none")
+    manual = frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)
+    sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
+    if "context" in manual and there.get("context", 1) > 1 and (named or sized):
+        wanted = strategy if named else "a context axis"
         return (
-            f"The config asks for {wanted}, and this call has no mesh: attention is not spread over devices. "
-            "Pass mesh=config.make_mesh(), or call inside jax.set_mesh(config.make_mesh())."
+            f"The config asks for {wanted}, and the context axis is manual in the surrounding shard_map: each device "
+            "attends to its own keys alone. Leave context out of its axis_names, or call outside of it."
         )
-    given = ", ".join(f"{axis}={n}" for axis, n in there.items())
-    return f"The config asks for {wanted}, and the mesh has {given}: the mesh counts."
+    devices = prod(there.values()) if there else jax.device_count()
+    if not named or there.get("context", 1) > 1 or devices == 1:
+        return ""
+    return (
+        _no_context(strategy, there) if there else _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
+    )
+
+
+def _no_context(strategy: str, there: dict[str, int]) -> str:
+    return (
+        f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of several devices, and "
+        "nothing to send. Set ici_context_parallelism."
+    )
+
+
+def _no_mesh(wanted: str, first: str = "") -> str:
+    ambient = _compat.ambient_mesh()
+    if ambient is not None and ambient.size > 1:
+        return (
+            f"The config asks for {wanted}, and the surrounding mesh has {_sizes(dict(ambient.shape))}: attention is "
+            f"spread over {', '.join(AXES)} alone. Name the axes so, as config.make_mesh() does."
+        )
+    return (
+        f"The config asks for {wanted}, and this call has no mesh: attention is not spread over devices. "
+        f"{first}Pass mesh=config.make_mesh(), or call inside jax.set_mesh(config.make_mesh())."
+    )
+
+
+def _sizes(there: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={n}" for axis, n in there.items())
 
 
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:

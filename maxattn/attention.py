@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from maxattn import _compat
+from maxattn import _compat, sharding
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
 from maxattn.bias_level import level_of, levelled
 from maxattn.block_sizes import log_lines
@@ -92,7 +92,7 @@ def attention(
     decided = plan(call, config, mesh, target)
     _check_surroundings(decided)
     announce(decided)
-    warn_of_other_mesh(config, mesh)
+    warn_of_other_mesh(config, mesh, role)
     out, lse = run(decided, q, k, v, bias, bound, mesh)
     return (out, lse) if return_lse else out
 
@@ -145,11 +145,7 @@ def _usable_mesh(mesh: Any, q: Any) -> Any:
 
 def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
     """Refuse a mesh that jax cannot map over here: not the surrounding one, without devices, not where q is."""
-    if ambient is not None and dict(ambient.shape) != dict(mesh.shape):
-        raise MeshError(
-            "mesh", dict(mesh.shape), f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
-            "leave out mesh=, or call outside of the other mesh",
-        )  # fmt: skip
+    sharding.check_surrounding(mesh)
     if _compat.is_tracer(q):
         return
     if ambient is None and isinstance(mesh, AbstractMesh):

@@ -15,7 +15,7 @@ from maxattn import config_overrides
 from maxattn.config_errors import ConfigErrors, close, from_pydantic, plain
 from maxattn.config_file import Places, check_path, in_file_order, read
 from maxattn.config_overrides import Overrides
-from maxattn.config_rules import RematPolicy
+from maxattn.config_rules import PROGRAM_SECTIONS, RematPolicy
 from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,6 +96,25 @@ def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
     return ConfigError(source, "a MaxDiffusion file", rule, f"{remedy}; in Python from_maxdiffusion(...)")
 
 
+def already_ours(data: Mapping[str, Any], source: str) -> ConfigError | None:
+    """Return what to say of a file of ours that was read as a MaxDiffusion file, or None of another file.
+
+    Args:
+        data: the file's values.
+        source: the file.
+    """
+    from maxattn.config import AttentionConfig
+
+    only_ours = AttentionConfig.model_fields.keys() - {*SAME, "attention", "remat_policy", SECTION}
+    own = [key for key in data if key in only_ours or (key in PROGRAM_SECTIONS and isinstance(data[key], Mapping))]
+    if not own or recognised(data, source):
+        return None
+    names = f"{', '.join(own[:4])}{', ...' if len(own) > 4 else ''}"
+    rule = f"{names}: keys of maxattn's own, and this reads a MaxDiffusion YAML"
+    remedy = f"it needs no conversion: `maxattn check {source}`; in Python from_yaml(...)"
+    return ConfigError(source, "a file of maxattn's own", rule, remedy)
+
+
 def load(model: type[AttentionConfig], path: str | os.PathLike[str], overrides: Overrides) -> Imported:
     """Read, translate, override and validate.
 
@@ -105,11 +124,13 @@ def load(model: type[AttentionConfig], path: str | os.PathLike[str], overrides: 
         overrides: `key=value` texts, or values by key, in our names.
 
     Raises:
-        ConfigErrors: with every problem of the keys that are taken.
+        ConfigErrors: for a file that is ours already; with every problem of the keys that are taken.
     """
     check_path(path)
     source = os.fspath(path)
     document = read(source)
+    if (ours := already_ours(document.data, source)) is not None:
+        raise ConfigErrors([ours], source)
     values, left_out, notes = translate(document.data)
     problems = [p for p in document.problems if p.setting.split(".")[0] in (*values, SECTION)]
     try:

@@ -76,6 +76,20 @@ def check_mesh(mesh: Any) -> None:
         )  # fmt: skip
 
 
+def check_surrounding(mesh: Any) -> None:
+    """Refuse a mesh of several devices inside another one; None is no mesh.
+
+    Raises:
+        MeshError: naming both.
+    """
+    ambient = _compat.ambient_mesh()
+    if ambient is not None and mesh_shape(mesh) and dict(ambient.shape) != dict(mesh.shape):
+        raise MeshError(
+            "mesh", dict(mesh.shape), f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
+            "leave out mesh=, or call outside of the other mesh",
+        )  # fmt: skip
+
+
 def _surrounding_manual_axes() -> frozenset[str]:
     ambient = _compat.ambient_mesh()
     return frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)

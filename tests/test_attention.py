@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import maxattn as ma
 from maxattn import masks as M
@@ -298,6 +301,50 @@ def test_a_mesh_that_is_not_there_is_said(
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
             ma.attention(q, k, v, config=ma.AttentionConfig(**settings), mesh=mesh)
+    said = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
+    assert len(said) == (golden is not None)
+    if golden:
+        check_golden(f"logs/{golden}", said[0])
+
+
+def _no_mesh(config: ma.AttentionConfig) -> None:
+    ma.attention(*qkv(t=24), config=config)
+
+
+def _batch_alone(config: ma.AttentionConfig) -> None:
+    ma.attention(*qkv(t=24, batch=4), config=config, mesh=config.make_mesh(jax.devices()[:4]))
+
+
+def _other_names(config: ma.AttentionConfig) -> None:
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])):
+        ma.attention(*qkv(t=24), config=config)
+
+
+def _manual(config: ma.AttentionConfig) -> None:
+    mesh = jax.make_mesh((4,), ("context",), (AxisType.Auto,), devices=jax.devices()[:4])
+    tokens = PartitionSpec(None, "context")
+    jax.shard_map(partial(ma.attention, config=config), mesh=mesh, in_specs=tokens, out_specs=tokens)(*qkv(t=24))
+
+
+@pytest.mark.parametrize(
+    ("call", "settings", "golden"),
+    [
+        (_no_mesh, {"attention": "ring"}, "ring_without_mesh"),
+        (_no_mesh, {"cross_attention": "dot_product"}, None),
+        (_batch_alone, {"attention": "ring"}, "ring_over_no_context"),
+        (_batch_alone, {"attention": "dot_product"}, None),
+        (_other_names, {"attention": "ulysses"}, "mesh_of_other_names"),
+        (_other_names, {"ici_context_parallelism": 8}, "mesh_of_other_names_and_sizes"),
+        (_other_names, {}, None),
+        (_manual, {"context_parallel": "ulysses"}, "context_axis_manual"),
+        (_manual, {"ici_context_parallelism": 4}, "context_axis_manual_and_sizes"),
+        (_manual, {}, None),
+    ],
+)
+def test_what_is_not_spread_is_said(call: Any, settings: dict, golden: str | None, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, logger="maxattn"):
+        for _ in range(2):
+            call(ma.AttentionConfig(**settings))
     said = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
     assert len(said) == (golden is not None)
     if golden:

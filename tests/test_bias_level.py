@@ -84,6 +84,24 @@ def test_what_hidden_keys_have_says_nothing(hidden: str, config: str) -> None:
     assert max(error(g, w) for g, w in zip((out, *pull(dout)), wanted, strict=True)) < 2e-5
 
 
+@pytest.mark.parametrize("config", ["dense", "blockwise", "all_gather"])
+@pytest.mark.parametrize("size", [-1e9, -1e5, -1e3, 3.4e38])
+def test_gradients_are_those_of_the_forward_where_a_mask_hides_the_keys_without_bias(size: float, config: str) -> None:
+    """Padding on the left of a causal call: to its queries no key is visible that has no bias."""
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(B, S, N, H)), jnp.float32) for _ in range(4))
+    bias = jnp.where(jnp.arange(S) < 7, size, 0.0).astype(jnp.float32).reshape(1, 1, 1, S)
+    chosen = ma.AttentionConfig(**CONFIGS[config])
+    devices = chosen.ici_context_parallelism
+    mesh = chosen.make_mesh(jax.devices()[:devices]) if devices > 1 else None
+    out, pull = jax.vjp(lambda *x: ma.attention(*x, mask=M.Causal(), bias=bias, config=chosen, mesh=mesh), q, k, v)
+    theirs, their_pull = jax.vjp(
+        lambda *x: jax.nn.dot_product_attention(*x, bias=jnp.broadcast_to(bias, (1, 1, S, S)), is_causal=True), q, k, v
+    )
+    for got, want in zip((out, *pull(dout)), (theirs, *their_pull(dout)), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4 * float(jnp.abs(want).max()))
+
+
 def test_a_text_that_is_all_padding_teaches_as_any_other() -> None:
     """Every key of the row has the same bias: it says nothing, and neither do the gradients of the weights."""
     module = ma.CrossAttention(32, 24, heads=4, dim_head=8, rngs=nnx.Rngs(0))

@@ -36,6 +36,12 @@ def under_another_mesh() -> None:
         attend(mesh=make_mesh(data=2))
 
 
+def module_under_another_mesh() -> None:
+    module = ma.FlaxAttention(32, heads=2, dim_head=16, mesh=make_mesh(data=2), rngs=nnx.Rngs(0))
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])):
+        module(jnp.ones((4, 24, 32)))
+
+
 def explicit_module() -> ma.FlaxAttention:
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
     return ma.FlaxAttention(32, heads=2, dim_head=16, mesh=mesh, rngs=nnx.Rngs(0))
@@ -74,6 +80,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mesh_explicit_in_a_module": lambda: explicit_module()(jnp.ones((2, 4, 32))),
     "mesh_without_devices": lambda: attend(mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))),
     "mesh_not_the_surrounding": under_another_mesh,
+    "module_not_in_the_surrounding": module_under_another_mesh,
     "mesh_not_where_q_is": lambda: attend(q=jax.device_put(Q, jax.devices()[0]), mesh=make_mesh(data=2)),
     "target_text": lambda: plan(target="TPU v5p"),
     "call_arrays": lambda: ma.plan(Q),  # type: ignore[arg-type]

@@ -191,6 +191,15 @@ def test_a_traced_pair_of_full_width() -> None:
     assert np.isfinite(slope).all() and slope.any()
 
 
+def test_a_traced_pair_of_the_half_style_gives_nan() -> None:
+    """It cannot be refused where it is traced, and must not be read as neighbours."""
+    x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
+    cos, sin = (jnp.asarray(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    with pytest.raises(InputError, match="style='half'"):
+        apply_rotary(x, (cos, sin))
+    assert np.isnan(jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin)).all()
+
+
 @pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500), np.array(500.0), jnp.asarray(500.0)])
 def test_any_positive_number_is_a_theta(theta: float) -> None:
     np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)

@@ -119,9 +119,10 @@ def _noise(paths: Paths, batch: rows.Rows, kind: Kind) -> np.ndarray:
 
 
 def _lora_prefix(path: Path, kind: Kind) -> str:
-    """Return what LoRA's names begin with, of the two ways that they are written."""
-    prefix = f"{kind.part}."
-    return prefix if any(name.startswith(prefix) for name in weights.SafeTensors(path)) else ""
+    """Return what LoRA's names begin with, of the ways that diffusers and peft write them."""
+    names = list(weights.SafeTensors(path))
+    written = (prefix for prefix in (f"{kind.part}.", "base_model.model.") if any(n.startswith(prefix) for n in names))
+    return next(written, "")
 
 
 def _passed_over(path: Path, prefix: str) -> str:

@@ -35,13 +35,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
     parser.add_argument("--all", action="store_true", help="print every key, those at their default too")
     parser.add_argument("--inference", action="store_true", help="the forward alone: its block sizes, its memory")
-    parser.add_argument("--lengths", help="real keys of each example, such as 300,512, to judge padding")
+    parser.add_argument("--lengths", help="real keys of each example, such as 300,512, or of all, such as 300: where "
+                        "mask_padding_tokens is false, advice says when much padding is attended to; of padding that "
+                        "is masked nothing is said")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config, then each shape."""
     source = common.read_source(args)
     lengths = _lengths(args.lengths)
+    common.packages_of(args)  # a wrong one is refused without a shape too
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
     for note in source.notes:
         print(f"  note    {note}")
@@ -53,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     # Lengths are those of the text, unless there is no text.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
+    for shape in shapes:
+        if shape.role == padded:
+            _check_lengths(lengths, shape)
     for shape in shapes:
         try:
             made = plan(shape.call(), source.config, mesh, target)
@@ -107,3 +113,20 @@ def _lengths(text: str | None) -> tuple[int, ...]:
     if not all(word.isdecimal() for word in numbers):
         raise InputError("lengths", text, "they are whole numbers of keys, one an example", "write --lengths 300,512")
     return tuple(map(int, numbers))
+
+
+def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
+    """Refuse lengths that cannot be those of a shape's examples.
+
+    Raises:
+        InputError: for neither one nor B of them, or for more keys than S.
+    """
+    said, batch = ",".join(map(str, lengths)), shape.batch
+    if lengths and len(lengths) not in (1, batch):
+        rule = f"{shape.name} has B={batch}: a length for each example, or one for all; here are {len(lengths)}"
+        many = "one length" if batch == 1 else f"{batch} lengths, or one"
+        raise InputError("lengths", said, rule, f"write {many}, or add --batch {len(lengths)}")
+    if lengths and max(lengths) > shape.kv_len:
+        rule = f"{shape.name} has S={shape.kv_len} keys, and {max(lengths)} is more"
+        remedy = f"write at most {shape.kv_len}, or name only the shape that they belong to, with --shape"
+        raise InputError("lengths", said, rule, remedy)

@@ -12,7 +12,8 @@ from typing import Any
 from maxattn import config_file, config_overrides, shapes
 from maxattn.cli.masks import read_mask
 from maxattn.config import AttentionConfig
-from maxattn.errors import ConfigError, InputError, MeshError
+from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
+from maxattn.kernels.requirements import EXTRAS
 from maxattn.shapes import Shape
 from maxattn.target import Target
 
@@ -122,8 +123,9 @@ def _fitting(shape: Shape) -> Shape:
 def machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the machine that plans are for."""
     parser.add_argument("--target", help='"TPU v5p", "NVIDIA H200", cpu, ...; default this machine')
+    known = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
     parser.add_argument("--with", action="append", default=[], dest="packages", metavar="PACKAGE[=VERSION]",
-                        help="an optional package that the named target has, such as tokamax=0.0.17")  # fmt: skip
+                        help=f"an optional package that the named target has: {known}")  # fmt: skip
     parser.add_argument(
         "--mesh", action="append", default=[], help="context=4,fsdp=2; default the parallelisms of the config"
     )
@@ -132,15 +134,33 @@ def machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
     """Return the named target, else the config's platform, else this machine. A name touches no backend."""
-    if not args.target and args.packages:
-        rule = "packages are listed for a target that is named; this machine's are looked up"
-        raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
+    packages = packages_of(args)
     if not args.target:
         from maxattn.plan import default_target
 
         return default_target(config)
-    packages = tuple((name, version or "?") for name, _, version in (text.partition("=") for text in args.packages))
     return Target.named(args.target, packages)
+
+
+def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return what --with lists as (package, version), "?" for a version that is not written.
+
+    Raises:
+        ConfigError: for packages without a target that is named.
+        InputError: for a package that no kernel calls.
+    """
+    if not args.target and args.packages:
+        rule = "packages are listed for a target that is named; this machine's are looked up"
+        raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
+    return tuple(_package(text) for text in args.packages)
+
+
+def _package(text: str) -> tuple[str, str]:
+    name, _, version = text.replace("==", "=").partition("=")
+    if name not in EXTRAS:
+        rule = f"the packages that kernels can call are {', '.join(EXTRAS)}"
+        raise InputError("--with", text, rule, did_you_mean(name, EXTRAS) or "name one of them, or leave it out")
+    return name, version or "?"
 
 
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -84,6 +85,7 @@ class DotProduct:
         rows = (sm.split_queries(x, k.shape[2]) for x in (out, dout))
         lse_, delta, dout_ = (self._fold(x, q) for x in sm.row_gradient(*rows, *stats))
         s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
+        s, lse_ = (s, lse_) if bias is None else _brought_near(s, lse_)
         dq, dk, dv, ds = sm.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
         return self._merge_queries(dq, q).astype(q.dtype), self._merge_keys(dk, k), self._merge_keys(dv, k), dbias
@@ -134,3 +136,14 @@ class DotProduct:
     def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
         full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         return sm.fold_like(full, bias.shape)
+
+
+def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
+    """Take off the scores, and off the LSE, what a bias far from 0 adds to every key of a row."""
+
+    def near(s: Array, lse: Array) -> tuple[Array, Array]:
+        m = jnp.max(s, axis=-1)
+        return sm.brought_near(m, jnp.sum(sm.stable_exp(s, m), axis=-1), lse)
+
+    m, lse = jax.lax.cond(sm.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse)
+    return s - m[..., None], lse

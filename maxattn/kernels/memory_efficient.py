@@ -111,10 +111,11 @@ class MemoryEfficient:
 
         def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
             i, q_i, *row = xs[:5]
+            level, lse_i = _brought_near(tiles, i, q_i, tuple(row), xs[5])
 
             def step(j: Any, mixed: Any, state: Any) -> Any:
-                s = tiles.scores(i, q_i, j, mixed)
-                return _backward_step(tiles, i, q_i, j, s, (xs[5], xs[6], xs[7]), *state)
+                s = tiles.scores(i, q_i, j, mixed) - level
+                return _backward_step(tiles, i, q_i, j, s, (lse_i, xs[6], xs[7]), *state)
 
             zero = jnp.zeros_like(q_i, jnp.float32)
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
@@ -151,6 +152,28 @@ def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple
     # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
     acc = acc * decay[..., None] + sm.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
     return m_new, l * decay + jnp.sum(p, axis=-1), acc
+
+
+def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array) -> tuple[Any, Array]:
+    """Return what a bias far from 0 adds to every key of a row, to take off the scores, and the LSE without it.
+
+    Only where there is such a row is a query chunk gone through once more.
+    """
+    if tiles.bias is None:
+        return 0.0, lse
+
+    def step(j: Any, mixed: Any, state: Any) -> Any:
+        s, (m, l) = tiles.scores(i, q_i, j, mixed), state
+        m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+        decay = jnp.exp(m - jnp.where(m_new == sm.NEG_INF, 0.0, m_new))
+        return m_new, l * decay + jnp.sum(sm.stable_exp(s, m_new), axis=-1)
+
+    def near(lse: Array) -> tuple[Array, Array]:
+        m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])
+        return sm.brought_near(m, l, lse)
+
+    level, lse = jax.lax.cond(sm.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse)
+    return level[..., None], lse
 
 
 def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, Array, Array]:

@@ -89,8 +89,8 @@ class AttentionFn:
             dtype: of the computation; default that of the operands together.
             precision: at least this: the kernels multiply float32 at full accuracy whatever is asked.
             module: sow the probabilities into it, as `attention_weights`. The dense path computes them, and says so.
-            is_causal: no query sees a later key. With fewer queries than keys the last query sees the last key, so
-                that one new token sees the whole cache.
+            is_causal: no query sees a later key, query 0 standing at key 0 as in `jax.nn.dot_product_attention`. A
+                single query is one new token, which sees the whole cache.
 
         Raises:
             Unsupported: for dropout on probabilities.
@@ -104,7 +104,7 @@ class AttentionFn:
         q, k, v = _one_dtype(dtype, query, key, value)
         batch = _batch_dims(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-        where = _mask(mask, is_causal, batch)
+        where = _mask(mask, is_causal, q.shape[1], batch)
         bias = None if bias is None else _fold(bias, batch, "bias")
         if module is not None:
             out = _dense_and_sow(q, k, v, bias, where, batch, precision, module)
@@ -129,8 +129,8 @@ def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
     return tuple(q.shape[:-3])
 
 
-def _mask(mask: Array | None, is_causal: bool, batch: tuple[int, ...]) -> masks.Mask | None:
-    parts: list[masks.Mask] = [masks.Causal()] if is_causal else []
+def _mask(mask: Array | None, is_causal: bool, queries: int, batch: tuple[int, ...]) -> masks.Mask | None:
+    parts: list[masks.Mask] = [masks.Causal(0 if queries > 1 else None)] if is_causal else []
     if mask is not None:
         parts.append(masks.Dense(_fold(jnp.asarray(mask).astype(bool), batch, "mask")))
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]

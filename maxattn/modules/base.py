@@ -100,7 +100,8 @@ class AttentionBase(nnx.Module):
         return nnx.data(norm)
 
     def _check_attention(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> None:
-        """Refuse a mask or bias that does not fit before anything is projected."""
+        """Refuse a mask, a bias or surroundings that do not fit before anything is projected."""
+        sharding.check_surrounding(self.mesh)
         q = jax.ShapeDtypeStruct((batch, q_len, self.heads, self.dim_head), jnp.float32)
         k = jax.ShapeDtypeStruct((batch, kv_len, self.kv_heads, self.dim_head), jnp.float32)
         bound = bind_mask(mask, q, k, self.config or AttentionConfig())  # type: ignore[arg-type]

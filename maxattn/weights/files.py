@@ -45,6 +45,11 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
     def __len__(self) -> int:
         return len(self._where)
 
+    def headers(self) -> tuple[dict[str, str], ...]:
+        """Return what the header of each file says besides its tensors."""
+        files = {id(file): file for file in self._where.values()}
+        return tuple(file.metadata() or {} for file in files.values())
+
 
 class SafeTensor:
     """Read slices of one tensor.

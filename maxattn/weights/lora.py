@@ -21,6 +21,7 @@ from flax import nnx
 from maxattn.errors import WeightsError, did_you_mean
 from maxattn.weights import checks
 from maxattn.weights.checks import LISTED
+from maxattn.weights.lora_alphas import Strength, strength
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.places import on_host, variable_at
 
@@ -37,23 +38,28 @@ def merge_lora(
     Args:
         module: whose Linear layers the names mean.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank, in] and
-            `<layer>.lora_B.weight` [out, rank] (or lora.down, lora.up), and `<layer>.alpha` where it is not the rank.
+            `<layer>.lora_B.weight` [out, rank] (or lora.down, lora.up). A layer's alpha is `<layer>.alpha`; else what
+            the metadata say, alpha_pattern before lora_alpha; else the rank. Metadata are `lora_adapter_metadata` in
+            the header, as diffusers saves it, or peft's adapter_config.json in the folder or beside
+            adapter_model.safetensors; a state dict has none. With their `use_rslora`, their alpha is divided by the
+            root of the rank.
         scale: multiplies the change; -1 takes a merged one out again, up to rounding.
-        prefix: of the names in `tensors`, such as "transformer.".
+        prefix: of the names in `tensors`, such as "transformer."; it also picks the metadata of that part where the
+            header has several. peft's names begin with "base_model.model.".
 
     Raises:
         WeightsError: a name that is no layer of the module or no part of LoRA, half a pair, two pairs for one layer,
-            wrong shapes or dtypes, rank 0, a scale or alpha that is no finite number, or a sum that the kernel's
-            dtype does not hold. Nothing is changed then.
+            wrong shapes or dtypes, rank 0, a scale or alpha that is no finite number, metadata that are broken, are
+            for other parts alone, or are of DoRA or another method, or a sum that the kernel's dtype does not hold.
+            Nothing is changed then.
     """
     _check_scale(scale)
-    held, every, layers, alphas = _read(module, tensors, prefix)
+    held, every, layers, factors = _read(module, tensors, prefix)
 
     def change(layer: str) -> np.ndarray:
         a, b = (_whole(held[name]) for name in layers[layer])
-        alpha = _alpha(held[alphas[layer]]) if layer in alphas else float(a.shape[0])
         with np.errstate(over="ignore", invalid="ignore"):
-            return scale * alpha / a.shape[0] * (b @ a)
+            return scale * factors[layer] * (b @ a)
 
     for layer in layers:  # all of them first: a file that is refused changes nothing
         _check_sum(module, every[layer], change(layer))
@@ -77,9 +83,10 @@ def check_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, *, p
 
 def _read(
     module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str
-) -> tuple[Mapping[str, Any], dict[str, Entry], dict[str, tuple[str, str]], dict[str, str]]:
+) -> tuple[Mapping[str, Any], dict[str, Entry], dict[str, tuple[str, str]], dict[str, float]]:
     every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
     held = checks.tensors(tensors)
+    said = strength(held, prefix)
     names = [name for name in held if name.startswith(prefix)]
     layers, alphas = _pairs(names, prefix)
     checks.arrays(names, held)
@@ -87,7 +94,18 @@ def _read(
     checks.dtypes((name for pair in layers.values() for name in pair), held)
     for name in alphas.values():
         _check_alpha(name, held[name])
-    return held, every, layers, alphas
+    return held, every, layers, _factors(layers, alphas, held, said)
+
+
+def _factors(
+    layers: dict[str, tuple[str, str]], alphas: dict[str, str], held: Mapping[str, Any], said: Strength
+) -> dict[str, float]:
+    """Return what each product is multiplied by: alpha as a tensor, divided by the rank, before the metadata."""
+    ranks = {layer: held[down].shape[0] for layer, (down, _) in layers.items()}
+    return {
+        layer: _alpha(held[alphas[layer]]) / rank if layer in alphas else said.of(layer, rank)
+        for layer, rank in ranks.items()
+    }
 
 
 def _pairs(names: list[str], prefix: str) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:

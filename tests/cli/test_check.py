@@ -30,10 +30,18 @@ ADVISED = {
     "short_shards": ["attention=ring", "attention_kernel=dot_product", "--shape", "1,256,256,4,64", "--mesh",
                      "context=8", "--target", "cpu"],
     "padding_attended": ["mask_padding_tokens=false", "cross_attention=flash", "--shape", "sdxl-64", "--shape",
-                         "sdxl-cross", "--target", "TPU v5p", "--lengths", "20,77"],
+                         "sdxl-cross", "--batch", "2", "--target", "TPU v5p", "--lengths", "20,77"],
     "blocks_and_their_padding": ["attention=flash", "--shape", "wan-1.3b-480p", "--target", "TPU v6e",
                                  "flash_block_sizes={block_q: 3000, block_kv: 3000, use_fused_bwd_kernel: true}"],
     "one_shape_cannot_run": ["attention=flash", "--shape", "1,64,64,4,64", "--dtype", "f16", "--target", "TPU v5p"],
+}  # fmt: skip
+BAD_LENGTHS = {
+    "beyond_s": ["--lengths", "300,9999", "--shape", "2,4096,512,8,64"],
+    "of_other_keys": ["configs/wan_i2v_14b.yml", "--batch", "2", "--lengths", "300,512"],
+    "neither_one_nor_b": ["--lengths", "300,512", "--shape", "3,4096,512,8,64"],
+    "more_than_one": ["--lengths", "300,512", "--shape", "wan-cross"],
+    "of_self_attention": ["--lengths", "257", "--shape", "1,256,256,8,64"],
+    "no_number": ["--lengths", "300,x", "--shape", "2,4096,512,8,64"],
 }  # fmt: skip
 
 
@@ -47,6 +55,25 @@ def test_valid(capsys, name):
 @pytest.mark.parametrize("name", ADVISED)
 def test_advice(capsys, name):
     check_golden(f"cli/check/{name}", run(capsys, "check", *ADVISED[name]).text)
+
+
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+def test_lengths_that_cannot_be(capsys, name):
+    ran = run(capsys, "check", *BAD_LENGTHS[name], "--target", "TPU v5p")
+    assert ran.status == 1 and "runs" not in ran.out
+    check_golden(f"cli/check/lengths_{name}", ran.err)
+
+
+def test_lengths_are_those_of_the_text_and_one_is_of_all(capsys):
+    words = ["check", "mask_padding_tokens=false", "--shape", "2,256,256,4,64", "--shape", "2,256,512,4,64"]
+    each, one = (run(capsys, *words, "--target", "cpu", "--lengths", said) for said in ("384,384", "384"))
+    assert each.status == 0 and each.out == one.out and "25.0% of the keys are padding" in one.out
+
+
+def test_lengths_say_nothing_where_padding_is_masked_and_help_says_so(capsys):
+    words = ["check", "attention=auto", "--shape", "2,256,512,4,64", "--target", "cpu"]
+    assert run(capsys, *words, "--lengths", "20,30").out == run(capsys, *words).out
+    assert "mask_padding_tokens is false" in " ".join(run(capsys, "check", "--help").out.split())
 
 
 def test_inference_tells_of_no_backward(capsys):

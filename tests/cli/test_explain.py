@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maxattn.kernels.requirements import remedy
+from maxattn.kernels.requirements import EXTRAS, remedy
 from maxattn.target import Target
 from tests.cli.command import run
 from tests.golden_text import check_golden
@@ -27,6 +27,13 @@ BAD = {
     "shape_key_heads": ["attention=auto", "--shape", "1,64,64,8,64,3", "--target", "cpu"],
     "target": ["attention=auto", "--shape", "sdxl-64", "--target", "TPU v5q"],
     "packages_without_target": ["attention=auto", "--shape", "sdxl-64", "--with", "tokamax"],
+    "package_misspelt": [
+        "attention=auto", "--shape", "wan-14b-480p", "--target", "NVIDIA H200", "--with", "tokamx=0.0.17",
+    ],
+    "package_unknown": [
+        "attention=auto", "--shape", "wan-14b-480p", "--target", "NVIDIA H200", "--with", "tokamax=0.0.17",
+        "--with", "nonsense=1",
+    ],
     "mesh": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "contxt=4"],
     "mesh_size": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context"],
     "mesh_axis_twice": [
@@ -87,6 +94,24 @@ def test_a_package_of_this_machine_is_brought_by_pip():
         assert remedy(package, Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),))) == f'pip install "maxattn[{extra}]"'
         assert remedy(package, Target.named("NVIDIA H200")).startswith(f"add --with {package}=")
     assert "jax" in dict(Target.here().packages)
+
+
+@pytest.mark.parametrize("command", ["explain", "check", "tune"])
+@pytest.mark.parametrize("shape", [(), ("--shape", "sdxl-64")])
+def test_each_command_refuses_a_package_that_is_not_known(capsys, command, shape):
+    ran = run(capsys, command, "configs/wan_14b.yml", *shape, "--target", "TPU v5p", "--with", "tokamx")
+    assert (ran.status, ran.out) == (1, "") and "--with: tokamx\n" in ran.err
+
+
+def test_check_without_a_shape_refuses_it_too(capsys):
+    ran = run(capsys, "check", "configs/attention.yml", "--target", "TPU v5p", "--with", "nonsense=1")
+    assert (ran.status, ran.out) == (1, "") and "--with: nonsense=1\n" in ran.err
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_every_package_that_a_kernel_needs_can_be_named(capsys, package):
+    words = ["explain", "attention=auto", "--shape", "sdxl-64", "--target", "NVIDIA H200", "--with", f"{package}=9.9"]
+    assert run(capsys, *words).status == 0
 
 
 def test_devices_that_are_those_of_the_mesh(capsys):

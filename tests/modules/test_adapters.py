@@ -158,11 +158,20 @@ def test_operands_and_masks_that_do_not_fit_are_refused() -> None:
         ((q[0, 0], q, q), {}, "query"),
         ((q, q, q), {"mask": jnp.ones((3, 1, T, T))}, "mask"),
         ((q, q, q), {"bias": jnp.ones((5, 2, 1, T, T))}, "bias"),
-        ((q, q[:, :3], q[:, :3]), {"is_causal": True}, "mask"),
     ):
         with pytest.raises(InputError) as caught:
             fn(*args, **how)
         assert setting in caught.value.setting
+
+
+@pytest.mark.parametrize("keys", [T - 2, T + 3])
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_causal_call_over_other_keys_is_that_of_flax(keys: int, bare: bool) -> None:
+    ours, theirs = pair()
+    other = jax.random.normal(jax.random.key(5), (2, keys, C))
+    mask = None if bare else jnp.ones((2, 1, T, keys))
+    want = theirs(X, other, is_causal=True, mask=mask)
+    np.testing.assert_allclose(ours(X, other, is_causal=True, mask=mask), want, atol=2e-6)
 
 
 def test_masks_of_maxattn_and_of_flax_agree() -> None:
