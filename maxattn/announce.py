@@ -76,9 +76,9 @@ def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> 
     devices = prod(there.values()) if there else jax.device_count()
     if not named or there.get("context", 1) > 1 or devices == 1:
         return ""
-    return (
-        _no_context(strategy, there) if there else _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
-    )
+    if there:
+        return _no_context(strategy, there)
+    return _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
 
 
 def _no_context(strategy: str, there: dict[str, int]) -> str:
