@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
 
 from maxattn import _compat
 from maxattn.config import AttentionConfig
 from maxattn.config_rules import AXES, Role
 from maxattn.plan import Plan
+from maxattn.sharding import surrounding_manual_axes
 
 log = logging.getLogger("maxattn")
 _announced: set[Plan] = set()
@@ -56,29 +56,31 @@ def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
         asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1}
     if all(there.get(axis, 1) == n for axis, n in asked.items()):
         return ""
-    wanted = ", ".join(f"{axis}={n}" for axis, n in asked.items())
     if not there:
-        return _no_mesh(wanted)
-    return f"The config asks for {wanted}, and the mesh has {_sizes(there)}: the mesh counts."
+        return _no_mesh(_sizes(asked))
+    return f"The config asks for {_sizes(asked)}, and the mesh has {_sizes(there)}: the mesh counts."
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
     """Say where a context axis is asked for and attention is not spread over one."""
-    ambient, named = _compat.ambient_mesh(), strategy not in ("auto", "none")
-    manual = frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)
+    named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
-    if "context" in manual and there.get("context", 1) > 1 and (named or sized):
-        wanted = strategy if named else "a context axis"
-        return (
-            f"The config asks for {wanted}, and the context axis is manual in the surrounding shard_map: each device "
-            "attends to its own keys alone. Leave context out of its axis_names, or call outside of it."
-        )
+    if there.get("context", 1) > 1:
+        manual = (named or sized) and "context" in surrounding_manual_axes()
+        return _manual_context(strategy if named else "a context axis") if manual else ""
     devices = prod(there.values()) if there else jax.device_count()
-    if not named or there.get("context", 1) > 1 or devices == 1:
+    if not named or devices == 1:
         return ""
     if there:
         return _no_context(strategy, there)
     return _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
+
+
+def _manual_context(wanted: str) -> str:
+    return (
+        f"The config asks for {wanted}, and the context axis is manual in the surrounding shard_map: each device "
+        "attends to its own keys alone. Leave context out of its axis_names, or call outside of it."
+    )
 
 
 def _no_context(strategy: str, there: dict[str, int]) -> str:

@@ -193,7 +193,8 @@ def apply_rotary(x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_em
         x: queries or keys [B, T, N, H].
         rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the interleaved style.
             Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B possibly 1. D is H/2; in a pair also H, with
-            each number twice: (c0, c0, c1, c1, ...). Where they are traced another order shows as NaN.
+            each number twice: (c0, c0, c1, c1, ...). Where they are traced, or on other hosts, another
+            order shows as NaN.
         name: what the argument is called in errors.
 
     Raises:
@@ -251,9 +252,9 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
     if not part.shape or part.shape[-1] != head_dim:
         return part
     # A table for heads of twice the size, or of the half style, has this width too: what is not traced is looked at.
-    if _compat.is_tracer(part):
-        return _or_nan(part)
-    if _can_look(part) and not np.array_equal(part[..., ::2], part[..., 1::2]):
+    if not _can_look(part):
+        return _or_nan(jnp.asarray(part))
+    if not np.array_equal(part[..., ::2], part[..., 1::2]):
         raise InputError(
             name, f"(cos, sin) of width {head_dim}", "at the full head dim each number stands twice: c0, c0, c1, c1",
             "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
@@ -262,7 +263,7 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
 
 
 def _or_nan(part: Array) -> Array:
-    """Drop every second number of a traced table; of one of the half style, which cannot be refused, make NaN."""
+    """Drop every second number of a table that nobody can look at here; of one of another order make NaN."""
     once, again = part[..., ::2], part[..., 1::2]
     return jnp.where(jnp.all(once == again), once, jnp.nan)
 

@@ -45,7 +45,7 @@ def mesh_shape(mesh: Any) -> MeshShape:
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
     check_mesh(mesh)
-    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | _surrounding_manual_axes()
+    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
     sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
     if explicit := sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
         raise MeshError(
@@ -90,7 +90,8 @@ def check_surrounding(mesh: Any) -> None:
         )  # fmt: skip
 
 
-def _surrounding_manual_axes() -> frozenset[str]:
+def surrounding_manual_axes() -> frozenset[str]:
+    """Return the axes of the surrounding mesh over which a `shard_map` has split the work already."""
     ambient = _compat.ambient_mesh()
     return frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)
 

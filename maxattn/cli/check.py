@@ -121,12 +121,14 @@ def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
     Raises:
         InputError: for neither one nor B of them, or for more keys than S.
     """
+    if not lengths:
+        return
     said, batch = ",".join(map(str, lengths)), shape.batch
-    if lengths and len(lengths) not in (1, batch):
+    if len(lengths) not in (1, batch):
         rule = f"{shape.name} has B={batch}: a length for each example, or one for all; here are {len(lengths)}"
         many = "one length" if batch == 1 else f"{batch} lengths, or one"
         raise InputError("lengths", said, rule, f"write {many}, or add --batch {len(lengths)}")
-    if lengths and max(lengths) > shape.kv_len:
+    if max(lengths) > shape.kv_len:
         rule = f"{shape.name} has S={shape.kv_len} keys, and {max(lengths)} is more"
         remedy = f"write at most {shape.kv_len}, or name only the shape that they belong to, with --shape"
         raise InputError("lengths", said, rule, remedy)

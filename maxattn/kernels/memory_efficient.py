@@ -146,12 +146,18 @@ def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
 
 def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple[Array, Array, Array]:
     """Fold one tile of scores into (m, l, O)."""
+    m, l, decay, p = _folded(s, m, l)
+    # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
+    acc = acc * decay[..., None] + sm.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
+    return m, l, acc
+
+
+def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
+    """Fold one tile of scores into (m, l), and return what earlier sums decay by and exp(s - m) too."""
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
     decay = jnp.exp(m - jnp.where(m_new == sm.NEG_INF, 0.0, m_new))
     p = sm.stable_exp(s, m_new)
-    # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
-    acc = acc * decay[..., None] + sm.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
-    return m_new, l * decay + jnp.sum(p, axis=-1), acc
+    return m_new, l * decay + jnp.sum(p, axis=-1), decay, p
 
 
 def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array) -> tuple[Any, Array]:
@@ -163,10 +169,7 @@ def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: A
         return 0.0, lse
 
     def step(j: Any, mixed: Any, state: Any) -> Any:
-        s, (m, l) = tiles.scores(i, q_i, j, mixed), state
-        m_new = jnp.maximum(m, jnp.max(s, axis=-1))
-        decay = jnp.exp(m - jnp.where(m_new == sm.NEG_INF, 0.0, m_new))
-        return m_new, l * decay + jnp.sum(sm.stable_exp(s, m_new), axis=-1)
+        return _folded(tiles.scores(i, q_i, j, mixed), *state)[:2]
 
     def near(lse: Array) -> tuple[Array, Array]:
         m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,15 +56,14 @@ def merge_lora(
     _check_scale(scale)
     held, every, layers, factors = _read(module, tensors, prefix)
 
-    def change(layer: str) -> np.ndarray:
-        a, b = (_whole(held[name]) for name in layers[layer])
-        with np.errstate(over="ignore", invalid="ignore"):
-            return scale * factors[layer] * (b @ a)
+    def change(layer: str) -> _Change:
+        down, up = layers[layer]
+        return _Change(_whole(held[down]), _whole(held[up]), scale * factors[layer])
 
     for layer in layers:  # all of them first: a file that is refused changes nothing
         _check_sum(module, every[layer], change(layer))
     for layer in layers:
-        _add(module, every[layer], change(layer))
+        _add(module, every[layer], change(layer).whole())
     return tuple(layers)
 
 
@@ -185,12 +184,32 @@ def _whole(tensor: Any) -> np.ndarray:
     return on_host(tensor, (slice(None),) * len(tensor.shape)).astype(np.float32)
 
 
-def _check_sum(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
+class _Change(NamedTuple):
+    """Hold what is added to a kernel: factor * up @ down, [out, in]."""
+
+    down: np.ndarray
+    up: np.ndarray
+    factor: float
+
+    def whole(self) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.factor * (self.up @ self.down)
+
+    def at_most(self) -> float:
+        """Return what no number of it exceeds, without the product."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return abs(self.factor) * float((abs(self.up) @ abs(self.down).max(axis=1)).max())
+
+
+def _check_sum(module: nnx.Module, entry: Entry, change: _Change) -> None:
     """Refuse a change after which finite numbers of a kernel would not be."""
     old = checks.value_at(module, entry)
     old = old if entry.layer is None else old[entry.layer]
-    if not bool((jnp.isfinite(_sum(old, jnp.asarray(change.T))) | ~jnp.isfinite(old)).all()):
-        most = float(jnp.finfo(old.dtype).max)
+    most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
+    # Nearly every change is far from that: its product, most of the work, is then taken only once, to be added.
+    if float(jnp.abs(jnp.where(finite, old, 0)).max()) + change.at_most() < most / 2:
+        return
+    if not bool((jnp.isfinite(_sum(old, jnp.asarray(change.whole().T))) | ~finite).all()):
         rule = f"the kernel is {old.dtype.name}, which ends at {most:g}, and with the change it would go beyond"
         wider = "" if old.dtype == jnp.float32 else ", or merge into float32 parameters"
         raise WeightsError("LoRA", entry.name.removesuffix(".weight"), rule, f"take a smaller scale{wider}")
