@@ -18,9 +18,9 @@ from generate.files import wrong
 from generate.folder import absent, config_of
 from wan.command import tell
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.places import unwritable
+from maxattn.tools.writable import unwritable
 
 AXES = {"AutoencoderKLWan": 5, "AutoencoderKL": 4}  # of the latents
 

@@ -22,9 +22,9 @@ from generate.files import wrong
 from generate.folder import PIPELINES, absent, index_of
 from wan.command import tell
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.places import unwritable
+from maxattn.tools.writable import unwritable
 
 NEEDS = {
     "WanPipeline": ("tokenizer", "text_encoder"),

@@ -32,9 +32,9 @@ from wan21.sizes import SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError
+from maxattn.weights.access import variable_at
 from maxattn.weights.files import save_tensors
-from maxattn.weights.places import variable_at
-from maxattn.weights.stream import Form
+from maxattn.weights.safetensors_writer import Form
 
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True,

@@ -28,7 +28,7 @@ from wan21.drawing import WanDrawing
 from wan21.settings import Settings
 from wan21.task import sizes_of
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 

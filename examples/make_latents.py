@@ -20,9 +20,9 @@ import numpy as np
 from train import digit_latents, shards
 from wan.command import tell
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.places import unwritable
+from maxattn.tools.writable import unwritable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from measuring.steps import Step, denoising, training
 
 import maxattn as ma
 from maxattn.errors import MaxattnError
-from maxattn.xla_options import xla_options
+from maxattn.tools.xla_options import xla_options
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 

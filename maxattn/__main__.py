@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from maxattn.cli import main
+from maxattn.tools.cli import main
 
 sys.exit(main())

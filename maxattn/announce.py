@@ -10,9 +10,9 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from maxattn import _compat
 from maxattn.config import AttentionConfig
-from maxattn.config_rules import AXES, Role
+from maxattn.config.rules import AXES, Role
+from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
 
@@ -91,7 +91,7 @@ def _no_context(strategy: str, there: dict[str, int]) -> str:
 
 
 def _no_mesh(wanted: str, first: str = "") -> str:
-    ambient = _compat.ambient_mesh()
+    ambient = ambient_mesh()
     if ambient is not None and ambient.size > 1:
         return (
             f"The config asks for {wanted}, and the surrounding mesh has {_sizes(dict(ambient.shape))}: attention is "

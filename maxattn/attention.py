@@ -16,20 +16,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from maxattn import _compat, sharding
+from maxattn import sharding
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
-from maxattn.bias_level import level_of, levelled
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, MeshError
+from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, is_tracer
+from maxattn.jax_private.varying import checked_axes, vary_over, varying_axes
 from maxattn.kernels.base import Bias, Kernel, changes_of, inference_kernel
+from maxattn.kernels.bias_shift import level_of, levelled
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.plan import Plan, checked_config, plan, without_padding
 from maxattn.sharding import AXES, mesh_shape, over_shards, pad_axis, spec_of, sum_over, to_partition_spec
 from maxattn.target import Target
-from maxattn.varying import checked_axes, vary_over, varying_axes
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -129,7 +130,7 @@ def bind_mask(mask: MaskLike, q: Query, k: Key, config: AttentionConfig) -> Mask
 
 def _usable_mesh(mesh: Any, q: Any) -> Any:
     """Return the mesh to map over: the one given, else the surrounding one; refuse what cannot be mapped over."""
-    ambient = _compat.ambient_mesh()
+    ambient = ambient_mesh()
     if mesh is None and (ambient is None or not set(AXES) & set(ambient.axis_names)):
         return None
     mesh = ambient if mesh is None else mesh
@@ -146,7 +147,7 @@ def _usable_mesh(mesh: Any, q: Any) -> Any:
 def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
     """Refuse a mesh that jax cannot map over here: not the surrounding one, without devices, not where q is."""
     sharding.check_surrounding(mesh)
-    if _compat.is_tracer(q):
+    if is_tracer(q):
         return
     if ambient is None and isinstance(mesh, AbstractMesh):
         raise MeshError("mesh", "AbstractMesh", "it has no devices to run on", "pass a Mesh; plan() takes either")
@@ -159,10 +160,10 @@ def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
 
 def _check_surroundings(plan: Plan) -> None:
     """Refuse a Pallas kernel where jax would: in a `shard_map` over all axes that checks what varies over them."""
-    ambient = _compat.ambient_mesh()
+    ambient = ambient_mesh()
     if ambient is None or not getattr(plan.kernel, "is_pallas", False):
         return
-    manual = _compat.axis_names_of_type(ambient, AxisType.Manual)
+    manual = axis_names_of_type(ambient, AxisType.Manual)
     if manual == set(ambient.axis_names) and checked_axes(manual):
         raise MeshError(
             "check_vma", True,
@@ -185,7 +186,7 @@ def _run(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
-    # The LSE is that of the bias without its level (bias_level.py), here and for the backward.
+    # The LSE is that of the bias without its level (bias_shift.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
     return _forward(plan, inference_kernel(plan.kernel), mesh, q, k, v, bias, mask)
 

@@ -14,14 +14,14 @@ from typing import Any, cast
 from maxattn.block_sizes import BlockSizes, padding_notes
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
-from maxattn.context import STRATEGIES, Collective, Strategy
-from maxattn.context.base import bias_axes, bias_collectives, itemsize
-from maxattn.context.choose import choose
+from maxattn.context_parallel import STRATEGIES, Collective, Strategy
+from maxattn.context_parallel.auto.choose import choose
+from maxattn.context_parallel.base import bias_axes, bias_collectives, itemsize
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import KERNELS, Kernel
-from maxattn.kernels.auto import order
+from maxattn.kernels.auto.order import order
 from maxattn.kernels.pair import Pair
-from maxattn.kernels.requirements import REQUIREMENTS, missing
+from maxattn.kernels.table import REQUIREMENTS, missing
 from maxattn.masks import Full, KeyLimit, KeyPadding, Mask
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from maxattn import _compat
 from maxattn.call import is_number
 from maxattn.errors import InputError, did_you_mean
+from maxattn.jax_private.mesh import is_tracer
 
 STYLES = ("interleaved", "half")
 
@@ -270,7 +270,7 @@ def _or_nan(part: Array) -> Array:
 
 def _can_look(part: Any) -> bool:
     # A tracer is asked first: it has no such attribute to give, and fails over the question.
-    return not _compat.is_tracer(part) and getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
+    return not is_tracer(part) and getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
 
 
 def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxattn import _compat
 from maxattn.errors import InputError, MeshError, did_you_mean
+from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type, shard_map
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
@@ -45,9 +45,9 @@ def mesh_shape(mesh: Any) -> MeshShape:
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
     check_mesh(mesh)
-    manual = _compat.axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
+    manual = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
     sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
-    if explicit := sorted(_compat.axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
+    if explicit := sorted(axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
         raise MeshError(
             "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
             "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
@@ -82,7 +82,7 @@ def check_surrounding(mesh: Any) -> None:
     Raises:
         MeshError: naming both.
     """
-    ambient = _compat.ambient_mesh()
+    ambient = ambient_mesh()
     if ambient is not None and mesh_shape(mesh) and dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
             "mesh", dict(mesh.shape), f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
@@ -92,8 +92,8 @@ def check_surrounding(mesh: Any) -> None:
 
 def surrounding_manual_axes() -> frozenset[str]:
     """Return the axes of the surrounding mesh over which a `shard_map` has split the work already."""
-    ambient = _compat.ambient_mesh()
-    return frozenset() if ambient is None else _compat.axis_names_of_type(ambient, AxisType.Manual)
+    ambient = ambient_mesh()
+    return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
 
 
 def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
@@ -141,16 +141,16 @@ def over_shards(
         shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not among them.
         in_specs, out_specs: trees of `PartitionSpec`.
     """
-    ambient = _compat.ambient_mesh()
-    inside = ambient is not None and bool(_compat.axis_names_of_type(ambient, AxisType.Manual))
+    ambient = ambient_mesh()
+    inside = ambient is not None and bool(axis_names_of_type(ambient, AxisType.Manual))
     if not shape and not inside:
         return f
     mesh = ambient if inside else mesh
     # Axes that attention does not use become manual too: a TPU kernel is refused while any is left to the compiler.
-    names = {a for a, _ in shape} | _compat.axis_names_of_type(mesh, AxisType.Auto)
+    names = {a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)
     if not names:
         return f
-    return _compat.shard_map(f, mesh, in_specs, out_specs, names)
+    return shard_map(f, mesh, in_specs, out_specs, names)
 
 
 def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
@@ -190,7 +190,7 @@ def make_mesh(config: AttentionConfig, devices: Sequence[jax.Device] | None = No
     axes = tuple(config.mesh_axes)
     ici = _fill([asked[a][0] for a in axes], len(devices) // slices, axes, "ici")
     dcn = _fill([asked[a][1] for a in axes], slices, axes, "dcn")
-    return _compat.auto_mesh(_arrange(ici, dcn, devices), axes)
+    return auto_mesh(_arrange(ici, dcn, devices), axes)
 
 
 def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
@@ -236,7 +236,7 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
         axes if axes is None or x.shape[i] % ways(letters[i], shape) == 0 else PartitionSpec.UNCONSTRAINED
         for i, axes in enumerate(spec_of(letters, shape))
     ]
-    ambient = _compat.ambient_mesh()
+    ambient = ambient_mesh()
     target = mesh if ambient is None else ambient
     if isinstance(target, Mesh):
         return jax.lax.with_sharding_constraint(x, NamedSharding(target, PartitionSpec(*spec)))

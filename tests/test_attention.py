@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.announce import announce
-from maxattn.kernels.visits import visits
+from maxattn.kernels.blockwise.visits import visits
 from tests.golden_text import check_golden
 from tests.jaxprs import count_primitive
 

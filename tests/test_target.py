@@ -10,7 +10,7 @@ import pytest
 import maxattn as ma
 from maxattn.block_sizes.chips import CHIPS
 from maxattn.block_sizes.recommend import SHARED_MEMORY
-from maxattn.context.figures import MACHINES, machine_of
+from maxattn.devices import MACHINES, machine_of
 from maxattn.target import GIB, HBM, KNOWN, PEAK, Target, known_kind
 from tests.block_sizes.compiler import TOPOLOGIES
 

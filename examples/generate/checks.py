@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from maxattn import weights
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn.places import unwritable
-from maxattn.xla_options import xla_options
+from maxattn.tools.writable import unwritable
+from maxattn.tools.xla_options import xla_options
 
 from . import files, folder
 from .files import wrong

@@ -10,7 +10,7 @@ from typing import Any
 from wan.command import parser_of, read_settings
 
 import maxattn as ma
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 
 from .files import wrong
 from .paths import Paths

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from train.wrong import fits
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .kind import Arrays, Shapes

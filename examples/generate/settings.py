@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Ge
 from train.settings import Count, Dtype, Whole
 
-from maxattn.config_base import Section
+from maxattn.config.section import Section
 
 
 class SamplingSettings(Section):

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxattn.bench.profile import events_of
+from maxattn.tools.bench.profile import events_of
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention

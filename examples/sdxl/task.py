@@ -20,7 +20,7 @@ from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import noise

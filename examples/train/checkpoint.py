@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 import maxattn as ma
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import hosts

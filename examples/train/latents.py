@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 NAMES = ("latents", "text", "pooled", "time_ids", "image", "condition")

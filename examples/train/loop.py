@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from maxattn import sharding
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn.places import check_writable
-from maxattn.xla_options import xla_options
+from maxattn.tools.writable import check_writable
+from maxattn.tools.xla_options import xla_options
 
 from . import hosts
 from . import state as states

@@ -19,7 +19,7 @@ from samplers import sample
 from wan import pictures
 
 from maxattn import sharding
-from maxattn.xla_options import xla_options
+from maxattn.tools.xla_options import xla_options
 
 from . import digit_latents, hosts
 from .state import Parts, Tree

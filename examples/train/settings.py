@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from maxattn.config_base import Section
+from maxattn.config.section import Section
 from maxattn.errors import ConfigError
 
 Count = Annotated[int, Ge(1)]

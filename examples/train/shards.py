@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .latents import EMPTY, LatentFolder

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxattn.xla_options import xla_options
+from maxattn.tools.xla_options import xla_options
 
 from .optimizer import optimizer
 from .state import Parts, State, Tree

@@ -13,8 +13,9 @@ from typing import Any
 from train import hosts
 
 import maxattn as ma
-from maxattn import config_file, config_overrides
-from maxattn.config_errors import ConfigErrors
+from maxattn.config import load
+from maxattn.config import overrides as config_overrides
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import MaxattnError
 
 from .settings import Settings
@@ -83,7 +84,7 @@ def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfi
     from wan21.settings import Settings as Wan21
 
     try:
-        sections = dict(config_file.read(path).data)
+        sections = dict(load.read(path).data)
     except ConfigErrors:  # the class says it again
         return Settings
     with suppress(ConfigErrors):  # the same

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Lt
 
 import maxattn as ma
-from maxattn.config_base import Section
+from maxattn.config.section import Section
 from maxattn.errors import ConfigError
 
 from . import words

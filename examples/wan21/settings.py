@@ -16,7 +16,7 @@ from train.settings import Count, DataSettings, Dtype, Positive
 from train.settings import TrainingSettings as Common
 
 import maxattn as ma
-from maxattn.config_base import Section
+from maxattn.config.section import Section
 from maxattn.errors import ConfigError
 
 from .sizes import SIZES, Sizes

@@ -19,7 +19,7 @@ from train.task import Arrays, Shapes, replaced
 from train.wrong import unlike
 
 import maxattn as ma
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .model import WanTransformer3D

@@ -13,10 +13,10 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import fused_masks as fm
-from maxattn.kernels.cudnn_calls import cudnn_backward, cudnn_forward
-from maxattn.kernels.fused import Fused, Lengths, Pairs, refuse_shards
-from maxattn.kernels.fused_pieces import Piece, pieces
+from maxattn.jax_private.cudnn import cudnn_backward, cudnn_forward
+from maxattn.kernels.fused import masks as fused_masks
+from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
+from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.target import Target
 
 HEAD_LIMIT, HEAD_LIMIT_BEFORE_HOPPER = 256, 128
@@ -32,16 +32,16 @@ class Cudnn(Fused):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than bands and lengths."""
-        reason = fm.refuse_call("cudnn", call, head_limit(target))
-        parts = fm.split(call.mask)
-        reason = reason or fm.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
+        reason = fused_masks.refuse_call("cudnn", call, head_limit(target))
+        parts = fused_masks.split(call.mask)
+        reason = reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
         return reason or _refuse_window(parts, call)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
-        return Reason("cudnn", "deterministic", rule, fm.REMEDY)
+        return Reason("cudnn", "deterministic", rule, fused_masks.REMEDY)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Cudnn:
@@ -69,7 +69,7 @@ def head_limit(target: Target) -> int:
     return HEAD_LIMIT_BEFORE_HOPPER if old else HEAD_LIMIT
 
 
-def _refuse_window(parts: fm.Parts, call: Call) -> Reason | None:
+def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
     """Refuse windows that are not `query - left <= key <= query` with query 0 at key 0."""
     band = parts.band
     assert band is not None
@@ -80,7 +80,7 @@ def _refuse_window(parts: fm.Parts, call: Call) -> Reason | None:
     if ends_at_query and not call.sharded:
         return None
     rule = "it takes windows that end at the query, with query 0 at key 0 and every token on one device"
-    return Reason("cudnn", f"mask {parts.positions[0]}", rule, fm.REMEDY)
+    return Reason("cudnn", f"mask {parts.positions[0]}", rule, fused_masks.REMEDY)
 
 
 def _band(p: Piece) -> tuple[bool, int | None]:

@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import fused_masks as fm
 from maxattn.kernels.cudnn import head_limit
-from maxattn.kernels.fused import Fused, Lengths, Pairs, refuse_shards
-from maxattn.kernels.fused_pieces import Piece, pieces
+from maxattn.kernels.fused import masks as fused_masks
+from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
+from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.target import Target
 
 
@@ -39,16 +39,18 @@ class CudnnFlashTe(Fused):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than bands and lengths."""
-        reason = fm.refuse_call("cudnn_flash_te", call, head_limit(target))
-        parts = fm.split(call.mask)
-        reason = reason or fm.refuse_mask("cudnn_flash_te", parts) or refuse_shards("cudnn_flash_te", parts, call)
+        reason = fused_masks.refuse_call("cudnn_flash_te", call, head_limit(target))
+        parts = fused_masks.split(call.mask)
+        reason = (
+            reason or fused_masks.refuse_mask("cudnn_flash_te", parts) or refuse_shards("cudnn_flash_te", parts, call)
+        )
         return reason or _refuse_window(parts, call)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
-        return Reason("cudnn_flash_te", "deterministic", rule, fm.REMEDY)
+        return Reason("cudnn_flash_te", "deterministic", rule, fused_masks.REMEDY)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> CudnnFlashTe:
@@ -117,7 +119,7 @@ def _settings(p: Piece, lengths: Lengths, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refuse_window(parts: fm.Parts, call: Call) -> Reason | None:
+def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
     """Refuse windows on a part of the tokens, or of more queries than keys."""
     band = parts.band
     assert band is not None
@@ -128,4 +130,4 @@ def _refuse_window(parts: fm.Parts, call: Call) -> Reason | None:
     if fits and not call.sharded:
         return None
     rule = "it takes windows of no more queries than keys, with every token on one device"
-    return Reason("cudnn_flash_te", f"mask {parts.positions[0]}", rule, fm.REMEDY)
+    return Reason("cudnn_flash_te", f"mask {parts.positions[0]}", rule, fused_masks.REMEDY)

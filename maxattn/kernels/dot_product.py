@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import softmax as sm
+from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Offset
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -59,10 +59,10 @@ class DotProduct:
         qs, ks, vs = self._split(q, k, v)
         s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
         m = jnp.max(s, axis=-1)
-        p = sm.stable_exp(s, m)
+        p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
-        acc = sm.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)
-        out, lse = sm.finish(m, jnp.sum(p, axis=-1), acc)
+        acc = softmax.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)
+        out, lse = softmax.finish(m, jnp.sum(p, axis=-1), acc)
         return self._merge_queries(out, q).astype(q.dtype), self._merge_stats(lse, q)
 
     def backward(
@@ -81,12 +81,12 @@ class DotProduct:
     ) -> tuple[Array, Array, Array, Bias]:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
         qs, ks, vs = self._split(q, k, v)
-        stats = (sm.split_stats(x, k.shape[2]) for x in (lse, dlse))
-        rows = (sm.split_queries(x, k.shape[2]) for x in (out, dout))
-        lse_, delta, dout_ = (self._fold(x, q) for x in sm.row_gradient(*rows, *stats))
+        stats = (softmax.split_stats(x, k.shape[2]) for x in (lse, dlse))
+        rows = (softmax.split_queries(x, k.shape[2]) for x in (out, dout))
+        lse_, delta, dout_ = (self._fold(x, q) for x in softmax.row_gradient(*rows, *stats))
         s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
         s, lse_ = (s, lse_) if bias is None else _brought_near(s, lse_)
-        dq, dk, dv, ds = sm.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
+        dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
         return self._merge_queries(dq, q).astype(q.dtype), self._merge_keys(dk, k), self._merge_keys(dv, k), dbias
 
@@ -101,11 +101,11 @@ class DotProduct:
         allowed = None
         if not mask.is_full:
             a = mask.allowed(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_offset, kv_offset)
-            allowed = self._fold_mask(sm.split_heads(a, kv_heads), q, k)
-        b = None if bias is None else self._fold_mask(sm.split_heads(bias, kv_heads), q, k)
+            allowed = self._fold_mask(softmax.split_heads(a, kv_heads), q, k)
+        b = None if bias is None else self._fold_mask(softmax.split_heads(bias, kv_heads), q, k)
         if self.float32_qk_product:
             qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
-        return sm.scores(qs, ks, self.scale, b, allowed)
+        return softmax.scores(qs, ks, self.scale, b, allowed)
 
     # Layout: with split_head_dim false, [B, K, ...] is folded to [B*K, 1, ...].
 
@@ -119,23 +119,23 @@ class DotProduct:
         return full.reshape(-1, 1, *x.shape[2:])
 
     def _split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        qs = sm.split_queries(q, k.shape[2])
-        return self._fold(qs, q), self._fold(sm.split_keys(k), q), self._fold(sm.split_keys(v), q)
+        qs = softmax.split_queries(q, k.shape[2])
+        return self._fold(qs, q), self._fold(softmax.split_keys(k), q), self._fold(softmax.split_keys(v), q)
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
         b, t, n, h = q.shape
-        return sm.merge_queries(x.reshape(b, -1, x.shape[2], t, h)).reshape(b, t, n, h)
+        return softmax.merge_queries(x.reshape(b, -1, x.shape[2], t, h)).reshape(b, t, n, h)
 
     def _merge_keys(self, x: Array, k: Array) -> Array:
         b, s, kv_heads, h = k.shape
-        return sm.merge_keys(x.reshape(b, kv_heads, s, h))
+        return softmax.merge_keys(x.reshape(b, kv_heads, s, h))
 
     def _merge_stats(self, x: Array, q: Array) -> Array:
         return x.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
         full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        return sm.fold_like(full, bias.shape)
+        return softmax.fold_like(full, bias.shape)
 
 
 def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
@@ -143,7 +143,7 @@ def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
 
     def near(s: Array, lse: Array) -> tuple[Array, Array]:
         m = jnp.max(s, axis=-1)
-        return sm.brought_near(m, jnp.sum(sm.stable_exp(s, m), axis=-1), lse)
+        return softmax.brought_near(m, jnp.sum(softmax.stable_exp(s, m), axis=-1), lse)
 
-    m, lse = jax.lax.cond(sm.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse)
+    m, lse = jax.lax.cond(softmax.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse)
     return s - m[..., None], lse

@@ -12,18 +12,19 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from maxattn import _compat
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import flash_gpu, splash
-from maxattn.kernels import splash_mask as sm
+from maxattn.jax_private import splash as jax_splash
+from maxattn.kernels import flash_gpu
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.splash_calls import Blocks, Ids, Library, Rows, Setup
+from maxattn.kernels.splash import kernel as splash_kernel
+from maxattn.kernels.splash import mask_info
+from maxattn.kernels.splash.calls import Blocks, Ids, Library, Rows, Setup
 from maxattn.target import Target
 
 
 @dataclass(frozen=True)
-class Flash(splash.Splash):
+class Flash(splash_kernel.Splash):
     """Compute attention with JAX's splash; the backward in one kernel ("fused") or in two."""
 
     name: ClassVar[str] = "flash"
@@ -31,12 +32,18 @@ class Flash(splash.Splash):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has its own."""
-        return flash_gpu.supports(call, target) if target.platform == "gpu" else splash.refusal("flash", call, target)
+        return (
+            flash_gpu.supports(call, target)
+            if target.platform == "gpu"
+            else splash_kernel.refusal("flash", call, target)
+        )
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Say for the kernel of the platform whether its backward repeats."""
-        return flash_gpu.repeats(call, target) if target.platform == "gpu" else splash.Splash.repeats(call, target)
+        return (
+            flash_gpu.repeats(call, target) if target.platform == "gpu" else splash_kernel.Splash.repeats(call, target)
+        )
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
@@ -65,22 +72,22 @@ class JaxSplash:
 
     def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""
-        info = sm.mask_info(setup.kinds, setup.codes, setup.padded[0])
-        return _compat.splash_forward(q, k, v, _ids(ids), info, setup.code, blocks, self.interpret)
+        info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0])
+        return jax_splash.forward(q, k, v, _ids(ids), info, setup.code, blocks, self.interpret)
 
     def dkv(
         self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
         # The fused kernel writes a part of dq at every step, so its grid keeps the steps that compute nothing.
-        info = sm.mask_info(setup.kinds, setup.codes, setup.padded[0], by_key=True, shrink=not fused)
-        return _compat.splash_dkv(q, k, v, _ids(ids), rows, info, setup.code, blocks, fused, self.interpret)
+        info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0], by_key=True, shrink=not fused)
+        return jax_splash.dkv(q, k, v, _ids(ids), rows, info, setup.code, blocks, fused, self.interpret)
 
     def dq(self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks) -> Array:
         """Return dq."""
-        info = sm.mask_info(setup.kinds, setup.codes, setup.padded[0])
-        return _compat.splash_dq(q, k, v, _ids(ids), rows, info, setup.code, blocks, self.interpret)
+        info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0])
+        return jax_splash.dq(q, k, v, _ids(ids), rows, info, setup.code, blocks, self.interpret)
 
 
 def _ids(ids: Ids) -> Any:
-    return None if ids is None else _compat.splash_segment_ids(*ids)
+    return None if ids is None else jax_splash.segment_ids(*ids)

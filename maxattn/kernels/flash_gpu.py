@@ -8,8 +8,8 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel
 from maxattn.kernels.cudnn import Cudnn
-from maxattn.kernels.fa4 import Fa4
-from maxattn.kernels.requirements import is_here, remedy
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.table import is_here, remedy
 from maxattn.target import Target
 
 INSTALL = 'pip install "maxattn[fa4]", Python 3.12 or newer'

@@ -24,10 +24,10 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import softmax as sm
+from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Offset
-from maxattn.kernels.chunks import choose_chunks
-from maxattn.kernels.tiles import Tiles, cut, for_visits, join
+from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
+from maxattn.kernels.blockwise.tiles import Tiles, cut, for_visits, join
 from maxattn.masks import Mask
 from maxattn.target import Target
 
@@ -82,11 +82,11 @@ class MemoryEfficient:
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 return _forward_step(tiles.scores(i, q_i, j, mixed), tiles.v[j], *state)
 
-            out, lse = sm.finish(*for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i)))
+            out, lse = softmax.finish(*for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i)))
             return out.astype(q.dtype), lse
 
         out, lse = jax.lax.map(query_chunk, _rows(tiles))
-        return sm.merge_queries(join(out, 3, q.shape[1])), sm.merge_stats(join(lse, 3, q.shape[1]))
+        return softmax.merge_queries(join(out, 3, q.shape[1])), softmax.merge_stats(join(lse, 3, q.shape[1]))
 
     def backward(
         self,
@@ -105,7 +105,7 @@ class MemoryEfficient:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
         # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s - lse) overflow.
-        fills = (sm.BIG_LSE, 0.0, 0.0)
+        fills = (softmax.BIG_LSE, 0.0, 0.0)
         rows = _row_gradient(out, lse, dout, dlse, k.shape[2])
         given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(rows, fills, strict=True))
 
@@ -123,8 +123,8 @@ class MemoryEfficient:
 
         sums = _zero_gradients(tiles)
         (dk, dv, dbias), dq = jax.lax.scan(query_chunk, sums, (*_rows(tiles), *given))
-        dk, dv = (sm.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
-        return sm.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
+        dk, dv = (softmax.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
+        return softmax.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
 
     def _tiles(self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]) -> Tiles:
         if self.float32_qk_product:
@@ -141,22 +141,22 @@ def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
     # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i varies over.
     acc = jnp.zeros_like(q_i, jnp.float32)
-    return jnp.full_like(acc[..., 0], sm.NEG_INF), acc[..., 0], acc
+    return jnp.full_like(acc[..., 0], softmax.NEG_INF), acc[..., 0], acc
 
 
 def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple[Array, Array, Array]:
     """Fold one tile of scores into (m, l, O)."""
     m, l, decay, p = _folded(s, m, l)
     # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
-    acc = acc * decay[..., None] + sm.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
+    acc = acc * decay[..., None] + softmax.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
     return m, l, acc
 
 
 def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
     """Fold one tile of scores into (m, l), and return what earlier sums decay by and exp(s - m) too."""
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
-    decay = jnp.exp(m - jnp.where(m_new == sm.NEG_INF, 0.0, m_new))
-    p = sm.stable_exp(s, m_new)
+    decay = jnp.exp(m - jnp.where(m_new == softmax.NEG_INF, 0.0, m_new))
+    p = softmax.stable_exp(s, m_new)
     return m_new, l * decay + jnp.sum(p, axis=-1), decay, p
 
 
@@ -173,16 +173,16 @@ def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: A
 
     def near(lse: Array) -> tuple[Array, Array]:
         m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])
-        return sm.brought_near(m, l, lse)
+        return softmax.brought_near(m, l, lse)
 
-    level, lse = jax.lax.cond(sm.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse)
+    level, lse = jax.lax.cond(softmax.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse)
     return level[..., None], lse
 
 
 def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, Array, Array]:
-    stats = (sm.split_stats(x, kv_heads) for x in (lse, dlse))
-    rows = (sm.split_queries(x, kv_heads) for x in (out, dout))
-    return sm.row_gradient(*rows, *stats)
+    stats = (softmax.split_stats(x, kv_heads) for x in (lse, dlse))
+    rows = (softmax.split_queries(x, kv_heads) for x in (out, dout))
+    return softmax.row_gradient(*rows, *stats)
 
 
 def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
@@ -195,7 +195,7 @@ def _backward_step(
     dq_i: Array, dk: Array, dv: Array, dbias: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """Add one tile's share to (dq of this chunk, dk, dv, dbias)."""
-    dq, dk_j, dv_j, ds = sm.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
+    dq, dk_j, dv_j, ds = softmax.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
     if dbias is not None:
         dbias = tiles.add_bias_tile(dbias, ds, i, j)
     return dq_i + dq, dk.at[j].add(dk_j), dv.at[j].add(dv_j), dbias

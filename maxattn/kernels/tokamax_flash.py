@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels import splash
 from maxattn.kernels.base import Kernel
-from maxattn.kernels.requirements import is_here, remedy
-from maxattn.kernels.splash_calls import Library
-from maxattn.kernels.splash_tokamax import TokamaxSplash
-from maxattn.kernels.tokamax_mosaic import TokamaxMosaic
+from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
+from maxattn.kernels.splash import kernel as splash_kernel
+from maxattn.kernels.splash.calls import Library
+from maxattn.kernels.splash.tokamax import TokamaxSplash
+from maxattn.kernels.table import is_here, remedy
 from maxattn.target import Target
 
 LEAST_ON_GPU = "0.0.17"
@@ -23,7 +23,7 @@ UNSAID = "?"  # what the command line makes of `--with tokamax`
 
 
 @dataclass(frozen=True)
-class TokamaxFlash(splash.Splash):
+class TokamaxFlash(splash_kernel.Splash):
     """Compute attention with tokamax's splash; its backward is the fused one.
 
     Args:
@@ -40,12 +40,16 @@ class TokamaxFlash(splash.Splash):
         """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has Mosaic kernels."""
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
-        return splash.refusal("tokamax_flash", call, target)
+        return splash_kernel.refusal("tokamax_flash", call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Say for the kernel of the platform whether its backward repeats."""
-        return TokamaxMosaic.repeats(call, target) if target.platform == "gpu" else splash.Splash.repeats(call, target)
+        return (
+            TokamaxMosaic.repeats(call, target)
+            if target.platform == "gpu"
+            else splash_kernel.Splash.repeats(call, target)
+        )
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:

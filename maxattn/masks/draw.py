@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from maxattn._compat import is_tracer
 from maxattn.errors import InputError, Unsupported
+from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks import blocks
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
-from maxattn.norm_rotary import fused_row, norm_rotary, runs_here
-from maxattn.norms import QKNorm, check_qk_norm, make_qk_norm, normalise
+from maxattn.modules.norm_rope import fused_row, norm_rotary, runs_here
+from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 
 Heads = Float[Array, "B T N H"]

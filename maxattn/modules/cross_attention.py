@@ -15,7 +15,7 @@ from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.modules import checks
 from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase, linear_on_mesh
-from maxattn.norms import QKNorm
+from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary
 
 

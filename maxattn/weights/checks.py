@@ -13,8 +13,8 @@ import numpy as np
 
 from maxattn.errors import WeightsError
 from maxattn.weights import files
+from maxattn.weights.access import dtype_name, on_host, variable_at
 from maxattn.weights.names import Entry
-from maxattn.weights.places import dtype_name, on_host, variable_at
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
 LISTED = 12  # names of one kind that an error lists

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from maxattn.errors import WeightsError
-from maxattn.weights.stream import NAMES, Form, write
-from maxattn.weights.swap_in import INDEX, swap_in
+from maxattn.weights.atomic_save import INDEX, swap_in
+from maxattn.weights.safetensors_writer import NAMES, Form, write
 
 SHARD_BYTES = 5 * 2**30  # the largest file that `save_tensors` writes, unless one tensor is larger
 NOT_OURS = {"C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

@@ -16,10 +16,10 @@ from flax import nnx
 from maxattn import sharding
 from maxattn.errors import WeightsError
 from maxattn.weights import checks, files
+from maxattn.weights.access import dtype_name, on_host, variable_at
 from maxattn.weights.checks import LISTED
 from maxattn.weights.names import Entry, entries
-from maxattn.weights.places import dtype_name, on_host, variable_at
-from maxattn.weights.stream import Form
+from maxattn.weights.safetensors_writer import Form
 
 log = logging.getLogger("maxattn")
 

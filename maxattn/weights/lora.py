@@ -20,10 +20,10 @@ from flax import nnx
 
 from maxattn.errors import WeightsError, did_you_mean
 from maxattn.weights import checks
+from maxattn.weights.access import on_host, variable_at
 from maxattn.weights.checks import LISTED
 from maxattn.weights.lora_alphas import Strength, strength
 from maxattn.weights.names import Entry, entries
-from maxattn.weights.places import on_host, variable_at
 
 DOWN, UP = ("lora_A", "lora.down", "lora_down"), ("lora_B", "lora.up", "lora_up")
 _PART = re.compile(rf"(?P<layer>.+)\.(?P<part>{'|'.join(map(re.escape, (*DOWN, *UP)))})(?:\.default)?\.weight")

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from maxattn.config import AttentionConfig
-from maxattn.config_base import Section
+from maxattn.config.section import Section
 
 
 class ModelSettings(Section):

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from tests.config.settings import Settings
 
 KEYS = st.sampled_from([*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""])

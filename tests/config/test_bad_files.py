@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.config_errors import ConfigErrors
+from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 from tests.config.golden import GOLDEN, HERE, check
 from tests.config.settings import Settings

@@ -10,10 +10,9 @@ from typing import get_args
 
 import pytest
 
-from maxattn import config_rules as rules
-from maxattn.config import AttentionConfig, FlashBlockSizes
-from maxattn.config_base import Section
-from maxattn.config_errors import ConfigErrors
+from maxattn.config import AttentionConfig, FlashBlockSizes, rules
+from maxattn.config.errors import ConfigErrors
+from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError
 from tests.config.settings import ModelSettings, Settings, TrainingSettings
 

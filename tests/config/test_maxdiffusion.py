@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from maxattn.config import AttentionConfig
-from maxattn.config_errors import ConfigErrors
-from maxattn.config_maxdiffusion import KERNELS
-from maxattn.config_write import yaml_of
-from tests.cli.command import run
+from maxattn.config.errors import ConfigErrors
+from maxattn.config.maxdiffusion import KERNELS
+from maxattn.config.write import yaml_of
+from tests.tools.cli.command import run
 from tests.golden_text import check_golden
 
 FILES = Path(__file__).parent / "maxdiffusion"

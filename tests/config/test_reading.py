@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from maxattn.config import AttentionConfig, FlashBlockSizes
-from maxattn.config_errors import ConfigErrors
-from maxattn.config_yaml import parse
+from maxattn.config.document import parse
+from maxattn.config.errors import ConfigErrors
 from tests.config.settings import Settings
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxattn import config_schema
-from maxattn.cli import main
 from maxattn.config import AttentionConfig, FlashBlockSizes
-from maxattn.config_rules import PROGRAM_SECTIONS
-from maxattn.config_yaml import parse
+from maxattn.config import schema as config_schema
+from maxattn.config.document import parse
+from maxattn.config.rules import PROGRAM_SECTIONS
+from maxattn.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yml"))
@@ -71,7 +71,7 @@ def test_our_reading_of_the_shipped_files_is_that_of_any_yaml_reader():
 
 def test_the_committed_schema_is_the_models():
     assert config_schema.SCHEMA_PATH.read_text(encoding="utf-8") == config_schema.text(), (
-        "run python -m maxattn.config_schema"
+        "run python -m maxattn.config.schema"
     )
 
 

@@ -122,7 +122,7 @@ def test_the_keys_of_attention_change_no_number(overrides: dict[str, Any], small
     assert_same(loss_and_gradient(small.replace(**overrides)), on_one_device)
 
 
-# tests/context/test_wan_on_meshes.py compares the same with gradients on every run.
+# tests/context_parallel/test_wan_on_meshes.py compares the same with gradients on every run.
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str)
 def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], small: Settings, on_one_device: Any):

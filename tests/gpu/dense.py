@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from maxattn.kernels.fused import Fused
+from maxattn.kernels.fused.kernel import Fused
 
 HIGHEST = "highest"
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fa4_backward, fa4_launch, fa4_rounds
+from maxattn.kernels.fa4 import backward_steps, launch, split_queries
 from tests.cases import judge
 from tests.gpu.there import skip_unless_there
 from tests.reference import attention64, error
@@ -35,11 +35,11 @@ def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0, dtype: s
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_against_float64(case: tuple[int, ...], dtype: str) -> None:
     skip_unless_there("flash")
-    known = fa4_backward.made_apart() and fa4_launch.takes_parts(dtype, case[-1])
+    known = backward_steps.made_apart() and launch.takes_parts(dtype, case[-1])
     assert known, "fa4-jax is not as it is looked for"
     x, want = operands(*case, dtype=dtype)
-    assert fa4_rounds.tail_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
-    got = jax.jit(partial(fa4_rounds.backward, scale=case[-1] ** -0.5))(*x)
+    assert split_queries.tail_for(x[0].shape, x[1].shape), "no rows of this case are in parts"
+    got = jax.jit(partial(split_queries.backward, scale=case[-1] ** -0.5))(*x)
     names, wanted = ("dq", "dk", "dv"), (want.dq, want.dk, want.dv)
     errors = {n: error(g, w) for n, g, w in zip(names, got, wanted, strict=True)}
     if case[2] == 1:  # of one key no score matters: dq and dk are 0, and what they have is rounding alone
@@ -52,11 +52,11 @@ def test_the_last_keys_are_written_in_place() -> None:
     """A sum over tokens reads dV beside a matmul, as the gradient of a projection's bias does."""
     skip_unless_there("flash")
     x, _ = operands(1, 1500, 1530, 12, 128)
-    tail = fa4_rounds.tail_for(x[0].shape, x[1].shape)
+    tail = split_queries.tail_for(x[0].shape, x[1].shape)
     assert tail and tail.tiles * 128 < 1530, "all keys of this case are in parts"
 
     def program(w: jax.Array, *x: jax.Array) -> tuple:
-        *rest, dv = fa4_rounds.backward(*x, scale=128**-0.5)
+        *rest, dv = split_queries.backward(*x, scale=128**-0.5)
         dv = dv.reshape(1530, 12 * 128)
         return *rest, dv @ w, dv.sum(0)
 
@@ -69,7 +69,7 @@ def test_the_last_keys_are_written_in_place() -> None:
 def test_mapped_over() -> None:
     skip_unless_there("flash")
     made = [operands(1, 1500, 300, 12, 128, seed)[0] for seed in (0, 1)]
-    run = partial(fa4_rounds.backward, scale=128**-0.5)
+    run = partial(split_queries.backward, scale=128**-0.5)
     each = [jax.jit(run)(*x) for x in made]
     both = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*made, strict=True)))
     for i, want in enumerate(each):

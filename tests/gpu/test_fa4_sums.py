@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import key_blocks, sums
-from maxattn.kernels.fa4 import Fa4
+from maxattn.kernels import dq_accumulator, kv_block
+from maxattn.kernels.fa4.kernel import Fa4
 from tests.cases import judge
 from tests.gpu.there import skip_unless_there
 from tests.reference import attention64, error
@@ -27,19 +27,19 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, t, 3, head_dim)), "bfloat16") for t in (500, 1200, 1200, 500))
     want = attention64(q, k, v, dout=dout)
     out, lse = jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32)
-    blocks = jnp.split(key_blocks.as_one(k, v), 3, 2)
+    blocks = jnp.split(kv_block.as_one(k, v), 3, 2)
 
     @jax.jit
     def gradients(stacked, blocks, rows):
         # XLA hands slices over without a copy, and would then forget which results share memory with which operands.
         q, dout = stacked[0], stacked[1]
         rows = (*rows[:2], dout, rows[2])
-        made = sums.sums_of(Fa4(head_dim**-0.5), q, k[:, :400], rows)
+        made = dq_accumulator.sums_of(Fa4(head_dim**-0.5), q, k[:, :400], rows)
         found = []
         for keys in blocks:
             grads = None
             for cut in CUTS[cuts]:
-                grads = made.add(keys, key_blocks.Cut(*cut), grads)
+                grads = made.add(keys, kv_block.Cut(*cut), grads)
             found.append(grads)
         return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4Sums"
 

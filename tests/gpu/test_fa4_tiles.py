@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fa4_tiles
-from maxattn.kernels.fa4_sizes import Tile
+from maxattn.kernels.fa4 import block_sparse
+from maxattn.kernels.fa4.tile_sizes import Tile
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (1, 0, None)])
@@ -22,14 +22,14 @@ def test_a_mapped_axis_becomes_part_of_the_batch(axes: tuple[Any, ...], monkeypa
         scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
 
-    monkeypatch.setattr(fa4_tiles, "forward", forward)
+    monkeypatch.setattr(block_sparse, "forward", forward)
     rng, tile = np.random.default_rng(0), Tile(192, 128)
     shapes = [(2, length, 4, 8) for length in (5, 7, 7)]
     mapped = [s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, axes, strict=True)]
     x = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in mapped]
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return fa4_tiles.whole(q, k, v, 0.5, tile)
+        return block_sparse.whole(q, k, v, 0.5, tile)
 
     got = jax.vmap(run, in_axes=axes)(*x)
     q, k, *rest = launches[-1]  # the first is a trace for the rule, of which nothing is left

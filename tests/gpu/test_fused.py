@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fused_masks as fm
-from maxattn.kernels.fused_pieces import fits_shards, pieces, shifts
+from maxattn.kernels.fused import masks
+from maxattn.kernels.fused.pieces import fits_shards, pieces, shifts
 from maxattn.masks import Full
 from tests.cases import BIASES, HEADS, LENGTHS, MASKS, allowed, arrays
 from tests.gpu.dense import DenseLibrary
@@ -28,7 +28,7 @@ def legal(case: dict) -> bool:
     """Between shards, kernels take bands where queries and keys are split alike."""
     t, s = LENGTHS[case["length"]]
     mask = MASKS[case["mask"]](1, 1, t, s)
-    return not case["traced"] or mask is None or fits_shards(fm.split(mask.bind(t, s)), t, s)
+    return not case["traced"] or mask is None or fits_shards(masks.split(mask.bind(t, s)), t, s)
 
 
 @pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values())))
@@ -51,9 +51,11 @@ def test_around_a_dense_library(case: dict) -> None:
     assert BIASES[case["bias"]] is None and max(errors.values()) < 2e-5, errors
 
 
-@pytest.mark.parametrize("band", [fm.Band(), fm.Band(None, 0), fm.Band(4, 0), fm.Band(3, 5), fm.Band(2, None)])
+@pytest.mark.parametrize(
+    "band", [masks.Band(), masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(2, None)]
+)
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (9, 6), (1, 7)])
-def test_pieces_say_the_band_at_every_shift(band: fm.Band, lengths: tuple[int, int]) -> None:
+def test_pieces_say_the_band_at_every_shift(band: masks.Band, lengths: tuple[int, int]) -> None:
     t, s = lengths
     for shift in range(-t - 8, s + 8):
         want = _band(band, shift, t, s)
@@ -61,13 +63,13 @@ def test_pieces_say_the_band_at_every_shift(band: fm.Band, lengths: tuple[int, i
         for p in pieces(band, shift, t, s):
             assert p.left is None or p.left >= 0
             assert p.right is None or p.right >= 0
-            got[p.q0 : p.q1, p.k0 : p.k1] += _band(fm.Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0)
+            got[p.q0 : p.q1, p.k0 : p.k1] += _band(masks.Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0)
         assert (got == want).all(), (band, shift, pieces(band, shift, t, s))
 
 
-@pytest.mark.parametrize("band", [fm.Band(None, 0), fm.Band(4, 0), fm.Band(3, 5), fm.Band(None, 0, 7)])
+@pytest.mark.parametrize("band", [masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(None, 0, 7)])
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (12, 4)])
-def test_shifts_hold_every_distance_of_shards(band: fm.Band, lengths: tuple[int, int]) -> None:
+def test_shifts_hold_every_distance_of_shards(band: masks.Band, lengths: tuple[int, int]) -> None:
     t, s = lengths
     cases = shifts(band, t, s)
     for i in range(6):
@@ -78,7 +80,7 @@ def test_shifts_hold_every_distance_of_shards(band: fm.Band, lengths: tuple[int,
             assert (_band(band, nearest, t, s) == _band(band, shift, t, s)).all()
 
 
-def _band(band: fm.Band, shift: int, t: int, s: int) -> np.ndarray:
+def _band(band: masks.Band, shift: int, t: int, s: int) -> np.ndarray:
     row, key = np.arange(t)[:, None] + shift, np.arange(s)[None]
     low = np.ones((t, s), bool) if band.left is None else key >= row - band.left
     return low if band.right is None else low & (key <= row + band.right)

@@ -12,8 +12,8 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.kernels.fa4 import Fa4
-from maxattn.kernels.fa4_sizes import takes_lists
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.tile_sizes import takes_lists
 from tests.cases import TOLERANCE
 from tests.gpu.there import skip_unless_there
 from tests.reference import attention64, error

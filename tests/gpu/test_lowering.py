@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import fa4, fa4_pairs, tokamax_mosaic
-from maxattn.kernels import fused_masks as fm
-from maxattn.kernels import splash_mask as sm
-from maxattn.kernels.fused_pieces import Piece, pieces
+from maxattn.kernels.fa4 import kernel, mask_inputs
+from maxattn.kernels.fused import masks as fused_masks
+from maxattn.kernels.fused import tokamax_mosaic
+from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.splash import mask_info
 from tests.cases import LENGTHS, MASKS, allowed
 
 PAIRS = [name for name in MASKS if name not in ("full", "dense", "dense heads", "not segments")]
@@ -32,9 +33,9 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
     q, k, t, s = arrays(length)
     mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
-    if not isinstance(sm.split(mask), sm.Split):
+    if not isinstance(mask_info.split(mask), mask_info.Split):
         pytest.skip("not for FlashAttention-4")
-    piece, found = fa4_pairs.pairs_of(mask, q, k, 0, 0)
+    piece, found = mask_inputs.pairs_of(mask, q, k, 0, 0)
     ok = in_band(piece.left, piece.right, t, s)[None]
     if found.lo is not None:
         key = np.arange(s)
@@ -51,7 +52,7 @@ def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
 def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
     q, k, t, s = arrays(length)
     mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
-    if tokamax_mosaic._refuse_rows(fm.split(mask)) is not None:
+    if tokamax_mosaic._refuse_rows(fused_masks.split(mask)) is not None:
         pytest.skip("several intervals")
     _, found = tokamax_mosaic._intervals(mask, q, k, 0, 0)
     key = np.arange(s)
@@ -65,13 +66,13 @@ def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
 def test_a_band_as_flash_attention_counts_it(band: tuple, lengths: tuple[int, int]) -> None:
     t, s = lengths
     for shift in range(-t - 6, s + 6):
-        for piece in pieces(fm.Band(*band), shift, t, s):
+        for piece in pieces(fused_masks.Band(*band), shift, t, s):
             _same_band(piece)
 
 
 def _same_band(piece: Piece) -> None:
     t, s = piece.q1 - piece.q0, piece.k1 - piece.k0
-    queries, keys, (left, right) = fa4._fitted(piece, t, s)
+    queries, keys, (left, right) = kernel._fitted(piece, t, s)
     assert (left is None or left >= 0) and (right is None or right >= 0)
     want = in_band(piece.left, piece.right, t, s)
     got = np.zeros((t, s), bool)

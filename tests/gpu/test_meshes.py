@@ -16,7 +16,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.attention import run
-from maxattn.context.balance import Balance
+from maxattn.context_parallel.ring.zigzag_pays import Balance
 from maxattn.errors import Unsupported
 from tests.cases import judge, run_case
 from tests.gpu.there import skip_unless_there

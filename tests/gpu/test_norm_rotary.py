@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn import norm_rotary
-from maxattn.norm_rotary_triton import Row
+from maxattn.modules import norm_rope
+from maxattn.modules.norm_rope_triton import Row
 from tests.gpu.there import skip_unless_there
 from tests.test_norm_rotary import CASES, error, float32, made
 
@@ -23,10 +23,10 @@ LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 def judged(row: Row, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> Any:
     """Return the errors of the result and of all gradients."""
     x, dy, vectors, tables = jnp.asarray(x, dtype), jnp.asarray(dy, dtype), float32(vectors), float32(tables)
-    got, pull = jax.vjp(lambda *of: norm_rotary._on_shard(row, False, *of), x, vectors, tables)
+    got, pull = jax.vjp(lambda *of: norm_rope._on_shard(row, False, *of), x, vectors, tables)
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
     steps = jax.vjp(
-        lambda x, v: norm_rotary._in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(x.shape),
+        lambda x, v: norm_rope._in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(x.shape),
         x.astype(jnp.float32), vectors,
     )  # fmt: skip
     wanted = steps[0], *steps[1](dy.astype(jnp.float32))

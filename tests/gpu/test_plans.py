@@ -9,8 +9,9 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
-from maxattn.kernels import KERNELS, auto_gpu
-from maxattn.shapes import SHAPES, read
+from maxattn.kernels import KERNELS
+from maxattn.kernels.auto import gpu
+from maxattn.tools.model_shapes import SHAPES, read
 from tests.golden_text import check_golden
 
 EXTRAS = (("tokamax", "0.0.17"), ("fa4-jax", "0.1.0"), ("transformer-engine-jax", "2.20.2"))
@@ -94,7 +95,7 @@ def test_refused(name: str) -> None:
 
 
 def test_the_table_names_kernels_and_every_time_is_one() -> None:
-    for entries in auto_gpu.read_tables().values():
+    for entries in gpu.read_tables().values():
         for entry in entries:
             assert {name for name, _ in (*entry.forward, *entry.backward)} <= set(KERNELS)
             assert all(ms > 0 for _, ms in (*entry.forward, *entry.backward))
@@ -103,10 +104,10 @@ def test_the_table_names_kernels_and_every_time_is_one() -> None:
 @pytest.mark.parametrize("name", ["sdxl-cross", "sdxl-32", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p"])
 def test_auto_takes_the_fastest_of_the_measured_shape(name: str) -> None:
     shape = SHAPES[name]
-    entry = auto_gpu.nearest(shape.call(), auto_gpu.read_tables()["NVIDIA H200"])
+    entry = gpu.nearest(shape.call(), gpu.read_tables()["NVIDIA H200"])
     size = (shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim)
     assert entry.shape == size
-    first = auto_gpu.order(shape.call(), H200)[0][0].split("/")
+    first = gpu.order(shape.call(), H200)[0][0].split("/")
     assert (first[0], first[-1]) == (entry.forward[0][0], entry.backward[0][0])
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels import fa4_pairs, fa4_sizes
-from maxattn.kernels.tile_lists import TileLists, tally, tiling
-from maxattn.kernels.tile_lists import visited as visited_pairs
+from maxattn.kernels.fa4 import mask_inputs, tile_sizes
+from maxattn.kernels.fa4.block_sparse_lists import TileLists, tally, tiling
+from maxattn.kernels.fa4.block_sparse_lists import visited as visited_pairs
 from tests.cases import LENGTHS, MASKS
 
 POSITIONS = ["window", "block window", "block causal", "video", "window | sink", "rows empty"]
@@ -96,12 +96,12 @@ def test_pairs_pass_as_the_mask_says(name: str, traced: bool) -> None:
     assert plain is not None
     mask = (plain & M.BlockSlidingWindow(9, 4) if name.endswith(" & window") else plain).bind(t, s, 3, 2)
     q, k, offset = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8)), jnp.int32(0) if traced else 0
-    _, pairs = fa4_pairs.listed(mask, q, k, offset, 0)
-    arrays = tuple(np.asarray(x) for x in fa4_pairs.arrays(pairs))
+    _, pairs = mask_inputs.listed(mask, q, k, offset, 0)
+    arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
     at = np.arange(3)[:, None, None], np.arange(t)[None, :, None], np.arange(s)[None, None]
     want = np.broadcast_to(np.asarray(mask.allowed(np.arange(t), np.arange(s)))[:, 0], (3, t, s))
     assert (np.broadcast_to(pairs.tiles.test(*at, arrays, np), want.shape) == want).all()
-    assert fa4_pairs.all_see(pairs) <= want.any(-1).all()
+    assert mask_inputs.all_see(pairs) <= want.any(-1).all()
     hash(pairs.tiles.test)
 
 
@@ -110,8 +110,8 @@ def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
     """As in a ring: positions of the first query and key that are not 0."""
     mask, (t, s), starts = M.BlockSlidingWindow(9, 2).bind(60, 60), (25, 30), (20, 10)
     q, k = jnp.zeros((1, t, 2, 8)), jnp.zeros((1, s, 2, 8))
-    _, pairs = fa4_pairs.listed(mask, q, k, *(map(jnp.int32, starts) if traced else starts))
-    arrays = tuple(np.asarray(x) for x in fa4_pairs.arrays(pairs))
+    _, pairs = mask_inputs.listed(mask, q, k, *(map(jnp.int32, starts) if traced else starts))
+    arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
     got = pairs.tiles.test(0, np.arange(t)[:, None], np.arange(s)[None], arrays, np)
     want = np.asarray(mask.allowed(np.arange(t), np.arange(s), *starts))[0, 0]
     assert want.any() and not want.all() and (got == want).all()
@@ -120,9 +120,9 @@ def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
     """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the forward."""
-    tile, width = fa4_sizes.forward_tile(head_dim), -(-head_dim // 16) * 16
+    tile, width = tile_sizes.forward_tile(head_dim), -(-head_dim // 16) * 16
     scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0  # there P is stored beside them
-    results = tile.queries * width if fa4_sizes.stays(head_dim, 4) else 0  # else they take the place of Q
+    results = tile.queries * width if tile_sizes.stays(head_dim, 4) else 0  # else they take the place of Q
     numbers = tile.queries * width + 4 * tile.keys * width + scores + results
     assert 2 * numbers + 1024 <= 227 * 1024
 
@@ -131,11 +131,11 @@ def test_smaller_tiles_where_they_skip_more() -> None:
     """Blocks of 256 are two tiles of 128; the more of them are seen, the less do tiles of 192 visit in vain."""
     for block, window, want in ((256, 2, (128, 128)), (256, 16, (192, 128)), (1560, 4, (192, 128))):
         mask = M.BlockSlidingWindow(block, window).bind(12 * block, 12 * block)
-        tile = fa4_sizes.forward_tile(64, lambda tile, mask=mask, n=12 * block: visited_pairs(mask, tile, (n, n)))
+        tile = tile_sizes.forward_tile(64, lambda tile, mask=mask, n=12 * block: visited_pairs(mask, tile, (n, n)))
         assert tile == want
-    assert fa4_sizes.forward_tile(64) == (192, 128)
+    assert tile_sizes.forward_tile(64) == (192, 128)
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:
-    assert fa4_sizes.takes_lists("0.1.0", "NVIDIA H200") and fa4_sizes.takes_lists("0.1.3", "NVIDIA H100 80GB HBM3")
-    assert not fa4_sizes.takes_lists("0.2.0", "NVIDIA H200") and not fa4_sizes.takes_lists("0.1.0", "NVIDIA B200")
+    assert tile_sizes.takes_lists("0.1.0", "NVIDIA H200") and tile_sizes.takes_lists("0.1.3", "NVIDIA H100 80GB HBM3")
+    assert not tile_sizes.takes_lists("0.2.0", "NVIDIA H200") and not tile_sizes.takes_lists("0.1.0", "NVIDIA B200")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.tile_lists import tiling
-from maxattn.kernels.tile_order import PROCESSORS, Order, at_turn, order_of
+from maxattn.kernels.fa4.block_sparse_lists import tiling
+from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_turn, order_of
 
 ORDERS = [Order(), Order(True)]
 ORDERS += [Order(*x) for x in ((False, 3, 2), (True, 3, 2), (True, 9, 4), (False, 1, 6), (True, 4))]

@@ -17,12 +17,12 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
-from maxattn.context.merge import merge
+from maxattn.context_parallel.lse_merge import merge
 from maxattn.errors import Unsupported
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.splash import Splash
-from maxattn.kernels.splash_mask import mask_info, rows_of, schedule, tile_kinds
-from maxattn.kernels.splash_rows import OneInterval, Positions, Shards, encode
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
+from maxattn.kernels.splash.mask_info import mask_info, rows_of, schedule, tile_kinds
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
 

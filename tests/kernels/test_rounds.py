@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.kernels import fa4_backward, fa4_calls, fa4_rounds
-from maxattn.kernels.fa4 import Fa4
-from maxattn.kernels.fa4_rounds import LAUNCH, SUMS, Tail, tail_for, tail_of
-from maxattn.kernels.fa4_sizes import processors, whole_tile
-from maxattn.kernels.fused_pieces import Piece
-from maxattn.kernels.key_blocks import Shares
-from maxattn.kernels.sums import shares_of
-from maxattn.kernels.tile_order import START
-from maxattn.shapes import SHAPES, read
+from maxattn.kernels.dq_accumulator import shares_of
+from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.launch_order import START
+from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, Tail, tail_for, tail_of
+from maxattn.kernels.fa4.tile_sizes import processors, whole_tile
+from maxattn.kernels.fused.pieces import Piece
+from maxattn.kernels.kv_block import Shares
+from maxattn.tools.model_shapes import SHAPES, read
 from tests.reference import attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
@@ -194,15 +194,15 @@ def test_parts_of_a_backward_are_put_together(sizes: tuple, mapped: bool, monkey
 
     def rows(x, scale):
         whole.append(x)
-        return fa4_rounds._in_parts(x, scale, Tail(1, 1))
+        return split_queries._in_parts(x, scale, Tail(1, 1))
 
     stubs = {"takes_parts": lambda *_: True, "tail_for": lambda *_: tail, "_whole": rows}
     for name, stub in stubs.items():
-        monkeypatch.setattr(fa4_rounds, name, stub)
-    monkeypatch.setattr(fa4_backward, "Launches", Launches)
-    monkeypatch.setattr(fa4_backward, "made_apart", lambda: True)
+        monkeypatch.setattr(split_queries, name, stub)
+    monkeypatch.setattr(backward_steps, "Launches", Launches)
+    monkeypatch.setattr(backward_steps, "made_apart", lambda: True)
     x = q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout
-    run = partial(fa4_rounds.backward, scale=h**-0.5)
+    run = partial(split_queries.backward, scale=h**-0.5)
     if mapped:
         several = (a if a is k else jnp.stack([jnp.zeros_like(a), a]) for a in x)
         got = [g[1] for g in jax.vmap(run, (0, None, 0, 0, 0, 0))(*several)]
@@ -220,8 +220,8 @@ def test_only_kernels_that_we_launch_are_in_parts(launched: bool, monkeypatch: p
         asked.append(x[-1])
         return x[:3]
 
-    monkeypatch.setattr(fa4_rounds, "backward", parts)
-    monkeypatch.setattr(fa4_calls, "fa4_backward", lambda *x: x[:3])
+    monkeypatch.setattr(split_queries, "backward", parts)
+    monkeypatch.setattr(primitives, "fa4_backward", lambda *x: x[:3])
     kernel, x = Fa4(1.0, launched=launched, processors=78), jnp.zeros((1, 4096, 12, 128), "bfloat16")
     whole, causal = Piece(0, 4096, 0, 4096), Piece(0, 4096, 0, 4096, None, 0)
     kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, whole, None)

@@ -13,7 +13,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
 from maxattn.errors import Unsupported
-from maxattn.kernels.splash_tokamax import steps
+from maxattn.kernels.splash.tokamax import steps
 from maxattn.kernels.tokamax_flash import TokamaxFlash
 from tests.golden_text import check_golden
 from tests.kernels.test_flash import POSITIONS, SHARD, VIDEO, call, whole

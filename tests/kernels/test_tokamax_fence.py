@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxattn.kernels.tokamax_mosaic import NEEDS, _numbers
+from maxattn.kernels.fused.tokamax_mosaic import NEEDS, _numbers
 from tests.jaxprs import equations
 
 BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 64}
@@ -35,7 +35,7 @@ def test_one_fence_before_places_are_free_again() -> None:
         pytest.skip(f"tokamax {found} has another backward for GPUs; maxattn takes it from 0.0.17 on")
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as theirs
 
-    from maxattn.kernels.tokamax_fence import backward_module
+    from maxattn.kernels.fused.tokamax_fence import backward_module
 
     ours, fence = primitives(backward_module().sm90), "inline_mgpu_p"
     assert fence not in primitives(theirs)

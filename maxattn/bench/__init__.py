@@ -1,8 +1,0 @@
-"""Measuring attention: device time, TFLOP/s, memory and error of every kernel that this machine can run."""
-
-from __future__ import annotations
-
-from maxattn.bench.measure import Row, bench
-from maxattn.bench.report import as_table, to_json
-
-__all__ = ["Row", "as_table", "bench", "to_json"]

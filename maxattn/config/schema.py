@@ -1,0 +1,49 @@
+"""Writes the JSON schema of a config, with which editors complete and check the YAML files.
+
+Run `python -m maxattn.config.schema` after a change of `config.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from maxattn.config.rules import PROGRAM_SECTIONS
+from maxattn.config.settings import AttentionConfig, FlashBlockSizes
+
+SCHEMA_PATH = Path(__file__).parents[1] / "maxattn.schema.json"
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of `AttentionConfig`, with the program's sections as open objects."""
+    made = AttentionConfig.model_json_schema()
+    _describe(made["properties"], AttentionConfig)
+    _describe(made["$defs"]["FlashBlockSizes"]["properties"], FlashBlockSizes)
+    section = {"type": ["object", "null"], "description": "Settings of the program around attention."}
+    made["properties"] |= dict.fromkeys(PROGRAM_SECTIONS, section)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def _describe(properties: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add to each property the string that stands below its field in the source."""
+    body = ast.parse(inspect.getsource(model)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for field, words in pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(words, ast.Expr):
+            properties[field.target.id]["description"] = ast.literal_eval(words.value)
+
+
+def text() -> str:
+    """Return the schema as it stands in the committed file."""
+    return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA_PATH.write_text(text(), encoding="utf-8")
+    print(f"wrote {SCHEMA_PATH}")

@@ -1,0 +1,331 @@
+"""`AttentionConfig`: every setting of attention, validated where it is written.
+
+Reading YAML is in `load.py`, rules between keys in `rules.py`; the choices that follow from the
+settings are made in `plan.py`, none here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+
+from annotated_types import Ge
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from maxattn.config import rules
+from maxattn.config.rules import AXES, Attention, Axis, Fallback, Hardware, Kernel, RematPolicy, Role, Strategy
+from maxattn.config.section import Section
+from maxattn.errors import ConfigError, InputError, did_you_mean
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from maxattn.config.maxdiffusion import Imported
+    from maxattn.config.overrides import Overrides
+
+
+def _broken(rule: str, remedy: str) -> PydanticCustomError:
+    return PydanticCustomError("maxattn", "{rule}", {"rule": rule, "remedy": remedy})
+
+
+def _positive_or_rest(value: int) -> int:
+    if value == -1 or value > 0:
+        return value
+    raise _broken("a positive whole number, or -1", "write 1 or more, or -1")
+
+
+def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    if not axes:
+        raise _broken("a mesh has at least one axis", f"write [{', '.join(AXES)}], or some of them")
+    twice = [axis for place, axis in enumerate(axes) if axis in axes[:place]]
+    if twice:
+        raise _broken(f"each axis once; '{twice[0]}' is there twice", "remove one of them")
+    return axes
+
+
+def _not_a_strategy(value: Any) -> Any:
+    if isinstance(value, str) and value in rules.PAIRS:
+        kernels = ", ".join(get_args(Kernel))
+        raise _broken(f"one of {kernels}; {value} is a strategy of self-attention", f"write `attention: {value}`")
+    return value
+
+
+Positive = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+PositiveOrRest = Annotated[
+    int,
+    AfterValidator(_positive_or_rest),
+    WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}),
+]
+KernelName = Annotated[Kernel, BeforeValidator(_not_a_strategy)]
+Axes = Annotated[
+    tuple[Axis, ...],
+    AfterValidator(_some_and_each_once),
+    WithJsonSchema({"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}),
+]
+
+
+class FlashBlockSizes(Section):
+    """Hold the tile sizes, in tokens, of the flash kernels; a key that is not set is the kernel's to choose."""
+
+    block_q: Positive | None = None
+    """Query tokens per tile, forward."""
+    block_kv: Positive | None = None
+    """Key tokens fetched per tile, forward."""
+    block_kv_compute: Positive | None = None
+    """Key tokens computed at once, forward; divides block_kv."""
+    block_q_dkv: Positive | None = None
+    """Query tokens per tile in the backward of K and V (of Q too when fused); divides block_q."""
+    block_kv_dkv: Positive | None = None
+    """Key tokens fetched per tile in the backward of K and V; divides block_kv."""
+    block_kv_dkv_compute: Positive | None = None
+    """Key tokens computed at once in the backward of K and V; divides block_kv_dkv."""
+    block_q_dq: Positive | None = None
+    """Query tokens per tile in the separate backward of Q; divides block_q."""
+    block_kv_dq: Positive | None = None
+    """Key tokens per tile in the separate backward of Q; divides block_kv."""
+    use_fused_bwd_kernel: bool | None = None
+    """Compute dQ, dK and dV in one kernel: usually faster, for a little more memory."""
+
+
+class AttentionConfig(Section):
+    """Hold every setting of attention. Each key is documented at its field and in `configs/attention.yml`.
+
+    Raises:
+        ConfigErrors: for every wrong key and value at once.
+    """
+
+    attention: Attention = "auto"
+    """Kernel of self-attention, or a context strategy with the best kernel inside it."""
+    attention_kernel: KernelName | None = None
+    """Kernel inside a context strategy; unset: the one `attention` names, or the best."""
+    cross_attention: KernelName = "auto"
+    """Kernel of cross-attention: its K and V are short and replicated, so it takes no strategy."""
+    context_parallel: Strategy = "auto"
+    """How self-attention sees the whole sequence when the context axis has more than one device."""
+    flash_block_sizes: FlashBlockSizes = FlashBlockSizes()
+    """Tile sizes of the flash kernels."""
+    flash_min_seq_length: NotNegative = 0
+    """Query lengths below this run dot_product instead of a flash kernel."""
+    mask_padding_tokens: bool = True
+    """Mask the padding that the caller's mask names; false is faster, and attends to it."""
+    split_head_dim: bool = True
+    """Layout of the dense products only; both values give equal results."""
+    float32_qk_product: bool = False
+    """Cast Q and K to float32 before their product; false keeps their dtype, and accumulates in float32."""
+    use_memory_efficient_attention: bool = False
+    """Run dot_product blockwise, in memory that grows with the length and not with its square."""
+    query_chunk_size: Positive | None = None
+    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128; see key_chunk_size."""
+    key_chunk_size: Positive | None = None
+    """Keys per block of memory-efficient dot_product; unset: 16384. Causal and windowed masks: both up to 1024."""
+    hardware: Hardware | None = None
+    """The platform that must be there, and that plans are made for; unset: the one that is."""
+
+    mesh_axes: Axes = AXES
+    """Axes of the device mesh, outermost first."""
+    ici_data_parallelism: PositiveOrRest = -1
+    """Devices of a slice over the batch; -1 takes what is left."""
+    ici_fsdp_parallelism: PositiveOrRest = 1
+    """Devices of a slice over the batch and the parameters."""
+    ici_context_parallelism: PositiveOrRest = 1
+    """Devices of a slice over the sequence."""
+    ici_tensor_parallelism: PositiveOrRest = 1
+    """Devices of a slice over the heads."""
+    dcn_data_parallelism: PositiveOrRest = -1
+    """Slices over the batch; -1 takes what is left."""
+    dcn_fsdp_parallelism: PositiveOrRest = 1
+    """Slices over the batch and the parameters."""
+    dcn_context_parallelism: PositiveOrRest = 1
+    """Slices over the sequence."""
+    dcn_tensor_parallelism: PositiveOrRest = 1
+    """Slices over the heads."""
+    ici_fsdp_batch_parallelism: PositiveOrRest | None = None
+    """GPU spelling: when set, it sets the fsdp axis, and ici_fsdp_parallelism sets context."""
+    attention_sharding_uniform: bool = True
+    """False: where no strategy is named, self-attention splits its heads over context (ulysses)."""
+
+    use_base2_exp: bool = False
+    """Compute the softmax with exp2, in the kernels that can."""
+    use_experimental_scheduler: bool = False
+    """Ask the TPU compiler for its experimental scheduler, in the kernels that can."""
+    ulysses_shards: PositiveOrRest = -1
+    """Devices of the context axis that exchange heads under ulysses_ring; -1 chooses."""
+    ulysses_attention_chunks: Positive = 1
+    """Groups of heads that ulysses exchanges one after the other, to overlap with compute."""
+    deterministic: bool = False
+    """Use only kernels whose backward repeats bit for bit; refuse the others."""
+    remat_policy: RematPolicy = "NONE"
+    """What a training step recomputes in the backward pass."""
+    fallback: Fallback | None = None
+    """When what was asked cannot run: error, warn or allow another; unset: see `fallback_for`."""
+
+    enable_jax_named_scopes: bool = False
+    """Name the phases of attention in profiles."""
+    enable_profiler: bool = False
+    """Record a profile of some training steps."""
+    profiler_steps: Positive = 3
+    """Steps to record."""
+    skip_first_n_steps_for_profiler: NotNegative = 5
+    """Steps to run before recording."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_block_sizes(cls, data: Any) -> Any:
+        # `flash_block_sizes:` with all of its lines commented out reads as null.
+        if isinstance(data, dict) and data.get("flash_block_sizes", ...) is None:
+            return {key: value for key, value in data.items() if key != "flash_block_sizes"}
+        return data
+
+    @classmethod
+    def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
+        """Let the data axis, when it is not set, take what is left only if no other axis does."""
+        return rules.data_defaults(values, given)
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Yield one error for each pair of keys that cannot both be meant."""
+        return rules.contradictions(values)
+
+    def kernel_for(self, role: Role) -> str:
+        """Return the kernel that the settings name for a role, "auto" when they leave it open.
+
+        Args:
+            role: "self" or "cross".
+        """
+        if _checked(role) == "cross":
+            return self.cross_attention
+        named = rules.kernel_and_strategy(self.attention)[0]
+        return named if named != "auto" else self.attention_kernel or "auto"
+
+    def strategy_for(self, role: Role) -> str:
+        """Return the context strategy that the settings name for a role, "auto" when they leave it open.
+
+        Args:
+            role: "self", or "cross", whose strategy is always "none".
+        """
+        if _checked(role) == "cross":
+            return "none"
+        named = rules.kernel_and_strategy(self.attention)[1]
+        return named if named != "auto" else self.context_parallel
+
+    def fallback_for(self, role: Role) -> Fallback:
+        """Return what to do when the asked kernel or strategy cannot run.
+
+        `fallback` when it is set; else "error" when the user named a kernel or a strategy, "warn" when both are open.
+
+        Args:
+            role: "self" or "cross".
+        """
+        if self.fallback is not None:
+            return self.fallback
+        named = self.kernel_for(role) != "auto" or self.strategy_for(role) not in ("auto", "none")
+        return "error" if named else "warn"
+
+    def spelling_note(self) -> str | None:
+        """Say how `attention` was read, when it is a spelling that names a kernel and a strategy in one word."""
+        if not rules.is_foreign(self.attention):
+            return None
+        kernel, strategy = rules.kernel_and_strategy(self.attention)
+        return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
+
+    def axis_parallelism(self) -> dict[str, tuple[int, int]]:
+        """Return (devices of a slice, slices) for each axis of `mesh_axes`, the GPU spelling applied; -1 is open."""
+        ici, dcn = ({axis: size for axis, size, _ in rules.axis_settings(self.__dict__, k)} for k in ("ici", "dcn"))
+        return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
+
+    def axis_mapping_note(self) -> str | None:
+        """Say which axes the GPU spelling set, when it is in use."""
+        if self.ici_fsdp_batch_parallelism is None:
+            return None
+        return (
+            f"ici_fsdp_batch_parallelism={self.ici_fsdp_batch_parallelism} sets the fsdp axis, "
+            f"ici_fsdp_parallelism={self.ici_fsdp_parallelism} sets the context axis"
+        )
+
+    def make_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """Build the device mesh of `mesh_axes` and the parallelisms.
+
+        Args:
+            devices: default all devices of the process.
+
+        Raises:
+            InputError: for what is no list of devices.
+            MeshError: the parallelisms do not multiply to the number of devices.
+        """
+        from maxattn.sharding import make_mesh
+
+        return make_mesh(self, _listed(devices))
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Self:
+        """Read a YAML file, apply overrides, and validate.
+
+        The top-level mappings `model`, `data`, `training` and `sampling` belong to the program around attention:
+        they are left alone, unless a subclass declares a field of that name.
+
+        Args:
+            path: the file.
+            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins. A dict of values
+                by key says the same.
+
+        Raises:
+            ConfigErrors: for everything wrong in the file and the overrides at once, with file and line.
+        """
+        from maxattn.config.load import check_path, load
+
+        check_path(path)
+        return load(cls, path, overrides)
+
+    @classmethod
+    def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Imported:
+        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is named and left out.
+
+        Args:
+            path: the file.
+            overrides: as for `from_yaml`, in our names, applied last.
+
+        Returns:
+            (config, left_out, notes): the settings, the names of the keys that were not taken, and what was read
+            otherwise than it was written.
+
+        Raises:
+            ConfigErrors: for everything wrong in the keys that are taken, with file and line.
+        """
+        from maxattn.config.maxdiffusion import load
+
+        return load(cls, path, overrides)
+
+    @classmethod
+    def from_overrides(cls, overrides: Overrides) -> Self:
+        """Build a config from defaults and `key=value` overrides.
+
+        Args:
+            overrides: as for `from_yaml`.
+
+        Raises:
+            ConfigErrors: for everything wrong at once, with the override's number.
+        """
+        from maxattn.config.load import load
+
+        return load(cls, None, overrides)
+
+
+def _listed(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None:
+    from jax import Device
+
+    listed = list(devices) if isinstance(devices, Iterable) else [devices]
+    if devices is None or (isinstance(devices, Iterable) and listed and all(isinstance(d, Device) for d in listed)):
+        return None if devices is None else listed
+    count = devices if type(devices) is int and devices > 0 else 4
+    raise InputError("devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]")
+
+
+def _checked(role: str) -> str:
+    if role not in ("self", "cross"):
+        remedy = did_you_mean(role, ("self", "cross")) or "write self or cross"
+        raise InputError("role", role, "one of self, cross", remedy)
+    return role

@@ -1,0 +1,1 @@
+"""`context_parallel: auto`: which strategy, by arithmetic."""

@@ -1,0 +1,91 @@
+"""`context_parallel: auto`: the strategy with the shortest step, among those that can run and fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.context_parallel.all_gather import AllGather, WholeKeys
+from maxattn.context_parallel.auto.cost import Cost, cost_of
+from maxattn.context_parallel.base import Strategy, readable
+from maxattn.context_parallel.ring.ring import Ring
+from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
+from maxattn.devices import machine_of
+from maxattn.masks import KeyLimit
+from maxattn.sharding import MeshShape
+from maxattn.target import Target
+
+# In the order of preference where two take equally long: fewer moving parts first.
+CANDIDATES: Mapping[str, type[WholeKeys]] = {
+    "all_gather": AllGather, "ulysses": Ulysses, "ring": Ring, "ulysses_ring": UlyssesRing,
+}  # fmt: skip
+EQUAL = 1.02  # times that differ by less are taken as equal
+SHARE = 0.5  # of the memory, for what the strategy holds: the model needs the rest
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold what was chosen, and the sums it was chosen by, one a line."""
+
+    strategy: Strategy
+    sums: tuple[str, ...]
+
+
+def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Choice:
+    """Choose a strategy for self-attention over a context axis.
+
+    Args:
+        call: global, not yet padded.
+        config: its settings for Ulysses.
+        shape: the mesh's axes, context among them.
+        target: whose figures count.
+    """
+    machine = machine_of(target)
+    built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
+    reasons = {name: strategy.supports(call) for name, strategy in built.items()}
+    # One group, or groups of one, are the strategies that have their own line.
+    alone = {name for name, s in built.items() if isinstance(s, UlyssesRing) and name == "ulysses_ring" and _trivial(s)}
+    costs = {
+        name: cost_of(strategy, _padded(call, strategy), machine)
+        for name, strategy in built.items() if reasons[name] is None and name not in alone
+    }  # fmt: skip
+    name = fastest(costs, SHARE * machine.memory)
+    why = _why(name, costs, SHARE * machine.memory)
+    head = f"context_parallel: auto is {name}{why}, by this arithmetic ({machine.source})"
+    left_out = (str(reason) for reason in reasons.values() if isinstance(reason, Reason))
+    return Choice(built[name], (head, *_lines(costs, SHARE * machine.memory), *left_out))
+
+
+def fastest(costs: Mapping[str, Cost], limit: float) -> str:
+    """Return the first name whose step is about the shortest of those within the memory; if none is, the smallest."""
+    fitting = {name: cost for name, cost in costs.items() if cost.memory <= limit}
+    if not fitting:
+        return min(costs, key=lambda name: costs[name].memory)
+    shortest = min(cost.step for cost in fitting.values())
+    return next(name for name, cost in fitting.items() if cost.step <= EQUAL * shortest)
+
+
+def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
+    """Say why it is that one, where another's step is shorter."""
+    fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
+    if not fitting:
+        return ", which holds least"
+    return "" if costs[name].step == min(fitting) else f", the first within {EQUAL - 1:.0%} of the shortest"
+
+
+def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:
+    over = f", over the {readable(limit)} that half of the memory is"
+    return [str(cost) + (over if cost.memory > limit else "") for cost in costs.values()]
+
+
+def _trivial(strategy: UlyssesRing) -> bool:
+    return strategy.inner == 1 or strategy.places == 1
+
+
+def _padded(call: Call, strategy: WholeKeys) -> Call:
+    unit = strategy.unit()
+    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
+    mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len and not call.mask.is_full else call.mask
+    return replace(call, q_len=q_len, kv_len=kv_len, mask=mask)

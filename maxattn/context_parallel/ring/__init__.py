@@ -1,0 +1,1 @@
+"""The ring: K and V travel round the context axis."""

@@ -1,0 +1,49 @@
+"""Meshes, shard_map and tracers, where jax 0.10.2 to 0.12 differ or have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
+    """Build a mesh whose axes the compiler may use freely (newer jax makes Explicit axes by default)."""
+    return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def shard_map(
+    f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
+) -> Callable[..., Any]:
+    """Map `f` over shards, with the varying-axes check off: Pallas kernels raise under it."""
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
+
+
+def ambient_mesh() -> Any:
+    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _entered_mesh() if mesh is None or mesh.empty else mesh
+
+
+def _entered_mesh() -> Mesh | None:
+    """Return the mesh of a `with mesh:`, which jax has no public name for any more."""
+    from jax._src import mesh as private
+
+    resources = getattr(private, "thread_resources", None)
+    mesh = None if resources is None else resources.env.physical_mesh
+    return None if mesh is None or mesh.empty else mesh
+
+
+def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
+    """Name the axes of a mesh that have the given type (Auto, Explicit or Manual)."""
+    types = getattr(mesh, "axis_types", None) or ()
+    return frozenset(name for name, t in zip(mesh.axis_names, types, strict=False) if t == kind)
+
+
+def is_tracer(x: object) -> bool:
+    """Say whether a value is being traced, so that its entries cannot be looked at."""
+    return isinstance(x, jax.core.Tracer)

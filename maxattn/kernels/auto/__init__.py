@@ -1,0 +1,1 @@
+"""Which kernels `auto` tries, in order."""

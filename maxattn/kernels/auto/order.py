@@ -1,0 +1,38 @@
+"""Which kernel `auto` tries first. Measured where it says so, a stated rule elsewhere."""
+
+from __future__ import annotations
+
+from maxattn.call import Call
+from maxattn.target import Target
+
+# Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that was measured. On the
+# GPU dense is faster beyond this too, but its float32 scores would take more than 4 GB.
+DENSE_SCORES: dict[str, tuple[float, str]] = {
+    "cpu": (4e6, "measured on 2 CPU cores"),
+    "gpu": (1e9, "measured on an H200"),
+    "tpu": (4e6, "a rule, not measured on this machine"),
+}
+
+
+def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return the kernels to try in order, and why: the reason is printed in the plan.
+
+    Args:
+        call: the call that one device computes.
+        target: the machine.
+    """
+    if target.platform == "gpu" and call.dtype != "float32" and call.bias is None:
+        from maxattn.kernels.auto import gpu
+
+        return gpu.order(call, target)
+    scores = call.batch * call.heads * call.q_len * call.kv_len
+    most, measured = DENSE_SCORES[target.platform]
+    size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
+    if scores <= most:
+        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
+    tiled = ("flash",) if target.platform == "tpu" else ()
+    return (*tiled, "memory_efficient", "dot_product"), f"not dense, since {size} > {limit} ({measured})"
+
+
+def _millions(n: float) -> str:
+    return f"{n / 1e6:,.0f} million" if n >= 1e9 else f"{n / 1e6:.3g} million"

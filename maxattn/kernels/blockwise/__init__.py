@@ -1,0 +1,1 @@
+"""What the blockwise kernel is made of: chunk sizes, which chunks are visited, one chunk."""

@@ -1,0 +1,130 @@
+"""The arrays of one blockwise call, cut into chunks, and the scores of any (query chunk, key chunk) pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxattn.kernels import softmax
+from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.blockwise.visits import Visits, visits
+from maxattn.masks import Mask
+from maxattn.sharding import pad_axis
+
+
+def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
+    """Cut an axis into chunks, padded with `fill` to whole ones, and put the chunk number first."""
+    count = -(-x.shape[axis] // size)
+    x = pad_axis(x, axis, count * size, fill)
+    x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def join(x: Array, axis: int, length: int) -> Array:
+    """Undo `cut`: put the chunks back along `axis` (as it is without the chunk number) and drop the padding."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+@dataclass
+class Tiles:
+    """Hold one call's chunks.
+
+    q: [chunks, B, K, G, bq, H].   k, v: [chunks, B, K, bk, H].   bias: [B|1, K|1, G|1, T|1, S|1], T and S padded.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    mask: Mask
+    lists: Visits
+    q_offset: Offset
+    kv_offset: Offset
+    kv_len: int
+    scale: float
+
+    @staticmethod
+    def of(
+        q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset], chunks: tuple[int, int],
+        scale: float,
+    ) -> Tiles:  # fmt: skip
+        """Cut q [B,T,N,H], k and v [B,S,K,H] and list which pairs of chunks the mask leaves to visit."""
+        t, s, heads = q.shape[1], k.shape[1], k.shape[2]
+        bq, bk = min(chunks[0], t), min(chunks[1], s)
+        lists = visits(mask, bq, bk, t, s, *offsets)
+        if bias is not None:
+            bias = _pad_bias(softmax.split_heads(bias, heads), -(-t // bq) * bq, -(-s // bk) * bk)
+        ks, vs = cut(softmax.split_keys(k), 2, bk), cut(softmax.split_keys(v), 2, bk)
+        return Tiles(cut(softmax.split_queries(q, heads), 3, bq), ks, vs, bias, mask, lists, *offsets, s, scale)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key chunk holds padding."""
+        return self.kv_len % self.k.shape[3] != 0
+
+    def scores(self, i: Any, q_i: Array, j: Any, mixed: Any) -> Array:
+        """Compute the masked scores [B, K, G, bq, bk] of query chunk i and key chunk j.
+
+        Args:
+            i, j: chunk numbers, traced.
+            q_i: query chunk i.
+            mixed: whether the mask must be tested in this pair; where it is False everything is allowed.
+        """
+        s = softmax.scores(
+            q_i, self.k[j], self.scale, None if self.bias is None else self.bias_tile(self.bias, i, j), None
+        )
+        if self.ragged:
+            mixed = mixed | (j == self.k.shape[0] - 1)
+        return jax.lax.cond(mixed, lambda x: jnp.where(self.allowed(i, j), x, softmax.NEG_INF), lambda x: x, s)
+
+    def allowed(self, i: Any, j: Any) -> Array:
+        """Evaluate the mask on one pair of chunks: [B|1, K|1, G|1, bq|1, bk|1]."""
+        bq, bk = self.q.shape[4], self.k.shape[3]
+        q_idx, kv_idx = i * bq + np.arange(bq), j * bk + np.arange(bk)
+        allowed = softmax.split_heads(self.mask.allowed(q_idx, kv_idx, self.q_offset, self.kv_offset), self.k.shape[2])
+        return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
+
+    def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
+        """Slice the bias for one pair of chunks; broadcast axes stay of size 1."""
+        starts, sizes = self._bias_window(bias, i, j)
+        return jax.lax.dynamic_slice(bias, starts, sizes)
+
+    def add_bias_tile(self, total: Array, tile: Array, i: Any, j: Any) -> Array:
+        """Add one pair's gradient dS to the bias gradient, summed over broadcast axes."""
+        starts, sizes = self._bias_window(total, i, j)
+        old = jax.lax.dynamic_slice(total, starts, sizes)
+        return jax.lax.dynamic_update_slice(total, old + softmax.fold_like(tile, sizes), starts)
+
+    def _bias_window(self, bias: Array, i: Any, j: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        bq, bk = self.q.shape[4], self.k.shape[3]
+        t, s = bias.shape[3] > 1, bias.shape[4] > 1
+        zero = jnp.zeros((), jnp.int32)
+        # Under jax_enable_x64 the chunk numbers may be of two widths, and a slice takes one.
+        row, column = (jnp.asarray(x, jnp.int32) for x in (i * bq, j * bk))
+        starts = (zero, zero, zero, row if t else zero, column if s else zero)
+        return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
+
+
+def _pad_bias(bias: Array, t: int, s: int) -> Array:
+    bias = pad_axis(bias, 3, t) if bias.shape[3] > 1 else bias
+    return pad_axis(bias, 4, s) if bias.shape[4] > 1 else bias
+
+
+def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
+    """Fold `step(j, mixed, carry)` over the key chunks that one query chunk visits.
+
+    Args:
+        lists: all lists, to see whether the loop is of one visit always.
+        row: this query chunk's (index, mixed, count).
+    """
+    index, mixed, count = row
+    if lists.static and (lists.count == 1).all():
+        return step(index[0], mixed[0], carry)
+    return jax.lax.fori_loop(0, count, lambda t, c: step(index[t], mixed[t], c), carry)

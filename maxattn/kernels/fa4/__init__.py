@@ -1,0 +1,1 @@
+"""FlashAttention-4 on NVIDIA GPUs, through fa4-jax."""

@@ -1,0 +1,129 @@
+"""The test of mixed tiles inside FlashAttention-4's kernels: each query's intervals of keys, once for a row of scores.
+
+The library asks of each pair. Here a thread works out where the intervals of its rows lie among its own columns, and
+keeps what is inside: whole rows at a time from a word of bits where its columns are in order, else by two comparisons.
+In the forward a tenth of a block window's time goes with that (H200); the backward is slower by it, and goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial, reduce
+from importlib import import_module
+from operator import and_, or_
+from typing import Any
+
+from maxattn.kernels.fa4.mask_mod import PairTest
+
+
+def pair_test(test: PairTest) -> Callable[..., Any]:
+    """Write a test in the form that the kernels call; `spans` gives a row's intervals, where those are the test."""
+    to_vector, boolean = import_module("fa4_jax.cute.utils").scalar_to_ssa, import_module("cutlass").Boolean
+
+    def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
+        return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
+
+    allowed.spans = None if test.has_ids else lambda q, arrays: test.spans(q, tuple(arrays or ()), Numbers)
+    return allowed
+
+
+class Numbers:
+    """The three functions of numpy that orders and masks of positions use, on numbers of a kernel."""
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        """Choose one of two numbers."""
+        number, select = import_module("cutlass").Int32, import_module("cutlass.cutlass_dsl").select_
+        return number(select(condition, number(a), number(b)))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        """Take the smaller one."""
+        return import_module("cutlass").min(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        """Take the larger one."""
+        return import_module("cutlass").max(a, b)
+
+
+def by_rows(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange the library's mask for ours among the operands of a kernel's part."""
+    library_class = import_module("fa4_jax.cute.mask").AttentionMask
+
+    def ours(x: Any) -> Any:
+        found = isinstance(x, partial) and x.func is library_class
+        return partial(_row_mask(), *x.args, **x.keywords) if found else x
+
+    return tuple(ours(x) for x in operands)
+
+
+@cache
+def _row_mask() -> Any:
+    library, cute = import_module("fa4_jax.cute.mask"), import_module("cutlass.cute")
+
+    class RowMask(library.AttentionMask):
+        def apply_mask_mod_sm80(
+            self, scores: Any, places: Any, first: Any, row: int, column: int, offset: Any, batch: Any, head: Any,
+            m_block: Any, n_block: Any, mask_seqlen: bool, mask_mod: Any, aux_data: Any, fastdiv_mods: Any = None,
+        ) -> None:  # fmt: skip
+            if mask_mod.spans is None:
+                own = (scores, places, first, row, column, offset, batch, head, m_block, n_block)
+                super().apply_mask_mod_sm80(*own, mask_seqlen, mask_mod, aux_data, fastdiv_mods)
+                return
+            start = _number(offset + n_block * self.tile_n)
+            columns = [first[0, c][column] for c in range(cute.size(places.shape[1]))]
+            in_order = column == 1 and library._cols_match_r2p(first, column)
+            for r in range(cute.size(places.shape[0])):
+                query = _number(places[r, 0][row] + m_block * self.tile_m)
+                spans = mask_mod.spans(query, aux_data.tensors)
+                end = self.seqlen_k - start if mask_seqlen else None
+                spans = [_from(span, start, end) for span in spans]
+                if in_order:
+                    library.mask_r2p_lambda(scores[r, None], partial(_bits, library, spans), rank1=True)
+                else:
+                    _by_column(scores, r, columns, spans)
+
+    return RowMask
+
+
+def _number(place: Any) -> Any:
+    """Make a number of a coordinate: those round to 0 where they are divided, and a mask rounds down."""
+    utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
+    return number(utils.ssa_to_scalar(utils.scalar_to_ssa(place, number)))
+
+
+def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
+    """Count an interval from `start`, and end it at `end`; None is open."""
+    lo, hi = (None if x is None else x - start for x in span)
+    if end is not None:
+        hi = end if hi is None else Numbers.minimum(hi, end)
+    return lo, hi
+
+
+def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
+    """Set the bit of each of 32 columns that is in an interval."""
+    cutlass = import_module("cutlass")
+
+    def at(end: Any) -> Any:
+        # An end before the first column keeps what one at it keeps; a number that is never negative is divided sooner.
+        return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
+
+    inside = []
+    for lo, hi in spans:
+        ends = [] if lo is None else [library.r2p_bitmask_above(at(lo), chunk)]
+        ends += [] if hi is None else [library.r2p_bitmask_below(at(hi), chunk)]
+        inside.append(reduce(and_, ends) if ends else cutlass.Uint32(0xFFFFFFFF))
+    return reduce(or_, inside) if inside else cutlass.Uint32(0)
+
+
+def _by_column(scores: Any, r: int, columns: list[int], spans: list[tuple[Any, Any]]) -> None:
+    """Keep what is in an interval of row r, column by column."""
+    cutlass, select = import_module("cutlass"), import_module("cutlass.cutlass_dsl").select_
+    for c, at in enumerate(columns):
+        inside = []
+        for lo, hi in spans:
+            ends = [*([] if lo is None else [lo <= at]), *([] if hi is None else [hi > at])]
+            inside.append(reduce(and_, ends) if ends else cutlass.Boolean(True))
+        keeps = reduce(or_, inside) if inside else cutlass.Boolean(False)
+        scores[r, c] = cutlass.Float32(select(keeps, scores[r, c], -cutlass.Float32.inf))

@@ -1,0 +1,82 @@
+"""Where FlashAttention-4 is given lists of tiles, and how large the tiles are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from maxattn.kernels.fa4.launch_order import PROCESSORS
+
+HOPPER_GPUS = ("H100", "H200", "H800", "H20", "GH200")
+VERSIONS = "0.1."  # of fa4-jax: the launch uses what it keeps to itself
+
+
+def takes_lists(version: str, device_kind: str) -> bool:
+    """Tell whether this fa4-jax can be launched with lists on this GPU."""
+    return version.startswith(VERSIONS) and any(name in device_kind for name in HOPPER_GPUS)
+
+
+def processors(device_kind: str) -> int:
+    """Return the multiprocessors of a Hopper GPU, each of which takes a row of tiles at a time."""
+    few = {"H20": 78, "PCIe": 114}  # PCIe: the H100 and H800 of that form
+    words = device_kind.replace("-", " ").split()
+    return next((n for name, n in few.items() if name in words), PROCESSORS)
+
+
+class Tile(NamedTuple):
+    """The queries and keys of a tile."""
+
+    queries: int
+    keys: int
+
+
+SMALL, LEAST_GAIN = Tile(128, 128), 0.13
+SHORT_ROW = 16  # tiles
+
+
+def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) -> Tile:
+    """Return the tile of the forward.
+
+    Args:
+        head_dim: H.
+        visited: counts the pairs in the tiles that a mask does not skip, where that is known: tiles of 128 queries fit
+            small blocks and short calls better, and take 14% longer for a pair than those of 192.
+    """
+    if head_dim <= 64:
+        large = Tile(192, 128)
+        smaller = visited is not None and visited(SMALL) < (1 - LEAST_GAIN) * visited(large)
+        return SMALL if smaller else large
+    if head_dim <= 96:
+        return Tile(192, 144)
+    if head_dim <= 128:
+        return Tile(128, 128)
+    return Tile(128, 112) if head_dim <= 192 else Tile(128, 80)
+
+
+def stays(head_dim: int, tiles: float) -> bool:
+    """Tell whether the forward gains by threads that stay for row after row of tiles (tile_schedulers.py).
+
+    What they save is a row's start: up to head dim 64 that is 3 to 35% on an H200. At 128 the loop over tiles itself
+    gets slower, by more than that where rows are long. Elsewhere shared memory has no room for a tile of results.
+
+    Args:
+        head_dim: H.
+        tiles: in a row, on average.
+    """
+    return head_dim <= 64 or (96 < head_dim <= 128 and tiles <= SHORT_ROW)
+
+
+def whole_tile(head_dim: int) -> Tile:
+    """Return the tile of the library's own backward over all pairs."""
+    return Tile(80, 128) if 96 < head_dim <= 128 else backward_tile(head_dim)
+
+
+def backward_tile(head_dim: int) -> Tile:
+    """Return the tile of the backward, one that fa4-jax has settings for."""
+    if head_dim <= 64:
+        return Tile(128, 128)
+    if head_dim <= 96:
+        return Tile(64, 128)
+    if head_dim <= 128:
+        return Tile(64, 128)
+    return Tile(64, 96) if head_dim <= 192 else Tile(64, 64)

@@ -1,0 +1,1 @@
+"""Splash attention on TPUs, JAX's and tokamax's."""

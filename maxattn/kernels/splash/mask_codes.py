@@ -1,0 +1,161 @@
+"""How a mask reaches the inside of a splash kernel: one int32 a query, and a function of it and of the key's index.
+
+Splash hands its mask function an int32 that belongs to the query and the index of the key among the local keys, and
+no other operand. Three codes cover every mask of positions:
+
+- `OneInterval`: the local keys that the query sees are one interval, and its two ends are packed into the 32 bits.
+  Two comparisons and no division in the kernel; both offsets may be traced.
+- `Positions`: the int is the query's position, and the kernel evaluates the mask. The key offset is a Python int.
+- `Shards`: the same with a traced key offset, which is packed above the position as a number of key shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from maxattn.kernels.base import Offset
+from maxattn.kernels.splash.kernel_ints import KernelInts, KernelNumpy, unwrap
+from maxattn.masks import BlockSlidingWindow, LocalWindow, Mask, VideoMask
+
+WORD = 32
+POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
+
+
+class RowCode(Protocol):
+    """Tell from a query's code and the local index of a key whether the pair attends; the shapes are equal."""
+
+    def __call__(self, rows: Any, kv_idx: Any) -> Any:
+        """Evaluate elementwise, inside a Pallas kernel."""
+        ...
+
+
+class Rows(NamedTuple):
+    """The code, each query's int32, and whether the codes could hold the offsets (None: known to)."""
+
+    code: RowCode
+    values: Int[Array, "T"]
+    valid: Bool[Array, ""] | None = None
+
+
+@dataclass(frozen=True)
+class OneInterval:
+    """Test `lo <= key < hi` with both ends in one word.
+
+    Args:
+        kv_len: real local keys; what comes after them is padding, and never allowed.
+        lower, upper: whether the interval has that end.
+        lo_bits: bits of `lo` when both ends are there; above them is the width.
+    """
+
+    kv_len: int
+    lower: bool
+    upper: bool
+    lo_bits: int = 0
+
+    def __call__(self, rows: Any, kv_idx: Any) -> Any:
+        """Unpack and compare."""
+        if not self.lower:
+            return kv_idx < (rows if self.upper else self.kv_len)
+        if not self.upper:
+            return (kv_idx >= rows) & (kv_idx < self.kv_len)
+        lo = rows & (2**self.lo_bits - 1)
+        width = jax.lax.shift_right_logical(rows, jnp.full(rows.shape, self.lo_bits, rows.dtype))
+        return (kv_idx >= lo) & (kv_idx < lo + width)
+
+    def pack(self, lo: Array, hi: Array) -> Array:
+        """Write both ends, already clipped to the local keys, into one int32."""
+        if not self.lower:
+            return hi
+        return lo if not self.upper else lo | (jnp.maximum(hi - lo, 0) << self.lo_bits)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Evaluate the mask at the query's position and at the key's, `kv_idx + kv_offset`."""
+
+    mask: Mask
+    kv_len: int
+    kv_offset: int
+
+    def __call__(self, rows: Any, kv_idx: Any) -> Any:
+        """Compare the key with the intervals of the query."""
+        return _inside(self.mask, rows, kv_idx + self.kv_offset) & (kv_idx < self.kv_len)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Evaluate the mask where the keys begin at a whole number of key shards, `kv_offset = number * kv_len`."""
+
+    mask: Mask
+    kv_len: int
+
+    def __call__(self, rows: Any, kv_idx: Any) -> Any:
+        """Unpack position and shard, and compare."""
+        q_pos, shard = rows & (2**POSITION_BITS - 1), rows >> POSITION_BITS
+        return _inside(self.mask, q_pos, kv_idx + shard * self.kv_len) & (kv_idx < self.kv_len)
+
+
+def _inside(mask: Mask, q_pos: Any, kv_pos: Any) -> Any:
+    found: Any = None
+    for span in mask.spans(KernelInts(q_pos), KernelNumpy, True):
+        lo, hi = (unwrap(end) for end in span)
+        hit = True if lo is None else kv_pos >= lo
+        hit = hit if hi is None else hit & (kv_pos < hi)
+        found = hit if found is None else found | hit
+    return jnp.broadcast_to(jnp.asarray(False if found is None else found), kv_pos.shape)
+
+
+def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset) -> Rows:
+    """Choose the code of a bound mask of positions, and compute each query's int32.
+
+    Args:
+        mask: without array leaves.
+        q_len, kv_len: real local lengths.
+        q_offset, kv_offset: position of the first local query and key; ints or traced.
+    """
+    q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
+    code = one_interval(mask, kv_len)
+    if code is not None:
+        ((lo, hi),) = mask.intervals(q_pos, jnp)
+        return Rows(code, code.pack(*(jnp.clip(end - kv_offset, 0, kv_len) for end in (lo, hi))))
+    if not isinstance(kv_offset, jax.Array):
+        return Rows(Positions(mask, kv_len, int(kv_offset)), q_pos)
+    shard = kv_offset // kv_len
+    fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < 2 ** (WORD - 1 - POSITION_BITS))
+    fits &= jnp.all((q_pos >= 0) & (q_pos < 2**POSITION_BITS))
+    return Rows(Shards(mask, kv_len), q_pos | (shard.astype(jnp.int32) << POSITION_BITS), fits)
+
+
+def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
+    """Return the code of a mask with one interval a query whose ends fit one word, else None."""
+    spans = mask.spans(np.zeros(1, np.int32), np, True)
+    if len(spans) != 1:
+        return None
+    lower, upper = (end is not None for end in spans[0])
+    lo_bits = kv_len.bit_length()
+    width = min(kv_len, widest(mask) or kv_len)
+    if lower and upper and lo_bits + width.bit_length() > WORD:
+        return None
+    return OneInterval(kv_len, lower, upper, lo_bits if lower and upper else 0)
+
+
+def widest(mask: Mask) -> int | None:
+    """Bound the keys that one query sees, from the mask's numbers; None where they do not say."""
+    known = [w for term in mask.terms() if (w := _width(term)) is not None]
+    return min(known, default=None)
+
+
+def _width(mask: Mask) -> int | None:
+    if isinstance(mask, BlockSlidingWindow):
+        return mask.block * mask.window
+    if isinstance(mask, LocalWindow) and mask.left is not None and mask.right is not None:
+        return mask.left + mask.right + 1
+    if isinstance(mask, VideoMask) and mask.budget is not None:
+        return mask.budget * mask.tokens_per_frame
+    return None

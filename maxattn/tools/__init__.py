@@ -1,0 +1,1 @@
+"""The tools around attention: the command line, measuring, tuning, compiling. Nothing outside of them imports one."""

@@ -1,0 +1,1 @@
+"""Compile for TPUs that are not here, and read what the compiler made."""

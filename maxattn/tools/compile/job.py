@@ -1,0 +1,145 @@
+"""One compile for a TPU topology as a value, and its run in a child process with a time limit.
+
+The compiler can take minutes, and a crash inside libtpu ends its process: so each compile has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import Unsupported
+from maxattn.tools.model_shapes import Shape
+
+# What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # the python of an environment with jax[tpu] and maxattn
+Ending = Literal["compiled", "failed", "refused", "timeout", "crashed"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Say what to compile.
+
+    Args:
+        topology: libtpu's name, such as "v5p:2x2x1".
+        config: its mesh covers the devices.
+        shape: the global call.
+        training: forward and backward; else forward alone.
+        module: a whole attention module with its projections; else attention alone.
+        devices: how many of the topology's to use, from the first; None for all.
+        slices: how many such topologies, joined by the data centre's network.
+    """
+
+    topology: str
+    config: AttentionConfig
+    shape: Shape
+    training: bool = False
+    module: bool = False
+    devices: int | None = None
+    slices: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what came of a job.
+
+    Args:
+        ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed" (the child died).
+        device_kind: as `Target` has it.
+        plan: what `explain` says.
+        mesh: every axis with its size.
+        named: the plan's collectives that the job runs, as plain values.
+        found: those of the compiled program, as plain values.
+        memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments), generated_code.
+        seconds: the compiler took.
+        message: what went wrong.
+    """
+
+    ending: Ending
+    device_kind: str = ""
+    plan: str = ""
+    mesh: dict[str, int] = field(default_factory=dict)
+    named: list[dict[str, Any]] = field(default_factory=list)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    message: str = ""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that one device holds at once: arguments, temporaries, outputs, less what shares a place."""
+        have = self.memory
+        return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
+
+
+def tpu_python() -> str | None:
+    """Return the python that can compile for a TPU: this one where libtpu is installed, else $MAXATTN_TPU_PYTHON."""
+    named = os.environ.get(PYTHON_VARIABLE)
+    return named or (sys.executable if importlib.util.find_spec("libtpu") else None)
+
+
+def run_in_child(job: Job, seconds: float) -> Outcome:
+    """Compile in a child process, which is killed with its children when the time is over.
+
+    Args:
+        job: what to compile.
+        seconds: the limit.
+
+    Raises:
+        Unsupported: libtpu is not installed.
+    """
+    python = tpu_python()
+    if python is None:
+        raise Unsupported(
+            "compile", "libtpu is not installed", "the TPU's compiler comes with libtpu; no TPU is needed",
+            f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and maxattn',
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="maxattn-") as folder:
+        return _spawned(python, job, seconds, Path(folder))
+
+
+def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
+    answer, log = folder / "outcome.json", folder / "stderr.txt"
+    with log.open("wb") as stderr:
+        child = subprocess.Popen(
+            [python, "-m", "maxattn.tools.compile.child", str(answer)], stdin=subprocess.PIPE, stdout=stderr, stderr=stderr,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            child.communicate(pickle.dumps(job), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", seconds=seconds, message=f"no result after {seconds:g} s")
+        finally:
+            _end(child)
+    if answer.exists():
+        return Outcome(**json.loads(answer.read_text(encoding="utf-8")))
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    return Outcome("crashed", message=f"the compiler's process ended with status {child.returncode}\n{tail}")
+
+
+def _python_path() -> str:
+    """Let the child import this very maxattn, whatever its environment has installed."""
+    own = str(Path(__file__).resolve().parents[3])
+    return os.pathsep.join(part for part in (own, os.environ.get("PYTHONPATH", "")) if part)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child and what it started, if it still runs; also when Ctrl-C interrupts the wait."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()

@@ -1,0 +1,59 @@
+"""Time one kernel on one device: the local call, without the transfers around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxattn.call import Call
+from maxattn.kernels.base import Kernel, inference_kernel
+from maxattn.tools.random_inputs import normal
+
+RUNS = 10
+SECONDS = 3.0  # a candidate is timed this long at most, and twice at least
+
+
+def milliseconds(kernel: Kernel, call: Call, training: bool, seconds: float = SECONDS) -> float:
+    """Return the median time of a call.
+
+    Args:
+        kernel: built with the sizes to time.
+        call: the local call; its mask holds no arrays.
+        training: forward and backward; else forward alone.
+        seconds: how long to time.
+    """
+    function, operands = _program(kernel, call, training)
+    compiled = jax.jit(function).lower(*operands).compile()
+    jax.block_until_ready(compiled(*operands))
+    return 1e3 * _median(lambda: jax.block_until_ready(compiled(*operands)), seconds)
+
+
+def _median(run: Callable[[], Any], seconds: float) -> float:
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < RUNS and sum(times) < seconds):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def _program(kernel: Kernel, call: Call, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    q_shape = (call.batch, call.q_len, call.heads, call.head_dim)
+    kv_shape = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    operands = tuple(normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True))
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return inference_kernel(kernel).forward(q, k, v, None, call.mask, 0, 0)[0]
+
+    def step(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, lse = kernel.forward(q, k, v, None, call.mask, 0, 0)
+        return out, kernel.backward(q, k, v, None, call.mask, 0, 0, out, lse, dout, jnp.zeros_like(lse))[:3]
+
+    return (step, operands) if training else (forward, operands[:3])

@@ -1,0 +1,242 @@
+"""The ring as it runs among GPUs, on eight CPU devices: against float64, its transfers, and dQ begun once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn.attention import bind_mask, run
+from maxattn.context_parallel.ring import gpu, gpu_full_mask
+from maxattn.context_parallel.ring.ring import Ring
+from maxattn.kernels import dq_accumulator, kv_block
+from maxattn.kernels.fa4.ring_waves import divided
+from maxattn.masks import Full
+from tests.cases import HEADS, allowed, arrays, judge
+from tests.gpu.dense import DenseLibrary
+from tests.jaxprs import count_primitive, equations
+from tests.pairwise import pairwise
+from tests.reference import attention64, error
+
+AXES = {
+    "mask": ["full", "causal", "block window", "segments", "causal & lengths", "nothing"],
+    "length": ["64", "odd"],
+    "heads": ["mha", "gqa"],
+    "size": [4],
+    "strategy": ["ring", "ulysses_ring"],
+    "bias": ["none", "full"],
+    "dtype": ["float32", "bfloat16"],
+    "head_dim": [8],
+    "batch": [2],
+}  # fmt: skip
+
+
+def legal(case: dict) -> bool:
+    return case["strategy"] == "ring" or (case["size"] == 4 and case["heads"] == "mha")
+
+
+def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
+    """Plan as for a CPU, with the transfers of a GPU."""
+    config = ma.AttentionConfig(
+        attention="dot_product", context_parallel=case["strategy"], ici_context_parallelism=case["size"],
+        ici_data_parallelism=1, **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
+    )  # fmt: skip
+    mesh = config.make_mesh(jax.devices()[: case["size"]])
+    mask = bind_mask(x["mask"], x["q"], x["k"], config)
+    call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
+    plan = ma.plan(call, config, mesh)
+    return replace(plan, context=replace(plan.context, direct=True)), mesh  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values())))
+def test_against_float64(case: dict) -> None:
+    x = arrays(case)
+    t, s = x["q"].shape[1], x["k"].shape[1]
+    ok = allowed(x["mask"], t, s)
+    dlse = jnp.where(True if ok is None else ok.any(-1), x["dlse"], 0.0)
+    plan, mesh = planned(case, x)
+    mask = Full() if x["mask"] is None else x["mask"]
+    mask = mask.bind(t, s, case["batch"], HEADS[case["heads"]][0])
+
+    def both(q, k, v, bias):
+        (out, lse), vjp = jax.vjp(partial(run, plan, mask=mask, mesh=mesh), q, k, v, bias)
+        return out, lse, *vjp((x["dout"], dlse))
+
+    operands = x["q"], x["k"], x["v"], x["bias"]
+    named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == "ppermute")
+    assert count_primitive(jax.make_jaxpr(both)(*operands).jaxpr, "ppermute") == named
+    want = attention64(*operands[:3], ok, x["bias"], dout=x["dout"], dlse=dlse)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    got = jax.jit(both)(*operands)
+    judge(case, {n: error(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None})
+
+
+def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> None:
+    case = {name: values[0] for name, values in AXES.items()} | {"size": 4, "dtype": "bfloat16"}
+    plan, _ = planned(case, arrays(case))
+    found = {(c.what, c.when): c for c in plan.collectives}
+    assert {key: (c.hops, c.arrays) for key, c in found.items()} == {
+        ("K,V", "forward"): (3, 1), ("K,V", "backward"): (3, 1), ("dK,dV", "backward"): (3, 1),
+    }  # fmt: skip
+    assert found["dK,dV", "backward"].bytes == found["K,V", "backward"].bytes
+
+
+@pytest.mark.parametrize("places", range(1, 9))
+@pytest.mark.parametrize("length, along", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
+def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: int, along: int) -> None:
+    shares = kv_block.halves(length)._replace(along=along)
+    made = list(gpu_full_mask.steps(places, shares))
+    computed = [(step.hop, *step.cut.bounds(length + along)) for step in made]
+    guests = [shares.guests(hop, length).bounds(length) for hop in range(places - 1, 0, -1)]
+    covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(places)}
+    covered[0] = covered[0] if places == 1 else covered[0] + [each for each in guests if along]
+    for hop, ends in covered.items():
+        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
+        assert ends[-1][1] == (length + along if hop or places == 1 else length), "own keys end with the last guest"
+        assert all(a < b for a, b in ends)
+    assert sum(step.fetches for step in made) == places - 1
+    if length > 1:
+        assert sum(step.returns for step in made) == places - 1, "none is left for after the last kernel"
+        assert not any(step.fetches and step.returns for step in made), "XLA would wait for one of two"
+    # The keys of a hop are there, and gradients are whole, before they are used.
+    fetched = [step.hop + 1 for step in made if step.fetches]
+    assert fetched == list(range(1, places))
+    for i, step in enumerate(made):
+        assert step.hop == 0 or any(s.fetches and s.hop == step.hop - 1 for s in made[:i])
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> None:
+    """In the traced program: what a permute brings goes into a barrier with what was computed, and nowhere else."""
+    case = {name: values[0] for name, values in AXES.items()} | {"size": places}
+    x = arrays(case)
+    plan, mesh = planned(case, x)
+
+    def both(q, k, v):
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(64, 64), mesh)[0], q, k, v)
+        return vjp(out)
+
+    eqns = list(equations(jax.make_jaxpr(both)(x["q"], x["k"], x["v"]).jaxpr))
+    permutes = [eqn for eqn in eqns if eqn.primitive.name == "ppermute"]
+    assert len(permutes) == 3 * (places - 1)
+    for permute in permutes:
+        users = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
+        assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(users[0].invars) > 1
+
+
+def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    config = ma.AttentionConfig(attention="dot_product", context_parallel="ring")
+    target = ma.Target.named("NVIDIA H200")
+
+    def says(places: int, device: ma.Target = target) -> bool:
+        plan = ma.plan(ma.Call.of(x, x), config, {"context": places}, device)
+        return "xla_gpu_collective_permute_mode=peer" in plan.explain()
+
+    assert says(4) and not says(4, ma.Target.named("TPU v5p"))
+    assert not Ring((("context", 1),), direct=True).notes()
+    assert not says(4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),)))
+    jax.devices()  # a backend that starts only now would have one device, for all tests after this one
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
+    assert dict(ma.Target.here().env)["XLA_FLAGS"] == "--xla_gpu_collective_permute_mode=peer"
+
+
+def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
+    class InFloat32(DenseLibrary):
+        def backward(self, *operands):
+            return tuple(x if x is None else x.astype(jnp.float32) for x in super().backward(*operands))
+
+    x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    rows = x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4))
+    assert dq_accumulator.sums_of(InFloat32(1.0), x, x, rows).add(kv_block.as_one(x, x)).dtype == jnp.bfloat16
+    parts = [jnp.full(2, value, jnp.bfloat16) for value in (256, 1, 1)]  # 257 is no bfloat16
+    assert dq_accumulator.total(parts, parts[0]).tolist() == [258, 258]
+
+
+def test_halves_meet_at_a_tile() -> None:
+    middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
+    assert {n: kv_block.halves(n).middle for n in middles} == middles
+    assert kv_block.WHOLE.bounds(300) == (0, 300)
+    shares = kv_block.Shares(4224, 256)
+    assert shares.rest(4).bounds(8190 + 256) == (4224, 8190 - 3 * 256)
+    assert [shares.guests(hop, 8190).bounds(8190) for hop in (1, 3)] == [(7934, 8190), (7422, 7678)]
+
+
+def rounds_of(shares: kv_block.Shares, length: int, rows: int, places: int, tile: int = 128) -> int:
+    """Count the rounds of 132 rows that the launches of a backward take, as `steps` lists them."""
+    bounds = [step.cut.bounds(length + shares.along) for step in gpu_full_mask.steps(places, shares)]
+    return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
+
+
+@pytest.mark.parametrize("places", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("length", [256, 1024, 4095, 8190, 18900, 65536])
+@pytest.mark.parametrize("rows", [5, 12, 24, 40])
+def test_keys_are_divided_into_fewest_rounds(places: int, length: int, rows: int) -> None:
+    made = divided(length, 128, rows, places, 132)
+    if not made.middle:
+        assert length < 2 * 128
+        return
+    taken, halved = (rounds_of(x, length, rows, places) for x in (made, kv_block.halves(length)))
+    assert taken <= (0.99 if made.along else 1) * halved
+    own = length - (places - 1) * made.along
+    assert 0 < made.middle < own and made.middle % 128 == made.along % 128 == 0
+    assert min(made.middle, own - made.middle) >= length // 512 * 128 - 128, "as long as the transfer beside it"
+
+
+def test_a_ring_of_four_takes_guests_along_for_wan_at_480p() -> None:
+    made = divided(8190, 128, 40, 4, 132)
+    assert made == kv_block.Shares(33 * 128, 2 * 128)
+    assert (rounds_of(kv_block.halves(8190), 8190, 40, 4), rounds_of(made, 8190, 40, 4)) == (80, 78)
+    assert divided(18900, 128, 40, 4, 132) == kv_block.Shares(69 * 128)  # 720p: no launch but those of halves gains
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+@pytest.mark.parametrize("middle, along", [(7, 0), (5, 1), (3, 1)])
+def test_guests_do_not_change_what_is_computed(
+    places: int, middle: int, along: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax.clear_caches()  # what was traced with other shares
+    for module in (gpu, gpu_full_mask):
+        monkeypatch.setattr(module, "shares_of", lambda *_: kv_block.Shares(middle, along))
+    case = {name: values[0] for name, values in AXES.items()} | {"mask": "none", "size": places, "length": "96"}
+    rng = np.random.default_rng(5)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 12 * places, 4, 8)), jnp.float32) for _ in range(4))
+    plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
+
+    def both(q, k, v):
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(12 * places, 12 * places), mesh)[0], q, k, v)
+        return out, *vjp(dout)
+
+    want = attention64(q, k, v, dout=dout)
+    got = jax.jit(both)(q, k, v)
+    assert max(error(g, w) for g, w in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True)) < 2e-5
+    blocks = {v.aval.shape[2] for e in equations(jax.make_jaxpr(both)(q, k, v).jaxpr) for v in e.outvars
+              if e.primitive.name == "ppermute"}  # fmt: skip
+    jax.clear_caches()
+    assert blocks == {12 + along}, "guests have room in what travels"
+
+
+CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 11])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
+    want = attention64(q, k, v, dout=dout)
+    rows = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32), dout, jnp.zeros((2, 2, 33))
+    made = dq_accumulator.sums_of(DenseLibrary(8**-0.5), q, k, rows)
+    parts = []
+    for keys in jnp.split(kv_block.as_one(k, v), blocks, 2):
+        grads = None
+        for cut in CUTS[cuts]:
+            grads = made.add(keys, kv_block.Cut(*cut), grads)
+        parts.append(grads)
+    dk, dv = jnp.concatenate(parts, 2)
+    assert max(error(g, w) for g, w in zip((made.dq(), dk, dv), want[2:5], strict=True)) < 2e-5

@@ -1,0 +1,211 @@
+"""Attention on meshes of 8 CPU devices equals float64 on one, forward and gradients, at lengths that do not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn.errors import MeshError, Unsupported
+from maxattn.sharding import batch_sharding, place
+from maxattn.tools.compile.hlo import transfers
+from tests.cases import BIASES, MASKS, judge, run_case
+from tests.pairwise import pairwise, product
+
+MESHES = {
+    "fsdp 8": {"fsdp": 8},
+    "context 2": {"data": 4, "context": 2},
+    "context 4": {"data": 2, "context": 4},
+    "context 8": {"context": 8},
+    "all": {"fsdp": 2, "context": 2, "tensor": 2},
+    "tensor 4": {"data": 2, "tensor": 4},
+}
+KERNELS = {
+    "dense": {"attention": "dot_product"},
+    "blockwise": {
+        "attention": "dot_product", "use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24,
+    },
+}  # fmt: skip
+STRATEGIES = ["all_gather", "ring", "ulysses", "ulysses_ring"]
+AXES = {
+    "mesh": list(MESHES),
+    "strategy": STRATEGIES,
+    "kernel": list(KERNELS),
+    "mask": list(MASKS),
+    "heads": ["8 of 8", "8 of 2", "8 of 1"],
+    "length": ["odd", "64", "cross", "short", "one"],
+    "bias": list(BIASES),
+    "role": ["self", "cross"],
+}
+FIXED = {"dtype": "float32", "head_dim": 16, "batch": 8}
+
+
+def legal(case: dict) -> bool:
+    """Every mask, length and head count works on every mesh, but Ulysses needs heads that divide: 8 here always do."""
+    return True
+
+
+def name(case: dict) -> str:
+    return "-".join(str(v).replace(" ", "_") for v in case.values())
+
+
+def make_config(case: dict) -> ma.AttentionConfig:
+    sizes = {f"ici_{axis}_parallelism": size for axis, size in ({"data": 1} | MESHES[case["mesh"]]).items()}
+    kernel = KERNELS[case["kernel"]]
+    if case["role"] == "cross":
+        kernel = {k: v for k, v in kernel.items() if k != "attention"} | {"cross_attention": "dot_product"}
+    strategy = {} if case["role"] == "cross" else {"context_parallel": case["strategy"]}
+    return ma.AttentionConfig(**sizes, **kernel, **strategy)
+
+
+def check(case: dict) -> None:
+    config = make_config(case)
+    case = case | FIXED
+    judge(case, run_case(case, config, config.make_mesh(), role=case["role"]))
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=name)
+def test_pairs(case: dict) -> None:
+    check(case)
+
+
+def distinct(case: dict) -> bool:
+    """Where nothing is split over context, no strategy runs: one name for it will do."""
+    return "context" in MESHES[case["mesh"]] or case["strategy"] == "ring"
+
+
+PRODUCT = product(AXES | {"bias": ["none"], "heads": ["8 of 2"], "role": ["self"]}, distinct)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=name)
+def test_product(case: dict) -> None:
+    check(case)
+
+
+def qkv(batch: int = 8, heads: int = 4, length: int = 37) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (batch, length, heads, 16)) for key in keys)
+    return q, k, v
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_fsdp_parallelism=4).make_mesh()
+    with pytest.raises(MeshError, match=r"batch: 3\n.*multiple of 8.*data=2 x fsdp=4\n.*batch of 8"):
+        ma.attention(*qkv(batch=3), mesh=mesh)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    mesh = ma.AttentionConfig(ici_tensor_parallelism=4).make_mesh()
+    with pytest.raises(MeshError, match=r"heads: 6\n.*tensor=4\n.*1, 2, 3, 6"):
+        ma.attention(*qkv(heads=6), mesh=mesh)
+
+
+def test_heads_that_ulysses_cannot_exchange_are_refused_with_those_that_work() -> None:
+    config = ma.AttentionConfig(attention="ulysses", ici_data_parallelism=1, ici_context_parallelism=8)
+    with pytest.raises(Unsupported, match=r"attention: ulysses\n.*6 heads.*multiple of 8.*\n.*among 1, 2, 3, 6.*ring"):
+        ma.attention(*qkv(heads=6), config=config, mesh=config.make_mesh())
+
+
+def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
+    """Ulysses runs, equal to one device; a strategy that is named wins; heads that do not divide are refused."""
+    config = ma.AttentionConfig(attention_sharding_uniform=False, ici_data_parallelism=1, ici_context_parallelism=8)
+    mesh, (q, k, v) = config.make_mesh(), qkv(heads=8)
+    out = ma.attention(q, k, v, config=config, mesh=mesh)
+    assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
+    plan = ma.plan(ma.Call.of(q, k), config, mesh)
+    assert (plan.context.name, plan.kernel.name) == ("ulysses", "dot_product")
+    named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
+    assert named.context.name == "ring"
+    assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
+    with pytest.raises(Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"):
+        ma.attention(*qkv(heads=6), config=config.replace(fallback="error"), mesh=mesh)
+
+
+def test_collectives_of_the_plan_are_those_of_the_program() -> None:
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=8, attention="dot_product", context_parallel="all_gather"
+    )
+    mesh, (q, k, v) = config.make_mesh(), qkv()
+
+    def loss(q, k, v):
+        return ma.attention(q, k, v, config=config, mesh=mesh).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    named = ma.plan(ma.Call.of(q, k), config, mesh).collectives
+    assert [c.kind for c in named] == ["all_gather", "all_gather", "psum_scatter"]
+    # K and V each: gathered forward and backward, their gradients scattered once.
+    assert text.count("all_gather[") == 4
+    assert text.count("reduce_scatter[") == 2
+    assert "psum" not in text
+    assert "ppermute" not in text
+
+
+def test_replicated_keys_of_cross_attention_are_summed_once() -> None:
+    config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=8)
+    mesh, (q, k, v) = config.make_mesh(), qkv()
+    k, v = k[:, :5], v[:, :5]
+
+    def loss(q, k, v):
+        return (ma.attention(q, k, v, config=config, mesh=mesh, role="cross") ** 2).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    assert text.count("psum") == 2
+    assert "all_gather[" not in text
+
+
+def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> None:
+    """A module's training step at 61 tokens over 8 devices: the ring's sends and one sum of the gradients, no more."""
+    config = ma.AttentionConfig(attention="ring", ici_data_parallelism=1, ici_context_parallelism=8)
+    mesh = config.make_mesh()
+    module = ma.FlaxAttention(query_dim=64, heads=4, dim_head=16, config=config, mesh=mesh, rngs=nnx.Rngs(0))
+    place(module, mesh)
+    graph, state = nnx.split(module)
+    x = jax.device_put(jnp.ones((2, 61, 64)), batch_sharding(mesh, 3))
+    step = jax.jit(jax.grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum()))
+    found = {t.kind for t in transfers(step.lower(state, x).compile().as_text())}
+    assert found == {"ppermute", "psum"}
+
+
+@pytest.mark.parametrize("enter", [jax.set_mesh, lambda mesh: mesh], ids=["jax.set_mesh(mesh)", "with mesh:"])
+def test_the_surrounding_mesh_is_used_when_none_is_given(enter: Callable[[jax.sharding.Mesh], Any]) -> None:
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=8, context_parallel="all_gather", attention="dot_product"
+    )
+    q, k, v = qkv()
+    with enter(config.make_mesh()):
+        text = str(jax.make_jaxpr(lambda *x: ma.attention(*x, config=config))(q, k, v))
+        out = jax.jit(lambda *x: ma.attention(*x, config=config))(q, k, v)
+        grad = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=config) ** 2).sum()))(q, k, v)
+    assert "all_gather[" in text
+    assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
+    assert jnp.allclose(grad, jax.grad(lambda *x: (ma.attention(*x) ** 2).sum())(q, k, v), atol=1e-4)
+
+
+def test_inside_a_users_shard_map_the_arrays_are_local() -> None:
+    mesh = ma.AttentionConfig(ici_data_parallelism=8).make_mesh()
+    q, k, v = qkv()
+    spec = jax.sharding.PartitionSpec("data")
+    local = jax.shard_map(
+        lambda q, k, v: ma.attention(q, k, v, mask=ma.masks.Causal(), mesh=mesh),
+        mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    want = ma.attention(q, k, v, mask=ma.masks.Causal())
+    assert jnp.allclose(jax.jit(local)(q, k, v), want, atol=1e-5)
+
+
+def test_explicit_axes_are_refused_with_a_way_out() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.sharding.Mesh(jax.devices(), ("context",), axis_types=kinds)
+    with pytest.raises(MeshError, match=r"Explicit axes context\n.*Auto axes\n.*auto_axes"):
+        ma.attention(*qkv(), mesh=mesh)
+
+
+def test_a_mesh_axis_that_does_not_exist_is_named() -> None:
+    with pytest.raises(MeshError, match=r"mesh: contxt\n.*\n.*did you mean 'context'"):
+        ma.plan(ma.Call.of(*qkv()[:2]), mesh={"contxt": 2})

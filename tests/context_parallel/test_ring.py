@@ -1,0 +1,170 @@
+"""The ring: how often it sends, what it skips, and what it never makes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.context_parallel import Ring
+from maxattn.context_parallel.lse_merge import merge
+from maxattn.context_parallel.ring import head_halves
+from tests.jaxprs import count_primitive
+from tests.reference import attention64
+from tests.test_attention import array_sizes
+
+N = 8
+CONFIG = ma.AttentionConfig(
+    attention="ring", attention_kernel="dot_product", ici_data_parallelism=1, ici_context_parallelism=N
+)
+
+
+def qkv(length: int = 64, heads: int = 2) -> tuple[jax.Array, ...]:
+    return tuple(jax.random.normal(key, (1, length, heads, 16)) for key in jax.random.split(jax.random.key(0), 3))
+
+
+def sends(mask: M.Mask | None, length: int = 64) -> tuple[int, int]:
+    """Count ppermutes of the forward, and of forward and backward together."""
+    mesh, x = CONFIG.make_mesh(), qkv(length)
+
+    def run(*x):
+        return ma.attention(*x, mask=mask, config=CONFIG, mesh=mesh)
+
+    def train(*x):
+        return jax.value_and_grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))(*x)
+
+    return tuple(count_primitive(jax.make_jaxpr(f)(*x).jaxpr, "ppermute") for f in (run, train))
+
+
+def test_hops_of_a_full_ring() -> None:
+    """K and V each: n-1 forward; n-1 backward, and n for their gradients."""
+    assert sends(None) == (2 * (N - 1), 2 * (N - 1) + 2 * (N - 1) + 2 * N)
+
+
+def test_hops_that_are_empty_everywhere_are_not_made() -> None:
+    """A window of two shards needs this device's keys and those of the one before."""
+    assert sends(M.BlockSlidingWindow(8, 2)) == (2, 2 + 2 + 4)
+    assert sends(M.BlockSlidingWindow(8, 1)) == (0, 0)
+
+
+@pytest.mark.parametrize("mask", [None, M.Causal(), M.BlockSlidingWindow(8, 3), M.LocalWindow(4, 4)])
+@pytest.mark.parametrize("length", [64, 61])
+def test_the_plan_names_every_send(mask: M.Mask | None, length: int) -> None:
+    x = qkv(length)
+    plan = ma.plan(ma.Call.of(x[0], x[1], mask=mask), CONFIG, CONFIG.make_mesh())
+    named = {"forward": 0, "backward": 0}
+    for c in plan.collectives:
+        assert c.kind == "ppermute"
+        named[c.when] += c.hops * c.arrays
+    forward, both = sends(mask, length)
+    assert (named["forward"], named["forward"] + named["backward"]) == (forward, both)
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "last"),
+    [(4, None, True), (2, None, False), (4, M.BlockSlidingWindow(8, 2), True), (4, M.BlockSlidingWindow(8, 1), False)],
+)
+def test_own_keys_are_computed_before_the_others_and_after_them(
+    heads: int, mask: M.Mask | None, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By halves of the heads, the second beside the last gradients on their way home; not where nothing is sent."""
+    order, backward = [], head_halves.backward
+
+    def noted(kernel, part, *x):
+        order.append(part)
+        return backward(kernel, part, *x)
+
+    monkeypatch.setattr(head_halves, "backward", noted)
+    jax.clear_caches()
+    mesh, x = CONFIG.make_mesh(), qkv(heads=heads)
+
+    def loss(*x):
+        return (ma.attention(*x, mask=mask, config=CONFIG, mesh=mesh) ** 2).sum()
+
+    jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*x)
+    hops = {None: N, M.BlockSlidingWindow(8, 2): 2, M.BlockSlidingWindow(8, 1): 1}[mask]
+    others = [part for part in order if part == head_halves.ALL]
+    if last:
+        assert order == [head_halves.FIRST, *others, head_halves.SECOND] and len(others) >= hops - 1
+    else:
+        assert order == others and len(others) >= hops
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "mask", "biased", "may"),
+    [
+        (4, 4, M.Full(), False, True), (6, 6, M.Full(), False, False), (8, 2, M.Causal(), False, True),
+        (8, 1, M.Full(), False, False), (4, 4, M.Full(), True, False),
+        (4, 4, M.Dense(np.ones((8, 8), bool)), False, True), (4, 4, M.Dense(np.ones((1, 4, 8, 8), bool)), False, False),
+    ],
+)  # fmt: skip
+def test_which_heads_are_halved(heads: int, kv_heads: int, mask: M.Mask, biased: bool, may: bool) -> None:
+    assert head_halves.may_halve(heads, kv_heads, mask, biased) == may
+
+
+def test_it_gathers_nothing_and_makes_no_square() -> None:
+    mesh, length = CONFIG.make_mesh(), 4096
+    x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+    blockwise = CONFIG.replace(attention_kernel="dot_product", use_memory_efficient_attention=True)
+
+    def loss(*x):
+        return ma.attention(*x, config=blockwise, mesh=mesh).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
+    assert "all_gather" not in str(jaxpr)
+    assert max(array_sizes(jaxpr)) < length * length // N
+
+
+def test_a_whole_shard_masked_and_rows_with_nothing() -> None:
+    """Keys 8 to 15 are all of one device's; row 1 has no key at all."""
+    mesh, (q, k, v) = CONFIG.make_mesh(), qkv()
+    q, k, v = (jnp.concatenate([x, x]) for x in (q, k, v))
+    flags = np.ones((2, 64), bool)
+    flags[0, 8:16] = False
+    flags[1] = False
+
+    def run(q, k, v):
+        return ma.attention(q, k, v, mask=M.KeyPadding(flags), config=CONFIG, mesh=mesh, return_lse=True)
+
+    (out, lse), vjp = jax.vjp(jax.jit(run), q, k, v)
+    grads = vjp((jnp.ones_like(out), jnp.zeros_like(lse)))
+    want = attention64(q, k, v, flags[:, None, None], dout=np.ones(out.shape))
+    np.testing.assert_allclose(out, want.out, atol=1e-5)
+    assert (lse[1] == -jnp.inf).all()
+    for got, expected in zip(grads, want[2:5], strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_strongly_negative_logits_do_not_reach_the_padding() -> None:
+    """61 keys over 8 devices: three are padding, whose score of 0 would win over -1e4."""
+    mesh, (q, k, v) = CONFIG.make_mesh(), qkv(61)
+    bias = jnp.full((1, 1, 1, 61), -1e4)
+    got = ma.attention(q, k, v, bias=bias, config=CONFIG, mesh=mesh)
+    np.testing.assert_allclose(got, attention64(q, k, v, bias=bias).out, atol=2e-3)
+
+
+def test_merging_parts_is_attention_over_all() -> None:
+    q, k, v = qkv()
+    whole = attention64(q, k, v)
+    parts = [attention64(q, k[:, s], v[:, s]) for s in (slice(0, 5), slice(5, 40), slice(40, 64))]
+    out, lse = jnp.zeros_like(q), jnp.full((1, 2, 64), -jnp.inf)
+    for part in parts:
+        out, lse = merge((out, lse), (jnp.asarray(part.out, jnp.float32), jnp.asarray(part.lse, jnp.float32)))
+    np.testing.assert_allclose(out, whole.out, atol=1e-6)
+    np.testing.assert_allclose(lse, whole.lse, atol=1e-6)
+    nothing = merge(
+        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)), (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf))
+    )
+    assert (nothing[1] == -jnp.inf).all()
+    assert (nothing[0] == 0).all()
+
+
+def test_hops_follow_the_mask() -> None:
+    ring = Ring((("context", 4),))
+    assert ring.hops(M.Full(), 16, 16) == (0, 1, 2, 3)
+    assert ring.hops(M.Causal().bind(16, 16), 16, 16) == (0, 1, 2, 3)
+    assert ring.hops(M.LocalWindow(3, 0).bind(16, 16), 16, 16) == (0, 1)
+    assert ring.hops(M.LocalWindow(3, 3).bind(16, 16), 16, 16) == (0, 1, 3)

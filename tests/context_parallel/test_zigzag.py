@@ -1,0 +1,185 @@
+"""Zig-zag: the work is even, the numbers are those of one device, and the plan says why it was or was not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import devices as maxattn_devices
+from maxattn import masks as M
+from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.plan import _plan
+from tests.cases import BIASES, MASKS, judge, run_case
+from tests.jaxprs import count_primitive
+from tests.pairwise import pairwise
+
+TPU = ma.Target.named("TPU v5p")
+
+
+@pytest.fixture
+def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let permutes cost nothing on a CPU, so that every uneven mask is dealt out, at test lengths too."""
+    free = maxattn_devices.MACHINES["cpu"]._replace(exchange=1e30)
+    monkeypatch.setitem(maxattn_devices.MACHINES, "cpu", free)
+    monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
+    _plan.cache_clear()
+    yield
+    _plan.cache_clear()
+
+
+def config(context: int, strategy: str = "ring", **more: Any) -> ma.AttentionConfig:
+    sizes = {"ici_data_parallelism": 8 // context, "ici_context_parallelism": context}
+    return ma.AttentionConfig(attention=strategy, **{"attention_kernel": "dot_product"} | more, **sizes)
+
+
+# ---- the work --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_causal_work_of_every_device_is_equal_in_every_hop(n: int) -> None:
+    length = 64 * n
+    causal = M.Causal().bind(length, length)
+    contiguous, dealt = (Layout(n, runs).work(causal, length, length).sum(axis=(2, 3)) for runs in (1, 2))
+    # [device, hop]: no two devices differ in a hop, where in contiguous order the first has nothing to do after hop 0.
+    assert (dealt == dealt[0]).all()
+    assert (contiguous[0, 1:] == 0).all()
+    assert (contiguous[-1, 1:] == 64 * 64).all()
+    assert dealt.sum() == contiguous.sum() == causal.allowed_pairs(length, length)
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_every_device_computes_two_of_four_pieces_after_its_own(n: int) -> None:
+    pieces = ~Layout(n, 2).empty(M.Causal().bind(16 * n, 16 * n), 16 * n, 16 * n)
+    assert (pieces[:, 0].sum(axis=(1, 2)) == 3).all()
+    assert (pieces[:, 1:].sum(axis=(2, 3)) == 2).all()
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def decided(mask: M.Mask | None, length: int, context: int = 8, target: ma.Target = TPU, **more: Any) -> ma.Plan:
+    x = jax.ShapeDtypeStruct((8, length, 8, 128), "bfloat16")
+    asked = ma.AttentionConfig(attention="ring", **more)
+    return ma.plan(ma.Call.of(x, x, mask=mask), asked, {"context": context}, target)
+
+
+def test_it_is_chosen_for_long_causal_work_and_said() -> None:
+    plan = decided(M.Causal(), 32768)
+    assert plan.context.runs == 2
+    assert "ring over 8, zig-zag" in plan.explain()
+    assert "2 x 2048 queries" in plan.explain()
+    (note,) = plan.notes
+    assert note.startswith("zig-zag: the slowest devices' work is 1.00 of the mean, in contiguous order 1.87;")
+    assert "not measured by us" in note
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "why"),
+    [
+        (M.Causal(), 64, "its permutes cost"),
+        (M.BlockSlidingWindow(1560, 7), 32760, "no zig-zag: with it the slowest devices' work is 1.78 of the mean"),
+    ],
+)
+def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(mask: M.Mask, length: int, why: str) -> None:
+    plan = decided(mask, length)
+    assert plan.context.runs == 1
+    (note,) = plan.notes
+    assert note.startswith("no zig-zag")
+    assert why in note
+
+
+def test_even_work_is_not_worth_a_word() -> None:
+    assert decided(None, 32768).notes == decided(M.KeyPadding(np.full(8, 5)), 32768).notes == ()
+
+
+def test_lengths_are_padded_to_two_runs_of_every_device() -> None:
+    plan = decided(M.Causal(), 32760)
+    assert (plan.q_len, plan.kv_len) == (32768, 32768)
+    assert decided(None, 32760).q_len == 32760
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------------------
+
+AXES = {
+    "strategy": ["ring", "2 x ring 2"],
+    "context": [4],
+    "kernel": ["dense", "flash"],
+    "mask": [m for m in MASKS if "causal" in m or m in ("window", "window | sink", "not segments", "rows empty")],
+    "heads": ["8 of 8", "8 of 2"],
+    "length": ["odd", "64", "cross", "short"],
+    "bias": list(BIASES),
+    "dtype": ["float32"],
+}
+KERNELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "blockwise": {"use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24},
+    "flash": {"attention_kernel": "flash"},
+}
+
+
+def legal(case: dict) -> bool:
+    """Splash takes no bias, and no arrays under ~."""
+    return case["kernel"] != "flash" or (case["bias"] == "none" and case["mask"] != "not segments")
+
+
+def name(case: dict) -> str:
+    return "-".join(str(v).replace(" ", "_") for v in case.values())
+
+
+def check(case: dict) -> None:
+    kernel = KERNELS[case["kernel"]]
+    shards = {} if case["strategy"] == "ring" else {"ulysses_shards": 2}
+    asked = config(case["context"], "ulysses_ring" if shards else "ring", **kernel, **shards)
+    case = case | {"head_dim": 16, "batch": 8}
+    judge(case, run_case(case, asked, asked.make_mesh(), compiler_options={"xla_backend_optimization_level": 0}))
+
+
+FEW = {
+    "kernel": ["dense"], "mask": ["causal", "causal & lengths", "window | sink", "not segments"],
+    "bias": ["none", "full", "keys"], "length": ["odd", "cross"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", pairwise(AXES | FEW, legal), ids=name)
+def test_against_one_device_in_float64(case: dict, free_permutes: None) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(AXES | {"context": [4, 8], "kernel": list(KERNELS)}, legal), ids=name)
+def test_against_one_device_in_float64_on_eight(case: dict, free_permutes: None) -> None:
+    check(case)
+
+
+def test_those_cases_are_dealt_out(free_permutes: None) -> None:
+    x = jax.ShapeDtypeStruct((8, 64, 8, 16), "float32")
+    for strategy, shards in (("ring", -1), ("ulysses_ring", 2)):
+        asked = config(8, strategy, ulysses_shards=shards)
+        assert ma.plan(ma.Call.of(x, x, mask=M.Causal()), asked, {"context": 8}).context.runs == 2
+
+
+def test_the_plan_names_every_permute(free_permutes: None) -> None:
+    asked = config(8)
+    mesh, rng = asked.make_mesh(), np.random.default_rng(0)
+    q, k, v = (jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, 64)), 1), jnp.int32)
+    for mask, bias in (
+        (M.Causal(), None), (M.Causal() & M.Segments(ids, ids), None), (M.Causal(), jnp.ones((1, 4, 64, 64))),
+        (M.Causal() & M.KeyPadding(np.array([50])), jnp.ones((1, 1, 1, 64))),
+    ):  # fmt: skip
+
+        def step(q, k, v, bias, mask=mask):
+            def loss(q, k, v, bias):
+                return (ma.attention(q, k, v, mask=mask, bias=bias, config=asked, mesh=mesh) ** 2).sum()
+
+            return jax.grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
+
+        plan = ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), asked, mesh)
+        assert plan.context.runs == 2
+        named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == "ppermute")
+        assert count_primitive(jax.make_jaxpr(step)(q, k, v, bias).jaxpr, "ppermute") == named

@@ -1,0 +1,283 @@
+"""Norm and rotary embedding in one kernel: interpreted, against float64; where it is used, and where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import maxattn as ma
+from maxattn.jax_private.mesh import auto_mesh
+from maxattn.jax_private.triton import takes_triton, triton_there
+from maxattn.modules import norm_rope, norm_rope_triton
+from maxattn.modules.norm_rope_triton import Row
+from maxattn.remat import remat_policy
+from tests.jaxprs import of_primitive
+
+RNG = np.random.default_rng(5)
+EPS = 1e-6
+# heads, head dim, norm, style, batch, tokens, tables of each example, bias of the projection
+CASES: dict[str, tuple[Any, ...]] = {
+    "across-interleaved-1536": (12, 128, "across", "interleaved", 2, 3, False, True),
+    "across-half-5120": (40, 128, "across", "half", 1, 3, False, True),
+    "head-interleaved-512": (8, 64, "head", "interleaved", 2, 3, True, False),
+    "head-half-1536": (24, 64, "head", "half", 2, 3, True, True),
+    "across-no_rotary-odd_heads": (5, 64, "across", None, 2, 3, False, True),
+    "no_norm-interleaved-wide_heads": (3, 256, None, "interleaved", 2, 3, False, False),
+    # So many channels a thread that nothing is held and no row read ahead.
+    "across-interleaved-832": (13, 64, "across", "interleaved", 2, 20, False, True),
+    "head-half-1792": (7, 256, "head", "half", 2, 5, False, True),
+}
+
+
+def made(case: tuple[Any, ...]) -> tuple[Row, dict[str, np.ndarray], dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+    n, h, norm, style, b, t, own, bias = case
+    arrays = {name: RNG.standard_normal((b, t, n, h)) for name in ("x", "dy")}
+    vectors = {"bias": RNG.standard_normal((n, h))} if bias else {}
+    if norm:
+        vectors["scale"] = 1 + 0.3 * RNG.standard_normal((n, h))
+    angles = RNG.uniform(0, 6, (b if own else 1, t, h // 2))
+    return Row(n, h, norm, EPS, style), arrays, vectors, (np.cos(angles), np.sin(angles)) if style else ()
+
+
+def exact(row: Row, x: Any, vectors: dict[str, Any], tables: Any) -> Any:
+    """Norm and turn pairs as complex numbers, in the dtype of x."""
+    z = x + vectors.get("bias", 0.0)
+    if row.norm:
+        z = z / jnp.sqrt(jnp.mean(z * z, (2, 3) if row.norm == "across" else 3, keepdims=True) + row.eps)
+    z = z * vectors.get("scale", 1.0)
+    if not row.style:
+        return z
+    last = row.style == "interleaved"
+    pairs = z.reshape(*z.shape[:3], -1, 2) if last else jnp.moveaxis(z.reshape(*z.shape[:3], 2, -1), 3, 4)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (tables[0] + 1j * tables[1])[:, :, None]
+    return jnp.stack((turned.real, turned.imag), -1 if last else 3).reshape(z.shape)
+
+
+def error(got: Any, want: Any) -> float:
+    want = np.asarray(want, np.float64)
+    return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
+
+
+def float32(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    row, arrays, vectors, tables = made(case)
+    # Few programs, so that one has several rows, and not all as many.
+    monkeypatch.setattr(Row, "programs", max(2, len(arrays["x"][0]) - 1))
+
+    def fused(x: Any, vectors: Any, tables: Any) -> Any:
+        return norm_rope._on_shard(row, True, x, vectors, tables)
+
+    inputs = arrays["x"], vectors, tables
+    got, pull = jax.vjp(jax.jit(fused), *float32(inputs))
+    got_gradients = pull(float32(arrays["dy"]))
+    with jax.enable_x64(True):
+        want, pull = jax.vjp(lambda *of: exact(row, *of), *inputs)
+        gradients = pull(jnp.asarray(arrays["dy"]))
+    assert error(got, want) < 1e-6
+    errors = jax.tree.map(error, got_gradients, gradients)
+    assert all(e < 2e-6 for e in jax.tree.leaves(errors)), errors
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_rounded_once(dtype: Any) -> None:
+    row, arrays, vectors, tables = made(CASES["across-interleaved-1536"])
+    x, v, t = jnp.asarray(arrays["x"], dtype), float32(vectors), float32(tables)
+    y = norm_rope._on_shard(row, True, x, v, t)
+    whole = norm_rope._on_shard(row, True, x.astype(jnp.float32), v, t)
+    half = 0.5 * float(
+        jnp.finfo(dtype).eps
+    )  # of the distance to the next number, at most; two programs differ a little
+    np.testing.assert_allclose(np.asarray(y, np.float32), whole, rtol=1.01 * half, atol=1e-7)
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_vectors_are_read_as_they_are(style: str) -> None:
+    """A scale that all heads share, and dtypes of their own: so are the gradients."""
+    row, arrays, vectors, tables = made((8, 64, "head", style, 2, 3, True, True))
+    given = {
+        "bias": jnp.asarray(vectors["bias"], jnp.bfloat16),
+        "scale": jnp.asarray(vectors["scale"][:1], jnp.float32),
+    }
+    exactly = {name: np.asarray(v, np.float64) for name, v in given.items()}
+    _, pull = jax.vjp(lambda v: norm_rope._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given)
+    got = pull(float32(arrays["dy"]))[0]
+    with jax.enable_x64(True):
+        _, pull = jax.vjp(lambda v: exact(row, arrays["x"], v, tables), exactly)
+        want = pull(jnp.asarray(arrays["dy"]))[0]
+    assert {name: (v.shape, v.dtype) for name, v in got.items()} == {n: (v.shape, v.dtype) for n, v in given.items()}
+    assert error(got["bias"], want["bias"]) < 4e-3 and error(got["scale"], want["scale"]) < 2e-6
+
+
+@pytest.mark.parametrize(("norm", "kept"), [("across", True), ("head", False), (None, False)])
+def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> None:
+    row, x = Row(4, 16, norm, EPS, None), jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32)
+    _, r = norm_rope_triton.forward(row, x, {}, (), keep=True, interpret=True)
+    assert norm_rope_triton.forward(row, x, {}, (), interpret=True)[1] is None and (r is not None) == kept
+    assert (norm_rope._fused_fwd(row, True, x, {}, ())[1][1] is not None) == kept
+    if r is not None:
+        np.testing.assert_allclose(r, np.mean(np.asarray(x) ** 2, (1, 2)) ** -0.5, rtol=1e-5)
+
+
+def test_programs_are_not_more_than_rows() -> None:
+    row, x = Row(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
+    jaxpr = jax.make_jaxpr(lambda x, r: norm_rope_triton.backward(row, x, x, r, {}, (), interpret=True))(x, x[:, 0, 0])
+    (call,) = of_primitive(jaxpr.jaxpr, "pallas_call")
+    assert call.params["grid_mapping"].grid == (7,) and row.programs > 7
+
+
+# ---- in modules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let modules believe that they are on an NVIDIA GPU, and count the interpreted kernels that they then run."""
+    runs: list[Row] = []
+
+    def interpreted(row: Row, *args: Any) -> Any:
+        runs.append(row)
+        return norm_rope.norm_rotary(row, *args, interpret=True)
+
+    monkeypatch.setattr(_compat, "triton_there", lambda: True)
+    monkeypatch.setattr(norm_rope, "_devices", lambda: 1)
+    monkeypatch.setattr("maxattn.modules.base.norm_rotary", interpreted)
+    with ma.Target.named("NVIDIA H200").assumed():
+        yield runs
+
+
+def module(qk_norm: str | None, mesh: Any = None, policy: Any = "NONE") -> ma.FlaxAttention:
+    config = ma.AttentionConfig(attention="dot_product", remat_policy=policy)
+    made = ma.FlaxAttention(
+        24, 4, 2, 32, bias=True, qk_norm=qk_norm, config=config, mesh=mesh, rngs=nnx.Rngs(0),
+        bias_init=nnx.initializers.normal(),
+    )  # fmt: skip
+    for norm in (made.norm_q, made.norm_k):
+        if norm is not None and norm.scale is not None:
+            norm.scale.set_value(jnp.asarray(1 + 0.3 * RNG.standard_normal(norm.scale.get_value().shape), jnp.float32))
+    return made
+
+
+X = jnp.asarray(RNG.standard_normal((2, 8, 24)), jnp.float32)
+ROTARY = ma.rope_1d(32, 8)
+
+
+def gradients(module: ma.FlaxAttention) -> Any:
+    """Return the loss and its gradients, through a scan over two layers with the module's policy."""
+    graph, state = nnx.split(module)
+    assert module.config is not None
+    policy = remat_policy(module.config.remat_policy) or jax.checkpoint_policies.everything_saveable
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda s, x: x + nnx.merge(graph, s)(x, rotary_emb=ROTARY), policy=policy)
+        x, _ = jax.lax.scan(lambda x, _: (layer(state, x), None), x, length=2)
+        return jnp.sum(x * x)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(state, X)
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "policy"),
+    [("rms_norm_across_heads", "NONE"), ("rms_norm", "SAVE_ATTENTION_AND_MATMUL"), (None, "FULL")],
+)
+def test_modules_give_the_same_with_it(qk_norm: str | None, policy: str, on_gpu: list[Row]) -> None:
+    built = module(qk_norm, policy=policy)
+    got = gradients(built)
+    assert {row.heads for row in on_gpu} == {4, 2}
+    with ma.Target.named("cpu").assumed():
+        want = gradients(built)
+    errors = jax.tree.map(error, got, want)
+
+    assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "axes"),
+    [("rms_norm", {"data": 2, "context": 2, "tensor": 2}), ("rms_norm_across_heads", {"fsdp": 2, "context": 4})],
+)
+def test_on_a_mesh_every_device_takes_its_rows(qk_norm: str, axes: dict[str, int], on_gpu: list[Row]) -> None:
+    mesh = auto_mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+    graph, state = nnx.split(module(qk_norm, mesh))
+
+    def run(state: Any, x: jax.Array) -> Any:
+        return jnp.sum(nnx.merge(graph, state)(x, rotary_emb=ROTARY) ** 2)
+
+    got = jax.jit(jax.value_and_grad(run, (0, 1)))(state, X)
+    assert len(on_gpu) == 2
+    with ma.Target.named("cpu").assumed():
+        want = jax.jit(jax.value_and_grad(run, (0, 1)))(state, X)
+    errors = jax.tree.map(error, got, want)
+    assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
+
+
+def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
+    mesh = auto_mesh(np.array(jax.devices()[:2]), ("tensor",))
+    row = norm_rope.fused_row("rms_norm_across_heads", module("rms_norm_across_heads").norm_q, ROTARY, 4, 32)
+    assert row is not None and norm_rope.runs_here(row, X, None)
+    assert not norm_rope.runs_here(row, X, mesh)  # the statistic spans devices
+    assert not norm_rope.runs_here(row, X.astype(jnp.int32), None)
+    by_token = auto_mesh(np.array(jax.devices()), ("context",))
+    assert norm_rope.runs_here(row, X, by_token) and not norm_rope.runs_here(row, X[:, :7], by_token)
+    with ma.Target.named("TPU v5p").assumed():
+        assert not norm_rope.runs_here(row, X, None)
+    assert norm_rope.fused_row("layer_norm", module("layer_norm").norm_q, ROTARY, 4, 32) is None
+    assert norm_rope.fused_row(None, None, ROTARY, 4, 80) is None
+    assert norm_rope.fused_row(None, None, None, 4, 32) is None
+
+    class Doubled(nnx.RMSNorm):
+        pass
+
+    assert norm_rope.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
+
+
+def test_without_a_mesh_on_several_devices_xla_does_it(on_gpu: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs may be spread over them: XLA would gather what the kernel reads."""
+    one = module("rms_norm", ma.AttentionConfig().make_mesh(jax.devices()[:1]))
+    monkeypatch.setattr(norm_rope, "_devices", lambda: 2)
+    module("rms_norm")(X, rotary_emb=ROTARY)
+    assert not on_gpu
+    one(X, rotary_emb=ROTARY)
+    assert len(on_gpu) == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "fits"), [(12, 128, True), (40, 128, True), (30, 64, False), (25, 128, False)]
+)
+def test_rows_that_leave_too_much_to_a_thread_are_left(heads: int, head_dim: int, fits: bool) -> None:
+    assert Row(heads, head_dim, "across", EPS, "interleaved").fits() == fits
+
+
+def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"7.5": False, "8.0": True, "9.0": True, "12.0": True, "gfx942": False, None: True}
+    assert {capability: takes_triton(capability) for capability in taken} == taken
+
+    class T4:
+        compute_capability = "7.5"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [T4()])
+    assert not triton_there()
+
+
+@pytest.mark.parametrize(("checked", "kernels"), [(True, 0), (False, 2)])
+def test_a_shard_map_that_checks_what_varies_goes_without(checked: bool, kernels: int, on_gpu: list[Row]) -> None:
+    mesh = auto_mesh(np.array(jax.devices()[:2]), ("model",))
+    graph, state = nnx.split(module("rms_norm"))
+    both = jax.tree.map(lambda a: jnp.stack((a, 2 * a)), state)
+
+    def layer(states: Any, x: jax.Array) -> jax.Array:  # x is the same on both devices, and the parameters are not
+        return nnx.merge(graph, jax.tree.map(lambda a: a[0], states))(x, rotary_emb=ROTARY)[None]
+
+    places = {"in_specs": (PartitionSpec("model"), PartitionSpec()), "out_specs": PartitionSpec("model")}
+    got = jax.jit(jax.shard_map(layer, mesh=mesh, check_vma=checked, **places))(both, X)
+    assert len(on_gpu) == kernels
+    with ma.Target.named("cpu").assumed():
+        want = nnx.merge(graph, jax.tree.map(lambda a: a[1], both))(X, rotary_emb=ROTARY)
+    assert error(got[1], want) < 1e-5

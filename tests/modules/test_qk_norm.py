@@ -1,0 +1,88 @@
+"""Norms of queries and keys against numpy float64."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxattn.errors import InputError
+from maxattn.modules.qk_norm import QK_NORMS, make_qk_norm, normalise
+
+RNG = np.random.default_rng(1)
+N, H = 3, 10
+
+
+def made(kind: str, eps: float = 1e-6) -> nnx.RMSNorm | nnx.LayerNorm:
+    norm = make_qk_norm(kind, N, H, eps, rngs=nnx.Rngs(0))
+    assert norm is not None
+    width = norm.num_features
+    norm.scale.set_value(jnp.asarray(1 + RNG.standard_normal(width), jnp.float32))  # type: ignore[union-attr]
+    if kind == "layer_norm":
+        norm.bias.set_value(jnp.asarray(RNG.standard_normal(width), jnp.float32))  # type: ignore[union-attr]
+    return norm
+
+
+def expected(kind: str, norm: nnx.RMSNorm | nnx.LayerNorm, x: np.ndarray, eps: float) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    scale = np.asarray(norm.scale.get_value(), np.float64)  # type: ignore[union-attr]
+    if kind == "layer_norm":
+        bias = np.asarray(norm.bias.get_value(), np.float64)  # type: ignore[union-attr]
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * scale + bias
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def inputs(kind: str, size: float = 1.0, mean: float = 0.0) -> np.ndarray:
+    shape = (2, 5, N * H) if kind == "rms_norm_across_heads" else (2, 5, N, H)
+    return (mean + size * RNG.standard_normal(shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.5])
+@pytest.mark.parametrize("kind", QK_NORMS)
+def test_each_norm_is_its_formula_and_honours_eps(kind: str, eps: float) -> None:
+    norm, x = made(kind, eps), inputs(kind)
+    np.testing.assert_allclose(normalise(norm, jnp.asarray(x)), expected(kind, norm, x, eps), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", QK_NORMS)
+@pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+def test_low_precision_loses_one_rounding_only(kind: str, dtype: jnp.dtype, step: float) -> None:
+    norm, x = made(kind), jnp.asarray(inputs(kind, size=300.0)).astype(dtype)  # 300^2 overflows float16
+    y = normalise(norm, x)
+    want = expected(kind, norm, np.asarray(x, np.float64), 1e-6)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=1.01 * step, atol=1e-6)
+
+
+def test_layer_norm_survives_a_mean_far_from_zero() -> None:
+    norm, x = made("layer_norm"), inputs("layer_norm", mean=1000.0)
+    np.testing.assert_allclose(normalise(norm, jnp.asarray(x)), expected("layer_norm", norm, x, 1e-6), atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", QK_NORMS)
+def test_a_row_of_zeros_stays_finite(kind: str) -> None:
+    norm = made(kind)
+    assert np.isfinite(normalise(norm, jnp.zeros(inputs(kind).shape))).all()
+
+
+def test_widths_and_mesh_axes_of_the_parameters() -> None:
+    across, per_head, layer = (made(k) for k in ("rms_norm_across_heads", "rms_norm", "layer_norm"))
+    assert across.scale.get_value().shape == (N * H,) and across.scale.get_metadata()["out_sharding"] == ("tensor",)
+    assert per_head.scale.get_value().shape == (H,) and per_head.scale.get_metadata()["out_sharding"] == (None,)
+    assert layer.bias.get_value().shape == (H,) and layer.bias.get_metadata()["out_sharding"] == (None,)
+
+
+def test_no_norm_changes_nothing() -> None:
+    x = jnp.ones((1, 2, 3))
+    assert make_qk_norm(None, N, H, 1e-6, rngs=nnx.Rngs(0)) is None
+    assert normalise(None, x) is x
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("rmsnorm", "did you mean 'rms_norm'?"), ("batch", "use None for no norm")]
+)
+def test_an_unknown_norm_is_refused(kind: str, remedy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make_qk_norm(kind, N, H, 1e-6, rngs=nnx.Rngs(0))
+    assert caught.value.setting == "qk_norm" and caught.value.remedy == remedy

@@ -1,0 +1,116 @@
+"""`maxattn check`, as golden text: what is valid, every kind of mistake, and the advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.plan import Target, plan
+from maxattn.tools.cli.advice import advice
+from maxattn.tools.memory import estimate, limit, total
+from maxattn.tools.model_shapes import read
+from tests.tools.cli.command import run
+from tests.golden_text import check_golden
+
+HERE = Path(__file__).parent
+GOOD = {
+    "plans": ["configs/wan_14b.yml", "--shape", "wan-14b-720p", "--shape", "wan-14b-cross", "--target", "TPU v5p",
+              "--devices", "8", "--batch", "2"],
+    "no_shape": ["configs/attention.yml"],
+    "every_key": ["flash_block_sizes.block_q=512", "--all"],
+    "inference": ["attention=flash", "--shape", "wan-14b-480p", "--target", "TPU v6e", "--inference",
+                  "flash_block_sizes={block_q: 3024, block_kv: 2048}"],
+}  # fmt: skip
+ADVISED = {
+    "dense_and_memory": ["attention=dot_product", "--shape", "wan-14b-480p", "--target", "TPU v5e"],
+    "dense_on_a_gpu": ["attention=dot_product", "--shape", "flux-1024", "--target", "NVIDIA H200"],
+    "nothing_to_shard": ["attention=ring", "attention_kernel=flash", "--shape", "sdxl-64", "--target", "TPU v5p"],
+    "short_shards": ["attention=ring", "attention_kernel=dot_product", "--shape", "1,256,256,4,64", "--mesh",
+                     "context=8", "--target", "cpu"],
+    "padding_attended": ["mask_padding_tokens=false", "cross_attention=flash", "--shape", "sdxl-64", "--shape",
+                         "sdxl-cross", "--batch", "2", "--target", "TPU v5p", "--lengths", "20,77"],
+    "blocks_and_their_padding": ["attention=flash", "--shape", "wan-1.3b-480p", "--target", "TPU v6e",
+                                 "flash_block_sizes={block_q: 3000, block_kv: 3000, use_fused_bwd_kernel: true}"],
+    "one_shape_cannot_run": ["attention=flash", "--shape", "1,64,64,4,64", "--dtype", "f16", "--target", "TPU v5p"],
+}  # fmt: skip
+BAD_LENGTHS = {
+    "beyond_s": ["--lengths", "300,9999", "--shape", "2,4096,512,8,64"],
+    "of_other_keys": ["configs/wan_i2v_14b.yml", "--batch", "2", "--lengths", "300,512"],
+    "neither_one_nor_b": ["--lengths", "300,512", "--shape", "3,4096,512,8,64"],
+    "more_than_one": ["--lengths", "300,512", "--shape", "wan-cross"],
+    "of_self_attention": ["--lengths", "257", "--shape", "1,256,256,8,64"],
+    "no_number": ["--lengths", "300,x", "--shape", "2,4096,512,8,64"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_valid(capsys, name):
+    ran = run(capsys, "check", *GOOD[name])
+    assert (ran.status, ran.err) == (0, "")
+    check_golden(f"cli/check/{name}", ran.out)
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_advice(capsys, name):
+    check_golden(f"cli/check/{name}", run(capsys, "check", *ADVISED[name]).text)
+
+
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+def test_lengths_that_cannot_be(capsys, name):
+    ran = run(capsys, "check", *BAD_LENGTHS[name], "--target", "TPU v5p")
+    assert ran.status == 1 and "runs" not in ran.out
+    check_golden(f"cli/check/lengths_{name}", ran.err)
+
+
+def test_lengths_are_those_of_the_text_and_one_is_of_all(capsys):
+    words = ["check", "mask_padding_tokens=false", "--shape", "2,256,256,4,64", "--shape", "2,256,512,4,64"]
+    each, one = (run(capsys, *words, "--target", "cpu", "--lengths", said) for said in ("384,384", "384"))
+    assert each.status == 0 and each.out == one.out and "25.0% of the keys are padding" in one.out
+
+
+def test_lengths_say_nothing_where_padding_is_masked_and_help_says_so(capsys):
+    words = ["check", "attention=auto", "--shape", "2,256,512,4,64", "--target", "cpu"]
+    assert run(capsys, *words, "--lengths", "20,30").out == run(capsys, *words).out
+    assert "mask_padding_tokens is false" in " ".join(run(capsys, "check", "--help").out.split())
+
+
+def test_inference_tells_of_no_backward(capsys):
+    for asked, *more in (["flash"], ["ring", "--mesh", "context=4"]):
+        words = ["check", f"attention={asked}", "--shape", "wan-14b-480p", "--target", "TPU v5p", *more]
+        assert "backward" in run(capsys, *words).out
+        assert "backward" not in run(capsys, *words, "--inference").out
+
+
+def test_a_file_with_each_kind_of_mistake(capsys, monkeypatch):
+    monkeypatch.chdir(HERE)
+    ran = run(capsys, "check", "mistakes.yml", "ulysses_shards=many")
+    assert (ran.status, ran.out) == (1, "")
+    check_golden("cli/check/mistakes", ran.text)
+
+
+def test_what_memory_does_not_suffice_for_is_status_1(capsys):
+    words = ["check", "attention=dot_product", "--shape", "wan-14b-480p", "--target"]
+    assert [run(capsys, *words, kind).status for kind in ("TPU v5e", "cpu")] == [1, 0]
+
+
+def test_a_good_plan_has_no_advice():
+    config = AttentionConfig(attention="flash")
+    made = plan(read("sdxl-64").call(), config, None, Target.named("TPU v5p"))
+    assert advice(made, config, training=True) == ()
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_more_devices_need_less_memory_each(strategy):
+    config = AttentionConfig(attention="flash", context_parallel=strategy)
+    sums = [
+        total(estimate(plan(read("wan-14b-720p").call(), config, {"context": n}, Target.named("TPU v5p")), True))
+        for n in (1, 2, 4, 8)
+    ]
+    assert sums[1:] == sorted(sums[1:], reverse=True) and sums[3] < sums[0]
+
+
+def test_memory_of_an_unknown_device_is_not_judged():
+    made = plan(read("wan-14b-480p").call(), AttentionConfig(attention="dot_product"), None, Target.named("cpu"))
+    assert limit(made) is None and total(estimate(made, False)) > 2**37

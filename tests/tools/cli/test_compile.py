@@ -1,0 +1,126 @@
+"""`maxattn compile`: the TPU's own compiler, in a child process. Skipped where libtpu is not installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import Unsupported
+from maxattn.plan import Target, plan
+from maxattn.tools.cli.compile import fits, report
+from maxattn.tools.compile.job import PYTHON_VARIABLE, Job, Outcome, run_in_child, tpu_python
+from maxattn.tools.memory import estimate, total
+from maxattn.tools.model_shapes import read
+from tests.tools.cli.command import run
+from tests.golden_text import check_golden
+
+needs_libtpu = pytest.mark.skipif(tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")')
+RING = ["attention=ring", "attention_kernel=flash", "ici_context_parallelism=4", "--target", "v5p:2x2x1", "--shape"]
+
+
+def without_figures(text: str) -> str:
+    """Leave out what differs between compilers: seconds, sizes, and how many transfers overlap."""
+    text = re.sub(r"compiled in .*", "compiled in # s", text)
+    return re.sub(r"(?m)(memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text)
+
+
+@needs_libtpu
+def test_a_ring_fits(capsys):
+    ran = run(capsys, "compile", *RING, "1,2048,2048,4,128")
+    assert (ran.status, ran.err) == (0, "")
+    check_golden("cli/compile/ring", without_figures(ran.out))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("training", [False, True])
+def test_the_estimate_of_memory_is_near_the_compiler(training):
+    config, shape = AttentionConfig(attention="flash"), read("wan-1.3b-480p")
+    outcome = run_in_child(Job("v5e:1x1", config, shape, training), 120)
+    estimated = total(estimate(plan(shape.call(), config, None, Target.named("TPU v5e")), training))
+    assert 0.9 < estimated / outcome.needed < 1.1
+
+
+@needs_libtpu
+def test_a_training_step_of_a_module_as_json(capsys):
+    words = ["attention=flash", "--target", "v5e:1x1", "--shape", "1,1024,77,2,64", "--train", "--module", "--json"]
+    ran = run(capsys, "compile", *words)
+    (outcome,) = json.loads(ran.out)
+    assert (ran.status, outcome["ending"], outcome["device_kind"]) == (0, "compiled", "TPU v5e")
+    weights = 4 * (2 * 64) ** 2 * 4 + 4 * 2 * 64 * 4 + 2 * 2 * 64 * 4  # float32 kernels, biases and norms
+    states = (2 * 1024 + 77) * 2 * 64 * 2  # bfloat16 tokens, their cotangent and text
+    assert weights + states <= outcome["memory"]["argument"] <= 1.2 * (weights + states)
+    assert outcome["memory"]["output"] >= weights + states - 1024 * 2 * 64 * 2
+
+
+@needs_libtpu
+def test_two_slices(capsys):
+    words = ["attention=flash", "dcn_data_parallelism=2", "ici_tensor_parallelism=4", "ici_data_parallelism=1"]
+    ran = run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "2", "--shape", "2,512,512,4,128")
+    assert ran.status == 0 and "for 2 slices of v5p:2x2x1" in ran.out and "mesh data=2 tensor=4" in ran.out
+    assert run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "0", "--shape", "sdxl-64").status == 1
+
+
+@needs_libtpu
+def test_what_does_not_fit(capsys):
+    ran = run(capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p")
+    assert ran.status == 1
+    check_golden("cli/compile/too_much", re.sub(r"\(\d[\d.]*G\)", "(#G)", ran.out))
+
+
+@needs_libtpu
+def test_what_is_refused(capsys):
+    ran = run(capsys, "compile", "attention=auto", "--target", "v5q:2x2", "--shape", "sdxl-64")
+    assert ran.status == 1
+    check_golden("cli/compile/unknown_topology", ran.out)
+    ran = run(capsys, "compile", "attention=auto", "--target", "v5e:2x2", "--shape", "wan-cross")
+    assert ran.status == 1 and "use a batch of 4" in ran.out  # data=4 by default, and B is 1
+
+
+@needs_libtpu
+def test_the_time_limit_ends_the_child(capsys):
+    started = time.time()
+    ran = run(capsys, "compile", *RING, "wan-14b-720p", "--time-limit", "0.5")
+    assert ran.status == 1 and time.time() - started < 5
+    assert ran.out.endswith("no result after 0.5 s: raise --time-limit, or compile a shorter shape\nnot compiled\n")
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setattr("maxattn.tools.compile.job.tpu_python", lambda: None)
+    with pytest.raises(Unsupported) as caught:
+        run_in_child(Job("v5e:1x1", AttentionConfig(), read("sdxl-64")), 1)
+    check_golden("cli/compile/no_libtpu", str(caught.value))
+
+
+def test_a_child_that_dies(monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, "/bin/false")
+    outcome = run_in_child(Job("v5e:1x1", AttentionConfig(), read("sdxl-64")), 10)
+    assert outcome.ending == "crashed" and "status 1" in outcome.message
+
+
+def test_a_report_names_what_waits():
+    job = Job("v5p:2x2x1", AttentionConfig(), read("sdxl-64"))
+    move = {
+        "kind": "ppermute",
+        "axes": ["context"],
+        "bytes": 2**20,
+        "times": 3,
+        "is_async": True,
+        "is_overlapped": True,
+    }
+    gather = move | {"kind": "all_gather", "times": 1, "is_async": False, "is_overlapped": False}
+    memory = {"argument": 3 * 2**30, "temp": 2**30, "output": 2**30, "alias": 2**29, "generated_code": 0}
+    outcome = Outcome("compiled", "TPU v5p", "the plan", {}, [move | {"bytes": 3 * 2**20}], [move, gather], memory, 1.0)
+    text = report(job, outcome)
+    assert "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB" in text
+    assert "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in the plan)" in text
+    assert (
+        "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1 waited for on the spot (none"
+        in text
+    )
+    assert fits(outcome) and text.endswith("fits")
+    full = Outcome("compiled", "TPU v5e", "the plan", memory=memory | {"temp": 2**34})
+    assert not fits(full) and "does not fit" in report(job, full)

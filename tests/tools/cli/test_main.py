@@ -1,0 +1,68 @@
+"""The command line as a whole: help, wrong commands, exit status, no traceback, no backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxattn import __version__
+from maxattn.tools.cli import COMMANDS
+from tests.tools.cli.command import run
+
+
+def test_help_lists_every_command(capsys):
+    for words in ((), ("--help",), ("help",)):
+        ran = run(capsys, *words)
+        assert all(f"  {name} " in ran.out for name in COMMANDS)
+        assert ran.status == (0 if words else 2)
+
+
+def test_version(capsys):
+    assert run(capsys, "--version").out == f"maxattn {__version__}\n"
+
+
+def test_an_unknown_command(capsys):
+    ran = run(capsys, "explian")
+    assert (ran.status, ran.out) == (2, "") and "did you mean 'explain'?" in ran.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(capsys, name):
+    ran = run(capsys, name, "--help")
+    assert ran.status == 0 and f"usage: maxattn {name}" in ran.out
+
+
+def test_a_wrong_option_is_wrong_usage(capsys):
+    ran = run(capsys, "explain", "attention=auto", "--shap")
+    assert ran.status == 2 and "--shap" in ran.err
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_a_named_target_starts_no_backend(command):
+    """A backend that does not exist would raise if it were started."""
+    words = [command, "attention=ring", "--shape", "wan-14b-720p", "--target", "TPU v5p", "--mesh", "context=4"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "maxattn", *words], capture_output=True, text=True,
+        env=os.environ | {"JAX_PLATFORMS": "no_such_backend"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "ring over 4" in ran.stdout
+
+
+def test_what_usage_requires(capsys):
+    err = run(capsys, "convert").err
+    assert "required: FILE\n" in err
+
+
+def test_a_closed_pipe_is_no_crash():
+    pipe = subprocess.Popen(
+        [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert pipe.stdout is not None and pipe.stderr is not None
+    pipe.stdout.close()
+    assert "Traceback" not in pipe.stderr.read()
+    pipe.wait()
