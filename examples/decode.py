@@ -1,4 +1,5 @@
-"""Decode latents into videos or pictures with a pipeline's VAE: the last step of a run that wrote --latents.
+"""Decode latents into videos or pictures with a pipeline's VAE: the last step of a run that wrote
+--latents.
 
     python examples/decode.py FOLDER latents.safetensors --out DIR --torch-device cuda
 
@@ -31,8 +32,12 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("folder", type=Path, help="a pipeline in diffusers' format")
     parser.add_argument("latents", type=Path, help="a file that --latents wrote")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where videos or pictures go")
-    parser.add_argument("--fps", type=int, default=16, metavar="N", help="frames a second; default 16")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where videos or pictures go"
+    )
+    parser.add_argument(
+        "--fps", type=int, default=16, metavar="N", help="frames a second; default 16"
+    )
     parser.add_argument("--torch-device", default="cpu", help="cpu or cuda; default cpu")
     return parser.parse_args(arguments)
 
@@ -41,11 +46,18 @@ def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigErro
     """Yield what cannot work."""
     missing = list(absent(found.folder, "folder"))
     instead = "decode on another machine"
-    yield from missing or without_torch("folder", "decoding latents", found.folder, ("vae",), "diffusers", instead)
+    yield from missing or without_torch(
+        "folder", "decoding latents", found.folder, ("vae",), "diffusers", instead
+    )
     if (problem := unwritable("--out", found.out, folder=True)) is not None:
         yield problem
     if kind and kind not in AXES:
-        yield wrong("folder", f"{found.folder}: vae is {kind}", f"it is {' or '.join(AXES)}", "give Wan 2.1 or SDXL")
+        yield wrong(
+            "folder",
+            f"{found.folder}: vae is {kind}",
+            f"it is {' or '.join(AXES)}",
+            "give Wan 2.1 or SDXL",
+        )
     try:
         shape = files.shapes(found.latents, "latents", ("latents",)).get("latents", ())
     except ConfigErrors as error:
@@ -53,7 +65,12 @@ def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigErro
         return
     if kind in AXES and len(shape) != AXES[kind]:
         rule = f"an {kind} decodes latents of {AXES[kind]} axes"
-        yield wrong("latents", f"{found.latents}: {list(shape)}", rule, "give the folder that they were drawn from")
+        yield wrong(
+            "latents",
+            f"{found.latents}: {list(shape)}",
+            rule,
+            "give the folder that they were drawn from",
+        )
 
 
 def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Iterator[Path]:

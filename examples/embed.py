@@ -1,12 +1,14 @@
-"""Encode prompts (and an image) with a pipeline's text encoders, once, for any number of runs without torch.
+"""Encode prompts (and an image) with a pipeline's text encoders, once, for any number of runs
+without torch.
 
-    python examples/embed.py FOLDER --prompt "a red fox in snow" --negative-prompt "blurred" --to fox.safetensors
-    python examples/embed.py FOLDER --prompt ... --image first.png --height 480 --width 832 --frames 81 --to FILE
-    python examples/embed.py FOLDER --prompts prompts.txt --to FILE            # one a line, a batch of them
+    python examples/embed.py FOLDER --prompt "a red fox in snow" --negative-prompt "blurred" --to
+    fox.safetensors python examples/embed.py FOLDER --prompt ... --image first.png --height 480
+    --width 832 --frames 81 --to FILE python examples/embed.py FOLDER --prompts prompts.txt --to
+    FILE            # one a line, a batch of them
 
-FOLDER is a Wan 2.1 or SDXL pipeline in diffusers' format. The file holds text and negative_text; for SDXL pooled and
-negative_pooled; for image-to-video image and condition. generate_wan.py and generate_sdxl.py take it by --embeddings.
-Needs pip install "maxattn[torch]".
+FOLDER is a Wan 2.1 or SDXL pipeline in diffusers' format. The file holds text and negative_text;
+for SDXL pooled and negative_pooled; for image-to-video image and condition. generate_wan.py and
+generate_sdxl.py take it by --embeddings. Needs pip install "maxattn[torch]".
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from maxattn.tools.writable import unwritable
 
 NEEDS = {
     "WanPipeline": ("tokenizer", "text_encoder"),
-    "WanImageToVideoPipeline": ("tokenizer", "text_encoder", "image_encoder", "image_processor", "vae"),
+    "WanImageToVideoPipeline": (
+        "tokenizer",
+        "text_encoder",
+        "image_encoder",
+        "image_processor",
+        "vae",
+    ),
     "StableDiffusionXLPipeline": ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),
 }
 INSTEAD = "make the file on another machine"
@@ -42,15 +50,29 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     said = parser.add_mutually_exclusive_group(required=True)
     said.add_argument("--prompt", metavar="TEXT")
     said.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
-    parser.add_argument("--negative-prompt", metavar="TEXT", help="default the empty prompt; SDXL: as its folder says")
-    parser.add_argument("--image", type=Path, metavar="FILE", help="the first frame, for image-to-video")
+    parser.add_argument(
+        "--negative-prompt",
+        metavar="TEXT",
+        help="default the empty prompt; SDXL: as its folder says",
+    )
+    parser.add_argument(
+        "--image", type=Path, metavar="FILE", help="the first frame, for image-to-video"
+    )
     for name, default in (("height", 480), ("width", 832), ("frames", 81)):
         parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"with --image; default {default}"
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"with --image; default {default}",
         )
-    parser.add_argument("--text-tokens", type=int, default=512, metavar="N", help="Wan: of a prompt; default 512")
+    parser.add_argument(
+        "--text-tokens", type=int, default=512, metavar="N", help="Wan: of a prompt; default 512"
+    )
     parser.add_argument("--torch-device", default="cpu", help="cpu or cuda; default cpu")
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the file that is written")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="the file that is written"
+    )
     return parser.parse_args(arguments)
 
 
@@ -64,7 +86,10 @@ def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigErro
     if kind not in NEEDS:
         named = ", ".join(name for names in PIPELINES.values() for name in names)
         yield wrong(
-            "folder", f"{found.folder}: {kind or 'no model_index.json'}", f"it is a pipeline: {named}", "give one"
+            "folder",
+            f"{found.folder}: {kind or 'no model_index.json'}",
+            f"it is a pipeline: {named}",
+            "give one",
         )
         return
     if (kind == "WanImageToVideoPipeline") != (found.image is not None):
@@ -73,9 +98,13 @@ def wrong_arguments(found: argparse.Namespace, kind: str) -> Iterator[ConfigErro
     for option in ("image", "prompts"):
         if (path := getattr(found, option)) is not None and not path.is_file():
             yield wrong(f"--{option}", path, "it names a file, and there is none", "name one")
-    yield from without_torch("folder", "encoding a prompt", found.folder, NEEDS[kind], "transformers", INSTEAD)
+    yield from without_torch(
+        "folder", "encoding a prompt", found.folder, NEEDS[kind], "transformers", INSTEAD
+    )
     if found.image is not None:
-        yield from without_torch("--image", "encoding an image", found.folder, ("vae",), "diffusers", INSTEAD)
+        yield from without_torch(
+            "--image", "encoding an image", found.folder, ("vae",), "diffusers", INSTEAD
+        )
 
 
 def embed(found: argparse.Namespace, kind: str) -> files.Arrays:

@@ -1,11 +1,13 @@
-"""Make a pipeline's folder of real size with random weights, or load one and save it back and compare bit for bit.
+"""Make a pipeline's folder of real size with random weights, or load one and save it back and
+compare bit for bit.
 
     python examples/folder.py make /tmp/wan --model wan-2.1-t2v-1.3b --dtype bfloat16
     python examples/folder.py check /tmp/wan/transformer --save /tmp/again
 
-A made folder is what the other commands take as --model, where nothing can be downloaded: their samples are noise then.
-`check` says how much of the host's memory it took: tensors go to the devices one by one, not a whole model at once.
-On a CPU the devices' memory is the host's, and the model itself counts.
+A made folder is what the other commands take as --model, where nothing can be downloaded: their
+samples are noise then. `check` says how much of the host's memory it took: tensors go to the
+devices one by one, not a whole model at once. On a CPU the devices' memory is the host's, and the
+model itself counts.
 """
 
 from __future__ import annotations
@@ -37,18 +39,30 @@ from maxattn.weights.files import save_tensors
 from maxattn.weights.safetensors_writer import Form
 
 UNIPC = {
-    "_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
-    "flow_shift": 3.0, "num_train_timesteps": 1000, "solver_order": 2, "solver_type": "bh2",
-}  # fmt: skip
+    "_class_name": "UniPCMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "num_train_timesteps": 1000,
+    "solver_order": 2,
+    "solver_type": "bh2",
+}
 EULER = {
-    "_class_name": "EulerDiscreteScheduler", "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
-    "num_train_timesteps": 1000, "prediction_type": "epsilon", "steps_offset": 1, "timestep_spacing": "leading",
-}  # fmt: skip
+    "_class_name": "EulerDiscreteScheduler",
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+    "steps_offset": 1,
+    "timestep_spacing": "leading",
+}
 SPREAD = 0.02  # of random weights
 
 
 def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, ...]:
-    """Write a folder in diffusers' format: sizes, random weights in several files, the scheduler's options.
+    """Write a folder in diffusers' format: sizes, random weights in several files, the scheduler's
+    options.
 
     Args:
         folder: made where it is missing.
@@ -60,8 +74,13 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
     part, scheduler = ("unet", EULER) if name == "sdxl" else ("transformer", UNIPC)
     model = shapes_of(sizes, dtype)
     every = {entry.name: entry for entry in weights.entries(model)}
-    forms = {name: Form(entry.shape, variable_at(model, entry.path).get_value().dtype) for name, entry in every.items()}
-    files = save_tensors(forms, lambda name: random(name, forms[name]), folder / part, shard_bytes=shard_bytes)
+    forms = {
+        name: Form(entry.shape, variable_at(model, entry.path).get_value().dtype)
+        for name, entry in every.items()
+    }
+    files = save_tensors(
+        forms, lambda name: random(name, forms[name]), folder / part, shard_bytes=shard_bytes
+    )
     write_json(folder / part / "config.json", sizes.config())
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     return files
@@ -69,9 +88,9 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
 
 def random(name: str, form: Form) -> np.ndarray:
     """Draw a tensor; its name is the seed. Scales of norms are near one."""
-    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(form.shape, np.float32) * np.float32(
-        SPREAD
-    )
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
+        form.shape, np.float32
+    ) * np.float32(SPREAD)
     return (drawn + 1 if "norm" in name and name.endswith("weight") else drawn).astype(form.dtype)
 
 
@@ -86,10 +105,13 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
     """Load a folder, save it back, and compare every tensor.
 
     Returns:
-        What was seen: tensors, those that differ, bytes, seconds, and the host's memory above what it was before.
+        What was seen: tensors, those that differ, bytes, seconds, and the host's memory above what
+        it was before.
     """
     said = json.loads((folder / "config.json").read_text())
-    sizes = (UNetSizes if said.get("_class_name") == "UNet2DConditionModel" else Sizes).of_folder(folder)
+    sizes = (UNetSizes if said.get("_class_name") == "UNet2DConditionModel" else Sizes).of_folder(
+        folder
+    )
     model = shapes_of(sizes, dtype)
     with host_memory() as loading:
         began = time.perf_counter()
@@ -101,10 +123,16 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
         saved = time.perf_counter() - began - loaded
     params = [np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(nnx.state(model))]
     return {
-        "tensors": len(weights.SafeTensors(folder)), "different": different(folder, save), "files": len(files),
-        "bytes": sum(params), "largest": max(params), "load_s": loaded, "save_s": saved,
-        "load_peak": loading["peak"], "save_peak": saving["peak"],
-    }  # fmt: skip
+        "tensors": len(weights.SafeTensors(folder)),
+        "different": different(folder, save),
+        "files": len(files),
+        "bytes": sum(params),
+        "largest": max(params),
+        "load_s": loaded,
+        "save_s": saved,
+        "load_peak": loading["peak"],
+        "save_peak": saving["peak"],
+    }
 
 
 def different(one: Path, other: Path) -> list[str]:
@@ -122,7 +150,9 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 @contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Watch this process's own memory, without pages of files, and say its peak above where it began, in bytes."""
+    """Watch this process's own memory, without pages of files, and say its peak above where it
+    began, in bytes.
+    """
     seen, done = {"peak": 0}, threading.Event()
     first = own_bytes()
 
@@ -141,7 +171,11 @@ def host_memory() -> Iterator[dict[str, int]]:
 
 def own_bytes() -> int:
     """Read how much memory this process holds that is no page of a file."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -153,13 +187,18 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("what", choices=("make", "check"))
     p.add_argument("folder", type=Path)
     p.add_argument("--model", choices=(*SIZES, "sdxl"), default="wan-2.1-t2v-1.3b", help="for make")
     p.add_argument("--save", type=Path, help="for check: where to save it back")
     p.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="float32", help="of the weights; default float32"
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="float32",
+        help="of the weights; default float32",
     )
     p.add_argument("--shard-gib", type=float, default=5.0, help="the largest file; default 5")
     return p
@@ -175,7 +214,11 @@ def main(said: argparse.Namespace) -> None:
         sys.exit("error: check needs --save FOLDER")
     seen = check(said.folder, said.save, said.dtype, shard)
     print(json.dumps(seen))
-    sys.exit(f"{len(seen['different'])} tensors differ: {seen['different'][:5]}" if seen["different"] else None)
+    sys.exit(
+        f"{len(seen['different'])} tensors differ: {seen['different'][:5]}"
+        if seen["different"]
+        else None
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Draw pictures with SDXL, from a folder in diffusers' format.
 
-    python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --prompt "a red fox in snow" --out out/fox
-    python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --embeddings FILE --latents FILE
-    python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --lora FILE --prompt ... --out DIR sampler=ddim
+    python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --prompt "a red fox in snow"
+    --out out/fox python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --embeddings FILE
+    --latents FILE python examples/generate_sdxl.py configs/sdxl.yml --model FOLDER --lora FILE
+    --prompt ... --out DIR sampler=ddim
 
-Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and --latents none is needed.
+Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and
+--latents none is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ def main(found: argparse.Namespace) -> None:
     settings = settings_of(found, lambda path, overrides: Settings)
     with hosts.first_speaks():
         paths = paths_of(found, settings.model.folder)
-        generate(SdxlDrawing(settings, sizes_of(settings.model), paths.model), paths, settings.make_mesh())
+        generate(
+            SdxlDrawing(settings, sizes_of(settings.model), paths.model),
+            paths,
+            settings.make_mesh(),
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Draw videos: with Wan 2.1 from a folder in diffusers' format, or with the small model that `train_wan.py` trained.
+"""Draw videos: with Wan 2.1 from a folder in diffusers' format, or with the small model that
+`train_wan.py` trained.
 
-    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt "a red fox in snow" --out out/fox
-    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE --latents FILE
-    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --weights out/wan_1_3b --prompt ... --out DIR
-    python examples/generate_wan.py configs/wan_i2v_14b.yml --model FOLDER --prompt ... --image FILE --out DIR
-    python examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt "a red fox in snow"
+    --out out/fox python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --embeddings
+    FILE --latents FILE python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER
+    --weights out/wan_1_3b --prompt ... --out DIR python examples/generate_wan.py
+    configs/wan_i2v_14b.yml --model FOLDER --prompt ... --image FILE --out DIR python
+    examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
 
-Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and --latents none is needed.
-The small model draws all forty prompts and judges them, unless one is given.
+Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and
+--latents none is needed. The small model draws all forty prompts and judges them, unless one is
+given.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def demo(settings: DemoSettings) -> None:
     """
     prompt, each = settings.sampling.prompt, settings.sampling.per_prompt
     if not each:
-        raise ConfigError("sampling.per_prompt", each, "at least one video of a prompt is drawn", "use 1 or more")
+        raise ConfigError(
+            "sampling.per_prompt", each, "at least one video of a prompt is drawn", "use 1 or more"
+        )
     if prompt is not None:
         text.encode([prompt])
     model = trained(settings, settings.make_mesh())
@@ -62,7 +67,9 @@ def main(found: argparse.Namespace) -> None:
             return
         if given := [name for name in FILES if getattr(found, name) is not None]:
             rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
-            raise ConfigErrors([wrong(f"--{name}", getattr(found, name), rule, remedy) for name in given])
+            raise ConfigErrors(
+                [wrong(f"--{name}", getattr(found, name), rule, remedy) for name in given]
+            )
         demo(settings)
 
 

@@ -1,10 +1,12 @@
 """Train SDXL's UNet on a folder of latents and texts, all of it or LoRA alone.
 
-    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER                     # from random weights
-    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER      # from diffusers' weights
-    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER lora_rank=16 learning_rate=1e-4
+    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER                     # from random
+    weights python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER      # from
+    diffusers' weights python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER
+    lora_rank=16 learning_rate=1e-4
 
-examples/make_latents.py makes the folder. The same command goes on after a kill, from the last checkpoint, bit for bit.
+examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
+checkpoint, bit for bit.
 """
 
 from __future__ import annotations

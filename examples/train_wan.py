@@ -1,11 +1,14 @@
-"""Train a Wan-style video model: Wan 2.1 on a folder of latents, or a small one on moving handwritten digits.
+"""Train a Wan-style video model: Wan 2.1 on a folder of latents, or a small one on moving
+handwritten digits.
 
-    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER                     # from random weights
-    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER      # from diffusers' weights
-    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER lora_rank=16
-    python examples/train_wan.py configs/wan_tiny.yml                                   # the digits; draws and judges
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER                     # from
+    random weights python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER
+    # from diffusers' weights python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER
+    --model FOLDER lora_rank=16 python examples/train_wan.py configs/wan_tiny.yml
+    # the digits; draws and judges
 
-examples/make_latents.py makes the folder. The same command goes on after a kill, from the last checkpoint, bit for bit.
+examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
+checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ def demo(settings: DemoSettings) -> None:
     model, losses = train(settings, settings.make_mesh())
     trained = time.perf_counter()
     if hosts.is_first():
-        print(f"loss curve: {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}")
+        print(
+            "loss curve:"
+            f" {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}"
+        )
     if settings.sampling.per_prompt:
         draw_all(model, settings)
     done = time.perf_counter()

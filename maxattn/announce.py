@@ -1,4 +1,6 @@
-"""What is logged: each plan once, and each change of block sizes once, when the kernel that it is of is compiled."""
+"""What is logged: each plan once, and each change of block sizes once, when the kernel that it is
+of is compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _said: set[str] = set()
 
 
 def announce(plan: Plan) -> None:
-    """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the user named."""
+    """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the
+    user named.
+    """
     level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
     # A plan met before logging was set up is not spent: it is logged once somebody listens.
     if not log.isEnabledFor(level) or plan in _announced:
@@ -33,7 +37,8 @@ def announce(plan: Plan) -> None:
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
-    """Warn once where a call has no mesh or another one than its config asks for: settings alone make none.
+    """Warn once where a call has no mesh or another one than its config asks for: settings alone
+    make none.
 
     Args:
         config: whose sizes and strategy are looked at.
@@ -58,7 +63,9 @@ def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
         return ""
     if not there:
         return _no_mesh(_sizes(asked))
-    return f"The config asks for {_sizes(asked)}, and the mesh has {_sizes(there)}: the mesh counts."
+    return (
+        f"The config asks for {_sizes(asked)}, and the mesh has {_sizes(there)}: the mesh counts."
+    )
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
@@ -78,15 +85,16 @@ def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> 
 
 def _manual_context(wanted: str) -> str:
     return (
-        f"The config asks for {wanted}, and the context axis is manual in the surrounding shard_map: each device "
-        "attends to its own keys alone. Leave context out of its axis_names, or call outside of it."
+        f"The config asks for {wanted}, and the context axis is manual in the surrounding"
+        " shard_map: each device attends to its own keys alone. Leave context out of its"
+        " axis_names, or call outside of it."
     )
 
 
 def _no_context(strategy: str, there: dict[str, int]) -> str:
     return (
-        f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of several devices, and "
-        "nothing to send. Set ici_context_parallelism."
+        f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of"
+        " several devices, and nothing to send. Set ici_context_parallelism."
     )
 
 
@@ -94,12 +102,14 @@ def _no_mesh(wanted: str, first: str = "") -> str:
     ambient = ambient_mesh()
     if ambient is not None and ambient.size > 1:
         return (
-            f"The config asks for {wanted}, and the surrounding mesh has {_sizes(dict(ambient.shape))}: attention is "
-            f"spread over {', '.join(AXES)} alone. Name the axes so, as config.make_mesh() does."
+            f"The config asks for {wanted}, and the surrounding mesh has"
+            f" {_sizes(dict(ambient.shape))}: attention is spread over {', '.join(AXES)} alone."
+            " Name the axes so, as config.make_mesh() does."
         )
     return (
-        f"The config asks for {wanted}, and this call has no mesh: attention is not spread over devices. "
-        f"{first}Pass mesh=config.make_mesh(), or call inside jax.set_mesh(config.make_mesh())."
+        f"The config asks for {wanted}, and this call has no mesh: attention is not spread over"
+        f" devices. {first}Pass mesh=config.make_mesh(), or call inside"
+        " jax.set_mesh(config.make_mesh())."
     )
 
 
@@ -110,8 +120,8 @@ def _sizes(there: dict[str, int]) -> str:
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
     """Return x, and log a text once where what computes it is compiled, on process 0 alone.
 
-    Whether a forward is differentiated shows only then: a function under `jit`, `scan` or `remat` is traced without
-    its gradient first, and that trace is thrown away.
+    Whether a forward is differentiated shows only then: a function under `jit`, `scan` or `remat`
+    is traced without its gradient first, and that trace is thrown away.
     """
     return say_p.bind(x, text=text) if text else x
 

@@ -1,4 +1,6 @@
-"""Values that describe one attention call: its shapes, and why a kernel refuses it. No arrays, no devices."""
+"""Values that describe one attention call: its shapes, and why a kernel refuses it. No arrays, no
+devices.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ class Call:
         Args:
             q: [B, T, N, H].
             k: [B, S, K, H]; v must have the same shape.
-            mask: a mask, bound or not, or a boolean array as for `attention`; None attends to everything.
+            mask: a mask, bound or not, or a boolean array as for `attention`; None attends to
+                everything.
             bias: additive, each axis 1 or full size of [B, N, T, S].
 
         Raises:
@@ -92,15 +95,31 @@ class Call:
         (b, t, n, h), (s, kh) = q.shape, (k.shape[1], k.shape[2])
         bound = as_mask(mask, q, k).bind(t, s, b, n).form()
         return Call(
-            b, t, s, n, kh, h, str(q.dtype), bound, _bias_shape(bias, (b, n, t, s)), _scale(scale, h), role, return_lse
+            b,
+            t,
+            s,
+            n,
+            kh,
+            h,
+            str(q.dtype),
+            bound,
+            _bias_shape(bias, (b, n, t, s)),
+            _scale(scale, h),
+            role,
+            return_lse,
         )
 
     @property
     def shape_text(self) -> str:
         """Spell the shape as `B=1 T=S=4096 N=16 H=64 bf16`."""
-        lengths = f"T=S={self.q_len}" if self.q_len == self.kv_len else f"T={self.q_len} S={self.kv_len}"
+        lengths = (
+            f"T=S={self.q_len}" if self.q_len == self.kv_len else f"T={self.q_len} S={self.kv_len}"
+        )
         heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
-        return f"B={self.batch} {lengths} {heads} H={self.head_dim} {SHORT_DTYPE.get(self.dtype, self.dtype)}"
+        return (
+            f"B={self.batch} {lengths} {heads} H={self.head_dim}"
+            f" {SHORT_DTYPE.get(self.dtype, self.dtype)}"
+        )
 
 
 def as_mask(mask: Any, q: Any, k: Any) -> Mask:
@@ -115,15 +134,18 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         return mask
     if not _is_array(mask):
         raise InputError(
-            "mask", repr(mask) if isinstance(mask, str | bool) else type(mask).__name__,
+            "mask",
+            repr(mask) if isinstance(mask, str | bool) else type(mask).__name__,
             "a mask is a mask of maxattn.masks or a boolean array",
             "write for example masks.Causal() or masks.KeyPadding(lengths)",
-        )  # fmt: skip
+        )
     if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
         raise InputError(
-            "mask", f"shape {tuple(mask.shape)}", "an array of two axes is [T, S], and this looks like [B, S]",
+            "mask",
+            f"shape {tuple(mask.shape)}",
+            "an array of two axes is [T, S], and this looks like [B, S]",
             "say masks.KeyPadding(mask) for keys that are padding",
-        )  # fmt: skip
+        )
     return Dense(mask)
 
 
@@ -143,50 +165,76 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
         raise InputError(
-            "k", f"batch {kb}", f"q has batch {b}, and both must be equal", "give q, k and v one batch size"
+            "k",
+            f"batch {kb}",
+            f"q has batch {b}, and both must be equal",
+            "give q, k and v one batch size",
         )
     if kh != h:
         raise InputError(
-            "k", f"head dim {kh}", f"q has head dim {h}, and both must be equal", "project both to one size"
+            "k",
+            f"head dim {kh}",
+            f"q has head dim {h}, and both must be equal",
+            "project both to one size",
         )
     if n % kn:
         raise InputError(
-            "kv_heads", kn, f"the {n} query heads must be a multiple of the key heads",
+            "kv_heads",
+            kn,
+            f"the {n} query heads must be a multiple of the key heads",
             f"use a number of key heads that divides {n}",
-        )  # fmt: skip
+        )
     if v is not None and tuple(v.shape) != tuple(k.shape):
         raise InputError(
-            "v", tuple(v.shape), f"v must have the shape of k, {tuple(k.shape)}", "pass k and v of one shape"
+            "v",
+            tuple(v.shape),
+            f"v must have the shape of k, {tuple(k.shape)}",
+            "pass k and v of one shape",
         )
     if len({str(x.dtype) for x in (q, k, v) if x is not None}) > 1:
         found = ", ".join(str(x.dtype) for x in (q, k, v) if x is not None)
-        raise InputError("dtype", found, "q, k and v must have one dtype", "cast them to one before the call")
+        raise InputError(
+            "dtype", found, "q, k and v must have one dtype", "cast them to one before the call"
+        )
 
 
 def _check_one(name: str, x: Any) -> None:
     axes = "[B, T, N, H]" if name == "q" else "[B, S, K, H]"
     if not _is_array(x):
         raise InputError(
-            name, "None" if x is None else type(x).__name__, f"{name} must be an array {axes}", f"pass {name} as one"
+            name,
+            "None" if x is None else type(x).__name__,
+            f"{name} must be an array {axes}",
+            f"pass {name} as one",
         )
     shape, dtype = tuple(x.shape), str(x.dtype)
     if len(shape) != 4:
         raise InputError(
-            name, f"shape {shape}", f"{name} must be {axes}, four axes",
+            name,
+            f"shape {shape}",
+            f"{name} must be {axes}, four axes",
             "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
-        )  # fmt: skip
+        )
     if not all(isinstance(size, int) for size in shape):
         raise InputError(
-            name, f"shape {shape}", "every size must be a number, since kernels are chosen by them",
+            name,
+            f"shape {shape}",
+            "every size must be a number, since kernels are chosen by them",
             "export or trace with fixed shapes",
-        )  # fmt: skip
+        )
     if 0 in shape:
         raise InputError(
-            name, f"shape {shape}", "every size must be at least 1", "skip the call when there is nothing to attend"
+            name,
+            f"shape {shape}",
+            "every size must be at least 1",
+            "skip the call when there is nothing to attend",
         )
     if dtype not in DTYPES:
         raise InputError(
-            name, dtype, f"dtype must be one of {', '.join(DTYPES)}", f"cast it, e.g. {name}.astype(jnp.float32)"
+            name,
+            dtype,
+            f"dtype must be one of {', '.join(DTYPES)}",
+            f"cast it, e.g. {name}.astype(jnp.float32)",
         )
 
 
@@ -195,27 +243,40 @@ def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, i
         return None
     if not _is_array(bias):
         raise InputError(
-            "bias", type(bias).__name__, f"it is an array that broadcasts to [B, N, T, S] = {full}",
+            "bias",
+            type(bias).__name__,
+            f"it is an array that broadcasts to [B, N, T, S] = {full}",
             "pass an array; a mask goes to mask=",
-        )  # fmt: skip
+        )
     shape = tuple(bias.shape)
     shape = (1,) * (4 - len(shape)) + shape
     if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
         raise InputError(
-            "bias", f"shape {tuple(bias.shape)}", f"it must broadcast to [B, N, T, S] = {full}",
+            "bias",
+            f"shape {tuple(bias.shape)}",
+            f"it must broadcast to [B, N, T, S] = {full}",
             "give every axis its full size or 1",
-        )  # fmt: skip
+        )
     if str(bias.dtype) not in DTYPES:
         floating = "a bias is additive and floating: float32, bfloat16 or float16"
         is_mask = str(bias.dtype) == "bool"
-        remedy = "a boolean mask goes to mask=, as masks.Dense(mask)" if is_mask else "cast it, e.g. to float32"
+        remedy = (
+            "a boolean mask goes to mask=, as masks.Dense(mask)"
+            if is_mask
+            else "cast it, e.g. to float32"
+        )
         raise InputError("bias", str(bias.dtype), floating, remedy)
     return shape  # type: ignore[return-value]
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is one number that is known now: text, booleans, tracers and complex numbers are not."""
-    if isinstance(value, str | bytes | bool | complex) or str(getattr(value, "dtype", "")) == "bool":
+    """Tell whether a value is one number that is known now: text, booleans, tracers and complex
+    numbers are not.
+    """
+    if (
+        isinstance(value, str | bytes | bool | complex)
+        or str(getattr(value, "dtype", "")) == "bool"
+    ):
         return False
     try:
         float(value)
@@ -229,9 +290,11 @@ def _scale(scale: float | None, head_dim: int) -> float:
         return float(head_dim) ** -0.5
     if not is_number(scale):
         raise InputError(
-            "scale", repr(scale) if isinstance(scale, str | bool) else type(scale).__name__,
-            "scale is a static number", "multiply q by a learned or traced scale instead",
-        )  # fmt: skip
+            "scale",
+            repr(scale) if isinstance(scale, str | bool) else type(scale).__name__,
+            "scale is a static number",
+            "multiply q by a learned or traced scale instead",
+        )
     value = float(scale)
     if value == 0.0 or not isfinite(value):
         rule = "scale must be a finite number other than 0"

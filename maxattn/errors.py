@@ -20,9 +20,20 @@ class MaxattnError(Exception):
         where: `file:line` for settings read from a file, else empty.
     """
 
-    def __init__(self, setting: str, value: object, rule: str, remedy: str, where: str = "") -> None:
-        self.setting, self.value, self.rule, self.remedy, self.where = setting, value, rule, remedy, where
-        super().__init__(f"{where + ': ' if where else ''}{setting}: {value}\n  rule    {rule}\n  remedy  {remedy}")
+    def __init__(
+        self, setting: str, value: object, rule: str, remedy: str, where: str = ""
+    ) -> None:
+        self.setting, self.value, self.rule, self.remedy, self.where = (
+            setting,
+            value,
+            rule,
+            remedy,
+            where,
+        )
+        super().__init__(
+            f"{where + ': ' if where else ''}{setting}: {value}\n  rule    {rule}\n  remedy "
+            f" {remedy}"
+        )
 
 
 class ConfigError(MaxattnError, ValueError):

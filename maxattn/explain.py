@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from maxattn.call import Call
 from maxattn.kernels.base import inference_kernel
@@ -16,7 +16,8 @@ INDENT = 10
 
 
 def explain(plan: Plan, training: bool = True) -> str:
-    """Return the plan as a few lines: asked, runs, mask, shards, blocks, moves, notes, and who was refused.
+    """Return the plan as a few lines: asked, runs, mask, shards, blocks, moves, notes, and who was
+    refused.
 
     Args:
         plan: what is told of.
@@ -33,7 +34,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"{plan.call.role}-attention  {plan.call.shape_text}"
         + (f"   mesh {mesh}" if mesh else "")
-        + (f"   {plan.target.device_kind}")
+        + f"   {plan.target.device_kind}"
     )
 
 
@@ -51,7 +52,9 @@ def _entries(plan: Plan, training: bool) -> list[tuple[str, str]]:
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
     both = training and "backward" in kernel
-    blocks = f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if both else kernel["blocks"]
+    blocks = (
+        f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if both else kernel["blocks"]
+    )
     entries += [("blocks", line) for line in blocks.splitlines()]
     moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
     entries += moves or ([("moves", "nothing")] if plan.mesh else [])
@@ -73,7 +76,10 @@ def _shards(plan: Plan) -> str:
     parts = [f"{local.batch} of B", f"{runs}{local.q_len} queries", f"{local.heads} heads"]
     extra = [
         f"{what}: {padded - real} padded, masked"
-        for what, padded, real in (("queries", plan.q_len, plan.call.q_len), ("keys", plan.kv_len, plan.call.kv_len))
+        for what, padded, real in (
+            ("queries", plan.q_len, plan.call.q_len),
+            ("keys", plan.kv_len, plan.call.kv_len),
+        )
         if padded > real
     ]
     return ", ".join(parts) + " each" + "".join(f"; {e}" for e in extra)
@@ -81,11 +87,24 @@ def _shards(plan: Plan) -> str:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return what decides the numbers of a plan, as plain values that JSON can hold."""
-    kernel = {"kernel": plan.kernel.name, **{f"kernel.{k}": v for k, v in asdict(plan.kernel).items()}}  # type: ignore[call-overload]
+    kernel = {
+        "kernel": plan.kernel.name,
+        **{f"kernel.{k}": v for k, v in asdict(cast(Any, plan.kernel)).items()},
+    }
     values = {
-        "role": plan.call.role, "call": plan.call.shape_text, "scale": plan.call.scale, "mask": str(plan.call.mask),
-        "bias": list(plan.call.bias) if plan.call.bias else None, "asked": plan.asked, **kernel,
-        "context": plan.context.name, "mesh": dict(plan.mesh), "q_len": plan.q_len, "kv_len": plan.kv_len,
-        "kv_repeat": plan.kv_repeat, "target": plan.target.device_kind, "packages": dict(plan.target.packages),
-    }  # fmt: skip
+        "role": plan.call.role,
+        "call": plan.call.shape_text,
+        "scale": plan.call.scale,
+        "mask": str(plan.call.mask),
+        "bias": list(plan.call.bias) if plan.call.bias else None,
+        "asked": plan.asked,
+        **kernel,
+        "context": plan.context.name,
+        "mesh": dict(plan.mesh),
+        "q_len": plan.q_len,
+        "kv_len": plan.kv_len,
+        "kv_repeat": plan.kv_repeat,
+        "target": plan.target.device_kind,
+        "packages": dict(plan.target.packages),
+    }
     return json.loads(json.dumps(values))

@@ -1,7 +1,8 @@
-"""The one place where a choice is made: which kernel, which context strategy, which layout, and why.
+"""The one place where a choice is made: which kernel, which context strategy, which layout, and
+why.
 
-`plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()` executes a plan and decides
-nothing itself, so what is explained is what runs.
+`plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()`
+executes a plan and decides nothing itself, so what is explained is what runs.
 """
 
 from __future__ import annotations
@@ -68,13 +69,23 @@ class Plan:
 
     def __hash__(self) -> int:
         if self._hash == 0:
-            facts = (self.call, self.mesh, self.kernel, self.context, self.asked, self.notes, self.target)
+            facts = (
+                self.call,
+                self.mesh,
+                self.kernel,
+                self.context,
+                self.asked,
+                self.notes,
+                self.target,
+            )
             object.__setattr__(self, "_hash", hash(facts) or 1)
         return self._hash
 
     @property
     def padded_call(self) -> Call:
-        """The call after repeating key heads and padding to whole shards: what the strategy lays out."""
+        """The call after repeating key heads and padding to whole shards: what the strategy lays
+        out.
+        """
         return pad_call(self.call, self.q_len, self.kv_len, self.kv_repeat)
 
     @property
@@ -109,7 +120,9 @@ class Plan:
         """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
         keys = [*mine, *(k for k in theirs if k not in mine)]
-        return tuple(f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k))
+        return tuple(
+            f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k)
+        )
 
 
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:
@@ -153,12 +166,20 @@ def checked_config(config: AttentionConfig | None) -> AttentionConfig:
     if isinstance(config, AttentionConfig):
         return config
     raise ConfigError(
-        "config", type(config).__name__, "it must be an AttentionConfig",
-        "make one with AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides",
-    )  # fmt: skip
+        "config",
+        type(config).__name__,
+        "it must be an AttentionConfig",
+        "make one with AttentionConfig(...), AttentionConfig.from_yaml or"
+        " AttentionConfig.from_overrides",
+    )
 
 
-def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, target: Target | None = None) -> Plan:
+def plan(
+    call: Call,
+    config: AttentionConfig | None = None,
+    mesh: Any = None,
+    target: Target | None = None,
+) -> Plan:
     """Decide how a call runs.
 
     Args:
@@ -169,23 +190,37 @@ def plan(call: Call, config: AttentionConfig | None = None, mesh: Any = None, ta
 
     Raises:
         MeshError: a batch or heads that do not divide over the mesh.
-        Unsupported: the kernel or strategy that the user named cannot compute this call, under `fallback: error`.
-        ConfigError: `hardware` names another platform than the target's, or what is no config or target.
+        Unsupported: the kernel or strategy that the user named cannot compute this call, under
+        `fallback: error`. ConfigError: `hardware` names another platform than the target's, or what
+        is no config or target.
     """
     config = checked_config(config)
     if not isinstance(call, Call):
-        raise InputError("call", type(call).__name__, "a plan is made for a Call", "write plan(Call.of(q, k), ...)")
+        raise InputError(
+            "call",
+            type(call).__name__,
+            "a plan is made for a Call",
+            "write plan(Call.of(q, k), ...)",
+        )
     if not isinstance(target, Target | None):
-        raise ConfigError("target", repr(target), "it must be a Target", f"write Target.named({target!r})")
+        raise ConfigError(
+            "target", repr(target), "it must be a Target", f"write Target.named({target!r})"
+        )
     if not config.mask_padding_tokens:
         call = replace(call, mask=without_padding(call.mask))
     return _plan(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
 
 
 def default_target(config: AttentionConfig) -> Target:
-    """Return this machine, or the usual one of the platform that `hardware` names when this is another."""
+    """Return this machine, or the usual one of the platform that `hardware` names when this is
+    another.
+    """
     here = Target.here()
-    return here if not config.hardware or config.hardware == here.platform else Target.named(config.hardware)
+    return (
+        here
+        if not config.hardware or config.hardware == here.platform
+        else Target.named(config.hardware)
+    )
 
 
 def check_hardware(config: AttentionConfig, target: Target) -> None:
@@ -196,9 +231,12 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
     """
     if config.hardware not in (None, target.platform):
         raise ConfigError(
-            "hardware", config.hardware, f"it must be the platform that runs, and this is {target.platform}",
-            f"set hardware={target.platform}, leave it out, or run where there is a {config.hardware}",
-        )  # fmt: skip
+            "hardware",
+            config.hardware,
+            f"it must be the platform that runs, and this is {target.platform}",
+            f"set hardware={target.platform}, leave it out, or run where there is a"
+            f" {config.hardware}",
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -211,7 +249,8 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     q_len = -(-call.q_len // n) * n
     kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
     padded = pad_call(call, q_len, kv_len, repeat)
-    # A strategy's local call says nothing of a bias; that there is one decides which kernels can run.
+    # A strategy's local call says nothing of a bias; that there is one decides which kernels can
+    # run.
     share = context.local_call(padded)
     local = replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
     kernel, because, refused, fell = _choose_kernel(local, config, call, target)
@@ -224,21 +263,37 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     if tuned := tuned_for(config, kernel.name, local, target.tuned):
         notes += (f"sizes measured on this machine, {tuned}; from {tuned.source}",)
     return Plan(
-        call, target, shape, _asked(config, role), kernel, context, repeat, q_len, kv_len, because, notes,
-        (*unmet, *refused), fell or bool(unmet), config.fallback_for(role),
-    )  # fmt: skip
+        call,
+        target,
+        shape,
+        _asked(config, role),
+        kernel,
+        context,
+        repeat,
+        q_len,
+        kv_len,
+        because,
+        notes,
+        (*unmet, *refused),
+        fell or bool(unmet),
+        config.fallback_for(role),
+    )
 
 
 def _asked(config: AttentionConfig, role: Role) -> str:
     if role == "cross":
         return f"cross_attention: {config.cross_attention}"
     extra = f", attention_kernel: {config.attention_kernel}" if config.attention_kernel else ""
-    parallel = f", context_parallel: {config.context_parallel}" if config.context_parallel != "auto" else ""
+    parallel = (
+        f", context_parallel: {config.context_parallel}"
+        if config.context_parallel != "auto"
+        else ""
+    )
     heads = ", attention_sharding_uniform: false" if not config.attention_sharding_uniform else ""
     return f"attention: {config.attention}{extra}{parallel}{heads}"
 
 
-# ---- what must divide ------------------------------------------------------------------------------------------------
+# ---- what must divide ----------------------------------------------------------------------------
 
 
 def _check_divides(call: Call, shape: MeshShape) -> None:
@@ -247,18 +302,22 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
         raise MeshError(
-            "batch", call.batch, f"it must be a multiple of {batch}, the shards of the mesh axes {axes}",
+            "batch",
+            call.batch,
+            f"it must be a multiple of {batch}, the shards of the mesh axes {axes}",
             f"use a batch of {-(-call.batch // batch) * batch}, or fewer devices on data and fsdp",
-        )  # fmt: skip
+        )
     if call.heads % tensor:
         divisors = ", ".join(str(d) for d in range(1, call.heads + 1) if call.heads % d == 0)
         raise MeshError(
-            "heads", call.heads, f"they must be a multiple of the mesh axis tensor={tensor}",
+            "heads",
+            call.heads,
+            f"they must be a multiple of the mesh axis tensor={tensor}",
             f"set ici_tensor_parallelism to one of {divisors}",
-        )  # fmt: skip
+        )
 
 
-# ---- the strategy ----------------------------------------------------------------------------------------------------
+# ---- the strategy --------------------------------------------------------------------------------
 
 
 def _choose_strategy(
@@ -285,7 +344,7 @@ def _choose_strategy(
     return choice.strategy, choice.sums, reasons
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 def _choose_kernel(
@@ -310,14 +369,19 @@ def _choose_kernel(
 def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
     """Decide everything about a kernel; "a/b" is the forward of a and the backward of b.
 
-    The sizes that the config leaves open are those that were measured on the target, where there are any.
+    The sizes that the config leaves open are those that were measured on the target, where there
+    are any.
     """
     first, _, second = name.partition("/")
     if tuned := tuned_for(config, name, local, target.tuned):
         config = with_sizes(config, name, tuned.sizes)
     kernel = KERNELS[first].build(local, config, target)
     # A pair is made by plan alone, so that it has no `supports` and `build` of its own.
-    return cast(Kernel, Pair(kernel, KERNELS[second].build(local, config, target))) if second else kernel
+    return (
+        cast(Kernel, Pair(kernel, KERNELS[second].build(local, config, target)))
+        if second
+        else kernel
+    )
 
 
 def _candidates(
@@ -326,7 +390,9 @@ def _candidates(
     """Return the kernels to try, in order, and why the first comes first."""
     if call.q_len < config.flash_min_seq_length:
         dot_product = "memory_efficient" if config.use_memory_efficient_attention else "dot_product"
-        return (dot_product,), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
+        return (
+            dot_product,
+        ), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
     if config.use_memory_efficient_attention and named in ("auto", "dot_product"):
         return ("memory_efficient",), "use_memory_efficient_attention: true"
     if named == "auto":
@@ -335,7 +401,9 @@ def _candidates(
 
 
 def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
-    """Return why a kernel cannot compute a local call on the target, or not with the same bits every time, or None."""
+    """Return why a kernel cannot compute a local call on the target, or not with the same bits
+    every time, or None.
+    """
     if "/" in name:
         found = (refusal(part, local, target, deterministic) for part in name.split("/"))
         return next((reason for reason in found if reason is not None), None)
@@ -350,18 +418,24 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
 
 
 def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reason) -> None:
-    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the reason."""
+    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the
+    reason.
+    """
     if config.fallback_for(role) != "error":
         return
     if role == "cross":
         key = "cross_attention"
     elif key != "attention_sharding_uniform" and getattr(config, key) != reason.who:
         key = "attention"
-    remedy = reason.remedy.replace("attention: auto", f"{key}: auto") + "; or " if reason.remedy else ""
-    raise Unsupported(key, getattr(config, key), reason.rule, f"{remedy}set fallback: warn to let another one run")
+    remedy = (
+        reason.remedy.replace("attention: auto", f"{key}: auto") + "; or " if reason.remedy else ""
+    )
+    raise Unsupported(
+        key, getattr(config, key), reason.rule, f"{remedy}set fallback: warn to let another one run"
+    )
 
 
-# ---- notes -----------------------------------------------------------------------------------------------------------
+# ---- notes ---------------------------------------------------------------------------------------
 
 _BLOCKWISE = ("use_memory_efficient_attention", "query_chunk_size", "key_chunk_size")
 _ONLY_FOR = {
@@ -371,7 +445,9 @@ _ONLY_FOR = {
     "flash_block_sizes": "read by flash and tokamax_flash alone",
     "ulysses_shards": "read by ulysses_ring alone",
     "ulysses_attention_chunks": "read by ulysses and ulysses_ring alone",
-    "attention_sharding_uniform": "it gives self-attention ulysses on a context axis, where no strategy is named",
+    "attention_sharding_uniform": (
+        "it gives self-attention ulysses on a context axis, where no strategy is named"
+    ),
 }
 _READ_BY = {
     **{key: {"memory_efficient"} for key in _BLOCKWISE},
@@ -386,17 +462,25 @@ _READ_BY = {
 def _notes(
     config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str], unit: int
 ) -> tuple[str, ...]:
-    unread = (key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set()))
+    unread = (
+        key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set())
+    )
     notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
     if call.q_len % ways("T", shape):
         notes.append(
-            f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside of attention "
-            "the compiler splits the sequence as it sees fit"
+            f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside"
+            " of attention the compiler splits the sequence as it sees fit"
         )
     elif call.q_len % unit:
-        notes.append(f"T={call.q_len} is no multiple of {unit}: the compiler moves tokens between devices to pad it")
+        notes.append(
+            f"T={call.q_len} is no multiple of {unit}: the compiler moves tokens between devices to"
+            " pad it"
+        )
     if repeat > 1:
-        notes.append(f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the devices")
+        notes.append(
+            f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the"
+            " devices"
+        )
     asked = config.strategy_for(call.role)
     if asked not in ("auto", "none") and "context" not in dict(shape):
         notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")

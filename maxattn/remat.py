@@ -1,7 +1,8 @@
-"""Rematerialisation: which values of the forward pass are kept for the backward, by the names of the config.
+"""Rematerialisation: which values of the forward pass are kept for the backward, by the names of
+the config.
 
-attention names its own output and log-sum-exp ("attn_out", "attn_lse"); the modules name their projections
-("query_proj", "key_proj", "value_proj") and the merged heads ("attn_output").
+attention names its own output and log-sum-exp ("attn_out", "attn_lse"); the modules name their
+projections ("query_proj", "key_proj", "value_proj") and the merged heads ("attn_output").
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ Policy = Callable[..., Any]
 PLAIN = (bool, int, float, str, type(None))
 
 POLICIES = (
-    "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH",
+    "NONE",
+    "FULL",
+    "SAVE_ATTENTION",
+    "SAVE_ATTENTION_AND_MATMUL",
+    "MATMUL_WITHOUT_BATCH",
     "OFFLOAD_MATMUL_WITHOUT_BATCH",
-)  # fmt: skip
+)
 ATTENTION_NAMES = ("attn_out", "attn_lse")
 
 
@@ -34,10 +39,11 @@ def remat_policy(name: str) -> Policy | None:
 
     Args:
         name: NONE: keep everything, there is no policy. FULL: keep nothing, recompute the layer.
-            SAVE_ATTENTION: keep the attention's output and log-sum-exp, so that no attention is recomputed.
-            SAVE_ATTENTION_AND_MATMUL: keep the results of the projections too: only norms and the like are recomputed.
-            MATMUL_WITHOUT_BATCH: keep the results of the projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH:
-            keep them in the host's pinned memory.
+            SAVE_ATTENTION: keep the attention's output and log-sum-exp, so that no attention is
+            recomputed. SAVE_ATTENTION_AND_MATMUL: keep the results of the projections too: only
+            norms and the like are recomputed. MATMUL_WITHOUT_BATCH: keep the results of the
+            projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH: keep them in the host's
+            pinned memory.
 
     Raises:
         ConfigError: for an unknown name.
@@ -52,13 +58,18 @@ def remat_policy(name: str) -> Policy | None:
             return policies.save_only_these_names(*ATTENTION_NAMES)
         case "SAVE_ATTENTION_AND_MATMUL":
             attention = policies.save_only_these_names(*ATTENTION_NAMES)
-            return policies.save_from_both_policies(attention, policies.dots_with_no_batch_dims_saveable)
+            return policies.save_from_both_policies(
+                attention, policies.dots_with_no_batch_dims_saveable
+            )
         case "MATMUL_WITHOUT_BATCH":
             return policies.dots_with_no_batch_dims_saveable
         case "OFFLOAD_MATMUL_WITHOUT_BATCH":
             return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     raise ConfigError(
-        "remat_policy", name, f"it is one of {', '.join(POLICIES)}", did_you_mean(str(name), POLICIES) or "use NONE"
+        "remat_policy",
+        name,
+        f"it is one of {', '.join(POLICIES)}",
+        did_you_mean(str(name), POLICIES) or "use NONE",
     )
 
 
@@ -66,17 +77,21 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
     """Wrap a layer's call so that its backward recomputes what `config.remat_policy` does not keep.
 
     Args:
-        f: a function of modules, arrays and plain values, such as the unbound method `Block.__call__`.
+        f: a function of modules, arrays and plain values, such as the unbound method
+            `Block.__call__`.
         config: its `remat_policy` decides; None, or NONE, returns `f` as it is.
 
     Raises:
         InputError, ConfigError: `f` cannot be called, or `config` is no `AttentionConfig`.
 
     Returns:
-        A function of the same arguments. Python's own values (bool, int, float, str, None) stay what they are.
+        A function of the same arguments. Python's own values (bool, int, float, str, None) stay
+        what they are.
     """
     if not callable(f):
-        raise InputError("f", repr(f), "remat wraps a function of a layer", "pass Block.__call__, or a function")
+        raise InputError(
+            "f", repr(f), "remat wraps a function of a layer", "pass Block.__call__, or a function"
+        )
     _check_config(config)
     policy = remat_policy("NONE" if config is None else config.remat_policy)
     if policy is None:
@@ -84,7 +99,8 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Traced, a `deterministic=True` could not be branched on: only what holds arrays goes through nnx.remat.
+        # Traced, a `deterministic=True` could not be branched on: only what holds arrays goes
+        # through nnx.remat.
         traced_args = {i: a for i, a in enumerate(args) if not isinstance(a, PLAIN)}
         traced_kwargs = {k: a for k, a in kwargs.items() if not isinstance(a, PLAIN)}
 
@@ -101,6 +117,15 @@ def _check_config(config: Any) -> None:
     from maxattn.plan import checked_config
 
     if isinstance(config, str):
-        remedy = f"pass AttentionConfig(remat_policy={config!r})" if config in POLICIES else "pass an AttentionConfig"
-        raise ConfigError("config", repr(config), "it must be an AttentionConfig, whose remat_policy decides", remedy)
+        remedy = (
+            f"pass AttentionConfig(remat_policy={config!r})"
+            if config in POLICIES
+            else "pass an AttentionConfig"
+        )
+        raise ConfigError(
+            "config",
+            repr(config),
+            "it must be an AttentionConfig, whose remat_policy decides",
+            remedy,
+        )
     checked_config(config)

@@ -1,7 +1,8 @@
-"""Rotary position embeddings: the tables, in one, two and three dimensions, and their application to heads.
+"""Rotary position embeddings: the tables, in one, two and three dimensions, and their application
+to heads.
 
-Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. It holds no learned
-state and knows nothing of attention.
+Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. It
+holds no learned state and knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Rotary:
     Args:
         cos: [T, H/2], or [B, T, H/2] when examples have different positions; float32.
         sin: the same shape.
-        style: which channels are a pair. "interleaved" (Wan, Flux): 2i and 2i + 1. "half" (LLaMA): i and i + H/2.
+        style: which channels are a pair. "interleaved" (Wan, Flux): 2i and 2i + 1. "half" (LLaMA):
+            i and i + H/2.
 
     Raises:
         InputError: for an unknown style.
@@ -45,15 +47,20 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise InputError(
-                "style", self.style, f"a rotary style is one of {', '.join(STYLES)}",
-                did_you_mean(str(self.style), STYLES) or "use 'interleaved' for Wan and Flux, 'half' for LLaMA",
-            )  # fmt: skip
+                "style",
+                self.style,
+                f"a rotary style is one of {', '.join(STYLES)}",
+                did_you_mean(str(self.style), STYLES)
+                or "use 'interleaved' for Wan and Flux, 'half' for LLaMA",
+            )
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
-def rope_1d(head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved") -> Rotary:
+def rope_1d(
+    head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved"
+) -> Rotary:
     """Make the table of `length` positions on a line.
 
     angle[t, i] = t * theta ** (-2 i / head_dim)
@@ -75,8 +82,11 @@ def rope_1d(head_dim: int, length: int, theta: float = 1e4, *, style: str = "int
     return rope_nd((head_dim,), _grid(length=length), theta, style=style)
 
 
-def rope_2d(head_dim: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved") -> Rotary:
-    """Make the table of a picture's patches in raster order: half of the channels for rows, half for columns.
+def rope_2d(
+    head_dim: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved"
+) -> Rotary:
+    """Make the table of a picture's patches in raster order: half of the channels for rows, half
+    for columns.
 
     Args:
         head_dim: H, a multiple of 4.
@@ -88,20 +98,31 @@ def rope_2d(head_dim: int, height: int, width: int, theta: float = 1e4, *, style
         cos and sin [T, H/2], the row angles first.
 
     Raises:
-        InputError: for a head_dim that is no multiple of 4, no positions, or a theta that is no positive number.
+        InputError: for a head_dim that is no multiple of 4, no positions, or a theta that is no
+        positive number.
     """
     if head_dim % 4:
-        raise InputError("head_dim", head_dim, "two axes of pairs need a multiple of 4", "use a multiple of 4")
+        raise InputError(
+            "head_dim", head_dim, "two axes of pairs need a multiple of 4", "use a multiple of 4"
+        )
     return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
 
 
 def rope_3d(
-    head_dim: int, frames: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved"
+    head_dim: int,
+    frames: int,
+    height: int,
+    width: int,
+    theta: float = 1e4,
+    *,
+    style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of a video's patches, frame by frame in raster order, split over the channels as Wan does.
+    """Make the table of a video's patches, frame by frame in raster order, split over the channels
+    as Wan does.
 
     Args:
-        head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes the rest.
+        head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes
+            the rest.
         frames, height, width: patches in each direction; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
@@ -110,11 +131,14 @@ def rope_3d(
         cos and sin [T, H/2], the angles of time first, then height, then width.
 
     Raises:
-        InputError: for an odd or small head_dim, no positions, or a theta that is no positive number.
+        InputError: for an odd or small head_dim, no positions, or a theta that is no positive
+        number.
 
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
     """
-    return rope_nd(split_3d(head_dim), _grid(frames=frames, height=height, width=width), theta, style=style)
+    return rope_nd(
+        split_3d(head_dim), _grid(frames=frames, height=height, width=width), theta, style=style
+    )
 
 
 def split_3d(head_dim: int) -> tuple[int, int, int]:
@@ -124,13 +148,19 @@ def split_3d(head_dim: int) -> tuple[int, int, int]:
         InputError: when head_dim is odd or below 6.
     """
     if head_dim < 6 or head_dim % 2:
-        raise InputError("head_dim", head_dim, "three axes of pairs: even, at least 6", "use a multiple of 2")
+        raise InputError(
+            "head_dim", head_dim, "three axes of pairs: even, at least 6", "use a multiple of 2"
+        )
     space = 2 * (head_dim // 6)
     return head_dim - 2 * space, space, space
 
 
 def rope_nd(
-    sizes: Sequence[int], positions: Float[np.ndarray, "*b T axes"], theta: float = 1e4, *, style: str = "interleaved"
+    sizes: Sequence[int],
+    positions: Float[np.ndarray, "*b T axes"],
+    theta: float = 1e4,
+    *,
+    style: str = "interleaved",
 ) -> Rotary:
     """Make the table of any positions: each axis turns its own share of the channels.
 
@@ -144,32 +174,42 @@ def rope_nd(
         cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
 
     Raises:
-        InputError: for an odd size, positions that do not fit the sizes, or a theta that is no positive number.
+        InputError: for an odd size, positions that do not fit the sizes, or a theta that is no
+        positive number.
     """
     positions = np.asarray(positions, np.float64)
     if positions.ndim not in (2, 3) or positions.shape[-1] != len(sizes):
         raise InputError(
-            "positions", f"shape {positions.shape}", f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
+            "positions",
+            f"shape {positions.shape}",
+            f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
             "give one position a token and axis",
-        )  # fmt: skip
+        )
     theta = _checked_theta(theta)
-    angles = np.concatenate([_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1)
+    angles = np.concatenate(
+        [_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1
+    )
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
 
 
 def _checked_theta(theta: Any) -> float:
     if not is_number(theta) or not 0 < theta < np.inf:
         raise InputError(
-            "theta", repr(theta), "it is the base of the frequencies: a positive, finite number",
+            "theta",
+            repr(theta),
+            "it is the base of the frequencies: a positive, finite number",
             "leave it out for 10,000",
-        )  # fmt: skip
+        )
     return float(theta)
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
     if channels <= 0 or channels % 2:
         raise InputError(
-            "head_dim", channels, "channels turn in pairs: each axis has an even number", "use an even size"
+            "head_dim",
+            channels,
+            "channels turn in pairs: each axis has an even number",
+            "use an even size",
         )
     frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
     return positions[..., None] * frequencies
@@ -179,22 +219,28 @@ def _grid(**sizes: int) -> np.ndarray:
     """List the positions of a grid in raster order: [T, axes]."""
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(name, size, "it must be at least 1", "give every axis at least one position")
-    return np.stack(np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij"), -1).reshape(-1, len(sizes))
+            raise InputError(
+                name, size, "it must be at least 1", "give every axis at least one position"
+            )
+    return np.stack(
+        np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij"), -1
+    ).reshape(-1, len(sizes))
 
 
-# ---- application -----------------------------------------------------------------------------------------------------
+# ---- application ---------------------------------------------------------------------------------
 
 
-def apply_rotary(x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb") -> Float[Array, "B T N H"]:
+def apply_rotary(
+    x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb"
+) -> Float[Array, "B T N H"]:
     """Turn the channel pairs of every head by the angles of its token, in float32, and cast back.
 
     Args:
         x: queries or keys [B, T, N, H].
-        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the interleaved style.
-            Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B possibly 1. D is H/2; in a pair also H, with
-            each number twice: (c0, c0, c1, c1, ...). Where they are traced, or on other hosts, another
-            order shows as NaN.
+        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the
+            interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B
+            possibly 1. D is H/2; in a pair also H, with each number twice: (c0, c0, c1, c1, ...).
+            Where they are traced, or on other hosts, another order shows as NaN.
         name: what the argument is called in errors.
 
     Raises:
@@ -202,7 +248,10 @@ def apply_rotary(x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_em
     """
     table = as_rotary(rotary, x.shape, name)
     # [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D] -> [B, T, 1, D], B possibly 1
-    cos, sin = (jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1]) for a in (table.cos, table.sin))
+    cos, sin = (
+        jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1])
+        for a in (table.cos, table.sin)
+    )
     turn = _turn_half if table.style == "half" else _turn_interleaved
     return turn(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
 
@@ -220,7 +269,10 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
     """
     if shape[-1] % 2:
         raise InputError(
-            "dim_head", shape[-1], f"{name} turns channels in pairs: it must be even", "use an even dim_head"
+            "dim_head",
+            shape[-1],
+            f"{name} turns channels in pairs: it must be even",
+            "use an even dim_head",
         )
     table = _read(value, shape[-1], name)
     for part in (table.cos, table.sin):
@@ -242,35 +294,44 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
     else:
         found = f"{value.dtype} array of shape {tuple(value.shape)}"
     raise InputError(
-        name, found, "it is a Rotary, an array of complex numbers, or a pair (cos, sin)",
+        name,
+        found,
+        "it is a Rotary, an array of complex numbers, or a pair (cos, sin)",
         "make it with maxattn.rope.rope_1d, rope_2d or rope_3d",
-    )  # fmt: skip
+    )
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that holds each twice."""
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    # A table for heads of twice the size, or of the half style, has this width too: what is not traced is looked at.
+    # A table for heads of twice the size, or of the half style, has this width too: what is not
+    # traced is looked at.
     if not _can_look(part):
         return _or_nan(jnp.asarray(part))
     if not np.array_equal(part[..., ::2], part[..., 1::2]):
         raise InputError(
-            name, f"(cos, sin) of width {head_dim}", "at the full head dim each number stands twice: c0, c0, c1, c1",
+            name,
+            f"(cos, sin) of width {head_dim}",
+            "at the full head dim each number stands twice: c0, c0, c1, c1",
             "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
-        )  # fmt: skip
+        )
     return part[..., ::2]
 
 
 def _or_nan(part: Array) -> Array:
-    """Drop every second number of a table that nobody can look at here; of one of another order make NaN."""
+    """Drop every second number of a table that nobody can look at here; of one of another order
+    make NaN.
+    """
     once, again = part[..., ::2], part[..., 1::2]
     return jnp.where(jnp.all(once == again), once, jnp.nan)
 
 
 def _can_look(part: Any) -> bool:
     # A tracer is asked first: it has no such attribute to give, and fails over the question.
-    return not is_tracer(part) and getattr(part, "is_fully_addressable", isinstance(part, np.ndarray))
+    return not is_tracer(part) and getattr(
+        part, "is_fully_addressable", isinstance(part, np.ndarray)
+    )
 
 
 def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
@@ -282,14 +343,17 @@ def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
         dims = (dims[0], dims[1] * dims[2], dims[3])
     if len(dims) != 3 or dims[0] not in (1, b) or dims[1:] != (t, h // 2):
         raise InputError(
-            name, f"shape {tuple(part.shape)}",
-            f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or with 1 for heads",
+            name,
+            f"shape {tuple(part.shape)}",
+            f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or"
+            " with 1 for heads",
             "make it for these tokens and this head dim, or slice it to them",
-        )  # fmt: skip
+        )
 
 
 def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a GPU's bandwidth.
+    # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a
+    # GPU's bandwidth.
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
     return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)

@@ -1,6 +1,7 @@
 """Mesh axes, partition specs and the one `shard_map` helper. It decides nothing about kernels.
 
-Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards nothing.
+Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards
+nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 # Which mesh axes carry which array axis of q, k, v, out and lse.
-LETTERS = {"B": BATCH_AXES, "T": ("context",), "S": ("context",), "N": ("tensor",), "K": ("tensor",)}
+LETTERS = {
+    "B": BATCH_AXES,
+    "T": ("context",),
+    "S": ("context",),
+    "N": ("tensor",),
+    "K": ("tensor",),
+}
 
 MeshShape = tuple[tuple[str, int], ...]
 Spec = tuple[tuple[str, ...] | None, ...]
@@ -37,8 +44,9 @@ def mesh_shape(mesh: Any) -> MeshShape:
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None.
 
     Raises:
-        MeshError: for an axis name in a mapping that attention does not know, a size below 1, a mesh of several
-            devices whose every axis has another name, an Explicit axis, or what is no mesh.
+        MeshError: for an axis name in a mapping that attention does not know, a size below 1, a
+            mesh of several devices whose every axis has another name, an Explicit axis, or what is
+            no mesh.
     """
     if mesh is None:
         return ()
@@ -49,14 +57,18 @@ def mesh_shape(mesh: Any) -> MeshShape:
     sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
     if explicit := sorted(axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes)):
         raise MeshError(
-            "mesh", f"Explicit axes {', '.join(explicit)}", "attention lays out its operands itself, over Auto axes",
-            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside jax.sharding.auto_axes",
-        )  # fmt: skip
+            "mesh",
+            f"Explicit axes {', '.join(explicit)}",
+            "attention lays out its operands itself, over Auto axes",
+            "make the mesh with axis_types=(AxisType.Auto, ...), or call inside"
+            " jax.sharding.auto_axes",
+        )
     return tuple((a, sizes[a]) for a in AXES if a in sizes)
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh, and one of several devices whose every axis has another name; None is no mesh.
+    """Refuse what is no mesh, and one of several devices whose every axis has another name; None is
+    no mesh.
 
     Raises:
         MeshError: naming what it is.
@@ -65,15 +77,18 @@ def check_mesh(mesh: Any) -> None:
         return
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
-            "mesh", repr(mesh) if isinstance(mesh, str) else type(mesh).__name__,
+            "mesh",
+            repr(mesh) if isinstance(mesh, str) else type(mesh).__name__,
             "a mesh is a jax.sharding.Mesh, or for a plan a mapping such as {'context': 4}",
             "make one with config.make_mesh()",
-        )  # fmt: skip
+        )
     if mesh.size > 1 and not set(AXES) & set(mesh.axis_names):
         raise MeshError(
-            "mesh", f"axes {', '.join(map(str, mesh.axis_names))}", f"attention is spread over {', '.join(AXES)}",
+            "mesh",
+            f"axes {', '.join(map(str, mesh.axis_names))}",
+            f"attention is spread over {', '.join(AXES)}",
             "name the axes so, or pass no mesh",
-        )  # fmt: skip
+        )
 
 
 def check_surrounding(mesh: Any) -> None:
@@ -85,13 +100,17 @@ def check_surrounding(mesh: Any) -> None:
     ambient = ambient_mesh()
     if ambient is not None and mesh_shape(mesh) and dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
-            "mesh", dict(mesh.shape), f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
+            "mesh",
+            dict(mesh.shape),
+            f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same",
             "leave out mesh=, or call outside of the other mesh",
-        )  # fmt: skip
+        )
 
 
 def surrounding_manual_axes() -> frozenset[str]:
-    """Return the axes of the surrounding mesh over which a `shard_map` has split the work already."""
+    """Return the axes of the surrounding mesh over which a `shard_map` has split the work
+    already.
+    """
     ambient = ambient_mesh()
     return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
 
@@ -100,10 +119,18 @@ def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
     for axis, size in sizes.items():
         if axis not in AXES:
             raise MeshError(
-                "mesh", axis, f"a mesh axis is one of {', '.join(AXES)}", did_you_mean(axis, AXES) or "rename the axis"
+                "mesh",
+                axis,
+                f"a mesh axis is one of {', '.join(AXES)}",
+                did_you_mean(axis, AXES) or "rename the axis",
             )
         if not isinstance(size, int) or size < 1:
-            raise MeshError("mesh", f"{axis}={size!r}", "an axis has at least one device", "give it a positive size")
+            raise MeshError(
+                "mesh",
+                f"{axis}={size!r}",
+                "an axis has at least one device",
+                "give it a positive size",
+            )
     return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
 
 
@@ -138,7 +165,8 @@ def over_shards(
     Args:
         f: a function of local arrays.
         mesh: the concrete mesh, or None where `shape` is empty.
-        shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not among them.
+        shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not
+            among them.
         in_specs, out_specs: trees of `PartitionSpec`.
     """
     ambient = ambient_mesh()
@@ -146,7 +174,8 @@ def over_shards(
     if not shape and not inside:
         return f
     mesh = ambient if inside else mesh
-    # Axes that attention does not use become manual too: a TPU kernel is refused while any is left to the compiler.
+    # Axes that attention does not use become manual too: a TPU kernel is refused while any is left
+    # to the compiler.
     names = {a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)
     if not names:
         return f
@@ -154,7 +183,9 @@ def over_shards(
 
 
 def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
-    """Return the global position of this device's first token along `axis` (0 where it is not sharded)."""
+    """Return the global position of this device's first token along `axis` (0 where it is not
+    sharded).
+    """
     return jax.lax.axis_index(axis) * local_length if axis in dict(shape) else 0
 
 
@@ -171,7 +202,7 @@ def pad_axis(x: jax.Array, axis: int, size: int, fill: float = 0.0) -> jax.Array
     return x if extra <= 0 else jnp.pad(x, widths, constant_values=fill)
 
 
-# ---- making a mesh ---------------------------------------------------------------------------------------------------
+# ---- making a mesh -------------------------------------------------------------------------------
 
 
 def make_mesh(config: AttentionConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -202,9 +233,11 @@ def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[
         return [count // known if s == -1 else s for s in sizes]
     if -1 in sizes or known != count:
         raise MeshError(
-            text, f"product {known}", f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}",
+            text,
+            f"product {known}",
+            f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}",
             f"change one {kind}_*_parallelism, or set one to -1 to take what is left",
-        )  # fmt: skip
+        )
     return sizes
 
 
@@ -216,7 +249,7 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[jax.Device]) -> np.nd
     return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
 
 
-# ---- arrays and parameters on a mesh ---------------------------------------------------------------------------------
+# ---- arrays and parameters on a mesh -------------------------------------------------------------
 
 
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
@@ -227,13 +260,18 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
         mesh: a `Mesh` or None.
         letters: one a axis, for example "BT." for [B, T, channels].
 
-    A size that does not divide over its axes is left to the compiler: replicating it would gather it.
+    A size that does not divide over its axes is left to the compiler: replicating it would gather
+    it.
     """
     shape = mesh_shape(mesh)
     if not shape:
         return x
     spec = [
-        axes if axes is None or x.shape[i] % ways(letters[i], shape) == 0 else PartitionSpec.UNCONSTRAINED
+        (
+            axes
+            if axes is None or x.shape[i] % ways(letters[i], shape) == 0
+            else PartitionSpec.UNCONSTRAINED
+        )
         for i, axes in enumerate(spec_of(letters, shape))
     ]
     ambient = ambient_mesh()
@@ -250,29 +288,39 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Choose the spec of one parameter: its axis names where the mesh has them and the size divides.
+    """Choose the spec of one parameter: its axis names where the mesh has them and the size
+    divides.
 
     Args:
-        names: the parameter's own axis names, for example ("fsdp", "tensor"), or None for replicated.
+        names: the parameter's own axis names, for example ("fsdp", "tensor"), or None for
+            replicated.
         dims: its shape.
         mesh: the mesh.
     """
     sizes = dict(mesh_shape(mesh))
     names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
-    return PartitionSpec(*(n if n in sizes and d % sizes[n] == 0 else None for n, d in zip(names, dims, strict=False)))
+    return PartitionSpec(
+        *(
+            n if n in sizes and d % sizes[n] == 0 else None
+            for n, d in zip(names, dims, strict=False)
+        )
+    )
 
 
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     """Map an NNX state (or abstract state) to the tree of `NamedSharding` its parameters ask for.
 
     Args:
-        state: as `nnx.state(module)` returns it, optimiser states included; arrays without axis names are replicated.
+        state: as `nnx.state(module)` returns it, optimiser states included; arrays without axis
+            names are replicated.
         mesh: the mesh.
     """
     from flax import nnx
 
     def place(variable: Any) -> Any:
-        names = variable.get_metadata().get("sharding_names", variable.get_metadata().get("out_sharding"))
+        names = variable.get_metadata().get(
+            "sharding_names", variable.get_metadata().get("out_sharding")
+        )
         value = variable.get_value()
         return variable.replace(NamedSharding(mesh, parameter_spec(names, value.shape, mesh)))
 
@@ -282,7 +330,12 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
 def _check_devices(mesh: Any) -> None:
     if isinstance(mesh, Mapping | AbstractMesh):
         said = "AbstractMesh" if isinstance(mesh, AbstractMesh) else dict(mesh)
-        raise MeshError("mesh", said, "arrays are put on devices, and this has sizes alone", "pass config.make_mesh()")
+        raise MeshError(
+            "mesh",
+            said,
+            "arrays are put on devices, and this has sizes alone",
+            "pass config.make_mesh()",
+        )
     check_mesh(mesh)
 
 
@@ -293,7 +346,8 @@ def place(module: Any, mesh: Mesh | None) -> None:
 
     Args:
         module: with arrays.
-        mesh: None, which `config.make_mesh` never returns, moves nothing: so a program may run with and without one.
+        mesh: None, which `config.make_mesh` never returns, moves nothing: so a program may run with
+            and without one.
 
     Raises:
         InputError: `module` is no NNX module or optimiser, or has no arrays yet.
@@ -303,13 +357,17 @@ def place(module: Any, mesh: Mesh | None) -> None:
 
     if not isinstance(module, nnx.Pytree):
         rule = "place moves the parameters of an NNX module or optimiser"
-        raise InputError("module", type(module).__name__, rule, "pass one, or move arrays with jax.device_put")
+        raise InputError(
+            "module", type(module).__name__, rule, "pass one, or move arrays with jax.device_put"
+        )
     if mesh is None:
         return
     _check_devices(mesh)
     state = nnx.state(module)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
-        raise InputError("module", type(module).__name__, rule, "load weights with mesh=, which puts them there")
+        raise InputError(
+            "module", type(module).__name__, rule, "load weights with mesh=, which puts them there"
+        )
     shardings = parameter_shardings(state, mesh)
     nnx.update(module, jax.tree.map(partial(jax.device_put), state, shardings))

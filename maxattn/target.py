@@ -1,4 +1,6 @@
-"""The machine a plan is made for, as a value: platform, device kind, versions, the few environment facts."""
+"""The machine a plan is made for, as a value: platform, device kind, versions, the few environment
+facts.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,35 @@ KNOWN: dict[str, Platform] = {
     "NVIDIA B200": "gpu",
 }
 GIB = 2**30
-# Bytes that a program may use on one device. TPUs: what libtpu 0.0.42 says when a program needs more ("exceeds
-# available HBM (95.74G)"); of v7x, a device is half a chip. GPUs: the card's memory as its maker sells it.
+# Bytes that a program may use on one device. TPUs: what libtpu 0.0.42 says when a program needs
+# more ("exceeds available HBM (95.74G)"); of v7x, a device is half a chip. GPUs: the card's memory
+# as its maker sells it.
 HBM: dict[str, float] = {
-    "TPU v4": 30.75 * GIB, "TPU v5e": 15.75 * GIB, "TPU v5p": 95.74 * GIB, "TPU v6e": 31.25 * GIB,
-    "TPU v7x": 94.75 * GIB, "NVIDIA A100": 80e9, "NVIDIA H100": 80e9, "NVIDIA H200": 141e9, "NVIDIA B200": 180e9,
-}  # fmt: skip
-# Dense bfloat16 FLOP/s of one device, as its maker gives them. Of v7x the maker gives a chip's, 2307e12: libtpu lists
-# each of its two cores as a device, with half of the products, of the memory and of the memory's rate. (Of v4 and v5p a
-# program's device is a whole chip, though a bare topology of v4 lists two cores.)
+    "TPU v4": 30.75 * GIB,
+    "TPU v5e": 15.75 * GIB,
+    "TPU v5p": 95.74 * GIB,
+    "TPU v6e": 31.25 * GIB,
+    "TPU v7x": 94.75 * GIB,
+    "NVIDIA A100": 80e9,
+    "NVIDIA H100": 80e9,
+    "NVIDIA H200": 141e9,
+    "NVIDIA B200": 180e9,
+}
+# Dense bfloat16 FLOP/s of one device, as its maker gives them. Of v7x the maker gives a chip's,
+# 2307e12: libtpu lists each of its two cores as a device, with half of the products, of the memory
+# and of the memory's rate. (Of v4 and v5p a program's device is a whole chip, though a bare
+# topology of v4 lists two cores.)
 PEAK: dict[str, float] = {
     "TPU v4": 275e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "TPU v7x": 1153e12,
     "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
 }  # fmt: skip
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
-_DEVICE_KIND_ALIASES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
+_DEVICE_KIND_ALIASES = {
+    "TPU v5 lite": "TPU v5e",
+    "TPU v5": "TPU v5p",
+    "TPU v6 lite": "TPU v6e",
+    "TPU7x": "TPU v7x",
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,8 @@ class Target:
         platform: "cpu", "gpu" (NVIDIA) or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
         packages: (name, version) of the optional packages that are there.
-        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels more memory, or say
-            how a ring's blocks travel.
+        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels
+            more memory, or say how a ring's blocks travel.
         tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
     """
 
@@ -72,7 +88,9 @@ class Target:
 
     @staticmethod
     def here() -> Target:
-        """Describe this machine, or the target of a surrounding `assumed()`. Initialises jax's backend."""
+        """Describe this machine, or the target of a surrounding `assumed()`. Initialises jax's
+        backend.
+        """
         if (assumed := _ASSUMED.get()) is not None:
             return assumed
         here = _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
@@ -93,13 +111,18 @@ class Target:
         if kind not in KNOWN:
             known = ", ".join(KNOWN)
             raise ConfigError(
-                "target", kind, f"it must be one of {known}", did_you_mean(kind, KNOWN) or "take a name from that list"
+                "target",
+                kind,
+                f"it must be one of {known}",
+                did_you_mean(kind, KNOWN) or "take a name from that list",
             )
         return Target(KNOWN[kind], kind, packages)
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Make plans for this target inside a `with`: to trace and compile for a machine that is not there."""
+        """Make plans for this target inside a `with`: to trace and compile for a machine that is
+        not there.
+        """
         token = _ASSUMED.set(self)
         try:
             yield
@@ -111,12 +134,16 @@ class Target:
         return dict(self.packages).get(package)
 
 
-_ASSUMED: ContextVar[Target | None] = ContextVar("the target of a surrounding assumed()", default=None)
+_ASSUMED: ContextVar[Target | None] = ContextVar(
+    "the target of a surrounding assumed()", default=None
+)
 
 
 @lru_cache(maxsize=8)
 def _with_tuned(here: Target, table: tuple[Tuned, ...]) -> Target:
-    """Add what was measured; not over several processes, whose files may differ and whose programs must not."""
+    """Add what was measured; not over several processes, whose files may differ and whose programs
+    must not.
+    """
     import jax
 
     return replace(here, tuned=table) if table and jax.process_count() == 1 else here
@@ -127,7 +154,9 @@ def _here(env: tuple[tuple[str, str], ...]) -> Target:
     import jax
 
     backend = jax.default_backend()
-    platform: Platform = "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
+    platform: Platform = (
+        "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
+    )
     return Target(platform, device_kind(str(jax.devices()[0].device_kind)), installed(), env)
 
 
@@ -137,13 +166,16 @@ def device_kind(spelling: str) -> str:
 
 
 def known_kind(kind: str) -> str | None:
-    """Return the name of `KNOWN` whose figures hold for a device, for example of an "NVIDIA H100 80GB HBM3"; or None.
+    """Return the name of `KNOWN` whose figures hold for a device, for example of an "NVIDIA H100
+    80GB HBM3"; or None.
 
     Args:
         kind: jax's name of it, or ours.
     """
     kind = device_kind(kind)
-    return next((name for name in KNOWN if kind == name or kind.startswith((f"{name} ", f"{name}-"))), None)
+    return next(
+        (name for name in KNOWN if kind == name or kind.startswith((f"{name} ", f"{name}-"))), None
+    )
 
 
 def installed() -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,8 @@
-"""Sizes that were measured on a machine, as values: `maxattn tune` writes them, `Target.here()` reads them.
+"""Sizes that were measured on a machine, as values: `maxattn tune` writes them, `Target.here()`
+reads them.
 
-A plan stays a pure function: the sizes reach it inside its `Target`. They stand in for what the config leaves unset,
-and change no result beyond rounding.
+A plan stays a pure function: the sizes reach it inside its `Target`. They stand in for what the
+config leaves unset, and change no result beyond rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Tuned:
 
     def __str__(self) -> str:
         what = "forward and backward" if self.training else "forward"
-        return f"{', '.join(f'{key} {value}' for key, value in self.sizes)}: {in_ms(self.milliseconds)} {what}"
+        return (
+            f"{', '.join(f'{key} {value}' for key, value in self.sizes)}:"
+            f" {in_ms(self.milliseconds)} {what}"
+        )
 
 
 def in_ms(time: float) -> str:
@@ -68,10 +72,12 @@ def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{name} {version}" for name, version in packages if name in needed)
 
 
-# ---- in a plan -------------------------------------------------------------------------------------------------------
+# ---- in a plan -----------------------------------------------------------------------------------
 
 
-def tuned_for(config: AttentionConfig, kernel: str, local: Call, table: tuple[Tuned, ...]) -> Tuned | None:
+def tuned_for(
+    config: AttentionConfig, kernel: str, local: Call, table: tuple[Tuned, ...]
+) -> Tuned | None:
     """Return the measured sizes of a kernel for a local call, where the config leaves them open.
 
     Args:
@@ -93,15 +99,19 @@ def leaves_open(config: AttentionConfig, kernel: str) -> bool:
     return kernel == CHUNKS and config.query_chunk_size is None and config.key_chunk_size is None
 
 
-def with_sizes(config: AttentionConfig, kernel: str, sizes: Iterable[tuple[str, int | bool]]) -> AttentionConfig:
+def with_sizes(
+    config: AttentionConfig, kernel: str, sizes: Iterable[tuple[str, int | bool]]
+) -> AttentionConfig:
     """Return the config with a kernel's sizes set."""
     from maxattn.config import FlashBlockSizes
 
     values: dict[str, Any] = dict(sizes)
-    return config.replace(**({"flash_block_sizes": FlashBlockSizes(**values)} if kernel in BLOCKS else values))
+    return config.replace(
+        **({"flash_block_sizes": FlashBlockSizes(**values)} if kernel in BLOCKS else values)
+    )
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def cache_path() -> Path:
@@ -125,7 +135,9 @@ def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[T
 
 
 @lru_cache(maxsize=8)
-def _table(path: Path, changed: int, size: int, device_kind: str, packages: tuple[tuple[str, str], ...]) -> Any:
+def _table(
+    path: Path, changed: int, size: int, device_kind: str, packages: tuple[tuple[str, str], ...]
+) -> Any:
     del changed, size  # they tell one state of the file from the next
     return winners(read(path), device_kind, packages, str(path))
 
@@ -145,16 +157,23 @@ def read(path: Path) -> list[dict[str, Any]]:
     except (ValueError, LookupError, TypeError, OSError):
         pass
     rule = f"it holds the measurements of `maxattn tune`, version {VERSION}, and this file does not"
-    raise ConfigError(VARIABLE, path, rule, "delete the file, or point MAXATTN_CACHE to another folder")
+    raise ConfigError(
+        VARIABLE, path, rule, "delete the file, or point MAXATTN_CACHE to another folder"
+    )
 
 
 _FIELDS = {"device_kind", "versions", "kernel", "call", "sizes", "forward_ms", "training_ms"}
 
 
 def winners(
-    measurements: Iterable[Mapping[str, Any]], device_kind: str, packages: tuple[tuple[str, str], ...], source: str
+    measurements: Iterable[Mapping[str, Any]],
+    device_kind: str,
+    packages: tuple[tuple[str, str], ...],
+    source: str,
 ) -> tuple[Tuned, ...]:
-    """Choose the fastest sizes of each kernel and call: by forward and backward where that was timed, else forward."""
+    """Choose the fastest sizes of each kernel and call: by forward and backward where that was
+    timed, else forward.
+    """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for m in measurements:
         if m["device_kind"] == device_kind and m["versions"] == versions_of(m["kernel"], packages):
@@ -169,6 +188,11 @@ def _fastest(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
         if timed:
             best = min(timed, key=lambda m: m[field])
             return Tuned(
-                best["kernel"], best["call"], tuple(best["sizes"].items()), best[field], training, source
-            )  # fmt: skip
+                best["kernel"],
+                best["call"],
+                tuple(best["sizes"].items()),
+                best[field],
+                training,
+                source,
+            )
     return None

@@ -1,4 +1,6 @@
-"""The axes of the matrix: masks, lengths, heads, dtypes; and how a case becomes arrays and is judged."""
+"""The axes of the matrix: masks, lengths, heads, dtypes; and how a case becomes arrays and is
+judged.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,26 @@ import maxattn as ma
 from maxattn import masks as M
 from tests.reference import attention64, error
 
-# Largest error relative to the largest entry, by dtype: output and gradients round to it, operands of matmuls too.
+# Largest error relative to the largest entry, by dtype: output and gradients round to it, operands
+# of matmuls too.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
-LENGTHS = {"64": (64, 64), "odd": (37, 37), "one": (1, 33), "cross": (45, 130), "short": (129, 77), "prime": (131, 131)}
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1), "8 of 8": (8, 8), "8 of 2": (8, 2), "8 of 1": (8, 1)}
+LENGTHS = {
+    "64": (64, 64),
+    "odd": (37, 37),
+    "one": (1, 33),
+    "cross": (45, 130),
+    "short": (129, 77),
+    "prime": (131, 131),
+}
+HEADS = {
+    "mha": (4, 4),
+    "gqa": (4, 2),
+    "mqa": (3, 1),
+    "8 of 8": (8, 8),
+    "8 of 2": (8, 2),
+    "8 of 1": (8, 1),
+}
 
 
 def _rng(b: int, t: int, s: int) -> np.random.Generator:
@@ -35,7 +52,9 @@ def _flags(b: int, t: int, s: int) -> np.ndarray:
 
 def _segments(b: int, t: int, s: int) -> M.Mask:
     rng = _rng(b, t, s)
-    q_ids, kv_ids = (np.sort(rng.integers(-1, 3, (b, length)), 1).astype(np.int32) for length in (t, s))
+    q_ids, kv_ids = (
+        np.sort(rng.integers(-1, 3, (b, length)), 1).astype(np.int32) for length in (t, s)
+    )
     return M.Segments(q_ids, kv_ids)
 
 
@@ -46,7 +65,9 @@ def _table(b: int, n: int, t: int, s: int) -> np.ndarray:
 def _video(b: int, t: int, s: int) -> M.Mask:
     tokens = 4
     frames = -(-s // tokens)
-    return M.VideoMask(frames, tokens, 2, window=3, sink=1, first_frame_alone=True, offset=max(0, s - t))
+    return M.VideoMask(
+        frames, tokens, 2, window=3, sink=1, first_frame_alone=True, offset=max(0, s - t)
+    )
 
 
 MaskMaker = Callable[[int, int, int, int], M.Mask | None]
@@ -57,13 +78,17 @@ MASKS: dict[str, MaskMaker] = {
     "window": lambda b, n, t, s: M.LocalWindow(7, 3, offset=max(0, s - t)),
     "block window": lambda b, n, t, s: M.BlockSlidingWindow(11, 2, offset=max(0, s - t)),
     "block causal": lambda b, n, t, s: M.BlockCausal(9, offset=max(0, s - t)),
-    "video": lambda b, n, t, s: _video(b, t, s) if s % 4 == 0 else M.BlockCausal(4, offset=max(0, s - t)),
+    "video": lambda b, n, t, s: (
+        _video(b, t, s) if s % 4 == 0 else M.BlockCausal(4, offset=max(0, s - t))
+    ),
     "lengths": lambda b, n, t, s: M.KeyPadding(_lengths(b, t, s)),
     "flags": lambda b, n, t, s: M.KeyPadding(_flags(b, t, s)),
     "segments": lambda b, n, t, s: _segments(b, t, s),
     "dense": lambda b, n, t, s: M.Dense(_table(1, 1, t, s)),
     "dense heads": lambda b, n, t, s: M.Dense(_table(b, n, t, s)),
-    "causal & lengths": lambda b, n, t, s: M.Causal(offset=max(0, s - t)) & M.KeyPadding(_lengths(b, t, s)),
+    "causal & lengths": lambda b, n, t, s: (
+        M.Causal(offset=max(0, s - t)) & M.KeyPadding(_lengths(b, t, s))
+    ),
     "window | sink": lambda b, n, t, s: M.LocalWindow(5, 5, offset=max(0, s - t)) | M.KeyLimit(3),
     "not segments": lambda b, n, t, s: ~_segments(b, t, s) & M.Causal(offset=max(0, s - t)),
     "rows empty": lambda b, n, t, s: ~M.Causal(offset=max(0, s - t)) & M.KeyLimit(max(1, s // 2)),
@@ -73,7 +98,9 @@ BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S"}
 
 
 def arrays(case: dict) -> dict[str, Any]:
-    """Make the operands of a case, the same ones every time: arrays of numpy, which reach a mesh without a program."""
+    """Make the operands of a case, the same ones every time: arrays of numpy, which reach a mesh
+    without a program.
+    """
     (t, s), (n, k) = LENGTHS[case["length"]], HEADS[case["heads"]]
     b, h, dtype = case["batch"], case["head_dim"], case["dtype"]
     rng = np.random.default_rng(7)
@@ -82,7 +109,11 @@ def arrays(case: dict) -> dict[str, Any]:
         return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     letters = BIASES[case["bias"]]
-    shape = tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters) if letters else None
+    shape = (
+        tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters)
+        if letters
+        else None
+    )
     return {
         "q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h),
         "bias": rng.normal(size=shape).astype(np.float32) if shape else None,
@@ -97,9 +128,13 @@ def allowed(mask: M.Mask | None, t: int, s: int) -> np.ndarray | None:
 
 
 def run_case(
-    case: dict, config: ma.AttentionConfig, mesh: Any = None, role: str = "self", compiler_options: Any = None,
+    case: dict,
+    config: ma.AttentionConfig,
+    mesh: Any = None,
+    role: str = "self",
+    compiler_options: Any = None,
     measure: Callable[[Any, Any], float] = error,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Run forward and backward of a case; return the error of each result against float64."""
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
@@ -107,7 +142,9 @@ def run_case(
     seen = np.ones((1, 1, t), bool) if ok is None else ok.any(-1)
     # The LSE of a query with nothing to attend to is -inf, and a cotangent for it means nothing.
     dlse = np.where(seen, x["dlse"], np.float32(0))
-    call = partial(ma.attention, mask=x["mask"], config=config, mesh=mesh, role=role, return_lse=True)
+    call = partial(
+        ma.attention, mask=x["mask"], config=config, mesh=mesh, role=role, return_lse=True
+    )
 
     @partial(jax.jit, compiler_options=compiler_options)
     def both(q, k, v, bias):

@@ -8,15 +8,20 @@ import re
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Most of a test's time is compiling small programs: without LLVM's optimizations that takes a third less, and
-    # without XLA's newer generator of fused loops (jax 0.10.2; 0.12 has no other, and ignores this) again a third.
+    # Most of a test's time is compiling small programs: without LLVM's optimizations that takes a
+    # third less, and without XLA's newer generator of fused loops (jax 0.10.2; 0.12 has no other,
+    # and ignores this) again a third.
     _FLAGS.append("--xla_backend_optimization_level=0")
     _FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
-    _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")  # one program is too small to be cut into 32
+    _FLAGS.append(
+        "--xla_cpu_parallel_codegen_split_count=1"
+    )  # one program is too small to be cut into 32
 for _flag in _FLAGS:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
-os.environ["MAXATTN_CACHE"] = os.devnull  # sizes that were tuned on this machine would change the plans
+os.environ["MAXATTN_CACHE"] = (
+    os.devnull
+)  # sizes that were tuned on this machine would change the plans
 
 
 _MATRICES = {
@@ -31,6 +36,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many cases of each matrix ran."""
     passed = terminalreporter.stats.get("passed", [])
     for file, what in _MATRICES.items():
-        count = sum(bool(re.search(rf"{file}::test_\w*(pairs|product|against)\w*\[", r.nodeid)) for r in passed)
+        count = sum(
+            bool(re.search(rf"{file}::test_\w*(pairs|product|against)\w*\[", r.nodeid))
+            for r in passed
+        )
         if count:
             terminalreporter.write_line(f"matrix: {count} cases of {what}")

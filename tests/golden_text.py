@@ -14,5 +14,7 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("MAXATTN_REGOLD") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.rstrip() + "\n")
-    assert path.exists(), f"{path} is missing: run the test with MAXATTN_REGOLD=1 and read what it writes"
+    assert path.exists(), (
+        f"{path} is missing: run the test with MAXATTN_REGOLD=1 and read what it writes"
+    )
     assert text.rstrip() + "\n" == path.read_text()

@@ -12,7 +12,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Walk every equation of a jaxpr and of those inside it, those as often as they are called."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)

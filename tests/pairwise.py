@@ -1,4 +1,6 @@
-"""Choose few cases of a product such that every pair of values of any two axes occurs in one of them."""
+"""Choose few cases of a product such that every pair of values of any two axes occurs in one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list
     return [c for c in cases if legal(c)]
 
 
-def pairwise(axes: Mapping[str, Sequence], legal: Callable[[dict], bool], seed: int = 0, tries: int = 60) -> list[dict]:
-    """Return legal cases that cover every pair which any legal case has, greedily, the same ones every time."""
+def pairwise(
+    axes: Mapping[str, Sequence], legal: Callable[[dict], bool], seed: int = 0, tries: int = 60
+) -> list[dict]:
+    """Return legal cases that cover every pair which any legal case has, greedily, the same ones
+    every time.
+    """
     rng = random.Random(seed)
     names = list(axes)
     wanted = {
@@ -43,7 +49,9 @@ def pairwise(axes: Mapping[str, Sequence], legal: Callable[[dict], bool], seed: 
 
 
 def _impossible(pairs, axes, legal) -> set:
-    """Find pairs that no legal case has, so that the search can end; tries every completion of the first ones."""
+    """Find pairs that no legal case has, so that the search can end; tries every completion of the
+    first ones.
+    """
     gone = set()
     for (a, i), (b, j) in pairs[:8]:
         fixed = {n: [axes[n][i]] if n == a else [axes[n][j]] if n == b else axes[n] for n in axes}

@@ -1,4 +1,6 @@
-"""Attention in float64 numpy, forward and gradients, written from the definition and sharing no code with maxattn."""
+"""Attention in float64 numpy, forward and gradients, written from the definition and sharing no
+code with maxattn.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=No
     x = np.einsum("btnh,bsnh->bnts", q, kr) * scale
     if bias is not None:
         x = x + np.asarray(bias, np.float64)
-    ok = np.broadcast_to(np.ones((1, 1, 1, 1), bool) if allowed is None else np.asarray(allowed), (b, n, t, s))
+    ok = np.broadcast_to(
+        np.ones((1, 1, 1, 1), bool) if allowed is None else np.asarray(allowed), (b, n, t, s)
+    )
     any_key = ok.any(-1)
     top = np.where(any_key, np.where(ok, x, -np.inf).max(-1, initial=-np.inf), 0.0)
     e = np.where(ok, np.exp(np.where(ok, x, 0.0) - top[..., None]), 0.0)
@@ -53,7 +57,9 @@ def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=No
 
 
 def error(got, want) -> float:
-    """Return the largest difference, relative to the largest entry of what is wanted (at least 1e-3)."""
+    """Return the largest difference, relative to the largest entry of what is wanted (at least
+    1e-3).
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
     finite = np.isfinite(want)
@@ -65,9 +71,11 @@ def error(got, want) -> float:
 
 
 def mean_error(got, want) -> float:
-    """Return the root mean square of the differences, relative to that of what is wanted (at least 1e-3).
+    """Return the root mean square of the differences, relative to that of what is wanted (at least
+    1e-3).
 
-    Two roundings of the same numbers differ in their largest error by chance, and hardly in this one.
+    Two roundings of the same numbers differ in their largest error by chance, and hardly in this
+    one.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     finite = np.isfinite(want)
@@ -75,6 +83,7 @@ def mean_error(got, want) -> float:
     if not finite.any():
         return 0.0
     rms = [
-        float(np.sqrt(np.mean(x[finite] ** 2))) for x in (np.where(finite, got, 0) - np.where(finite, want, 0), want)
+        float(np.sqrt(np.mean(x[finite] ** 2)))
+        for x in (np.where(finite, got, 0) - np.where(finite, want, 0), want)
     ]
     return rms[0] / max(rms[1], 1e-3)

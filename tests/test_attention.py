@@ -1,4 +1,6 @@
-"""What `attention()` promises around the numbers: no retrace, no T x S array, remat, transforms, logs."""
+"""What `attention()` promises around the numbers: no retrace, no T x S array, remat, transforms,
+logs.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_att
 DENSE = ma.AttentionConfig(attention="dot_product")
 
 
-def qkv(t: int = 40, s: int | None = None, batch: int = 2, dtype: str = "float32") -> tuple[jax.Array, ...]:
+def qkv(
+    t: int = 40, s: int | None = None, batch: int = 2, dtype: str = "float32"
+) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(1), 3)
     shapes = ((batch, t, 4, 16), (batch, s or t, 2, 16), (batch, s or t, 2, 16))
-    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(
+        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
+    )
 
 
 def array_sizes(jaxpr) -> set[int]:
@@ -37,7 +43,7 @@ def array_sizes(jaxpr) -> set[int]:
     return {int(np.prod([int(d) for d in dims.split(",")])) for dims in found}
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_block_window_makes_no_square_array_and_visits_the_window_alone() -> None:
@@ -54,7 +60,9 @@ def test_block_window_makes_no_square_array_and_visits_the_window_alone() -> Non
     bound = mask.bind(t, t)
     lists = visits(bound, kernel.query_chunk, kernel.key_chunk, t, t)
     visited = int(lists.count.sum()) * kernel.query_chunk * kernel.key_chunk
-    assert visited == bound.allowed_pairs(t, t), "chunks line up with the frames, so nothing else is computed"
+    assert visited == bound.allowed_pairs(t, t), (
+        "chunks line up with the frames, so nothing else is computed"
+    )
     assert not lists.mixed[np.arange(lists.index.shape[1]) < lists.count[:, None]].any()
 
 
@@ -78,7 +86,11 @@ def test_visits_agree_with_the_exact_block_map_and_with_traced_offsets() -> None
             assert seen == set(np.flatnonzero(exact[i + offset // 16] != M.EMPTY).tolist())
             assert int(traced.count[i]) == n
             assert set(np.asarray(traced.index[i, :n]).tolist()) == seen
-            unmasked = [j for j, mixed in zip(static.index[i, :n], static.mixed[i, :n], strict=True) if not mixed]
+            unmasked = [
+                j
+                for j, mixed in zip(static.index[i, :n], static.mixed[i, :n], strict=True)
+                if not mixed
+            ]
             assert all(exact[i + offset // 16, j] == M.FULL for j in unmasked)
 
 
@@ -93,14 +105,16 @@ def test_blockwise_memory_is_a_twentieth_of_dense(backward: bool) -> None:
         def run_back(q, k, v, dout):
             return jax.vjp(run, q, k, v)[1](dout)
 
-        compiled = jax.jit(run_back if backward else run).lower(*(x,) * (4 if backward else 3)).compile()
+        compiled = (
+            jax.jit(run_back if backward else run).lower(*(x,) * (4 if backward else 3)).compile()
+        )
         m = compiled.memory_analysis()
         return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
 
     assert peak(BLOCKWISE) * 20 <= peak(DENSE)
 
 
-# ---- tracing ---------------------------------------------------------------------------------------------------------
+# ---- tracing -------------------------------------------------------------------------------------
 
 
 def test_a_second_call_traces_nothing() -> None:
@@ -170,7 +184,7 @@ def test_inside_jit_vmap_scan_and_grad(config: ma.AttentionConfig) -> None:
     assert jnp.allclose(jax.jit(f)(q, k, v), want, atol=1e-6)
 
 
-# ---- semantics that kernels share ------------------------------------------------------------------------------------
+# ---- semantics that kernels share ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
@@ -218,7 +232,9 @@ def test_the_backward_repeats_bit_for_bit(config: ma.AttentionConfig) -> None:
     """What `deterministic: true` asks for: these kernels have it always."""
     x = qkv(t=300)
     deterministic = config.replace(deterministic=True)
-    step = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=deterministic) ** 2).sum(), (0, 1, 2)))
+    step = jax.jit(
+        jax.grad(lambda *x: (ma.attention(*x, config=deterministic) ** 2).sum(), (0, 1, 2))
+    )
     first = step(*x)
     for _ in range(5):
         assert all((a == b).all() for a, b in zip(first, step(*x), strict=True))
@@ -244,7 +260,8 @@ def test_mask_padding_tokens_false_leaves_what_is_not_padding() -> None:
     beyond = ~M.KeyPadding(np.array([5, 9]))
     off = DENSE.replace(mask_padding_tokens=False)
     np.testing.assert_array_equal(
-        ma.attention(q, k, v, mask=beyond, config=off), ma.attention(q, k, v, mask=beyond, config=DENSE)
+        ma.attention(q, k, v, mask=beyond, config=off),
+        ma.attention(q, k, v, mask=beyond, config=DENSE),
     )
 
 
@@ -269,7 +286,7 @@ def test_auto_is_dense_when_short_and_blockwise_when_long() -> None:
     ]
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
 
 def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +313,11 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_mesh_that_is_not_there_is_said(
     settings: dict, sizes: dict | None, golden: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mesh = ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4]) if sizes else None
+    mesh = (
+        ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4])
+        if sizes
+        else None
+    )
     q, k, v = qkv(t=24)
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
@@ -316,14 +337,18 @@ def _batch_alone(config: ma.AttentionConfig) -> None:
 
 
 def _other_names(config: ma.AttentionConfig) -> None:
-    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])):
+    with jax.set_mesh(
+        jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    ):
         ma.attention(*qkv(t=24), config=config)
 
 
 def _manual(config: ma.AttentionConfig) -> None:
     mesh = jax.make_mesh((4,), ("context",), (AxisType.Auto,), devices=jax.devices()[:4])
     tokens = PartitionSpec(None, "context")
-    jax.shard_map(partial(ma.attention, config=config), mesh=mesh, in_specs=tokens, out_specs=tokens)(*qkv(t=24))
+    jax.shard_map(
+        partial(ma.attention, config=config), mesh=mesh, in_specs=tokens, out_specs=tokens
+    )(*qkv(t=24))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +366,9 @@ def _manual(config: ma.AttentionConfig) -> None:
         (_manual, {}, None),
     ],
 )
-def test_what_is_not_spread_is_said(call: Any, settings: dict, golden: str | None, caplog: Any) -> None:
+def test_what_is_not_spread_is_said(
+    call: Any, settings: dict, golden: str | None, caplog: Any
+) -> None:
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
             call(ma.AttentionConfig(**settings))
@@ -351,8 +378,12 @@ def test_what_is_not_spread_is_said(call: Any, settings: dict, golden: str | Non
         check_golden(f"logs/{golden}", said[0])
 
 
-@pytest.mark.parametrize(("fallback", "level"), [("warn", logging.WARNING), ("allow", logging.INFO)])
-def test_a_fallback_is_never_silent(fallback: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fallback", "level"), [("warn", logging.WARNING), ("allow", logging.INFO)]
+)
+def test_a_fallback_is_never_silent(
+    fallback: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
     config = ma.AttentionConfig(attention="cudnn_flash_te", fallback=fallback)
     x = jax.ShapeDtypeStruct((1, 24, 4, 16), jnp.float32)
     plan = ma.plan(ma.Call.of(x, x), config, target=ma.Target.named("cpu"))

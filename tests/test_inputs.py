@@ -1,4 +1,6 @@
-"""What a user may hand over by mistake: each is refused by us, with a golden text, and not by jax from within."""
+"""What a user may hand over by mistake: each is refused by us, with a golden text, and not by jax
+from within.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def under_another_mesh() -> None:
 
 def module_under_another_mesh() -> None:
     module = ma.FlaxAttention(32, heads=2, dim_head=16, mesh=make_mesh(data=2), rngs=nnx.Rngs(0))
-    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])):
+    with jax.set_mesh(
+        jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    ):
         module(jnp.ones((4, 24, 32)))
 
 
@@ -76,16 +80,24 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mesh_list": lambda: attend(mesh=[1, 2]),
     "mesh_size_text": lambda: plan(mesh={"data": "2"}),
     "mesh_other_names": lambda: attend(mesh=make_mesh(dp=2, mp=4)),
-    "mesh_explicit": lambda: plan(mesh=jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])),
+    "mesh_explicit": lambda: plan(
+        mesh=jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    ),
     "mesh_explicit_in_a_module": lambda: explicit_module()(jnp.ones((2, 4, 32))),
-    "mesh_without_devices": lambda: attend(mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))),
+    "mesh_without_devices": lambda: attend(
+        mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    ),
     "mesh_not_the_surrounding": under_another_mesh,
     "module_not_in_the_surrounding": module_under_another_mesh,
-    "mesh_not_where_q_is": lambda: attend(q=jax.device_put(Q, jax.devices()[0]), mesh=make_mesh(data=2)),
+    "mesh_not_where_q_is": lambda: attend(
+        q=jax.device_put(Q, jax.devices()[0]), mesh=make_mesh(data=2)
+    ),
     "target_text": lambda: plan(target="TPU v5p"),
     "call_arrays": lambda: ma.plan(Q),  # type: ignore[arg-type]
     "call_mask_like_padding": lambda: ma.Call.of(Q, Q, mask=jnp.ones((2, 8), bool)),
-    "kernel_inside_a_strategy": lambda: plan(ma.AttentionConfig(attention="ring", attention_kernel="cudnn")),
+    "kernel_inside_a_strategy": lambda: plan(
+        ma.AttentionConfig(attention="ring", attention_kernel="cudnn")
+    ),
 }
 
 
@@ -110,4 +122,6 @@ def test_a_surrounding_mesh_of_others_is_left_alone() -> None:
 
 def test_the_order_of_a_meshs_axes_is_no_part_of_the_plan() -> None:
     mesh = make_mesh(tensor=2, data=2)
-    assert ma.plan(ma.Call.of(Q, Q), mesh=mesh) == ma.plan(ma.Call.of(Q, Q), mesh={"data": 2, "tensor": 2})
+    assert ma.plan(ma.Call.of(Q, Q), mesh=mesh) == ma.plan(
+        ma.Call.of(Q, Q), mesh={"data": 2, "tensor": 2}
+    )

@@ -20,9 +20,15 @@ V5P = ma.Target.named("TPU v5p")
 
 
 def call(
-    b: int = 2, t: int = 4096, s: int | None = None, n: int = 8, k: int | None = None, h: int = 64,
-    dtype: str = "bfloat16", **rest,
-) -> ma.Call:  # fmt: skip
+    b: int = 2,
+    t: int = 4096,
+    s: int | None = None,
+    n: int = 8,
+    k: int | None = None,
+    h: int = 64,
+    dtype: str = "bfloat16",
+    **rest,
+) -> ma.Call:
     shape = jax.ShapeDtypeStruct
     return ma.Call.of(shape((b, t, n, h), dtype), shape((b, s or t, k or n, h), dtype), **rest)
 
@@ -37,7 +43,10 @@ EXPLAINED = {
     "auto_long": lambda: ma.plan(call(), target=CPU),
     "dense_named": lambda: ma.plan(call(), config(attention="dot_product"), target=H200),
     "gathered_odd_length": lambda: ma.plan(
-        call(t=32_760, n=40, h=128), config(context_parallel="all_gather"), {"fsdp": 2, "context": 8}, V5P
+        call(t=32_760, n=40, h=128),
+        config(context_parallel="all_gather"),
+        {"fsdp": 2, "context": 8},
+        V5P,
     ),
     "auto_on_a_mesh": lambda: ma.plan(call(t=75_600, n=40, h=128), mesh={"context": 8}, target=V5P),
     "heads_over_context": lambda: ma.plan(
@@ -53,32 +62,50 @@ EXPLAINED = {
         call(t=32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7)), target=CPU
     ),
     "padding_and_bias": lambda: ma.plan(
-        call(b=4, mask=M.Causal() & M.KeyPadding(np.array([9, 9, 9, 9])), bias=jnp.zeros((8, 4096, 4096))),
-        mesh={"data": 4}, target=CPU,
+        call(
+            b=4,
+            mask=M.Causal() & M.KeyPadding(np.array([9, 9, 9, 9])),
+            bias=jnp.zeros((8, 4096, 4096)),
+        ),
+        mesh={"data": 4},
+        target=CPU,
     ),
     "min_seq_length": lambda: ma.plan(call(t=64), config(flash_min_seq_length=4096), target=CPU),
-    "fallback_warn": lambda: ma.plan(call(), config(attention="cudnn_flash_te", fallback="warn"), target=CPU),
+    "fallback_warn": lambda: ma.plan(
+        call(), config(attention="cudnn_flash_te", fallback="warn"), target=CPU
+    ),
     "fallback_strategy": lambda: ma.plan(
         call(n=6), config(attention="ulysses", fallback="allow"), {"context": 4}, CPU
     ),
     "ulysses_ring": lambda: ma.plan(
-        call(t=75_600, n=40, h=128), config(attention="ulysses_ring"), {"fsdp": 2, "context": 16}, V5P
+        call(t=75_600, n=40, h=128),
+        config(attention="ulysses_ring"),
+        {"fsdp": 2, "context": 16},
+        V5P,
     ),
     "keys_without_effect": lambda: ma.plan(
-        call(), config(use_base2_exp=True, flash_block_sizes={"block_q": 512}, mask_padding_tokens=False), target=CPU
+        call(),
+        config(use_base2_exp=True, flash_block_sizes={"block_q": 512}, mask_padding_tokens=False),
+        target=CPU,
     ),
     "one_key_head_over_tensor": lambda: ma.plan(call(k=1), mesh={"tensor": 4}, target=CPU),
     "ring": lambda: ma.plan(
         call(t=32_760, n=40, h=128), config(attention="ring"), {"fsdp": 2, "context": 4}, V5P
     ),
     "ring_window": lambda: ma.plan(
-        call(t=32_760, n=40, h=128, mask=M.BlockSlidingWindow(1560, 7)), config(attention="ring"), {"context": 8}, V5P
+        call(t=32_760, n=40, h=128, mask=M.BlockSlidingWindow(1560, 7)),
+        config(attention="ring"),
+        {"context": 8},
+        V5P,
     ),
     "gpu_spelling": lambda: ma.plan(
-        call(), config(ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=2), {"fsdp": 2, "context": 2}, H200
+        call(),
+        config(ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=2),
+        {"fsdp": 2, "context": 2},
+        H200,
     ),
     "strategy_and_one_device": lambda: ma.plan(call(), config(attention="ring"), target=CPU),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
@@ -88,9 +115,13 @@ def test_explain(name: str) -> None:
 
 def arrays(**changes) -> dict:
     given = {
-        "q": jnp.zeros((2, 8, 4, 16)), "k": jnp.zeros((2, 8, 4, 16)), "v": jnp.zeros((2, 8, 4, 16)), "mask": None,
-        "bias": None, "scale": None,
-    }  # fmt: skip
+        "q": jnp.zeros((2, 8, 4, 16)),
+        "k": jnp.zeros((2, 8, 4, 16)),
+        "v": jnp.zeros((2, 8, 4, 16)),
+        "mask": None,
+        "bias": None,
+        "scale": None,
+    }
     return given | changes
 
 
@@ -103,7 +134,9 @@ def attend(settings: dict | None = None, mesh: dict | None = None, **changes):
 
 
 def with_env(name: str, value: str) -> ma.Target:
-    return ma.Target("gpu", "NVIDIA H200", (("transformer-engine-jax", "2.20.2"),), ((name, value),))
+    return ma.Target(
+        "gpu", "NVIDIA H200", (("transformer-engine-jax", "2.20.2"),), ((name, value),)
+    )
 
 
 REFUSED = {
@@ -111,7 +144,9 @@ REFUSED = {
     "k_batch": lambda: attend(k=jnp.zeros((1, 8, 4, 16)), v=jnp.zeros((1, 8, 4, 16))),
     "k_head_dim": lambda: attend(k=jnp.zeros((2, 8, 4, 32)), v=jnp.zeros((2, 8, 4, 32))),
     "v_shape": lambda: attend(v=jnp.zeros((2, 9, 4, 16))),
-    "kv_heads_do_not_divide": lambda: attend(k=jnp.zeros((2, 8, 3, 16)), v=jnp.zeros((2, 8, 3, 16))),
+    "kv_heads_do_not_divide": lambda: attend(
+        k=jnp.zeros((2, 8, 3, 16)), v=jnp.zeros((2, 8, 3, 16))
+    ),
     "empty": lambda: attend(q=jnp.zeros((2, 0, 4, 16))),
     "float64": lambda: attend(q=np.zeros((2, 8, 4, 16))),
     "integers": lambda: attend(q=jnp.zeros((2, 8, 4, 16), jnp.int32)),
@@ -120,7 +155,9 @@ REFUSED = {
     "mask_shape": lambda: attend(mask=jnp.zeros((8, 9), bool)),
     "mask_looks_like_padding": lambda: attend(mask=jnp.zeros((2, 8), bool)),
     "mask_word": lambda: attend(mask="causal"),
-    "causal_more_queries": lambda: attend(k=jnp.zeros((2, 4, 4, 16)), v=jnp.zeros((2, 4, 4, 16)), mask=M.Causal()),
+    "causal_more_queries": lambda: attend(
+        k=jnp.zeros((2, 4, 4, 16)), v=jnp.zeros((2, 4, 4, 16)), mask=M.Causal()
+    ),
     "bias_shape": lambda: attend(bias=jnp.zeros((3, 1, 8, 8))),
     "bias_bool": lambda: attend(bias=jnp.zeros((8, 8), bool)),
     "scale_array": lambda: attend(scale=jnp.ones(4)),
@@ -129,9 +166,13 @@ REFUSED = {
     "mesh_axis_unknown": lambda: attend(mesh={"contxt": 2}),
     "mesh_axis_zero": lambda: attend(mesh={"context": 0}),
     "mesh_too_large": lambda: config(ici_context_parallelism=3).make_mesh(),
-    "mesh_sizes_wrong": lambda: config(ici_data_parallelism=2, ici_context_parallelism=2).make_mesh(),
+    "mesh_sizes_wrong": lambda: config(
+        ici_data_parallelism=2, ici_context_parallelism=2
+    ).make_mesh(),
     "platform_cudnn_flash_te": lambda: attend({"attention": "cudnn_flash_te"}),
-    "platform_cudnn_cross": lambda: ma.plan(call(role="cross"), config(cross_attention="cudnn"), target=V5P),
+    "platform_cudnn_cross": lambda: ma.plan(
+        call(role="cross"), config(cross_attention="cudnn"), target=V5P
+    ),
     "package_te": lambda: ma.plan(call(), config(attention="cudnn_flash_te"), target=H200),
     "package_tokamax": lambda: ma.plan(call(), config(attention="tokamax_flash"), target=V5P),
     "switch_te": lambda: ma.plan(
@@ -139,7 +180,7 @@ REFUSED = {
     ),
     "hardware": lambda: attend({"hardware": "gpu"}),
     "target_unknown": lambda: ma.Target.named("TPU v5pp"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -182,7 +223,12 @@ def test_an_error_policy_refuses_and_the_others_run_something_else() -> None:
     with pytest.raises(Unsupported):
         ma.plan(call(), config(**named), target=CPU)
     with pytest.raises(Unsupported):
-        ma.plan(call(n=3), config(attention="auto", context_parallel="ulysses", fallback="error"), {"context": 2}, CPU)
+        ma.plan(
+            call(n=3),
+            config(attention="auto", context_parallel="ulysses", fallback="error"),
+            {"context": 2},
+            CPU,
+        )
     for policy in ("warn", "allow"):
         plan = ma.plan(call(), config(**named, fallback=policy), target=CPU)
         assert plan.fell_back

@@ -23,14 +23,20 @@ X = jax.random.normal(jax.random.key(0), (2, T, 16))
 
 
 class Block(nnx.Module):
-    """Attention, then a projection, so that something comes after the attention to need its output."""
+    """Attention, then a projection, so that something comes after the attention to need its
+    output.
+    """
 
     def __init__(self, config: AttentionConfig) -> None:
-        self.attn = FlaxAttention(16, heads=2, dim_head=8, config=config, qk_norm="rms_norm", rngs=nnx.Rngs(0))
+        self.attn = FlaxAttention(
+            16, heads=2, dim_head=8, config=config, qk_norm="rms_norm", rngs=nnx.Rngs(0)
+        )
         self.up = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
 
     def __call__(self, x: jax.Array, causal: bool = False) -> jax.Array:
-        return x + jnp.tanh(self.up(self.attn(x, mask=jnp.tril(jnp.ones((T, T), bool)) if causal else None)))
+        return x + jnp.tanh(
+            self.up(self.attn(x, mask=jnp.tril(jnp.ones((T, T), bool)) if causal else None))
+        )
 
 
 def made(policy: str) -> tuple[Block, Any]:
@@ -44,13 +50,21 @@ def made(policy: str) -> tuple[Block, Any]:
 
 
 def count(policy: str) -> tuple[int, int]:
-    """Count, over forward and backward, exponentials of [.., T, T] scores and products without batch axes."""
+    """Count, over forward and backward, exponentials of [.., T, T] scores and products without
+    batch axes.
+    """
     block, loss = made(policy)
     graphdef, state = nnx.split(block)
     grad = jax.grad(lambda s, x: loss(nnx.merge(graphdef, s), x), argnums=(0, 1))
     eqns = list(equations(jax.make_jaxpr(grad)(state, X).jaxpr))
-    scores = [e for e in eqns if e.primitive.name == "exp" and e.outvars[0].aval.shape[-2:] == (T, T)]
-    products = [e for e in eqns if e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0]]
+    scores = [
+        e for e in eqns if e.primitive.name == "exp" and e.outvars[0].aval.shape[-2:] == (T, T)
+    ]
+    products = [
+        e
+        for e in eqns
+        if e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0]
+    ]
     return len(scores), len(products)
 
 
@@ -62,15 +76,23 @@ def gradients(policy: str) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_gradients_do_not_depend_on_the_policy(policy: str) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients(policy), gradients("NONE"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        gradients(policy),
+        gradients("NONE"),
+    )
 
 
 def test_what_a_policy_keeps_is_not_computed_again() -> None:
-    none, full, saved, matmuls = (count(p) for p in ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH"))
+    none, full, saved, matmuls = (
+        count(p) for p in ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH")
+    )
     assert none[0] == 2  # once forward, once from the log-sum-exp in the backward
     assert full[0] == 3  # the forward again
     assert saved[0] == 2
-    assert full[1] == saved[1] > none[1]  # both recompute the projections, and only FULL the attention between them
+    assert (
+        full[1] == saved[1] > none[1]
+    )  # both recompute the projections, and only FULL the attention between them
     assert matmuls[1] == none[1]
     assert matmuls[0] == 3  # the attention again
     assert count("SAVE_ATTENTION_AND_MATMUL") == none
@@ -103,11 +125,15 @@ def test_plain_arguments_stay_plain_and_randomness_moves_on() -> None:
     wrapped = remat(Block.__call__, config)
     want = block(X, causal=True)
     np.testing.assert_allclose(nnx.jit(lambda b, x: wrapped(b, x, True))(block, X), want, atol=1e-5)
-    np.testing.assert_allclose(nnx.jit(lambda b, x: wrapped(b, x=x, causal=True))(block, X), want, atol=1e-5)
+    np.testing.assert_allclose(
+        nnx.jit(lambda b, x: wrapped(b, x=x, causal=True))(block, X), want, atol=1e-5
+    )
 
     attn = FlaxAttention(16, heads=2, dim_head=8, dropout=0.5, rngs=nnx.Rngs(0))
     rngs, same = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
-    call = nnx.jit(lambda m, r: remat(FlaxAttention.__call__, config)(m, X, None, deterministic=False, rngs=r))
+    call = nnx.jit(
+        lambda m, r: remat(FlaxAttention.__call__, config)(m, X, None, deterministic=False, rngs=r)
+    )
     for _ in range(2):  # the stream advances outside the wrapper too
         got = call(attn, rngs)
         np.testing.assert_allclose(got, attn(X, deterministic=False, rngs=same), atol=1e-5)
@@ -118,4 +144,7 @@ def test_the_names_are_those_of_the_config() -> None:
         assert AttentionConfig(remat_policy=policy).remat_policy == policy  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         remat_policy("SAVE_ATTN")
-    assert caught.value.setting == "remat_policy" and caught.value.remedy == "did you mean 'SAVE_ATTENTION'?"
+    assert (
+        caught.value.setting == "remat_policy"
+        and caught.value.remedy == "did you mean 'SAVE_ATTENTION'?"
+    )

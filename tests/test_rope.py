@@ -20,7 +20,11 @@ def heads(b: int, t: int, n: int, h: int) -> np.ndarray:
 
 def as_complex(x: np.ndarray, style: str) -> np.ndarray:
     half = x.shape[-1] // 2
-    return x[..., ::2] + 1j * x[..., 1::2] if style == "interleaved" else x[..., :half] + 1j * x[..., half:]
+    return (
+        x[..., ::2] + 1j * x[..., 1::2]
+        if style == "interleaved"
+        else x[..., :half] + 1j * x[..., half:]
+    )
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
@@ -32,7 +36,9 @@ def test_1d_is_multiplication_by_unit_complex_numbers(style: str, h: int) -> Non
         for i in range(h // 2):
             factor = np.exp(1j * t * 500.0 ** (-2 * i / h))
             np.testing.assert_allclose(
-                as_complex(y, style)[:, t, :, i], as_complex(x, style)[:, t, :, i] * factor, atol=1e-6
+                as_complex(y, style)[:, t, :, i],
+                as_complex(x, style)[:, t, :, i] * factor,
+                atol=1e-6,
             )
 
 
@@ -40,7 +46,9 @@ def test_1d_is_multiplication_by_unit_complex_numbers(style: str, h: int) -> Non
 def test_products_of_queries_and_keys_depend_on_the_distance_alone(style: str) -> None:
     q, k = heads(1, 1, 1, 32), heads(1, 1, 1, 32)
     table = rope_1d(32, 12, style=style)
-    rq, rk = (np.asarray(apply_rotary(jnp.asarray(np.repeat(x, 12, 1)), table))[0, :, 0] for x in (q, k))
+    rq, rk = (
+        np.asarray(apply_rotary(jnp.asarray(np.repeat(x, 12, 1)), table))[0, :, 0] for x in (q, k)
+    )
     scores = rq @ rk.T
     for distance in range(-11, 12):
         diagonal = np.diagonal(scores, distance)
@@ -49,7 +57,8 @@ def test_products_of_queries_and_keys_depend_on_the_distance_alone(style: str) -
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "split"), [(128, (44, 42, 42)), (64, (24, 20, 20)), (16, (8, 4, 4)), (12, (4, 4, 4)), (6, (2, 2, 2))]
+    ("head_dim", "split"),
+    [(128, (44, 42, 42)), (64, (24, 20, 20)), (16, (8, 4, 4)), (12, (4, 4, 4)), (6, (2, 2, 2))],
 )
 def test_3d_splits_the_head_as_wan(head_dim: int, split: tuple[int, ...]) -> None:
     assert split_3d(head_dim) == split
@@ -98,10 +107,18 @@ def test_every_spelling_gives_the_same() -> None:
     complex_table = table.cos + 1j * table.sin
     want = np.asarray(apply_rotary(x, table))
     spellings = [
-        (table.cos, table.sin), tuple(wide), list(wide), complex_table, complex_table[None], complex_table[None, None],
-        complex_table[None, :, None], jnp.asarray(complex_table), complex_table.astype(np.complex128),
-        (wide[0][None, :, None], wide[1][None, :, None]), np.repeat(complex_table[None], 2, 0),
-    ]  # fmt: skip
+        (table.cos, table.sin),
+        tuple(wide),
+        list(wide),
+        complex_table,
+        complex_table[None],
+        complex_table[None, None],
+        complex_table[None, :, None],
+        jnp.asarray(complex_table),
+        complex_table.astype(np.complex128),
+        (wide[0][None, :, None], wide[1][None, :, None]),
+        np.repeat(complex_table[None], 2, 0),
+    ]
     for spelling in spellings:
         np.testing.assert_array_equal(apply_rotary(x, spelling), want)
 
@@ -136,11 +153,20 @@ TABLE = rope_1d(8, 6)
 BAD = {
     "rotary_length": (lambda x: apply_rotary(x, rope_1d(8, 30)), "rotary_emb"),
     "rotary_width": (lambda x: apply_rotary(x, rope_1d(16, 6)), "rotary_emb"),
-    "rotary_pair_of_wider_heads": (lambda x: apply_rotary(x, (rope_1d(16, 6).cos, rope_1d(16, 6).sin)), "rotary_emb"),
-    "rotary_pair_doubled_by_halves": (lambda x: apply_rotary(x, (np.tile(TABLE.cos, 2),) * 2), "rotary_emb"),
+    "rotary_pair_of_wider_heads": (
+        lambda x: apply_rotary(x, (rope_1d(16, 6).cos, rope_1d(16, 6).sin)),
+        "rotary_emb",
+    ),
+    "rotary_pair_doubled_by_halves": (
+        lambda x: apply_rotary(x, (np.tile(TABLE.cos, 2),) * 2),
+        "rotary_emb",
+    ),
     "rotary_batch": (lambda x: apply_rotary(x, np.ones((3, 6, 4), np.complex64)), "rotary_emb"),
     "rotary_real_array": (lambda x: apply_rotary(x, TABLE.cos, "rotary_emb_k"), "rotary_emb_k"),
-    "rotary_tuple_of_three": (lambda x: apply_rotary(x, (TABLE.cos, TABLE.sin, TABLE.cos)), "rotary_emb"),
+    "rotary_tuple_of_three": (
+        lambda x: apply_rotary(x, (TABLE.cos, TABLE.sin, TABLE.cos)),
+        "rotary_emb",
+    ),
     "rotary_string": (lambda x: apply_rotary(x, "wan"), "rotary_emb"),
     "rotary_odd_head": (lambda x: apply_rotary(x[..., :7], TABLE), "dim_head"),
     "rotary_style": (lambda x: rope_1d(8, 6, style="interleave"), "style"),
@@ -186,7 +212,9 @@ def test_a_traced_pair_of_full_width() -> None:
     x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
     cos, sin = (jnp.asarray(np.repeat(f(angles), 2, -1), jnp.float32) for f in (np.cos, np.sin))
     want = apply_rotary(x, (cos, sin))
-    np.testing.assert_allclose(jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin), want, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin), want, atol=1e-6
+    )
     slope = jax.grad(lambda c: apply_rotary(x, (c, sin)).sum())(cos)
     assert np.isfinite(slope).all() and slope.any()
 
@@ -194,12 +222,16 @@ def test_a_traced_pair_of_full_width() -> None:
 def test_a_traced_pair_of_the_half_style_gives_nan() -> None:
     """It cannot be refused where it is traced, and must not be read as neighbours."""
     x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
-    cos, sin = (jnp.asarray(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    cos, sin = (
+        jnp.asarray(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin)
+    )
     with pytest.raises(InputError, match="style='half'"):
         apply_rotary(x, (cos, sin))
     assert np.isnan(jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin)).all()
 
 
-@pytest.mark.parametrize("theta", [500, 500.0, np.float32(500), np.int64(500), np.array(500.0), jnp.asarray(500.0)])
+@pytest.mark.parametrize(
+    "theta", [500, 500.0, np.float32(500), np.int64(500), np.array(500.0), jnp.asarray(500.0)]
+)
 def test_any_positive_number_is_a_theta(theta: float) -> None:
     np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)

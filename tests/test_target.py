@@ -64,9 +64,13 @@ def test_figures_are_of_what_jax_calls_a_device():
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
-        ("TPU7x", "TPU v7x"), ("TPU v5 lite", "TPU v5e"), ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"), ("NVIDIA H200", "NVIDIA H200"), ("NVIDIA L40", None),
+        ("TPU7x", "TPU v7x"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA L40", None),
     ],
-)  # fmt: skip
+)
 def test_jax_s_names_of_devices_are_known(spelling: str, name: str | None):
     assert known_kind(spelling) == name

@@ -20,7 +20,9 @@ CLIPS = np.repeat(np.arange(3), (400, 240, 320))[None]
 MASKS = {
     "causal": m.Causal(),
     "block window": m.BlockSlidingWindow(80, 4),
-    "video, blocks of 3 frames, window of 3, sink of 2": m.VideoMask(24, 40, frames_per_block=3, window=3, sink=2),
+    "video, blocks of 3 frames, window of 3, sink of 2": m.VideoMask(
+        24, 40, frames_per_block=3, window=3, sink=2
+    ),
     "window within packed clips": m.LocalWindow(160, 160) & m.Segments(CLIPS, CLIPS),
 }
 

@@ -4,9 +4,11 @@
     x', c' = joint attention of norm(x) * (1 + scale1) + shift1 and of the same of c
     x += gate1 * x';  x += gate2 * ffn(norm(x) * (1 + scale2) + shift2);  c alike
 
-Axes: B batch, T tokens of the picture, S of the text, D width. Parameter names are those of diffusers.
+Axes: B batch, T tokens of the picture, S of the text, D width. Parameter names are those of
+diffusers.
 
-Source: Flux.1, https://github.com/black-forest-labs/flux; rotary positions (text at 0, then time, row and column).
+Source: Flux.1, https://github.com/black-forest-labs/flux; rotary positions (text at 0, then time,
+row and column).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Modulation(nnx.Module):
         self.norm = norm32(dim, EPS, False, rngs)
 
     def __call__(self, e: Float[Array, "B D"]) -> Parts:
-        """Return shift, scale and gate of the attention, then of the feed-forward layer, in float32."""
+        """Return shift, scale and gate of the attention, then of the feed-forward layer, in
+        float32.
+        """
         return jnp.split(self.linear(nnx.silu(e)).astype(jnp.float32)[:, None], 6, axis=-1)
 
 
@@ -55,7 +59,8 @@ class FluxBlock(nnx.Module):
         heads: N; a head has D / N channels.
         config: attention's settings.
         mesh: devices to spread over; default none.
-        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default float32.
+        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
+            float32.
         param_dtype: of the parameters. Default float32.
         rngs: source of the initial parameters.
     """
@@ -63,20 +68,43 @@ class FluxBlock(nnx.Module):
     diffusers_names: ClassVar[dict[str, str]] = {"ffn": "ff", "ffn_context": "ff_context"}
 
     def __init__(
-        self, dim: int, heads: int, config: ma.AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None,
-        *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        heads: int,
+        config: ma.AttentionConfig | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        *,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.mesh = mesh
         self.norm1, self.norm1_context = Modulation(dim, **how), Modulation(dim, **how)
         self.attn = ma.JointAttention(
-            dim, dim, heads, dim_head=dim // heads, bias=True, qk_norm="rms_norm", eps=EPS, config=config, mesh=mesh,
+            dim,
+            dim,
+            heads,
+            dim_head=dim // heads,
+            bias=True,
+            qk_norm="rms_norm",
+            eps=EPS,
+            config=config,
+            mesh=mesh,
             **how,
-        )  # fmt: skip
-        self.norm2, self.norm2_context = norm32(dim, EPS, False, rngs), norm32(dim, EPS, False, rngs)
-        self.ffn, self.ffn_context = FeedForward(dim, 4 * dim, **how), FeedForward(dim, 4 * dim, **how)
+        )
+        self.norm2, self.norm2_context = (
+            norm32(dim, EPS, False, rngs),
+            norm32(dim, EPS, False, rngs),
+        )
+        self.ffn, self.ffn_context = (
+            FeedForward(dim, 4 * dim, **how),
+            FeedForward(dim, 4 * dim, **how),
+        )
 
-    def __call__(self, x: Tokens, text: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary) -> tuple[Tokens, Tokens]:
+    def __call__(
+        self, x: Tokens, text: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary
+    ) -> tuple[Tokens, Tokens]:
         """Return the picture's and the text's new tokens.
 
         Args:
@@ -95,14 +123,19 @@ class FluxBlock(nnx.Module):
         text = self._rest(text, text_attended, theirs, self.norm2_context, self.ffn_context)
         return sharding.constrain(x, self.mesh, "BT."), text
 
-    def _rest(self, x: Tokens, attended: Tokens, parts: Parts, norm: nnx.LayerNorm, ffn: FeedForward) -> Tokens:
+    def _rest(
+        self, x: Tokens, attended: Tokens, parts: Parts, norm: nnx.LayerNorm, ffn: FeedForward
+    ) -> Tokens:
         _, _, gate1, shift2, scale2, gate2 = parts
         x = gated(x, attended, gate1)
         return gated(x, ffn(modulated(x, norm, scale2, shift2)), gate2)
 
 
-def positions(text: int, height: int, width: int, axes: tuple[int, ...] = AXES, theta: float = 1e4) -> ma.Rotary:
-    """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's by row and column.
+def positions(
+    text: int, height: int, width: int, axes: tuple[int, ...] = AXES, theta: float = 1e4
+) -> ma.Rotary:
+    """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's by row
+    and column.
 
     Args:
         text: S.
@@ -110,5 +143,7 @@ def positions(text: int, height: int, width: int, axes: tuple[int, ...] = AXES, 
         axes: channels of a head that turn with time, row and column.
         theta: base of the frequencies.
     """
-    picture = np.stack(np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), -1).reshape(-1, 3)
+    picture = np.stack(
+        np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), -1
+    ).reshape(-1, 3)
     return ma.rope.rope_nd(axes, np.concatenate([np.zeros((text, 3)), picture]), theta)

@@ -1,1 +1,3 @@
-"""What `generate_wan.py` and `generate_sdxl.py` share: files in and out, guidance, the loop, torch's part."""
+"""What `generate_wan.py` and `generate_sdxl.py` share: files in and out, guidance, the loop,
+torch's part.
+"""

@@ -1,4 +1,6 @@
-"""The command line of sampling: options for files and folders, and short names for the keys of `sampling`."""
+"""The command line of sampling: options for files and folders, and short names for the keys of
+`sampling`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ FILES = {
     "embeddings": "what the model is told, from examples/embed.py, instead of a prompt",
     "image": "the picture that an image-to-video model begins with",
     "noise": "where to begin, instead of noise of the seed",
-    "weights": "a folder whose weights are used instead of the model's, such as out/wan_1_3b of a training run",
+    "weights": (
+        "a folder whose weights are used instead of the model's, such as out/wan_1_3b of a"
+        " training run"
+    ),
     "lora": "LoRA weights to merge",
     "latents": "where to write latents",
     "out": "the folder for what they show, decoded with torch",
 }
 
 
-def arguments_of(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments_of(
+    description: str | None, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
@@ -48,26 +55,43 @@ def arguments_of(description: str | None, arguments: Sequence[str] | None = None
     parser = parser_of(description)
     files = parser.add_argument_group("files and folders")
     for name, what in FILES.items():
-        files.add_argument(f"--{name}", type=Path, metavar="DIR" if name in ("out", "weights") else "FILE", help=what)
-    files.add_argument("--lora-scale", type=float, default=1.0, metavar="X", help="multiplies LoRA weights; default 1")
+        files.add_argument(
+            f"--{name}",
+            type=Path,
+            metavar="DIR" if name in ("out", "weights") else "FILE",
+            help=what,
+        )
+    files.add_argument(
+        "--lora-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiplies LoRA weights; default 1",
+    )
     keys = parser.add_argument_group("short names of keys")
     for option, (key, kind, what) in KEYS.items():
         keys.add_argument(
-            f"--{option}", type=kind, metavar="TEXT" if kind is str else "N", help=f"sampling.{key}: {what}"
+            f"--{option}",
+            type=kind,
+            metavar="TEXT" if kind is str else "N",
+            help=f"sampling.{key}: {what}",
         )
     return parser.parse_intermixed_args(arguments)
 
 
 def settings_of(
     found: argparse.Namespace, kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]]
-) -> Any:  # fmt: skip
+) -> Any:
     """Read the settings that arguments say.
 
     Args:
         found: from `arguments_of`.
         kind: returns the class that reads a file with these overrides.
     """
-    options = {f"sampling.{key}": getattr(found, option.replace("-", "_")) for option, (key, _, _) in KEYS.items()}
+    options = {
+        f"sampling.{key}": getattr(found, option.replace("-", "_"))
+        for option, (key, _, _) in KEYS.items()
+    }
     return read_settings(found, kind, {"model.folder": found.model} | options)
 
 
@@ -83,5 +107,9 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
     """
     if folder is None:
         rule = "weights to draw with are in a folder in diffusers' format"
-        raise ConfigErrors([wrong("model.folder", "null", rule, "give --model FOLDER, or write model.folder")])
-    return Paths(Path(folder), **{name: getattr(found, name) for name in FILES}, lora_scale=found.lora_scale)
+        raise ConfigErrors(
+            [wrong("model.folder", "null", rule, "give --model FOLDER, or write model.folder")]
+        )
+    return Paths(
+        Path(folder), **{name: getattr(found, name) for name in FILES}, lora_scale=found.lora_scale
+    )

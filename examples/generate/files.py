@@ -1,9 +1,10 @@
 """Embeddings in, latents out: safetensors files with arrays of known names, the batch first.
 
-An embeddings file holds text [B, L, D]; for SDXL pooled [B, P], and time_ids [B, 6] where they are not those of the
-size that is drawn; for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]; and negative_text (with
-negative_pooled), which guidance leads away from. A batch of 1 goes with any other. A latents file holds latents
-[B, C, F, h, w] or [B, C, h, w] as the model sees them; a noise file holds noise, as large.
+An embeddings file holds text [B, L, D]; for SDXL pooled [B, P], and time_ids [B, 6] where they are
+not those of the size that is drawn; for image-to-video image [B, S, D] and condition [B, 4 + C, F,
+h, w]; and negative_text (with negative_pooled), which guidance leads away from. A batch of 1 goes
+with any other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the model sees them;
+a noise file holds noise, as large.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from .kind import Arrays, Shapes
 NAMES = ("text", "pooled", "time_ids", "image", "condition", "negative_text", "negative_pooled")
 MAKE = "make it with examples/embed.py"
 DRAW = "make it with examples/generate_wan.py or generate_sdxl.py, --latents FILE"
-REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file that holds noise"}  # of other files
+REMEDIES = {
+    "latents": DRAW,
+    "--noise": "give a safetensors file that holds noise",
+}  # of other files
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
@@ -41,7 +45,10 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if unknown := sorted(found.keys() - set(names)):
         raise ConfigErrors(
-            [wrong(option, f"{path}: {name}", f"it holds {', '.join(names)}", _remedy(option)) for name in unknown]
+            [
+                wrong(option, f"{path}: {name}", f"it holds {', '.join(names)}", _remedy(option))
+                for name in unknown
+            ]
         )
     return found
 
@@ -64,7 +71,9 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
     return path
 
 
-def unlike(found: Shapes, expected: Mapping[str, tuple[Any, ...]], path: Path, option: str) -> Iterator[ConfigError]:
+def unlike(
+    found: Shapes, expected: Mapping[str, tuple[Any, ...]], path: Path, option: str
+) -> Iterator[ConfigError]:
     """Yield what a model lacks in a file, cannot take of it, or whose batches do not agree.
 
     Args:
@@ -78,8 +87,12 @@ def unlike(found: Shapes, expected: Mapping[str, tuple[Any, ...]], path: Path, o
             remedy = NO_GUIDANCE if name.startswith("negative_") else MAKE
             yield wrong(option, f"{path} without {name}", f"the model is told {text}", remedy)
         elif not fits(found[name][1:], form):
-            yield wrong(option, f"{path}: {name} {list(found[name])}", f"the model takes {text}", SIZES)
-    for name in sorted(found.keys() - expected.keys() - {"time_ids", "negative_text", "negative_pooled"}):
+            yield wrong(
+                option, f"{path}: {name} {list(found[name])}", f"the model takes {text}", SIZES
+            )
+    for name in sorted(
+        found.keys() - expected.keys() - {"time_ids", "negative_text", "negative_pooled"}
+    ):
         yield wrong(option, f"{path}: {name}", "this model is not told that", "leave it out")
     batches = {shape[0] for shape in found.values() if shape and shape[0] != 1}
     if len(batches) > 1:
@@ -100,11 +113,15 @@ def _open(path: Path, option: str) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ConfigErrors([wrong(option, path, "it names a file, and there is none", _remedy(option))])
+        raise ConfigErrors(
+            [wrong(option, path, "it names a file, and there is none", _remedy(option))]
+        )
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ConfigErrors([wrong(option, path, f"a safetensors file is whole ({error})", _remedy(option))]) from None
+        raise ConfigErrors(
+            [wrong(option, path, f"a safetensors file is whole ({error})", _remedy(option))]
+        ) from None
 
 
 def _remedy(option: str) -> str:

@@ -1,4 +1,6 @@
-"""A pipeline's folder in diffusers' format: which parts are there, and whether it is one that can be sampled."""
+"""A pipeline's folder in diffusers' format: which parts are there, and whether it is one that can
+be sampled.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ PIPELINES = {
 
 
 REPOSITORIES = {
-    "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "unet": "stabilityai/stable-diffusion-xl-base-1.0",
-}  # fmt: skip
+    "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "unet": "stabilityai/stable-diffusion-xl-base-1.0",
+}
 
 
-def absent(folder: str | Path, setting: str = "model.folder", part: str = "transformer") -> Iterator[ConfigError]:
+def absent(
+    folder: str | Path, setting: str = "model.folder", part: str = "transformer"
+) -> Iterator[ConfigError]:
     """Yield that there is no such folder.
 
     Args:
@@ -31,7 +36,9 @@ def absent(folder: str | Path, setting: str = "model.folder", part: str = "trans
     if not Path(folder).is_dir():
         made = f"`hf download {REPOSITORIES[part]} --local-dir FOLDER` makes one"
         remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
-        yield ConfigError(setting, folder, "it names a folder, and there is none; nothing is downloaded", remedy)
+        yield ConfigError(
+            setting, folder, "it names a folder, and there is none; nothing is downloaded", remedy
+        )
 
 
 def part_of(folder: str | Path, part: str) -> Path:
@@ -58,7 +65,8 @@ def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
 
 
 def wrong(folder: Path, part: str) -> Iterator[ConfigError]:
-    """Yield what makes a pipeline one that the models here are not: Wan 2.2's two transformers, say.
+    """Yield what makes a pipeline one that the models here are not: Wan 2.2's two transformers,
+    say.
 
     Args:
         folder: a pipeline's, or a model's alone.
@@ -68,13 +76,21 @@ def wrong(folder: Path, part: str) -> Iterator[ConfigError]:
     ours = PIPELINES[part]
     if index and (kind := index.get("_class_name")) not in ours:
         yield _of(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(ours)}")
-    two = [key for key in ("transformer_2", "boundary_ratio", "expand_timesteps")
-           if index.get(key) not in (None, False, [None, None])]  # fmt: skip
+    two = [
+        key
+        for key in ("transformer_2", "boundary_ratio", "expand_timesteps")
+        if index.get(key) not in (None, False, [None, None])
+    ]
     for key in two:
-        yield _of(folder, f"{key} {index[key]}", "a Wan 2.1 pipeline has one transformer for all times")
+        yield _of(
+            folder, f"{key} {index[key]}", "a Wan 2.1 pipeline has one transformer for all times"
+        )
 
 
 def _of(folder: Path, value: str, rule: str) -> ConfigError:
     return ConfigError(
-        "model.folder", f"{folder}: {value}", rule, "give the folder of Wan 2.1 or SDXL in diffusers' format"
+        "model.folder",
+        f"{folder}: {value}",
+        rule,
+        "give the folder of Wan 2.1 or SDXL in diffusers' format",
     )

@@ -1,6 +1,7 @@
 """Classifier-free guidance: y = y(untold) + scale (y(told) - y(untold)).
 
-Both are rows of one call, the untold ones first, or two calls one after the other: the numbers are the same.
+Both are rows of one call, the untold ones first, or two calls one after the other: the numbers are
+the same.
 
 Source: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598
 """

@@ -1,4 +1,6 @@
-"""What a model brings to sampling: what it is built from, what it needs to be told, and how it is called."""
+"""What a model brings to sampling: what it is built from, what it needs to be told, and how it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Kind(Protocol):
 
     @property
     def part(self) -> Literal["transformer", "unet"]:
-        """The folder of a pipeline that holds the model's weights, and the first word of LoRA's names."""
+        """The folder of a pipeline that holds the model's weights, and the first word of LoRA's
+        names.
+        """
         ...
 
     @property
@@ -60,7 +64,9 @@ class Kind(Protocol):
         ...
 
     def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
-        """Return the shape of each array that the model is told, without the batch; "L" is any size."""
+        """Return the shape of each array that the model is told, without the batch; "L" is any
+        size.
+        """
         ...
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -75,12 +81,16 @@ class Kind(Protocol):
         """Make of the arrays what every step needs, the batch first or second: computed once."""
         ...
 
-    def predict(self, model: Any, x: Float[Array, "B ... C"], t: Float[Array, " B"], told: Any) -> Array:
+    def predict(
+        self, model: Any, x: Float[Array, "B ... C"], t: Float[Array, " B"], told: Any
+    ) -> Array:
         """Call the model on latents, channels last."""
         ...
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan the attention of a step of so many rows; `lengths` are the tokens of text and image."""
+        """Plan the attention of a step of so many rows; `lengths` are the tokens of text and
+        image.
+        """
         ...
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:

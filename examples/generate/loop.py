@@ -46,22 +46,33 @@ def denoise(
     def once(parameters: Any, told: Any) -> Any:
         return kind.told(nnx.merge(graph, parameters), told)
 
-    def one(parameters: Any, schedule: Schedule, i: Array, state: State, known: tuple[Any, ...]) -> State:
+    def one(
+        parameters: Any, schedule: Schedule, i: Array, state: State, known: tuple[Any, ...]
+    ) -> State:
         model = nnx.merge(graph, parameters)
-        return step(schedule, i, state, guided(lambda x, t, what: kind.predict(model, x, t, what), known, scale))
+        return step(
+            schedule,
+            i,
+            state,
+            guided(lambda x, t, what: kind.predict(model, x, t, what), known, scale),
+        )
 
     known = tuple(jax.jit(once)(parameters, what) for what in told)
     state = jax.jit(start)(schedule, noise)
     places = jax.tree.map(lambda x: x.sharding, state)
     began = time.perf_counter()
-    compiled = jax.jit(one, donate_argnums=3, out_shardings=places).lower(
-        parameters, schedule, jnp.int32(0), state, known
-    ).compile(options(kind))  # fmt: skip
+    compiled = (
+        jax.jit(one, donate_argnums=3, out_shardings=places)
+        .lower(parameters, schedule, jnp.int32(0), state, known)
+        .compile(options(kind))
+    )
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     steps = len(schedule.times)
     with Bar(steps, console) as bar:
         for i in range(steps):
-            state = jax.block_until_ready(compiled(parameters, schedule, jnp.int32(i), state, known))
+            state = jax.block_until_ready(
+                compiled(parameters, schedule, jnp.int32(i), state, known)
+            )
             bar.advance()
     return state.x
 
@@ -85,8 +96,15 @@ class Bar(AbstractContextManager["Bar"]):
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.steps, self.done, self.console = steps, 0, console or Console()
-        columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self._live)
+        columns = (
+            TextColumn("sampling"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=self.console, disable=not self._live
+        )
         self._task = self._bar.add_task("", total=steps, facts="")
 
     @property
@@ -98,7 +116,9 @@ class Bar(AbstractContextManager["Bar"]):
         self._began = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def advance(self) -> None:
@@ -107,5 +127,7 @@ class Bar(AbstractContextManager["Bar"]):
         each = (time.perf_counter() - self._began) / self.done
         facts = f"{1 / each:.2f} steps/s" if each < 1 else f"{each:.2f} s a step"
         self._bar.update(self._task, completed=self.done, facts=facts)
-        if self.done == self.steps or (not self._live and self.done % max(1, self.steps // LINES) == 0):
+        if self.done == self.steps or (
+            not self._live and self.done % max(1, self.steps // LINES) == 0
+        ):
             print(f"step {self.done:>{len(str(self.steps))}}/{self.steps}  {facts}", flush=True)

@@ -19,7 +19,8 @@ def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:
 
 
 def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
-    """Write a video: path.mp4 where imageio and its ffmpeg are installed, else a folder of pictures, and say so.
+    """Write a video: path.mp4 where imageio and its ffmpeg are installed, else a folder of
+    pictures, and say so.
 
     Args:
         frames: of the video.
@@ -35,7 +36,9 @@ def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f"{path.name}.mp4")
-    with imageio.get_writer(file, fps=fps, codec="libx264", quality=8, macro_block_size=1) as writer:
+    with imageio.get_writer(
+        file, fps=fps, codec="libx264", quality=8, macro_block_size=1
+    ) as writer:
         for frame in frames:
             writer.append_data(frame)
     return file

@@ -35,5 +35,7 @@ class Paths:
     out: Path | None = None
 
     def weights_of(self, part: str) -> Path:
-        """Return the folder of the weights: the part of a pipeline's folder, or the folder itself."""
+        """Return the folder of the weights: the part of a pipeline's folder, or the folder
+        itself.
+        """
         return part_of(self.weights or self.model, part)

@@ -1,4 +1,6 @@
-"""The batch: which rows there are, on which devices they lie, and the noise that each begins with."""
+"""The batch: which rows there are, on which devices they lie, and the noise that each begins
+with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Rows:
 
     @property
     def samples(self) -> int:
-        """Samples that are drawn: the model's rows divide over the devices, and what fills them up is thrown away."""
+        """Samples that are drawn: the model's rows divide over the devices, and what fills them up
+        is thrown away.
+        """
         step = self.ways // math.gcd(self.ways, self.calls)
         return -(-self.wanted // step) * step
 
@@ -48,11 +52,19 @@ class Rows:
             return said
         filled = self.calls * (self.samples - self.wanted)
         ways = "ici_context_parallelism spreads one sample over several devices instead"
-        return f"{said}, {filled} of them to fill up the {self.ways} devices of data and fsdp\n          {ways}"
+        return (
+            f"{said}, {filled} of them to fill up the {self.ways} devices of data and fsdp\n       "
+            f"   {ways}"
+        )
 
     def spread(self, array: np.ndarray) -> np.ndarray:
-        """Repeat an array's rows, one for each text or one for all, so that there is one for each sample."""
-        rows = np.repeat(np.arange(self.texts) if len(array) == self.texts else np.zeros(self.texts, int), self.count)
+        """Repeat an array's rows, one for each text or one for all, so that there is one for each
+        sample.
+        """
+        rows = np.repeat(
+            np.arange(self.texts) if len(array) == self.texts else np.zeros(self.texts, int),
+            self.count,
+        )
         return array[np.resize(rows, self.samples)]
 
 
@@ -63,11 +75,15 @@ def batch_ways(mesh: jax.sharding.Mesh | None) -> int:
 
 
 def place(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Put an array that every process has on the devices: its rows over data and fsdp where they divide."""
+    """Put an array that every process has on the devices: its rows over data and fsdp where they
+    divide.
+    """
     if mesh is None:
         return jnp.asarray(array)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    where = whole if array.shape[0] % batch_ways(mesh) else sharding.batch_sharding(mesh, array.ndim)
+    where = (
+        whole if array.shape[0] % batch_ways(mesh) else sharding.batch_sharding(mesh, array.ndim)
+    )
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
@@ -80,7 +96,12 @@ def noise(seed: int, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
         shape: of one sample.
     """
     key = jax.random.key(seed)
-    return np.stack([np.asarray(jax.random.normal(jax.random.fold_in(key, row), shape)) for row in range(rows.samples)])
+    return np.stack(
+        [
+            np.asarray(jax.random.normal(jax.random.fold_in(key, row), shape))
+            for row in range(rows.samples)
+        ]
+    )
 
 
 def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]:
@@ -96,7 +117,9 @@ def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]
     if not guided:
         return (meant,)
     unmeant: Mapping[str, np.ndarray] = meant | {
-        name.removeprefix("negative_"): array for name, array in spread.items() if name.startswith("negative_")
+        name.removeprefix("negative_"): array
+        for name, array in spread.items()
+        if name.startswith("negative_")
     }
     if rows.calls == 1:
         return (dict(unmeant), meant)

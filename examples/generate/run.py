@@ -1,4 +1,6 @@
-"""A run of sampling: everything that can be wrong is said first, then weights are read, steps taken, files written."""
+"""A run of sampling: everything that can be wrong is said first, then weights are read, steps
+taken, files written.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def generate(kind: Kind, paths: Paths, mesh: jax.sharding.Mesh | None = None) ->
         mesh: devices to draw on; default the one there is.
 
     Raises:
-        ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a weight is read.
+        ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
+        weight is read.
     """
     check(kind, paths)
     sampling = kind.settings.sampling
@@ -58,7 +61,9 @@ def generate(kind: Kind, paths: Paths, mesh: jax.sharding.Mesh | None = None) ->
 
 
 def load(kind: Kind, paths: Paths, mesh: jax.sharding.Mesh | None) -> nnx.Module:
-    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if there are any."""
+    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if there are
+    any.
+    """
     began = time.perf_counter()
     model = nnx.eval_shape(lambda: kind.build(mesh, nnx.Rngs(0)))
     prefix = _lora_prefix(paths.lora, kind) if paths.lora else ""
@@ -74,7 +79,7 @@ def load(kind: Kind, paths: Paths, mesh: jax.sharding.Mesh | None) -> nnx.Module
     return model
 
 
-# ---- the parts of a run ----------------------------------------------------------------------------------------------
+# ---- the parts of a run --------------------------------------------------------------------------
 
 
 def _told(kind: Kind, paths: Paths, mesh: Any) -> tuple[tuple[Arrays, ...], rows.Rows]:
@@ -95,7 +100,9 @@ def _told(kind: Kind, paths: Paths, mesh: Any) -> tuple[tuple[Arrays, ...], rows
     return rows.told_in_rows(kind.completed(arrays), batch, guided), batch
 
 
-def _opening(kind: Kind, told: tuple[Arrays, ...], batch: rows.Rows, sampler: Sampler, mesh: Any) -> Iterator[str]:
+def _opening(
+    kind: Kind, told: tuple[Arrays, ...], batch: rows.Rows, sampler: Sampler, mesh: Any
+) -> Iterator[str]:
     """Say what will run."""
     sampling = kind.settings.sampling
     lengths = {name: told[0][name].shape[1] for name in ("text", "image") if name in told[0]}
@@ -103,7 +110,10 @@ def _opening(kind: Kind, told: tuple[Arrays, ...], batch: rows.Rows, sampler: Sa
         yield plan.explain()
     yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
     how = "one call of the model for both" if batch.calls == 2 else "one call after the other"
-    yield f"guidance  {f'{sampling.guidance_scale:g}, {how}' if sampling.guidance_scale != 1 else 'none'}"
+    yield (
+        "guidance "
+        f" {f'{sampling.guidance_scale:g}, {how}' if sampling.guidance_scale != 1 else 'none'}"
+    )
     yield f"latents   {list(kind.latents)}"
     yield f"rows      {batch}"
 
@@ -114,35 +124,61 @@ def _noise(paths: Paths, batch: rows.Rows, kind: Kind) -> np.ndarray:
     given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
     if len(given) != batch.wanted:
         rule = f"one for each of the {batch.wanted} samples"
-        raise wrong("--noise", f"{paths.noise}: {len(given)} rows", rule, "set sampling.per_prompt, or make it anew")
+        raise wrong(
+            "--noise",
+            f"{paths.noise}: {len(given)} rows",
+            rule,
+            "set sampling.per_prompt, or make it anew",
+        )
     return given[np.resize(np.arange(batch.wanted), batch.samples)]
 
 
 def _lora_prefix(path: Path, kind: Kind) -> str:
     """Return what LoRA's names begin with, of the ways that diffusers and peft write them."""
     names = list(weights.SafeTensors(path))
-    written = (prefix for prefix in (f"{kind.part}.", "base_model.model.") if any(n.startswith(prefix) for n in names))
+    written = (
+        prefix
+        for prefix in (f"{kind.part}.", "base_model.model.")
+        if any(n.startswith(prefix) for n in names)
+    )
     return next(written, "")
 
 
 def _passed_over(path: Path, prefix: str) -> str:
     others = [name for name in weights.SafeTensors(path) if not name.startswith(prefix)]
-    return f"; {len(others)} tensors for other parts than {prefix[:-1]} are not, such as {others[0]}" if others else ""
+    return (
+        f"; {len(others)} tensors for other parts than {prefix[:-1]} are not, such as {others[0]}"
+        if others
+        else ""
+    )
 
 
 def _check_finite(latents: np.ndarray) -> None:
     if not np.isfinite(latents).all():
         rule = "every number of the latents is finite"
         count = int((~np.isfinite(latents)).sum())
-        raise InputError("latents", f"{count} of {latents.size} are not", rule,
-                         "compute in bfloat16 or float32 (model.dtype), and look at the weights")  # fmt: skip
+        raise InputError(
+            "latents",
+            f"{count} of {latents.size} are not",
+            rule,
+            "compute in bfloat16 or float32 (model.dtype), and look at the weights",
+        )
 
 
 def _write(kind: Kind, paths: Paths, latents: np.ndarray) -> None:
     if paths.latents is not None:
-        print(files.write(paths.latents, {"latents": jnp.asarray(latents, jnp.float32).__array__()}, str(paths.model)))
+        print(
+            files.write(
+                paths.latents,
+                {"latents": jnp.asarray(latents, jnp.float32).__array__()},
+                str(paths.model),
+            )
+        )
     if paths.out is not None:
         began = time.perf_counter()
         for path in kind.decode(paths.model, latents, paths.out):
             print(path)
-        print(f"decoded on {kind.settings.sampling.torch_device} in {time.perf_counter() - began:.1f} s")
+        print(
+            f"decoded on {kind.settings.sampling.torch_device} in"
+            f" {time.perf_counter() - began:.1f} s"
+        )

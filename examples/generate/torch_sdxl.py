@@ -14,12 +14,14 @@ from .media import to_pixels
 
 
 def texts(folder: Path, prompts: Sequence[str], negative_prompt: str | None, device: str) -> Arrays:
-    """Encode prompts and what guidance leads away from: text, pooled, negative_text and negative_pooled.
+    """Encode prompts and what guidance leads away from: text, pooled, negative_text and
+    negative_pooled.
 
     Args:
         folder: with tokenizer, text_encoder, tokenizer_2 and text_encoder_2.
         prompts: a batch, for both encoders.
-        negative_prompt: None is zeros where the pipeline says so (force_zeros_for_empty_prompt), else the empty prompt.
+        negative_prompt: None is zeros where the pipeline says so (force_zeros_for_empty_prompt),
+            else the empty prompt.
         device: cpu or cuda.
     """
     every = [*prompts, negative_prompt or ""]
@@ -29,11 +31,17 @@ def texts(folder: Path, prompts: Sequence[str], negative_prompt: str | None, dev
     if negative_prompt is None and index_of(folder).get("force_zeros_for_empty_prompt", True):
         text[-1], pooled[-1] = 0.0, 0.0
     told = {"text": text, "pooled": pooled}
-    return {name: x[:-1] for name, x in told.items()} | {f"negative_{name}": x[-1:] for name, x in told.items()}
+    return {name: x[:-1] for name, x in told.items()} | {
+        f"negative_{name}": x[-1:] for name, x in told.items()
+    }
 
 
-def _encoded(folder: Path, which: str, prompts: list[str], device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the states before the last layer, and what the encoder puts first: for the second one, the pooled text."""
+def _encoded(
+    folder: Path, which: str, prompts: list[str], device: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the states before the last layer, and what the encoder puts first: for the second one,
+    the pooled text.
+    """
     import torch  # type: ignore[import-not-found]
     from transformers import (  # type: ignore[import-not-found]
         AutoTokenizer,
@@ -43,7 +51,9 @@ def _encoded(folder: Path, which: str, prompts: list[str], device: str) -> tuple
 
     tokenizer = AutoTokenizer.from_pretrained(folder / f"tokenizer{which}")
     kind = CLIPTextModelWithProjection if which else CLIPTextModel
-    encoder = kind.from_pretrained(folder / f"text_encoder{which}", dtype=torch.float32).to(device).eval()
+    encoder = (
+        kind.from_pretrained(folder / f"text_encoder{which}", dtype=torch.float32).to(device).eval()
+    )
     how = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
     ids = tokenizer(prompts, return_tensors="pt", **how).input_ids.to(device)
     with torch.no_grad():
@@ -51,8 +61,11 @@ def _encoded(folder: Path, which: str, prompts: list[str], device: str) -> tuple
     return said.hidden_states[-2].cpu().numpy(), said[0].cpu().numpy()
 
 
-def decode(folder: Path, latents: Float[np.ndarray, "B C h w"], device: str) -> list[UInt8[np.ndarray, "H W 3"]]:
-    """Decode latents into pictures, one after the other, in float32: float16 overflows in SDXL's VAE.
+def decode(
+    folder: Path, latents: Float[np.ndarray, "B C h w"], device: str
+) -> list[UInt8[np.ndarray, "H W 3"]]:
+    """Decode latents into pictures, one after the other, in float32: float16 overflows in SDXL's
+    VAE.
 
     Args:
         folder: with vae.
@@ -63,14 +76,16 @@ def decode(folder: Path, latents: Float[np.ndarray, "B C h w"], device: str) -> 
     from diffusers import AutoencoderKL  # type: ignore[import-not-found]
 
     vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32).to(device).eval()
-    scale, mean, std = (vae.config.get(key) for key in ("scaling_factor", "latents_mean", "latents_std"))
+    scale, mean, std = (
+        vae.config.get(key) for key in ("scaling_factor", "latents_mean", "latents_std")
+    )
     found = []
     for one in latents:
         x = torch.tensor(one[None]).to(device) / scale
         if mean is not None and std is not None:
-            x = x * torch.tensor(std, device=device).view(1, -1, 1, 1) + torch.tensor(mean, device=device).view(
-                1, -1, 1, 1
-            )
+            x = x * torch.tensor(std, device=device).view(1, -1, 1, 1) + torch.tensor(
+                mean, device=device
+            ).view(1, -1, 1, 1)
         with torch.no_grad():
             picture = vae.decode(x, return_dict=False)[0][0]
         # [3, H, W] -> [H, W, 3]

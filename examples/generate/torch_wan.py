@@ -1,4 +1,6 @@
-"""Wan's text encoder, image encoder and VAE, run by torch from a pipeline's folder, one at a time."""
+"""Wan's text encoder, image encoder and VAE, run by torch from a pipeline's folder, one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
     from transformers import AutoTokenizer, UMT5EncoderModel  # type: ignore[import-not-found]
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto").to(device).eval()
+    encoder = (
+        UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto").to(device).eval()
+    )
     how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
     found = {}
     for name, batch in prompts.items():
-        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how).to(device)
+        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how).to(
+            device
+        )
         with torch.no_grad():
             states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
         found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
@@ -41,7 +47,9 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
 
 
 def cleaned(prompt: str) -> str:
-    """Mend broken Unicode (where ftfy is installed), undo HTML's escapes, and write every gap as one space."""
+    """Mend broken Unicode (where ftfy is installed), undo HTML's escapes, and write every gap as
+    one space.
+    """
     if find_spec("ftfy") is not None:
         import ftfy  # type: ignore[import-not-found]
 
@@ -50,10 +58,11 @@ def cleaned(prompt: str) -> str:
 
 
 def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
-    """Encode the first frame of an image-to-video model: states of its image encoder, and the condition.
+    """Encode the first frame of an image-to-video model: states of its image encoder, and the
+    condition.
 
-    The condition's first channels mark the frames that are given, one channel for each frame of a latent; behind them
-    is the encoded video of the image and then nothing.
+    The condition's first channels mark the frames that are given, one channel for each frame of a
+    latent; behind them is the encoded video of the image and then nothing.
 
     Args:
         folder: with image_encoder, image_processor and vae.
@@ -68,13 +77,19 @@ def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> 
 
     picture = Image.open(path).convert("RGB")
     processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
-    encoder = CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32).to(device).eval()
+    encoder = (
+        CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
+        .to(device)
+        .eval()
+    )
     with torch.no_grad():
         pixels = processor(images=picture, return_tensors="pt").to(device)
         states = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
         vae, mean, std = _vae(folder, device)
         frames, height, width = size
-        first = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial).preprocess(picture, height, width)
+        first = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial).preprocess(
+            picture, height, width
+        )
         video = torch.zeros(1, 3, frames, height, width)
         video[:, :, 0] = first
         latents = (vae.encode(video.to(device)).latent_dist.mode() - mean) / std
@@ -84,7 +99,9 @@ def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> 
     return {"image": states.float().cpu().numpy(), "condition": condition.numpy()}
 
 
-def decode(folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str) -> list[UInt8[np.ndarray, "f H W 3"]]:
+def decode(
+    folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str
+) -> list[UInt8[np.ndarray, "f H W 3"]]:
     """Decode latents into videos, one after the other.
 
     Args:
@@ -98,7 +115,9 @@ def decode(folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str) -
     found = []
     for one in latents:
         with torch.no_grad():
-            video = vae.decode(torch.tensor(one[None]).to(device) * std + mean, return_dict=False)[0][0]
+            video = vae.decode(torch.tensor(one[None]).to(device) * std + mean, return_dict=False)[
+                0
+            ][0]
         # [3, F, H, W] -> [F, H, W, 3]
         found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
     return found
@@ -109,7 +128,13 @@ def _vae(folder: Path, device: str) -> tuple[Any, Any, Any]:
     import torch  # type: ignore[import-not-found]
     from diffusers import AutoencoderKLWan  # type: ignore[import-not-found]
 
-    vae = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32).to(device).eval()
-    numbers = (torch.tensor(x, device=device).view(1, -1, 1, 1, 1)
-               for x in (vae.config.latents_mean, vae.config.latents_std))  # fmt: skip
+    vae = (
+        AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+        .to(device)
+        .eval()
+    )
+    numbers = (
+        torch.tensor(x, device=device).view(1, -1, 1, 1, 1)
+        for x in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return vae, *numbers

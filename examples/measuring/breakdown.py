@@ -1,7 +1,8 @@
-"""Where the time of a step goes: the device's own record of every kernel, sorted into attention, matrix products, rest.
+"""Where the time of a step goes: the device's own record of every kernel, sorted into attention,
+matrix products, rest.
 
-The record is that of `jax.profiler`; what a kernel was compiled from is in the program's text. All that runs inside
-`maxattn.attention` is attention, a dense one's matrix products too.
+The record is that of `jax.profiler`; what a kernel was compiled from is in the program's text. All
+that runs inside `maxattn.attention` is attention, a dense one's matrix products too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from maxattn.tools.bench.profile import events_of
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
-KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")  # where the program says nothing of a kernel
+KERNEL = re.compile(
+    r"flash|fmha|splash|maxattnkernels"
+)  # where the program says nothing of a kernel
 PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul")
 
 
@@ -44,7 +47,9 @@ def breakdown(folder: str | Path, steps: int, program: str = "") -> tuple[Kernel
         steps: that the profile covers.
         program: text of the compiled program.
     """
-    origins = dict(re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', program, re.MULTILINE))
+    origins = dict(
+        re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', program, re.MULTILINE)
+    )
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
     for event in events_of(folder):

@@ -1,7 +1,8 @@
-"""Count the multiplications of a forward pass: matrix products, convolutions and attention, from shapes alone.
+"""Count the multiplications of a forward pass: matrix products, convolutions and attention, from
+shapes alone.
 
-One multiplication and one addition are two operations. What is recomputed in a backward is not counted, so that a
-utilisation says what a user gets.
+One multiplication and one addition are two operations. What is recomputed in a backward is not
+counted, so that a utilisation says what a user gets.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def count(f: Callable[..., Any], *shapes: Any) -> Work:
 
 
 def peak(device_kind: str) -> float | None:
-    """Return the dense bfloat16 operations a second that a device's maker gives, or None where unknown."""
+    """Return the dense bfloat16 operations a second that a device's maker gives, or None where
+    unknown.
+    """
     return PEAK.get(known_kind(device_kind) or "")
 
 
@@ -61,7 +64,11 @@ def _equation(eqn: Any) -> Work:
         return Work(attention=4 * b * n * t * s * h)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return Work(matmul=2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted))
+        return Work(
+            matmul=2
+            * eqn.outvars[0].aval.size
+            * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        )
     if name == "conv_general_dilated":
         out_channels = (
             eqn.params["rhs_shape"][0]

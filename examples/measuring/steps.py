@@ -1,4 +1,6 @@
-"""A denoising step and a training step of a workload, compiled from shapes alone before any memory is taken."""
+"""A denoising step and a training step of a workload, compiled from shapes alone before any memory
+is taken.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Step:
 
 
 def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of sampling: one prediction, and the latents moved along it. Parameters are in `dtype`.
+    """Compile one step of sampling: one prediction, and the latents moved along it. Parameters are
+    in `dtype`.
 
     Keys and values of the text, where the model keeps them apart, are made once before the steps.
     """
@@ -53,7 +56,8 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
         return work.predict(nnx.merge(graph, fixed[0]), x, jnp.full(x.shape[0], 500.0), fixed[1])
 
     def step(x: Array, fixed: tuple[Any, Any]) -> Array:
-        # Latents of unit variance stay so: a random model leads nowhere, and times of NaN would be no times.
+        # Latents of unit variance stay so: a random model leads nowhere, and times of NaN would be
+        # no times.
         return 0.98 * x - 0.02 * forward(x, fixed).astype(x.dtype)
 
     draw, before = drawing((latents, params, inputs)), jax.jit(once).lower(params, inputs).compile()
@@ -68,14 +72,18 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
 
 
 def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of training: loss, gradients and AdamW in one program. Parameters are float32."""
+    """Compile one step of training: loss, gradients and AdamW in one program. Parameters are
+    float32.
+    """
     graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, jnp.float32)))
     optimizer = optax.adamw(1e-5)
     inputs = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in work.shapes.items()}
     carry = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
 
     def loss(params: Any, inputs: Any, count: Array) -> Array:
-        return work.loss(nnx.merge(graph, params), inputs, jax.random.fold_in(jax.random.key(SEED), count))
+        return work.loss(
+            nnx.merge(graph, params), inputs, jax.random.fold_in(jax.random.key(SEED), count)
+        )
 
     def step(carry: Any, inputs: Any) -> Any:
         params, state, count = carry
@@ -93,11 +101,13 @@ def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = Non
     return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, inputs), compiled)
 
 
-# ---- random arrays ---------------------------------------------------------------------------------------------------
+# ---- random arrays -------------------------------------------------------------------------------
 
 
 def drawing(shapes: Any) -> Callable[[], Any]:
-    """Compile what draws random arrays: scales of norms near one, matrices by the width that goes in."""
+    """Compile what draws random arrays: scales of norms near one, matrices by the width that goes
+    in.
+    """
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     kinds = {(leaf.shape, jnp.dtype(leaf.dtype)) for _, leaf in leaves}
     with ThreadPoolExecutor() as pool:
@@ -105,7 +115,8 @@ def drawing(shapes: Any) -> Callable[[], Any]:
 
     def start() -> Any:
         made = (
-            draw[leaf.shape, jnp.dtype(leaf.dtype)](i, *_spread(path, leaf)) for i, (path, leaf) in enumerate(leaves)
+            draw[leaf.shape, jnp.dtype(leaf.dtype)](i, *_spread(path, leaf))
+            for i, (path, leaf) in enumerate(leaves)
         )
         return tree.unflatten(made)
 
@@ -118,13 +129,17 @@ def _spread(path: Any, leaf: Any) -> tuple[float, float]:
     if "kernel" in name:
         # Convolutions have their window before [in, out]; stacked layers have one axis there.
         return (leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]) ** -0.5, 0.0
-    return 0.02 if any(part in name for part in ("scale", "bias", "table")) else 1.0, float("'scale'" in name)
+    return 0.02 if any(part in name for part in ("scale", "bias", "table")) else 1.0, float(
+        "'scale'" in name
+    )
 
 
 def _normal(kind: tuple[tuple[int, ...], Any]) -> Any:
     shape, dtype = kind
 
     def draw(seed: int, scale: float, mean: float) -> Array:
-        return (mean + scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape)).astype(dtype)
+        return (mean + scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape)).astype(
+            dtype
+        )
 
     return jax.jit(draw).lower(0, 0.0, 0.0).compile()

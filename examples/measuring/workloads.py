@@ -1,4 +1,6 @@
-"""What is measured: a model at its real size, the shapes of what goes in, and what a step computes."""
+"""What is measured: a model at its real size, the shapes of what goes in, and what a step
+computes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Workload:
         shapes: of the inputs, by name; "latents" is what a step changes.
         once: makes of inputs what every denoising step shares.
         predict: runs the model on latents, times and what `once` made.
-        noisy: mixes latents and noise at times from 0 to 1; returns that and what the model should predict.
+        noisy: mixes latents and noise at times from 0 to 1; returns that and what the model should
+            predict.
         tokens: that a step processes, for tokens a second.
     """
 
@@ -54,9 +57,14 @@ class Workload:
 
 
 def wan(
-    config: ma.AttentionConfig, batch: int, height: int, width: int, frames: int,
-    sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"], text: int = 512,
-) -> Workload:  # fmt: skip
+    config: ma.AttentionConfig,
+    batch: int,
+    height: int,
+    width: int,
+    frames: int,
+    sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"],
+    text: int = 512,
+) -> Workload:
     """Describe Wan 2.1: flow matching of a latent video.
 
     Args:
@@ -68,8 +76,11 @@ def wan(
     """
     shape = (batch, (frames - 1) // FRAMES + 1, height // LATENT, width // LATENT)
     return Workload(
-        f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}, {width}x{height}, {frames} frames, batch {batch}",
-        lambda dtype, param: WanTransformer3D(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
+        f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}, {width}x{height}, {frames}"
+        f" frames, batch {batch}",
+        lambda dtype, param: WanTransformer3D(
+            sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)
+        ),
         {"latents": (*shape, sizes.in_channels), "text": (batch, text, sizes.text_dim)},
         lambda model, inputs: {"kv": model.encode(inputs["text"])},
         lambda model, x, t, inputs: model(x, t, inputs.get("text"), kv=inputs.get("kv")),
@@ -79,7 +90,12 @@ def wan(
 
 
 def sdxl(
-    config: ma.AttentionConfig, batch: int, height: int, width: int, sizes: UNetSizes | None = None, text: int = 77
+    config: ma.AttentionConfig,
+    batch: int,
+    height: int,
+    width: int,
+    sizes: UNetSizes | None = None,
+    text: int = 77,
 ) -> Workload:
     """Describe SDXL's UNet: prediction of the noise of latents.
 
@@ -91,22 +107,31 @@ def sdxl(
         text: tokens of a prompt.
     """
     sizes = sizes or UNetSizes()
-    pooled = sizes.projection_class_embeddings_input_dim - SIZE_NUMBERS * sizes.addition_time_embed_dim
+    pooled = (
+        sizes.projection_class_embeddings_input_dim - SIZE_NUMBERS * sizes.addition_time_embed_dim
+    )
     rows, columns = height // LATENT, width // LATENT
     shapes = {
-        "latents": (batch, rows, columns, sizes.in_channels), "text": (batch, text, sizes.cross_attention_dim),
-        "pooled": (batch, pooled), "picture": (batch, SIZE_NUMBERS),
-    }  # fmt: skip
+        "latents": (batch, rows, columns, sizes.in_channels),
+        "text": (batch, text, sizes.cross_attention_dim),
+        "pooled": (batch, pooled),
+        "picture": (batch, SIZE_NUMBERS),
+    }
     return Workload(
-        f"SDXL UNet, {'-'.join(map(str, sizes.block_out_channels))} channels, {width}x{height}, batch {batch}",
+        f"SDXL UNet, {'-'.join(map(str, sizes.block_out_channels))} channels, {width}x{height},"
+        f" batch {batch}",
         lambda dtype, param: UNet(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
         shapes,
         lambda model, inputs: (
-            {"kv": model.encode(inputs["text"])} | {key: inputs[key] for key in ("pooled", "picture")}
+            {"kv": model.encode(inputs["text"])}
+            | {key: inputs[key] for key in ("pooled", "picture")}
         ),
         lambda model, x, t, inputs: model(
             x, t, inputs.get("text"), inputs["pooled"], inputs["picture"], inputs.get("kv")
         ),
-        lambda x, noise, at: (jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise),
+        lambda x, noise, at: (
+            jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise,
+            noise,
+        ),
         batch * rows * columns // 4,
     )

@@ -1,4 +1,5 @@
-"""Samplers as numbers: each makes a `Schedule` of coefficients on the host, and one step runs them all.
+"""Samplers as numbers: each makes a `Schedule` of coefficients on the host, and one step runs them
+all.
 
 from samplers import flow_euler, unipc, euler, ddim, sample
 

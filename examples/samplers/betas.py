@@ -1,9 +1,11 @@
-"""Noise schedules of models that were trained at a thousand discrete times, and which of those times are used.
+"""Noise schedules of models that were trained at a thousand discrete times, and which of those
+times are used.
 
-    alpha_bar_t = prod_{s <= t} (1 - beta_s),   x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) noise
+    alpha_bar_t = prod_{s <= t} (1 - beta_s),   x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t)
+    noise
 
-Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239; zero terminal SNR and the spacings, Lin et al. 2023,
-https://arxiv.org/abs/2305.08891
+Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239; zero terminal SNR and the spacings, Lin et
+al. 2023, https://arxiv.org/abs/2305.08891
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ class Betas:
 
     Args:
         beta_start, beta_end: the first and last beta.
-        beta_schedule: what is spaced evenly between them: "linear" beta, "scaled_linear" its square root.
+        beta_schedule: what is spaced evenly between them: "linear" beta, "scaled_linear" its square
+            root.
         num_train_timesteps: how many times there are.
-        rescale_betas_zero_snr: stretch it until nothing is left of the sample at the last time, where alpha_bar is 0.
-        timestep_spacing: which times: "leading" counts from the clean end, "trailing" from the noise, "linspace" has
-            both ends.
+        rescale_betas_zero_snr: stretch it until nothing is left of the sample at the last time,
+            where alpha_bar is 0.
+        timestep_spacing: which times: "leading" counts from the clean end, "trailing" from the
+            noise, "linspace" has both ends.
         steps_offset: added to the times of "leading".
         prediction_type: what the model says: the noise ("epsilon") or v ("v_prediction").
     """
@@ -46,7 +50,9 @@ class Betas:
     def alpha_bar(self) -> Float[np.ndarray, " T"]:
         """Compute alpha_bar of every time."""
         power = 0.5 if self.beta_schedule == "scaled_linear" else 1.0
-        betas = np.linspace(self.beta_start**power, self.beta_end**power, self.num_train_timesteps) ** (1 / power)
+        betas = np.linspace(
+            self.beta_start**power, self.beta_end**power, self.num_train_timesteps
+        ) ** (1 / power)
         alpha_bar = np.cumprod(1 - betas)
         if self.rescale_betas_zero_snr:
             root = np.sqrt(alpha_bar)
@@ -54,7 +60,9 @@ class Betas:
         return alpha_bar
 
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
-        """Choose the times of so many steps, the noisiest first; those of "linspace" are no whole numbers."""
+        """Choose the times of so many steps, the noisiest first; those of "linspace" are no whole
+        numbers.
+        """
         count = self.num_train_timesteps
         if self.timestep_spacing == "leading":
             return np.arange(steps)[::-1] * (count // steps) + float(self.steps_offset)

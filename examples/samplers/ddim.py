@@ -1,6 +1,7 @@
 """DDIM without noise of its own (eta = 0), for models of discrete times.
 
-    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   x0 and noise as the model sees them in x
+    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   x0 and noise as the model sees them in
+    x
 
 Source: Song et al. 2020, https://arxiv.org/abs/2010.02502; as diffusers' DDIMScheduler.
 """
@@ -19,12 +20,15 @@ def schedule(steps: int, betas: Betas | None = None, *, set_alpha_to_one: bool =
     Args:
         steps: calls of the model, at most the times it was trained at.
         betas: the noise that the model knows; default SDXL's.
-        set_alpha_to_one: whether the last step goes to alpha_bar 1, clean; else to alpha_bar of the first time.
+        set_alpha_to_one: whether the last step goes to alpha_bar 1, clean; else to alpha_bar of the
+            first time.
     """
     betas = betas or Betas()
     known, times = betas.alpha_bar(), np.round(betas.times(steps)).astype(int)
     before = times - betas.num_train_timesteps // steps
-    there = np.where(before >= 0, known[np.maximum(before, 0)], 1.0 if set_alpha_to_one else known[0])
+    there = np.where(
+        before >= 0, known[np.maximum(before, 0)], 1.0 if set_alpha_to_one else known[0]
+    )
     (a, b), (a_there, b_there) = ((np.sqrt(x), np.sqrt(1 - x)) for x in (known[times], there))
     if betas.prediction_type == "v_prediction":
         # x0 = a x - b v, noise = b x + a v

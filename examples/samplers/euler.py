@@ -1,4 +1,5 @@
-"""Euler steps along sigma = sqrt((1 - alpha_bar) / alpha_bar), the noise's share, for models of discrete times.
+"""Euler steps along sigma = sqrt((1 - alpha_bar) / alpha_bar), the noise's share, for models of
+discrete times.
 
     x' = x + (sigma' - sigma) * noise,   the model sees x / sqrt(sigma^2 + 1)
 

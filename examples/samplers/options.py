@@ -1,4 +1,6 @@
-"""What diffusers' schedulers may be told, with their defaults, and what of it the samplers here can do."""
+"""What diffusers' schedulers may be told, with their defaults, and what of it the samplers here can
+do.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +34,67 @@ DISCRETE = {
 
 # By diffusers' class: every option that changes its numbers.
 OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    "FlowMatchEulerDiscreteScheduler": NO_OTHER_SIGMAS | {
-        "num_train_timesteps": Option(1000), "shift": Option(1.0), "use_dynamic_shifting": OFF, "invert_sigmas": OFF,
-        "shift_terminal": UNSET, "stochastic_sampling": OFF,
+    "FlowMatchEulerDiscreteScheduler": NO_OTHER_SIGMAS
+    | {
+        "num_train_timesteps": Option(1000),
+        "shift": Option(1.0),
+        "use_dynamic_shifting": OFF,
+        "invert_sigmas": OFF,
+        "shift_terminal": UNSET,
+        "stochastic_sampling": OFF,
     },
-    "UniPCMultistepScheduler": NO_OTHER_SIGMAS | {
-        "num_train_timesteps": Option(1000), "flow_shift": Option(1.0), "solver_order": Option(2, (1, 2, 3)),
-        "solver_type": Option("bh2", ("bh2",)), "disable_corrector": Option([]), "solver_p": UNSET,
-        "prediction_type": Option("epsilon", ("flow_prediction",)), "use_flow_sigmas": Option(False, (True,)),
-        "predict_x0": Option(True, (True,)), "lower_order_final": Option(True, (True,)), "thresholding": OFF,
-        "final_sigmas_type": Option("zero", ("zero",)), "use_dynamic_shifting": OFF, "shift_terminal": UNSET,
+    "UniPCMultistepScheduler": NO_OTHER_SIGMAS
+    | {
+        "num_train_timesteps": Option(1000),
+        "flow_shift": Option(1.0),
+        "solver_order": Option(2, (1, 2, 3)),
+        "solver_type": Option("bh2", ("bh2",)),
+        "disable_corrector": Option([]),
+        "solver_p": UNSET,
+        "prediction_type": Option("epsilon", ("flow_prediction",)),
+        "use_flow_sigmas": Option(False, (True,)),
+        "predict_x0": Option(True, (True,)),
+        "lower_order_final": Option(True, (True,)),
+        "thresholding": OFF,
+        "final_sigmas_type": Option("zero", ("zero",)),
+        "use_dynamic_shifting": OFF,
+        "shift_terminal": UNSET,
     },
-    "EulerDiscreteScheduler": NO_OTHER_SIGMAS | DISCRETE | {
-        "timestep_spacing": Option("linspace", SPACINGS), "interpolation_type": Option("linear", ("linear",)),
-        "timestep_type": Option("discrete", ("discrete",)), "final_sigmas_type": Option("zero", ("zero",)),
-        "sigma_min": UNSET, "sigma_max": UNSET,
+    "EulerDiscreteScheduler": NO_OTHER_SIGMAS
+    | DISCRETE
+    | {
+        "timestep_spacing": Option("linspace", SPACINGS),
+        "interpolation_type": Option("linear", ("linear",)),
+        "timestep_type": Option("discrete", ("discrete",)),
+        "final_sigmas_type": Option("zero", ("zero",)),
+        "sigma_min": UNSET,
+        "sigma_max": UNSET,
     },
-    "DDIMScheduler": DISCRETE | {
-        "timestep_spacing": Option("leading", SPACINGS), "set_alpha_to_one": Option(True, BOTH),
-        "clip_sample": Option(True, (False,)), "thresholding": OFF,
+    "DDIMScheduler": DISCRETE
+    | {
+        "timestep_spacing": Option("leading", SPACINGS),
+        "set_alpha_to_one": Option(True, BOTH),
+        "clip_sample": Option(True, (False,)),
+        "thresholding": OFF,
     },
-}  # fmt: skip
+}
 
-# Options that change nothing: those of ways that are not supported, and those that files carry on from other classes.
+# Options that change nothing: those of ways that are not supported, and those that files carry on
+# from other classes.
 UNREAD = {
-    "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type", "clip_sample_range",
-    "dynamic_thresholding_ratio", "sample_max_value", "skip_prk_steps", "variance_type", "algorithm_type",
-    "euler_at_final", "use_lu_lambdas", "lambda_min_clipped",
-}  # fmt: skip
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "time_shift_type",
+    "clip_sample_range",
+    "dynamic_thresholding_ratio",
+    "sample_max_value",
+    "skip_prk_steps",
+    "variance_type",
+    "algorithm_type",
+    "euler_at_final",
+    "use_lu_lambdas",
+    "lambda_min_clipped",
+}
 KNOWN = UNREAD.union(*OPTIONS.values())

@@ -22,18 +22,27 @@ CLASSES = {
     "euler": "EulerDiscreteScheduler", "ddim": "DDIMScheduler",
 }  # fmt: skip
 NAMES = {name: short for short, name in CLASSES.items()}
-FAMILIES: Mapping[Family, tuple[str, ...]] = {"flow": ("unipc", "flow_euler"), "discrete": ("euler", "ddim")}
+FAMILIES: Mapping[Family, tuple[str, ...]] = {
+    "flow": ("unipc", "flow_euler"),
+    "discrete": ("euler", "ddim"),
+}
 # What one class calls what another calls otherwise.
 SAME = {"shift": "flow_shift", "flow_shift": "shift"}
 NO_FILE = "no scheduler_config.json: as such models are usually sampled"
 USUAL: Mapping[Family, Mapping[str, Any]] = {
     "flow": {
-        "_class_name": "UniPCMultistepScheduler", "flow_shift": 3.0, "use_flow_sigmas": True,
+        "_class_name": "UniPCMultistepScheduler",
+        "flow_shift": 3.0,
+        "use_flow_sigmas": True,
         "prediction_type": "flow_prediction",
     },
-    "discrete": vars(Betas()) | {"_class_name": "EulerDiscreteScheduler", "set_alpha_to_one": False},
-}  # fmt: skip
-MODELS = {"flow": "a Wan model predicts velocities", "discrete": "an SDXL model knows a thousand discrete times"}
+    "discrete": vars(Betas())
+    | {"_class_name": "EulerDiscreteScheduler", "set_alpha_to_one": False},
+}
+MODELS = {
+    "flow": "a Wan model predicts velocities",
+    "discrete": "an SDXL model knows a thousand discrete times",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,11 @@ class Sampler:
         if self.name == "unipc":
             skipped = tuple(o["disable_corrector"])
             return unipc.schedule(
-                steps, o["flow_shift"], order=o["solver_order"], uncorrected=skipped, train_steps=most
+                steps,
+                o["flow_shift"],
+                order=o["solver_order"],
+                uncorrected=skipped,
+                train_steps=most,
             )
         betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
         if self.name == "euler":
@@ -74,21 +87,34 @@ class Sampler:
 
     def __str__(self) -> str:
         shown = {key: self.options[key] for key in SHOWN if key in self.options}
-        return f"{self.name}, {', '.join(f'{key} {value}' for key, value in shown.items())} ({self.said_by})"
+        return (
+            f"{self.name}, {', '.join(f'{key} {value}' for key, value in shown.items())}"
+            f" ({self.said_by})"
+        )
 
 
-SHOWN = ("flow_shift", "shift", "solver_order", "prediction_type", "timestep_spacing", "rescale_betas_zero_snr")
+SHOWN = (
+    "flow_shift",
+    "shift",
+    "solver_order",
+    "prediction_type",
+    "timestep_spacing",
+    "rescale_betas_zero_snr",
+)
 
 
 def read(
-    folder: str | Path | None, family: Family, sampler: str | None = None, flow_shift: float | None = None,
+    folder: str | Path | None,
+    family: Family,
+    sampler: str | None = None,
+    flow_shift: float | None = None,
     prediction_type: str | None = None,
-) -> Sampler:  # fmt: skip
+) -> Sampler:
     """Read the sampler of a pipeline's folder.
 
     Args:
-        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p and SDXL are
-            usually sampled with.
+        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p
+            and SDXL are usually sampled with.
         family: what the model can be sampled with: "flow" for Wan, "discrete" for SDXL.
         sampler: another one than the file's, with the file's options where both have them.
         flow_shift: another one than the file's.
@@ -106,7 +132,9 @@ def read(
     name = sampler or NAMES.get(kind, "")
     if name not in FAMILIES[family]:
         raise _wrong_family(path, family, sampler, kind)
-    options, problems = _options(said, CLASSES[name], str(path), sampler is not None and CLASSES[name] != kind)
+    options, problems = _options(
+        said, CLASSES[name], str(path), sampler is not None and CLASSES[name] != kind
+    )
     if flow_shift is not None:
         options |= {key: flow_shift for key in SAME if key in options}
     problems += _contradictions(options, str(path))
@@ -116,18 +144,25 @@ def read(
 
 
 def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:
-    setting, value = ("sampling.sampler", sampler) if sampler else (f"{path}: _class_name", kind or "(none)")
+    setting, value = (
+        ("sampling.sampler", sampler) if sampler else (f"{path}: _class_name", kind or "(none)")
+    )
     ours = FAMILIES[family]
     named = ", ".join(f"{short} ({CLASSES[short]})" for short in ours)
     remedy = did_you_mean(sampler, ours) if sampler else ""
-    return ConfigError(setting, value, f"{MODELS[family]}: it is sampled with {named}",
-                       remedy or f"set sampling.sampler={ours[0]}")  # fmt: skip
+    return ConfigError(
+        setting,
+        value,
+        f"{MODELS[family]}: it is sampled with {named}",
+        remedy or f"set sampling.sampler={ours[0]}",
+    )
 
 
 def _options(
     said: Mapping[str, Any], kind: str, where: str, other: bool
-) -> tuple[dict[str, Any], list[ConfigError]]:  # fmt: skip
-    """Return the options of a class, as the file says them or by default, and what is wrong with them.
+) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Return the options of a class, as the file says them or by default, and what is wrong with
+    them.
 
     Args:
         said: the file.
@@ -157,18 +192,40 @@ def _unknown(said: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
     for key, value in said.items():
         if not key.startswith("_") and key not in KNOWN:
             rule = "no sampler here knows this option, and it may change the numbers"
-            yield ConfigError(f"{where}: {key}", value, rule, did_you_mean(key, KNOWN) or "remove it from the file")
+            yield ConfigError(
+                f"{where}: {key}",
+                value,
+                rule,
+                did_you_mean(key, KNOWN) or "remove it from the file",
+            )
 
 
-def _unsupported(where: str, key: str, value: Any, option: Any, kind: str, said: bool) -> ConfigError:
+def _unsupported(
+    where: str, key: str, value: Any, option: Any, kind: str, said: bool
+) -> ConfigError:
     wanted = " or ".join(map(repr, option.supported)) or f"a number like {option.default!r}"
     by = "" if said else ", its default where the file does not say"
     rule = f"{kind} is supported with {wanted}{by}"
-    return ConfigError(f"{where}: {key}", repr(value), rule, f"write {key} as {wanted} there, or set sampling.sampler")
+    return ConfigError(
+        f"{where}: {key}",
+        repr(value),
+        rule,
+        f"write {key} as {wanted} there, or set sampling.sampler",
+    )
 
 
 def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]:
-    if "set_alpha_to_one" in options and options["rescale_betas_zero_snr"] and options["prediction_type"] == "epsilon":
-        rule = "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
-        return [ConfigError(f"{where}: rescale_betas_zero_snr", True, rule, "set sampling.sampler=euler")]
+    if (
+        "set_alpha_to_one" in options
+        and options["rescale_betas_zero_snr"]
+        and options["prediction_type"] == "epsilon"
+    ):
+        rule = (
+            "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
+        )
+        return [
+            ConfigError(
+                f"{where}: rescale_betas_zero_snr", True, rule, "set sampling.sampler=euler"
+            )
+        ]
     return []

@@ -1,14 +1,16 @@
-"""One step for every sampler: sums of arrays, with coefficients that a sampler's own file computes beforehand.
+"""One step for every sampler: sums of arrays, with coefficients that a sampler's own file computes
+beforehand.
 
-With x the sample, y what the model says of scale * x at a time, m the part of it that is remembered, m1..mK what
-earlier steps remembered (the last one first) and `last` the corrected sample of the step before:
+With x the sample, y what the model says of scale * x at a time, m the part of it that is
+remembered, m1..mK what earlier steps remembered (the last one first) and `last` the corrected
+sample of the step before:
 
     m  = remember . (x, y)
-    c  = correct  . (x, last, m, m1..mK)          the sample, corrected by what the model has said of it
-    x' = predict  . (c, m, m1..mK)
+    c  = correct  . (x, last, m, m1..mK)          the sample, corrected by what the model has said
+    of it x' = predict  . (c, m, m1..mK)
 
-A sampler of one step has K = 0 and corrects nothing. The coefficients are computed in float64 on the host; the sums
-are float32, whatever the model computes in.
+A sampler of one step has K = 0 and corrects nothing. The coefficients are computed in float64 on
+the host; the sums are float32, whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ class State(NamedTuple):
 
 
 def one_step(
-    times: np.ndarray, predict: np.ndarray, scale: np.ndarray | float = 1.0, noise_scale: float = 1.0
+    times: np.ndarray,
+    predict: np.ndarray,
+    scale: np.ndarray | float = 1.0,
+    noise_scale: float = 1.0,
 ) -> Schedule:
     """Make the schedule of a sampler that remembers nothing: x' = predict . (x, y).
 
@@ -76,7 +81,9 @@ def one_step(
 
 def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
     """Make a schedule of float64 numbers, in the order of its fields."""
-    return Schedule(jnp.float32(noise_scale), *(jnp.asarray(np.asarray(a, np.float32)) for a in arrays))
+    return Schedule(
+        jnp.float32(noise_scale), *(jnp.asarray(np.asarray(a, np.float32)) for a in arrays)
+    )
 
 
 def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:

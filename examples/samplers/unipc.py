@@ -1,15 +1,16 @@
 """UniPC for flow matching: a multistep predictor, and a corrector that costs no call of the model.
 
-With sigma from 1 to 0, alpha = 1 - sigma, lambda = log(alpha / sigma) and m = x - sigma * v the clean sample that the
-model sees, a step of size h = lambda' - lambda of order p is
+With sigma from 1 to 0, alpha = 1 - sigma, lambda = log(alpha / sigma) and m = x - sigma * v the
+clean sample that the model sees, a step of size h = lambda' - lambda of order p is
 
     x' = (sigma' / sigma) x - alpha' (e^-h - 1) (m + sum_j rho_j (m_j - m) / r_j)
 
-over the p - 1 clean samples m_j of the steps before, r_j = (lambda_j - lambda) / h. The corrector takes the same step
-once more, with what the model says at its end as another sample of r = 1. The rho solve a small linear system.
+over the p - 1 clean samples m_j of the steps before, r_j = (lambda_j - lambda) / h. The corrector
+takes the same step once more, with what the model says at its end as another sample of r = 1. The
+rho solve a small linear system.
 
-Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867; the grid of sigmas, and rho = 1/2 where a system has one
-unknown, are those of diffusers' UniPCMultistepScheduler.
+Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867; the grid of sigmas, and rho = 1/2 where
+a system has one unknown, are those of diffusers' UniPCMultistepScheduler.
 """
 
 from __future__ import annotations
@@ -72,16 +73,24 @@ def _predictor(sigmas: Numbers, i: int, p: int) -> Numbers:
     if p == 1:  # the last step has an infinite h
         return _coefficients(sigmas, i, i + 1, np.expm1(-h), ratios)
     phi, rhs = _series(h, p)
-    rho = np.array([0.5]) if p == 2 else np.linalg.solve(np.vander(ratios, p - 1, increasing=True).T, rhs[:-1])
+    rho = (
+        np.array([0.5])
+        if p == 2
+        else np.linalg.solve(np.vander(ratios, p - 1, increasing=True).T, rhs[:-1])
+    )
     return _coefficients(sigmas, i, i + 1, phi, phi * rho / ratios)
 
 
 def _corrector(sigmas: Numbers, i: int, p: int) -> Numbers:
-    """Compute the coefficients of the last x, m at i, m at i - 1 and the p - 1 before, from step i - 1 to i again."""
+    """Compute the coefficients of the last x, m at i, m at i - 1 and the p - 1 before, from step i
+    - 1 to i again.
+    """
     h, ratios = _step(sigmas, i - 1, i, p)
     ratios = np.append(ratios, 1.0)
     phi, rhs = _series(h, p)
-    rho = np.array([0.5]) if p == 1 else np.linalg.solve(np.vander(ratios, p, increasing=True).T, rhs)
+    rho = (
+        np.array([0.5]) if p == 1 else np.linalg.solve(np.vander(ratios, p, increasing=True).T, rhs)
+    )
     x, m, *before, here = _coefficients(sigmas, i - 1, i, phi, phi * rho / ratios)
     return np.array([x, here, m, *before])
 
@@ -95,7 +104,9 @@ def _step(sigmas: Numbers, begin: int, end: int, p: int) -> tuple[float, Numbers
 
 
 def _series(h: float, p: int) -> tuple[float, Numbers]:
-    """Return e^-h - 1, which is also B(h) of the variant bh2, and the right-hand sides phi_k k! / B for k = 1..p."""
+    """Return e^-h - 1, which is also B(h) of the variant bh2, and the right-hand sides phi_k k! / B
+    for k = 1..p.
+    """
     phi = term = np.expm1(-h)
     found = []
     for k in range(1, p + 1):
@@ -105,6 +116,10 @@ def _series(h: float, p: int) -> tuple[float, Numbers]:
 
 
 def _coefficients(sigmas: Numbers, begin: int, end: int, phi: float, weights: Numbers) -> Numbers:
-    """Compute the coefficients of x, m and the other clean samples, whose differences from m have these weights."""
+    """Compute the coefficients of x, m and the other clean samples, whose differences from m have
+    these weights.
+    """
     alpha = 1 - sigmas[end]
-    return np.array([sigmas[end] / sigmas[begin], alpha * (weights.sum() - phi), *(-alpha * weights)])
+    return np.array(
+        [sigmas[end] / sigmas[begin], alpha * (weights.sum() - phi), *(-alpha * weights)]
+    )

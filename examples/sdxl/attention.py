@@ -29,9 +29,17 @@ class Transformer(nnx.Module):
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
 
     def __init__(
-        self, channels: int, heads: int, layers: int, sizes: Sizes, config: ma.AttentionConfig | None,
-        mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs, **how: Any,
-    ) -> None:  # fmt: skip
+        self,
+        channels: int,
+        heads: int,
+        layers: int,
+        sizes: Sizes,
+        config: ma.AttentionConfig | None,
+        mesh: jax.sharding.Mesh | None,
+        *,
+        rngs: nnx.Rngs,
+        **how: Any,
+    ) -> None:
         self.config, self.mesh = config, mesh
         self.norm = group_norm(channels, sizes, 1e-6, rngs)
         self.proj_in = nnx.Linear(channels, channels, rngs=rngs, **how)
@@ -44,18 +52,27 @@ class Transformer(nnx.Module):
         self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
 
     def encode(self, text: Text) -> KV:
-        """Compute the keys and values of a text for every block; the arrays have a leading axis of layers."""
-        return nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)(self.transformer_blocks)
+        """Compute the keys and values of a text for every block; the arrays have a leading axis of
+        layers.
+        """
+        return nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)(
+            self.transformer_blocks
+        )
 
     def __call__(self, x: Image, text: Text | None, kv: KV | None = None) -> Image:
-        """Attend to the image itself and to the text, given as its states or as what `encode` made of them."""
-        # Rows of an image stay together: tokens that are split over context would have the compiler split convolutions
-        # as well, and with fewer rows than devices it gets their gradients wrong (seen with jax 0.10.2 on CPU).
+        """Attend to the image itself and to the text, given as its states or as what `encode` made
+        of them.
+        """
+        # Rows of an image stay together: tokens that are split over context would have the compiler
+        # split convolutions as well, and with fewer rows than devices it gets their gradients wrong
+        # (seen with jax 0.10.2 on CPU).
         x = sharding.constrain(x, self.mesh, "B...")
         tokens = self.proj_in(rearrange(self.norm(x).astype(x.dtype), "B H W C -> B (H W) C"))
         run = ma.remat(Block.__call__, self.config)
         step = nnx.scan(
-            lambda tokens, block, kv: run(block, tokens, text, kv), in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry
+            lambda tokens, block, kv: run(block, tokens, text, kv),
+            in_axes=(nnx.Carry, 0, 0),
+            out_axes=nnx.Carry,
         )
         tokens = step(tokens, self.transformer_blocks, kv)
         y = rearrange(self.proj_out(tokens), "B (H W) C -> B H W C", H=x.shape[1])
@@ -63,15 +80,29 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the text and a gated feed-forward layer, each after a norm and added."""
+    """Self-attention, cross-attention to the text and a gated feed-forward layer, each after a norm
+    and added.
+    """
 
     def __init__(
-        self, channels: int, heads: int, sizes: Sizes, config: ma.AttentionConfig | None,
-        mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs, **how: Any,
-    ) -> None:  # fmt: skip
+        self,
+        channels: int,
+        heads: int,
+        sizes: Sizes,
+        config: ma.AttentionConfig | None,
+        mesh: jax.sharding.Mesh | None,
+        *,
+        rngs: nnx.Rngs,
+        **how: Any,
+    ) -> None:
         attention: dict[str, Any] = {
-            "heads": heads, "dim_head": channels // heads, "config": config, "mesh": mesh, "rngs": rngs, **how,
-        }  # fmt: skip
+            "heads": heads,
+            "dim_head": channels // heads,
+            "config": config,
+            "mesh": mesh,
+            "rngs": rngs,
+            **how,
+        }
         self.mesh = mesh
         self.norm1, self.norm2, self.norm3 = (layer_norm(channels, rngs) for _ in range(3))
         self.attn1 = ma.FlaxAttention(channels, **attention)
@@ -98,8 +129,12 @@ class GatedFeedForward(nnx.Module):
     diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
-        self.up = nnx.Linear(dim, 8 * dim, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how)
-        self.down = nnx.Linear(4 * dim, dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how)
+        self.up = nnx.Linear(
+            dim, 8 * dim, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how
+        )
+        self.down = nnx.Linear(
+            4 * dim, dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how
+        )
 
     def __call__(self, x: Tokens) -> Tokens:
         """Run both layers on every token."""
@@ -109,7 +144,9 @@ class GatedFeedForward(nnx.Module):
 
 def layer_norm(channels: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Make a layer norm that computes in float32."""
-    return nnx.LayerNorm(channels, epsilon=1e-5, dtype=jax.numpy.float32, use_fast_variance=False, rngs=rngs)
+    return nnx.LayerNorm(
+        channels, epsilon=1e-5, dtype=jax.numpy.float32, use_fast_variance=False, rngs=rngs
+    )
 
 
 def on_mesh(*axes: str | None) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What sampling has to know of SDXL: sizes of the picture, what the UNet is told, and how it is called."""
+"""What sampling has to know of SDXL: sizes of the picture, what the UNet is told, and how it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class SdxlDrawing:
         said = found.options["prediction_type"]
         if prediction not in (None, said):
             rule = f"the sampler of {self.folder} is for a UNet that predicts {said}"
-            raise ConfigError("model.prediction_type", prediction, rule, f"set model.prediction_type={said}")
+            raise ConfigError(
+                "model.prediction_type", prediction, rule, f"set model.prediction_type={said}"
+            )
         return found
 
     def wrong_sizes(self) -> Iterable[ConfigError]:
@@ -75,14 +79,21 @@ class SdxlDrawing:
         for key in ("height", "width"):
             if (value := getattr(self.settings.sampling, key)) % unit:
                 near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                yield ConfigError(f"sampling.{key}", value, f"at the coarsest, {unit} pixels of it are one", near)
+                yield ConfigError(
+                    f"sampling.{key}", value, f"at the coarsest, {unit} pixels of it are one", near
+                )
 
     def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
         """Return text and pooled text."""
         numbers = SIZE_NUMBERS * self.sizes.addition_time_embed_dim
         pooled = self.sizes.projection_class_embeddings_input_dim - numbers
-        found: dict[str, tuple[Any, ...]] = {"text": ("L", self.sizes.cross_attention_dim), "pooled": (pooled,)}
-        return found | ({f"negative_{name}": form for name, form in found.items()} if guided else {})
+        found: dict[str, tuple[Any, ...]] = {
+            "text": ("L", self.sizes.cross_attention_dim),
+            "pooled": (pooled,),
+        }
+        return found | (
+            {f"negative_{name}": form for name, form in found.items()} if guided else {}
+        )
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
         """Encode the prompts with the folder's two encoders."""
@@ -92,7 +103,9 @@ class SdxlDrawing:
         return torch_sdxl.texts(folder, [s.prompt or ""], s.negative_prompt, s.torch_device)
 
     def completed(self, arrays: Arrays) -> Arrays:
-        """Add the sizes that the UNet is told, where a file does not: those that are drawn, uncropped."""
+        """Add the sizes that the UNet is told, where a file does not: those that are drawn,
+        uncropped.
+        """
         s = self.settings.sampling
         drawn = np.array([[s.height, s.width, 0, 0, s.height, s.width]], np.float32)
         return {"time_ids": drawn, **arrays}
@@ -100,13 +113,28 @@ class SdxlDrawing:
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
         dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        return UNet(self.sizes, self.settings, mesh, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(kept), rngs=rngs)
+        return UNet(
+            self.sizes,
+            self.settings,
+            mesh,
+            dtype=jnp.dtype(dtype),
+            param_dtype=jnp.dtype(kept),
+            rngs=rngs,
+        )
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Compute the keys and values of the text wherever the UNet attends to it, once for all steps."""
-        return model.encode(arrays["text"]), arrays["pooled"], arrays["time_ids"].astype(jnp.float32)
+        """Compute the keys and values of the text wherever the UNet attends to it, once for all
+        steps.
+        """
+        return (
+            model.encode(arrays["text"]),
+            arrays["pooled"],
+            arrays["time_ids"].astype(jnp.float32),
+        )
 
-    def predict(self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any) -> Array:
+    def predict(
+        self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any
+    ) -> Array:
         """Predict the noise, or v."""
         kv, pooled, picture = told
         return model(x, t, None, pooled, picture, kv)

@@ -1,4 +1,6 @@
-"""The convolutions of the UNet: residual blocks, and what halves and doubles the resolution. Channels come last."""
+"""The convolutions of the UNet: residual blocks, and what halves and doubles the resolution.
+Channels come last.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,23 @@ from .sizes import Sizes
 Image = Float[Array, "B H W C"]
 
 
-def conv3(width_in: int, width_out: int, *, stride: int = 1, rngs: nnx.Rngs, **how: Any) -> nnx.Conv:
+def conv3(
+    width_in: int, width_out: int, *, stride: int = 1, rngs: nnx.Rngs, **how: Any
+) -> nnx.Conv:
     """Make a 3 x 3 convolution, padded by one pixel on every side."""
-    return nnx.Conv(width_in, width_out, (3, 3), (stride, stride), padding=((1, 1), (1, 1)), rngs=rngs, **how)
+    return nnx.Conv(
+        width_in, width_out, (3, 3), (stride, stride), padding=((1, 1), (1, 1)), rngs=rngs, **how
+    )
 
 
 def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.GroupNorm:
     """Make a group norm that computes in float32."""
-    how: dict[str, Any] = {"epsilon": eps, "dtype": jnp.float32, "use_fast_variance": False, "rngs": rngs}
+    how: dict[str, Any] = {
+        "epsilon": eps,
+        "dtype": jnp.float32,
+        "use_fast_variance": False,
+        "rngs": rngs,
+    }
     return nnx.GroupNorm(channels, sizes.norm_num_groups, **how)
 
 
@@ -29,7 +40,8 @@ def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.G
 def activated(norm: nnx.GroupNorm, x: Image) -> Image:
     """Compute silu(norm(x)) in float32 and keep the dtype of x.
 
-    The backward computes it again from x: that is cheaper than to write and read what it needs in float32.
+    The backward computes it again from x: that is cheaper than to write and read what it needs in
+    float32.
     """
     return nnx.silu(norm(x)).astype(x.dtype)
 
@@ -37,14 +49,18 @@ def activated(norm: nnx.GroupNorm, x: Image) -> Image:
 class ResnetBlock(nnx.Module):
     """Add to an image what two convolutions make of it and of the time."""
 
-    def __init__(self, width_in: int, width_out: int, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
+    def __init__(
+        self, width_in: int, width_out: int, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any
+    ) -> None:
         self.norm1 = group_norm(width_in, sizes, sizes.norm_eps, rngs)
         self.conv1 = conv3(width_in, width_out, rngs=rngs, **how)
         self.time_emb_proj = nnx.Linear(sizes.time_dim, width_out, rngs=rngs, **how)
         self.norm2 = group_norm(width_out, sizes, sizes.norm_eps, rngs)
         self.conv2 = conv3(width_out, width_out, rngs=rngs, **how)
         same = width_in == width_out
-        self.conv_shortcut = nnx.data(None if same else nnx.Conv(width_in, width_out, (1, 1), rngs=rngs, **how))
+        self.conv_shortcut = nnx.data(
+            None if same else nnx.Conv(width_in, width_out, (1, 1), rngs=rngs, **how)
+        )
 
     def __call__(self, x: Image, e: Float[Array, "B E"]) -> Image:
         """Run the block.
@@ -103,5 +119,7 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
         max_period: ratio of the longest period to the shortest.
     """
     half = dim // 2
-    angles = t.astype(jnp.float32)[:, None] * max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = t.astype(jnp.float32)[:, None] * max_period ** (
+        -jnp.arange(half, dtype=jnp.float32) / half
+    )
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

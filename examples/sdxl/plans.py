@@ -12,7 +12,12 @@ from .sizes import Sizes
 
 
 def plans(
-    settings: Settings, sizes: Sizes, batch: int, latents: tuple[int, ...], text: int, mesh: jax.sharding.Mesh | None
+    settings: Settings,
+    sizes: Sizes,
+    batch: int,
+    latents: tuple[int, ...],
+    text: int,
+    mesh: jax.sharding.Mesh | None,
 ) -> dict[str, ma.Plan]:
     """Plan self- and cross-attention at every resolution that attends.
 
@@ -30,7 +35,13 @@ def plans(
             continue
         height, width = (side >> level for side in latents[1:])
         shape = (heads, sizes.block_out_channels[level] // heads)
-        x, states = (jax.ShapeDtypeStruct((batch, length, *shape), dtype) for length in (height * width, text))
+        x, states = (
+            jax.ShapeDtypeStruct((batch, length, *shape), dtype)
+            for length in (height * width, text)
+        )
         calls = {"self": ma.Call.of(x, x), "cross": ma.Call.of(x, states, role="cross")}
-        found |= {f"{role} {height}x{width}": ma.plan(call, settings, mesh) for role, call in calls.items()}
+        found |= {
+            f"{role} {height}x{width}": ma.plan(call, settings, mesh)
+            for role, call in calls.items()
+        }
     return found

@@ -1,4 +1,5 @@
-"""The settings of SDXL: those of attention, and the sections `model`, `data`, `training` and `sampling`.
+"""The settings of SDXL: those of attention, and the sections `model`, `data`, `training` and
+`sampling`.
 
 The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate_sdxl.py).
 """
@@ -27,18 +28,23 @@ class ModelSettings(Section):
     """Hold which UNet it is, and in which dtypes."""
 
     folder: str | None = None
-    """A folder in diffusers' format, a pipeline's or its unet: sizes and weights. Null: random weights."""
+    """A folder in diffusers' format, a pipeline's or its unet: sizes and weights. Null: random
+    weights.
+    """
     dtype: Dtype = "bfloat16"
     """Of the computation; norms and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
     """Of the parameters."""
     prediction_type: Prediction | None = None
-    """What the UNet says of a noisy picture: the noise, or v. Null: as the folder's scheduler, or the noise."""
+    """What the UNet says of a noisy picture: the noise, or v. Null: as the folder's scheduler, or
+    the noise.
+    """
     shapes: tuple[str, ...] = ()
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     block_out_channels: tuple[Count, ...] | None = None
-    """This and the rest change one of SDXL's sizes, for a model of one's own, trained from nothing."""
+    """This and the rest change one of SDXL's sizes, for a model of one's own, trained from nothing.
+    """
     layers_per_block: Count | None = None
     transformer_layers_per_block: tuple[Count, ...] | None = None
     attention_head_dim: tuple[Count, ...] | None = None
@@ -55,7 +61,11 @@ class ModelSettings(Section):
     @property
     def asked(self) -> Sizes | None:
         """The sizes that are named here; None where the folder says them."""
-        return None if self.folder is not None and not self.changed_sizes else Sizes(**self.changed_sizes)
+        return (
+            None
+            if self.folder is not None and not self.changed_sizes
+            else Sizes(**self.changed_sizes)
+        )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
@@ -63,8 +73,12 @@ class ModelSettings(Section):
         sizes = Sizes(**{key: values[key] for key in OWN if values[key] is not None})
         for key in ("transformer_layers_per_block", "attention_head_dim"):
             if len(getattr(sizes, key)) != len(sizes.block_out_channels):
-                rule = f"it has one number for each of the {len(sizes.block_out_channels)} resolutions"
-                yield ConfigError(key, list(getattr(sizes, key)), rule, "give as many as block_out_channels has")
+                rule = (
+                    f"it has one number for each of the {len(sizes.block_out_channels)} resolutions"
+                )
+                yield ConfigError(
+                    key, list(getattr(sizes, key)), rule, "give as many as block_out_channels has"
+                )
 
 
 OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
@@ -74,21 +88,26 @@ class TrainingSettings(Common):
     """Hold how the UNet learns."""
 
     snr_gamma: Positive | None = None
-    """Min-SNR weights: times whose signal is stronger than this count less, by its ratio; 5 is usual, null is none."""
+    """Min-SNR weights: times whose signal is stronger than this count less, by its ratio; 5 is
+    usual, null is none.
+    """
 
 
 class SamplingSettings(Drawing):
     """Hold how pictures are drawn."""
 
     sampler: Literal["euler", "ddim"] | None = None
-    """Euler steps, or DDIM; null: what the folder's scheduler_config.json says, Euler without one."""
+    """Euler steps, or DDIM; null: what the folder's scheduler_config.json says, Euler without one.
+    """
     height: Count = 1024
     """Rows of pixels."""
     width: Count = 1024
     """Columns of pixels."""
 
     def schedule(self, folder: str | None, prediction_type: Prediction | None = None) -> Schedule:
-        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these settings say."""
+        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these
+        settings say.
+        """
         return self.sampler_of(folder, prediction_type).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
@@ -97,7 +116,9 @@ class SamplingSettings(Drawing):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and `sampling`."""
+    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
+    `sampling`.
+    """
 
     model: ModelSettings = ModelSettings()
     """The UNet."""

@@ -30,7 +30,11 @@ class Sizes:
     """
 
     block_out_channels: tuple[int, ...] = (320, 640, 1280)
-    down_block_types: tuple[str, ...] = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    down_block_types: tuple[str, ...] = (
+        "DownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+    )
     layers_per_block: int = 2
     transformer_layers_per_block: tuple[int, ...] = (1, 2, 10)
     attention_head_dim: tuple[int, ...] = (5, 10, 20)
@@ -55,7 +59,10 @@ class Sizes:
     def config(self) -> dict[str, Any]:
         """Return what diffusers keeps in `config.json` beside the weights."""
         up = [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
-        own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        own = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
         return ONLY | {"mid_block_type": "UNetMidBlock2DCrossAttn", "up_block_types": up} | own
 
     @classmethod
@@ -71,7 +78,10 @@ class Sizes:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise WeightsError(
-                "config.json", path, "it says the sizes, and is not there", "give the folder of the UNet"
+                "config.json",
+                path,
+                "it says the sizes, and is not there",
+                "give the folder of the UNet",
             )
         said: dict[str, Any] = json.loads(path.read_text())
         for key, only in ONLY.items():
@@ -87,7 +97,15 @@ class Sizes:
 
 # What diffusers' UNet could be beside SDXL, and this one is not.
 ONLY = {
-    "_class_name": "UNet2DConditionModel", "addition_embed_type": "text_time", "use_linear_projection": True,
-    "act_fn": "silu", "dual_cross_attention": False, "only_cross_attention": False, "class_embed_type": None,
-    "encoder_hid_dim": None, "resnet_time_scale_shift": "default", "flip_sin_to_cos": True, "freq_shift": 0,
-}  # fmt: skip
+    "_class_name": "UNet2DConditionModel",
+    "addition_embed_type": "text_time",
+    "use_linear_projection": True,
+    "act_fn": "silu",
+    "dual_cross_attention": False,
+    "only_cross_attention": False,
+    "class_embed_type": None,
+    "encoder_hid_dim": None,
+    "resnet_time_scale_shift": "default",
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+}

@@ -1,4 +1,6 @@
-"""What there is to learn for SDXL: the noise (or v) in noisy latents, from a text and the picture's sizes."""
+"""What there is to learn for SDXL: the noise (or v) in noisy latents, from a text and the picture's
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class SdxlTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> SdxlTask:
-        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it raises."""
+        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it
+        raises.
+        """
         return cls(settings, sizes_of(settings.model))
 
     @property
@@ -54,7 +58,11 @@ class SdxlTask(LatentTask):
         """What pictures are drawn with, and what says which times there are."""
         found = self.settings.sampling.sampler_of(self.settings.model.folder)
         asked = self.settings.model.prediction_type
-        return found if asked is None else replace(found, options={**found.options, "prediction_type": asked})
+        return (
+            found
+            if asked is None
+            else replace(found, options={**found.options, "prediction_type": asked})
+        )
 
     @cached_property
     def betas(self) -> Betas:
@@ -90,7 +98,9 @@ class SdxlTask(LatentTask):
         settings, (for_noise, for_texts) = self.settings, jax.random.split(key)
         clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
         drawn = noise.noised(clean, for_noise, self.betas)
-        dropped = jax.random.bernoulli(for_texts, settings.training.condition_dropout, drawn.times.shape)
+        dropped = jax.random.bernoulli(
+            for_texts, settings.training.condition_dropout, drawn.times.shape
+        )
         told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
         return {
             "mixed": drawn.mixed,
@@ -101,17 +111,30 @@ class SdxlTask(LatentTask):
         }
 
     def loss(self, model: UNet, examples: Arrays) -> Float[Array, ""]:
-        """Return the mean square of what the prediction is off, each example weighted by its time."""
+        """Return the mean square of what the prediction is off, each example weighted by its
+        time.
+        """
         times = examples["times"]
         said = model(
-            examples["mixed"], times.astype(jnp.float32), examples["text"], examples["pooled"], examples["time_ids"]
+            examples["mixed"],
+            times.astype(jnp.float32),
+            examples["text"],
+            examples["pooled"],
+            examples["time_ids"],
         )
         off = jnp.mean((said.astype(jnp.float32) - examples["target"]) ** 2, axis=(1, 2, 3))
         return jnp.mean(off * noise.weights(times, self.settings.training.snr_gamma, self.betas))
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention at every resolution that attends."""
-        return plans(self.settings, self.sizes, self.examples_at_once, shapes["latents"], shapes["text"][0], mesh)
+        return plans(
+            self.settings,
+            self.sizes,
+            self.examples_at_once,
+            shapes["latents"],
+            shapes["text"][0],
+            mesh,
+        )
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the pixels of the latents."""

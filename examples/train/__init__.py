@@ -1,4 +1,5 @@
-"""Training: one loop for every model of the examples. It knows no model; a `Task` (task.py) tells it what to learn.
+"""Training: one loop for every model of the examples. It knows no model; a `Task` (task.py) tells
+it what to learn.
 
 settings    the keys that every run has          task        what a model brings
 latents     a folder of examples, read           shards      the same, written

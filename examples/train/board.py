@@ -38,7 +38,9 @@ class Board(AbstractContextManager["Board"]):
         if hosts.is_first():
             self._writer = SummaryWriter(str(folder), purge_step=first + 1, flush_secs=10)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         if self._writer is not None:
             self._writer.close()
 

@@ -1,8 +1,8 @@
 """Checkpoints: everything that a killed run needs to go on as if it had not been.
 
-Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written one is never
-seen. Each holds the state, the place in the data, the losses so far, the settings it was made with, and the plans of
-its attention: as values, and as the text that `explain()` gave.
+Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written
+one is never seen. Each holds the state, the place in the data, the losses so far, the settings it
+was made with, and the plans of its attention: as values, and as the text that `explain()` gave.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Checkpoints:
         self.facts: Facts = self._read_facts() if self.step else NOTHING
         now = settings.resolved() | {"more": self.more}
         kept = Fixed((*fixed.keys, "more"), fixed.free)
-        problems = tuple(differences(self.facts["settings"], now, kept, self.folder)) if self.step else ()
+        problems = (
+            tuple(differences(self.facts["settings"], now, kept, self.folder)) if self.step else ()
+        )
         if problems:
             self._manager.close()
             raise ConfigErrors(problems)
@@ -70,11 +72,15 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._manager.close()
 
     def _read_facts(self) -> Facts:
-        return self._manager.restore(self.step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+        return self._manager.restore(
+            self.step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())
+        )["facts"]
 
     @property
     def losses(self) -> list[float]:
@@ -83,7 +89,9 @@ class Checkpoints:
 
     def load(self, like: Any) -> Any:
         """Return the arrays of the last checkpoint, each where `like` has it."""
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+        )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         return self._manager.restore(self.step, args=args)["state"]
 
@@ -104,7 +112,9 @@ class Checkpoints:
             "plans": {role: plan.to_dict() for role, plan in plans.items()},
             "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
         }
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts)
+        )
         self._manager.save(len(losses), args=args)
 
 
@@ -117,13 +127,25 @@ def _forget(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], fixed: Fixed, folder: Path) -> Iterator[ConfigError]:
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], fixed: Fixed, folder: Path
+) -> Iterator[ConfigError]:
     """Yield one error for each fixed value that is not what the checkpoint was made with."""
     then, here = dict(flat(saved)), dict(flat(now))
     for key in sorted(then.keys() | here.keys()):
-        if key.startswith(fixed.keys) and not key.startswith(fixed.free) and then.get(key) != here.get(key):
-            rule = f"the checkpoint in {folder} was made with {then.get(key)}, and goes on only with that"
-            remedy = "set it back, give another training.output_dir, or start again with training.resume=false"
+        if (
+            key.startswith(fixed.keys)
+            and not key.startswith(fixed.free)
+            and then.get(key) != here.get(key)
+        ):
+            rule = (
+                f"the checkpoint in {folder} was made with {then.get(key)}, and goes on only with"
+                " that"
+            )
+            remedy = (
+                "set it back, give another training.output_dir, or start again with"
+                " training.resume=false"
+            )
             yield ConfigError(key.removeprefix("more."), here.get(key), rule, remedy)
 
 

@@ -2,9 +2,10 @@
 
     MFU = operations of the model / (seconds x devices x peak)
 
-Operations are those that measuring/flops.py counts in the forward pass, and their backward: twice as many for products
-(once, where LoRA leaves the weights alone), two and a half times for attention. What rematerialisation computes again
-does not count. The peak is the published one of dense bfloat16 products.
+Operations are those that measuring/flops.py counts in the forward pass, and their backward: twice
+as many for products (once, where LoRA leaves the weights alone), two and a half times for
+attention. What rematerialisation computes again does not count. The peak is the published one of
+dense bfloat16 products.
 """
 
 from __future__ import annotations
@@ -44,11 +45,17 @@ class Cost:
         if seconds is None:
             return "0 tokens/s"
         share = self.mfu(seconds)
-        return f"{self.tokens / seconds:,.0f} tokens/s" + ("" if share is None else f"  MFU {share:.1%}")
+        return f"{self.tokens / seconds:,.0f} tokens/s" + (
+            "" if share is None else f"  MFU {share:.1%}"
+        )
 
 
 def cost_of(
-    training: TrainingSettings, tokens: int, mesh: jax.sharding.Mesh | None, forward: Callable[..., Any], *args: Any
+    training: TrainingSettings,
+    tokens: int,
+    mesh: jax.sharding.Mesh | None,
+    forward: Callable[..., Any],
+    *args: Any,
 ) -> Cost:
     """Count what a training step costs on the devices of a mesh.
 
@@ -65,4 +72,6 @@ def cost_of(
     work = flops.count(forward, *args)
     products = 1.0 if training.lora_rank else flops.BACKWARD["matmul"]
     each = work.matmul * (1.0 + products) + work.attention * (1.0 + flops.BACKWARD["attention"])
-    return Cost(training.batch_size * tokens, training.gradient_accumulation_steps * each, of_one * devices)
+    return Cost(
+        training.batch_size * tokens, training.gradient_accumulation_steps * each, of_one * devices
+    )

@@ -1,4 +1,6 @@
-"""Batches in a seeded order: each is a function of its index and the seed alone, so a run resumes from one number."""
+"""Batches in a seeded order: each is a function of its index and the seed alone, so a run resumes
+from one number.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ class Batches:
         return len(self._examples) // self._size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        found: list[Any] = [self._examples[int(index) * self._size + int(row)] for row in self._rows]
+        found: list[Any] = [
+            self._examples[int(index) * self._size + int(row)] for row in self._rows
+        ]
         return {key: np.stack([one[key] for one in found]) for key in found[0]}
 
 
-def batches(source: Source, batch_size: int, seed: int, rows: Rows | None = None) -> grain.DatasetIterator:
+def batches(
+    source: Source, batch_size: int, seed: int, rows: Rows | None = None
+) -> grain.DatasetIterator:
     """Shuffle the examples anew each epoch and batch them, without end.
 
     Args:
@@ -51,7 +57,8 @@ def batches(source: Source, batch_size: int, seed: int, rows: Rows | None = None
         rows: those of each batch that are loaded; default all.
 
     Returns:
-        An iterator over dicts of arrays, whose place `get_state()` tells: the same on every process.
+        An iterator over dicts of arrays, whose place `get_state()` tells: the same on every
+        process.
     """
     import grain  # sampling, which reads this file too, does without it
 

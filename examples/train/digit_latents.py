@@ -1,7 +1,9 @@
-"""The demo's moving digits as latents and texts, for any of the models: real pictures, made up encoders.
+"""The demo's moving digits as latents and texts, for any of the models: real pictures, made up
+encoders.
 
-An "encoder" cuts a frame into squares and takes each square's pixels for channels, so that `decode` gets the picture
-back exactly. A word's state is a fixed random vector; a text is its words' states and zeros behind them.
+An "encoder" cuts a frame into squares and takes each square's pixels for channels, so that `decode`
+gets the picture back exactly. A word's state is a fixed random vector; a text is its words' states
+and zeros behind them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from wan.words import VOCABULARY
 
 Kind = Literal["wan", "i2v", "sdxl"]
 CANVAS = 16  # pixels along a side of a frame
-SIDE = {"wan": 4, "i2v": 4, "sdxl": 2}  # pixels along a square: its square is the number of channels
+SIDE = {
+    "wan": 4,
+    "i2v": 4,
+    "sdxl": 2,
+}  # pixels along a square: its square is the number of channels
 MASKS = 4  # channels of an image-to-video condition that say which frames are given
 IMAGE = 1280  # width of the image encoder's states
 IMAGE_TOKENS = 257
@@ -43,7 +49,9 @@ def word_states(width: int) -> Float[np.ndarray, "words D"]:
     return states
 
 
-def batches(kind: Kind, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0) -> Iterator[dict]:
+def batches(
+    kind: Kind, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0
+) -> Iterator[dict]:
     """Yield `count` examples, one at a time, drawn from all videos without repeating.
 
     Args:
@@ -72,11 +80,15 @@ def batches(kind: Kind, count: int, text_dim: int, pooled_dim: int = 1280, seed:
 def empty(kind: Kind, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
     """Return what a dropped text is replaced by: no words."""
     found = {"negative_text": np.zeros((1, text.LENGTH, text_dim), np.float32)}
-    return found | ({"negative_pooled": np.zeros((1, pooled_dim), np.float32)} if kind == "sdxl" else {})
+    return found | (
+        {"negative_pooled": np.zeros((1, pooled_dim), np.float32)} if kind == "sdxl" else {}
+    )
 
 
 def _first_frame(frames: Float[np.ndarray, "F H W"]) -> dict[str, np.ndarray]:
-    """Return what says the first frame: its encoding, with the given frames marked, and states of its pixels."""
+    """Return what says the first frame: its encoding, with the given frames marked, and states of
+    its pixels.
+    """
     given = np.zeros_like(frames)
     given[0] = frames[0]
     latents = encode(given, SIDE["i2v"])

@@ -29,7 +29,8 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
         folder: of the run.
 
     Returns:
-        The folder or file; None on a run of several processes, each of which sees a part of every parameter.
+        The folder or file; None on a run of several processes, each of which sees a part of every
+        parameter.
     """
     if task.training.lora_rank:
         return _lora(task, model, folder / LORA_FILE)
@@ -65,7 +66,9 @@ def _config(task: Task, whole: Path) -> None:
 
 
 def _scheduler(task: Task, folder: Path) -> None:
-    """Write the sampler's options, so that whoever draws from the folder does it as the model was trained."""
+    """Write the sampler's options, so that whoever draws from the folder does it as the model was
+    trained.
+    """
     folder.mkdir(exist_ok=True)
     said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
     beside = folder / "scheduler_config.json.partial"

@@ -1,6 +1,7 @@
 """Many hosts as one: joining them, which rows of a batch a process loads, and who speaks.
 
-Each process runs the same program over the same mesh. What is theirs together is `jax.distributed`'s; this file asks.
+Each process runs the same program over the same mesh. What is theirs together is
+`jax.distributed`'s; this file asks.
 """
 
 from __future__ import annotations
@@ -21,19 +22,27 @@ from maxattn.errors import ConfigError
 Rows = Int[np.ndarray, " rows"]
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False) -> None:
-    """Join the processes of a run. Call it before anything asks for a device; alone, it does nothing.
+def join(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False
+) -> None:
+    """Join the processes of a run. Call it before anything asks for a device; alone, it does
+    nothing.
 
     Args:
         coordinator: host:port of process 0.
         num_processes: how many there are.
         process_id: which one this is, from 0.
-        detect: let jax find all three, as it can on a TPU pod, under SLURM, Open MPI and Kubernetes.
+        detect: let jax find all three, as it can on a TPU pod, under SLURM, Open MPI and
+            Kubernetes.
 
     Raises:
         ConfigError: some of the three are missing, or do not fit together.
     """
-    told = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
+    told = {
+        "--coordinator": coordinator,
+        "--num-processes": num_processes,
+        "--process-id": process_id,
+    }
     if detect:
         jax.distributed.initialize()
     elif any(value is not None for value in told.values()):
@@ -42,14 +51,19 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
 
 def _check(told: dict[str, Any]) -> None:
-    remedy = "give --coordinator HOST:PORT --num-processes N --process-id I, or --distributed where a cluster says them"
+    remedy = (
+        "give --coordinator HOST:PORT --num-processes N --process-id I, or --distributed where a"
+        " cluster says them"
+    )
     for name, value in told.items():
         if value is None:
             raise ConfigError(name, "not given", "a process of many needs all three", remedy)
     address, count, index = told.values()
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError("--coordinator", address, "it is the host and port of process 0", "write HOST:PORT")
+        raise ConfigError(
+            "--coordinator", address, "it is the host and port of process 0", "write HOST:PORT"
+        )
     if not 0 <= index < count:
         rule = f"processes of {count} are numbered from 0 to {count - 1}"
         raise ConfigError("--process-id", index, rule, "give each process its own number")
@@ -62,7 +76,9 @@ def is_first() -> bool:
 
 @contextmanager
 def first_speaks() -> Iterator[None]:
-    """Silence what every process but the first prints. Errors, on standard error, are heard from all."""
+    """Silence what every process but the first prints. Errors, on standard error, are heard from
+    all.
+    """
     if is_first():
         yield
         return
@@ -77,7 +93,8 @@ def wait(where: str) -> None:
 
 
 def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
-    """List the rows of a batch that this process' devices hold: some are on other processes as well.
+    """List the rows of a batch that this process' devices hold: some are on other processes as
+    well.
 
     Args:
         batch_size: rows of the whole batch.
@@ -89,7 +106,9 @@ def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in places.values()]))
 
 
-def on_devices(local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.sharding.Mesh | None) -> Array:
+def on_devices(
+    local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.sharding.Mesh | None
+) -> Array:
     """Put a batch on the devices, its first axis over data and fsdp.
 
     Args:
@@ -109,7 +128,9 @@ def on_devices(local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.shardin
 
 
 def everywhere(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> Array:
-    """Put an array that all processes have whole on every device of a mesh; None keeps it on this process' device."""
+    """Put an array that all processes have whole on every device of a mesh; None keeps it on this
+    process' device.
+    """
     if mesh is None:
         return jax.numpy.asarray(array)
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

@@ -1,4 +1,6 @@
-"""What the tasks of real models share: a folder of latents to learn from, and one of weights to begin with."""
+"""What the tasks of real models share: a folder of latents to learn from, and one of weights to
+begin with.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """A folder of precomputed latents and conditions, as a source of examples.
 
     latents-00000.safetensors ...    arrays of some examples each, the batch first
-    empty.safetensors                negative_text (and negative_pooled): what a dropped text is replaced by
+    empty.safetensors                negative_text (and negative_pooled): what a dropped text is
+    replaced by
 
-The arrays, by name: latents [B, C, F, h, w] or [B, C, h, w], as the model sees them; text [B, L, D]; for SDXL pooled
-[B, P] and time_ids [B, 6]; for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]. Every shard says in
-its metadata that its latents are scaled. examples/make_latents.py writes such a folder.
+The arrays, by name: latents [B, C, F, h, w] or [B, C, h, w], as the model sees them; text [B, L,
+D]; for SDXL pooled [B, P] and time_ids [B, 6]; for image-to-video image [B, S, D] and condition [B,
+4 + C, F, h, w]. Every shard says in its metadata that its latents are scaled.
+examples/make_latents.py writes such a folder.
 """
 
 from __future__ import annotations
@@ -28,32 +30,52 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class LatentFolder:
-    """Offer the examples of a folder, in the order of its files; only headers are read before an example is.
+    """Offer the examples of a folder, in the order of its files; only headers are read before an
+    example is.
 
-    It is a source for grain: `len(source)` and `source[index]`, a dict of arrays without a batch axis.
+    It is a source for grain: `len(source)` and `source[index]`, a dict of arrays without a batch
+    axis.
 
     Args:
         folder: where the shards are; None is refused as any other folder without them.
 
     Raises:
-        ConfigErrors: no shard is there, one is broken, or they do not agree on names, shapes or dtypes.
+        ConfigErrors: no shard is there, one is broken, or they do not agree on names, shapes or
+        dtypes.
     """
 
     def __init__(self, folder: str | None) -> None:
         if folder is None:
-            raise ConfigErrors([_wrong("null", "training needs a folder of latents and texts", f"give one; {MAKE}")])
+            raise ConfigErrors(
+                [
+                    _wrong(
+                        "null", "training needs a folder of latents and texts", f"give one; {MAKE}"
+                    )
+                ]
+            )
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ConfigErrors(
-                [_wrong(folder, "it names a folder, and there is none", "make it with examples/make_latents.py")]
+                [
+                    _wrong(
+                        folder,
+                        "it names a folder, and there is none",
+                        "make it with examples/make_latents.py",
+                    )
+                ]
             )
         paths = sorted(self.folder.glob("latents-*.safetensors"))
         if not paths:
-            raise ConfigErrors([_wrong(folder, "it holds latents-*.safetensors, and there is none", MAKE)])
+            raise ConfigErrors(
+                [_wrong(folder, "it holds latents-*.safetensors, and there is none", MAKE)]
+            )
         self._files = [_open(path) for path in paths]
         headers = [_header(file) for file in self._files]
-        if problems := [p for path, file, h in zip(paths, self._files, headers, strict=True)
-                        for p in _problems(path, file, h, headers[0], paths[0].name)]:  # fmt: skip
+        if problems := [
+            p
+            for path, file, h in zip(paths, self._files, headers, strict=True)
+            for p in _problems(path, file, h, headers[0], paths[0].name)
+        ]:
             raise ConfigErrors(problems)
         self._counts = [shape[0] for header in headers for shape, _ in [header["latents"]]]
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
@@ -61,7 +83,11 @@ class LatentFolder:
         said = self._files[0].metadata() or {}
         self.kind: str = said.get("source", "")
         self.model: str = said.get("model", "")
-        self.note = "" if self.says_empty else f"a text that is dropped is replaced by zeros: there is no {EMPTY}"
+        self.note = (
+            ""
+            if self.says_empty
+            else f"a text that is dropped is replaced by zeros: there is no {EMPTY}"
+        )
         self._headers = headers
 
     def __len__(self) -> int:
@@ -78,7 +104,9 @@ class LatentFolder:
 
     @property
     def empty(self) -> dict[str, np.ndarray]:
-        """The conditions of the empty text, without a batch axis; zeros where the folder does not say them."""
+        """The conditions of the empty text, without a batch axis; zeros where the folder does not
+        say them.
+        """
         names = [name for name in ("text", "pooled") if name in self.shapes]
         said = self._said_empty()
         return {n: said.get(f"negative_{n}", np.zeros(self.shapes[n], np.float32)) for n in names}
@@ -90,7 +118,9 @@ class LatentFolder:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this data from other data: names, shapes and dtypes of every shard, not where they are."""
+        """What tells this data from other data: names, shapes and dtypes of every shard, not where
+        they are.
+        """
         return hashlib.sha256(json.dumps(self._headers).encode()).hexdigest()[:16]
 
     def _said_empty(self) -> dict[str, np.ndarray]:
@@ -99,8 +129,13 @@ class LatentFolder:
         file = _open(self.folder / EMPTY)
         found = {name: np.asarray(file.get_tensor(name))[0] for name in list(file.keys())}
         for name in ("text", "pooled"):
-            if name in self.shapes and found.get(f"negative_{name}", np.zeros(())).shape != self.shapes[name]:
-                rule = f"{EMPTY} holds negative_{name} [1, {', '.join(map(str, self.shapes[name]))}]"
+            if (
+                name in self.shapes
+                and found.get(f"negative_{name}", np.zeros(())).shape != self.shapes[name]
+            ):
+                rule = (
+                    f"{EMPTY} holds negative_{name} [1, {', '.join(map(str, self.shapes[name]))}]"
+                )
                 raise ConfigErrors([_wrong(self.folder / EMPTY, rule, MAKE)])
         return found
 
@@ -119,10 +154,14 @@ def _header(file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
 
 
-def _problems(path: Path, file: Any, header: dict, first: dict, first_name: str) -> Iterator[ConfigError]:
+def _problems(
+    path: Path, file: Any, header: dict, first: dict, first_name: str
+) -> Iterator[ConfigError]:
     """Yield what is wrong with one shard, by itself and beside the first."""
     if "latents" not in header:
-        yield _wrong(path, "a shard holds latents, and this holds " + (", ".join(header) or "nothing"), MAKE)
+        yield _wrong(
+            path, "a shard holds latents, and this holds " + (", ".join(header) or "nothing"), MAKE
+        )
         return
     if (file.metadata() or {}).get("scaled") != "true":
         yield _wrong(path, 'its metadata says scaled: "true": latents as the model sees them', MAKE)

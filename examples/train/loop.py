@@ -1,4 +1,6 @@
-"""The loop: checks first, then steps, with checkpoints, a bar, TensorBoard, a profile and pictures along the way."""
+"""The loop: checks first, then steps, with checkpoints, a bar, TensorBoard, a profile and pictures
+along the way.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ from .step import Facts, Step
 from .task import Arrays, Task
 
 NOT_EXPORTED = (
-    "not exported: each process holds a part of every parameter. The same command in one process, which can read the "
-    "checkpoint onto its own devices, exports"
+    "not exported: each process holds a part of every parameter. The same command in one process,"
+    " which can read the checkpoint onto its own devices, exports"
 )
 
 
@@ -48,14 +50,16 @@ class Diverged(MaxattnError, ArithmeticError):
 class Training:
     """Train a task from the last checkpoint to the last step.
 
-    Everything that can be wrong with settings, data and mesh is said when this is made, before anything is computed.
+    Everything that can be wrong with settings, data and mesh is said when this is made, before
+    anything is computed.
 
     Args:
         task: what is learned.
         mesh: devices to train on; None for one.
 
     Raises:
-        ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of other settings.
+        ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of
+        other settings.
     """
 
     def __init__(self, task: Task, mesh: jax.sharding.Mesh | None = None) -> None:
@@ -67,14 +71,17 @@ class Training:
         problems = [*task.wrong(self.shapes), *_undivided(self.training, mesh)]
         if len(self.source) < self.training.batch_size:
             rule = f"a batch has as many different examples, and the data holds {len(self.source)}"
-            problems.append(ConfigError("training.batch_size", self.training.batch_size, rule, "lower it"))
+            problems.append(
+                ConfigError("training.batch_size", self.training.batch_size, rule, "lower it")
+            )
         problems += _refused_options(task)
         if problems:
             raise ConfigErrors(problems)
         self.plans = task.plans(self.shapes, mesh)
 
     def run(self) -> tuple[Any, list[float]]:
-        """Train and export; return the model that draws (the average, where one is kept) and the loss of every step.
+        """Train and export; return the model that draws (the average, where one is kept) and the
+        loss of every step.
 
         Raises:
             ConfigErrors: the last checkpoint was made with other settings, or other data.
@@ -97,12 +104,15 @@ class Training:
         return model, losses
 
     def trained(self) -> Any:
-        """Return the model of the last checkpoint: the average, where one is kept; `last` says what it raises."""
+        """Return the model of the last checkpoint: the average, where one is kept; `last` says what
+        it raises.
+        """
         parts, state, fixed = self.last()
         return parts.model(state.best, fixed)
 
     def last(self) -> tuple[Parts, State, Any]:
-        """Return the last checkpoint: how the model is put together, what was trained, and what stayed.
+        """Return the last checkpoint: how the model is put together, what was trained, and what
+        stayed.
 
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
@@ -121,7 +131,9 @@ class Training:
         return Checkpoints(self.task.settings, self.training, self.task.fixed, more, start_again)
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
-        """Put the state together: from the checkpoint where there is one, and then nothing is made that it replaces."""
+        """Put the state together: from the checkpoint where there is one, and then nothing is made
+        that it replaces.
+        """
         rank, adamw = self.training.lora_rank, optimizer(self.training)
         averaged = self.training.ema_decay > 0
         if checkpoints.step and not rank:
@@ -131,7 +143,11 @@ class Training:
         model = states.build(self.task, self.mesh)
         parts, (trained, fixed) = Parts(model, rank), states.split(model, rank)
         form = parts.form(adamw, averaged, self.mesh)
-        return parts, checkpoints.load(form) if checkpoints.step else states.begin(trained, adamw, form), fixed
+        return (
+            parts,
+            checkpoints.load(form) if checkpoints.step else states.begin(trained, adamw, form),
+            fixed,
+        )
 
     def _cost(self, state: State, fixed: Any) -> Cost:
         def forward(trained: Any, fixed: Any, examples: Arrays) -> jax.Array:
@@ -149,20 +165,30 @@ class Training:
         return hosts.rows_here(self.training.batch_size, self.mesh)
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        place = partial(hosts.on_devices, rows=self._rows, batch_size=self.training.batch_size, mesh=self.mesh)
+        place = partial(
+            hosts.on_devices, rows=self._rows, batch_size=self.training.batch_size, mesh=self.mesh
+        )
         return {name: place(array) for name, array in batch.items()}
 
-    def _steps(self, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]) -> State:
+    def _steps(
+        self, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]
+    ) -> State:
         """Take the steps that are left; `losses` grows."""
         training, first = self.training, len(losses)
         data = batches(self.source, training.batch_size, training.seed, self._rows)
         if checkpoints.step:
             data.set_state(checkpoints.facts["data"])
-        empty = {name: hosts.everywhere(array, self.mesh) for name, array in self.source.empty.items()}
+        empty = {
+            name: hosts.everywhere(array, self.mesh) for name, array in self.source.empty.items()
+        }
         cost = self._cost(state, fixed)
         step = Step(self.task, self.parts, fixed, empty, states.places(state))
         profiler = Profiler(self.task.settings, self.folder / "profile", first)
-        samples = Samples(self.task, self.source, self.parts, self.mesh) if training.picture_every else None
+        samples = (
+            Samples(self.task, self.source, self.parts, self.mesh)
+            if training.picture_every
+            else None
+        )
         board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
         with board, Progress(training, cost, first) as progress:
             batch = self._placed(next(data))
@@ -184,11 +210,19 @@ class Training:
                     progress.pause()
         return state
 
-    def _write(self, board: Board, cost: Cost, losses: list[float], facts: Facts, seconds: float | None) -> None:
-        speed = {"tokens_per_second": cost.tokens / seconds, "mfu": cost.mfu(seconds)} if seconds else {}
+    def _write(
+        self, board: Board, cost: Cost, losses: list[float], facts: Facts, seconds: float | None
+    ) -> None:
+        speed = (
+            {"tokens_per_second": cost.tokens / seconds, "mfu": cost.mfu(seconds)}
+            if seconds
+            else {}
+        )
         rate = float(np.asarray(schedule(self.training)(len(losses) - 1)))
         norm = float(facts.gradient_norm)
-        board.write(len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed)
+        board.write(
+            len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed
+        )
 
 
 def _finite(facts: Facts, step: int) -> float:
@@ -198,7 +232,9 @@ def _finite(facts: Facts, step: int) -> float:
             f"training goes on while it is a number, and at step {step} it is none",
             "lower the learning rate",
         )
-        raise Diverged("loss", loss, rule, f"{remedy}, or go on from the last checkpoint with another")
+        raise Diverged(
+            "loss", loss, rule, f"{remedy}, or go on from the last checkpoint with another"
+        )
     return loss
 
 

@@ -2,7 +2,8 @@
 
     y = W x + b + (alpha / rank) B A x,  A [rank, in] random, B [out, rank] zero at first
 
-The parameters of a projection keep their names; `lora_A` and `lora_B`, float32 always, stand beside them.
+The parameters of a projection keep their names; `lora_A` and `lora_B`, float32 always, stand beside
+them.
 
 Source: Hu et al., https://arxiv.org/abs/2106.09685
 """
@@ -28,7 +29,8 @@ class Adapted(nnx.Linear):
     """Run a projection and add what two thin matrices make of its input.
 
     Args:
-        linear: the projection, or a stack of them along a leading axis; its parameters are taken over.
+        linear: the projection, or a stack of them along a leading axis; its parameters are taken
+            over.
         rank: the width between the matrices.
         scale: multiplies their product.
         rngs: of the first matrix.
@@ -43,7 +45,9 @@ class Adapted(nnx.Linear):
         down = jax.random.normal(rngs.params(), (*stack, width_in, rank)) / np.sqrt(width_in)
         self.scale = scale
         self.lora_A = lora_param(down, (*names[:-1], None))
-        self.lora_B = lora_param(jnp.zeros((*stack, rank, width_out)), (*names[:-2], None, names[-1]))
+        self.lora_B = lora_param(
+            jnp.zeros((*stack, rank, width_out)), (*names[:-2], None, names[-1])
+        )
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Run the projection and its change."""
@@ -57,7 +61,9 @@ def lora_param(value: Array, axes: tuple[Any, ...]) -> nnx.LoRAParam:
     return nnx.LoRAParam(value, out_sharding=axes, eager_sharding=False)
 
 
-def add(model: nnx.Module, rank: int, alpha: float | None, targets: tuple[str, ...], *, rngs: nnx.Rngs) -> None:
+def add(
+    model: nnx.Module, rank: int, alpha: float | None, targets: tuple[str, ...], *, rngs: nnx.Rngs
+) -> None:
     """Put a change beside every projection of every attention, in place.
 
     Args:
@@ -81,9 +87,11 @@ def attentions(model: nnx.Module) -> Iterator[AttentionBase]:
 
 
 def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
-    """Return the changes as `<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out, rank].
+    """Return the changes as `<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out,
+    rank].
 
-    The factor alpha / rank is in lora_B, so that every reader, which takes alpha for the rank, gets the same change.
+    The factor alpha / rank is in lora_B, so that every reader, which takes alpha for the rank, gets
+    the same change.
 
     Args:
         model: with `Adapted` projections.
@@ -105,13 +113,18 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def merge(model: nnx.Module, plain: nnx.Module) -> None:
-    """Put the parameters of a model with changes into one without, every change added to its kernel in float32.
+    """Put the parameters of a model with changes into one without, every change added to its kernel
+    in float32.
 
     Args:
         model: with `Adapted` projections.
         plain: the same without; it may have no arrays yet.
     """
-    changes = {path: change(module) for path, module in nnx.iter_modules(model) if isinstance(module, Adapted)}
+    changes = {
+        path: change(module)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Adapted)
+    }
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
     state = nnx.state(plain)
     for path, variable in nnx.to_flat_state(state):

@@ -1,4 +1,6 @@
-"""What a run says before its first step: how attention will run, what is learned, where it goes on from."""
+"""What a run says before its first step: how attention will run, what is learned, where it goes on
+from.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .checkpoint import Checkpoints
 from .settings import TrainingSettings
 
 
-def opening(training: TrainingSettings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]) -> Iterator[str]:
+def opening(
+    training: TrainingSettings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]
+) -> Iterator[str]:
     """Say what will run, where it goes on from, and what has changed since."""
     yield from (plan.explain() for plan in plans.values())
     done, wanted = checkpoints.step, training.steps
@@ -27,7 +31,10 @@ def opening(training: TrainingSettings, checkpoints: Checkpoints, plans: dict[st
     yield f"going on from step {done} of {wanted}, in {checkpoints.folder}"
     before = checkpoints.facts["settings"]["training"]["steps"]
     if before != wanted:
-        yield f"  training.steps was {before}: a learning rate that depends on it follows the new one from here"
+        yield (
+            f"  training.steps was {before}: a learning rate that depends on it follows the new one"
+            " from here"
+        )
     for role, plan in plans.items():
         earlier = checkpoints.facts["plans"].get(role)
         changes = ["it was not there"] if earlier is None else plan.diff(earlier)
@@ -37,4 +44,6 @@ def opening(training: TrainingSettings, checkpoints: Checkpoints, plans: dict[st
 def counted(trained: Any, fixed: Any) -> str:
     """Say how many parameters learn, and how many there are."""
     learn, rest = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trained, fixed))
-    return f"{learn / 1e6:,.2f} million parameters learn" + (f", {rest / 1e6:,.2f} million stay" if rest else "")
+    return f"{learn / 1e6:,.2f} million parameters learn" + (
+        f", {rest / 1e6:,.2f} million stay" if rest else ""
+    )

@@ -1,4 +1,6 @@
-"""Says how training goes: a bar where there is a terminal, a line now and then where there is none."""
+"""Says how training goes: a bar where there is a terminal, a line now and then where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ WINDOW = 50  # steps that loss and speed are averaged over
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Show steps, loss, tokens a second and, on a device whose peak is known, how much of it the model uses.
+    """Show steps, loss, tokens a second and, on a device whose peak is known, how much of it the
+    model uses.
 
     Args:
         training: how many steps, and how often a line is printed.
@@ -28,19 +31,33 @@ class Progress(AbstractContextManager["Progress"]):
         console: where to; default standard output.
     """
 
-    def __init__(self, training: TrainingSettings, cost: Cost, first: int, console: Console | None = None) -> None:
+    def __init__(
+        self, training: TrainingSettings, cost: Cost, first: int, console: Console | None = None
+    ) -> None:
         self.steps, self.every, self.cost = training.steps, training.log_every, cost
         self.console = console or Console()
         self._times: deque[float] = deque(maxlen=WINDOW + 1)
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
+        self._bar = Bar(
+            *columns,
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self._task = self._bar.add_task("", total=self.steps, completed=first, facts="compiling")
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def advance(self, losses: list[float]) -> None:

@@ -1,7 +1,8 @@
 """Draws samples while a model is trained: of the first examples' texts, always from the same noise.
 
-Each time leaves two files in output_dir/samples: a picture, and the latents themselves, which a VAE can decode later.
-Latents of the digits are drawn as the digits; of others the picture shows every channel in grey, frame by frame.
+Each time leaves two files in output_dir/samples: a picture, and the latents themselves, which a VAE
+can decode later. Latents of the digits are drawn as the digits; of others the picture shows every
+channel in grey, frame by frame.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Samples:
         mesh: devices to draw on.
     """
 
-    def __init__(self, task: Task, source: Examples, parts: Parts, mesh: jax.sharding.Mesh | None) -> None:
+    def __init__(
+        self, task: Task, source: Examples, parts: Parts, mesh: jax.sharding.Mesh | None
+    ) -> None:
         self.task, self.source, self.parts = task, source, parts
         self.sampling = task.settings.sampling
         self.count = min(self.sampling.count, len(source))
@@ -62,7 +65,10 @@ class Samples:
     def _with_empty(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put the rows of the empty text before those of the texts."""
         empty = self.source.empty
-        without = {name: np.broadcast_to(empty.get(name, x), x.shape).astype(x.dtype) for name, x in given.items()}
+        without = {
+            name: np.broadcast_to(empty.get(name, x), x.shape).astype(x.dtype)
+            for name, x in given.items()
+        }
         return {name: np.concatenate([without[name], x]) for name, x in given.items()}
 
     def _sampled(self, trained: Tree, fixed: Tree, told: Any, noise: Any) -> jax.Array:
@@ -70,7 +76,8 @@ class Samples:
         known = (kind.told(self.parts.model(trained, fixed), told),)
 
         def predict(x: jax.Array, t: jax.Array, what: Any) -> jax.Array:
-            # Put together anew: a module of an outer trace may not be used in that of the scan over steps.
+            # Put together anew: a module of an outer trace may not be used in that of the scan over
+            # steps.
             return kind.predict(self.parts.model(trained, fixed), x, t, what)
 
         return sample(guided(predict, known, self.sampling.guidance_scale), noise, self.schedule)
@@ -87,14 +94,17 @@ class Samples:
             videos = latents if latents.ndim == 5 else latents[:, :, None]
             if self.source.kind == "digits":
                 labels = [f"example {i}" for i in range(self.count)]
-                pictures.contact_sheet(np.stack([digit_latents.decode(v) for v in videos]), labels, path)
+                pictures.contact_sheet(
+                    np.stack([digit_latents.decode(v) for v in videos]), labels, path
+                )
             else:
                 Image.fromarray(channels(videos)).save(path)
         return path
 
 
 def channels(videos: Latents) -> np.ndarray:
-    """Lay latents out in grey: a row for each video, in it a few frames, in each of them every channel.
+    """Lay latents out in grey: a row for each video, in it a few frames, in each of them every
+    channel.
 
     Black to white is three standard deviations of a channel of all the videos, either way.
     """
@@ -102,7 +112,9 @@ def channels(videos: Latents) -> np.ndarray:
     across = next(n for n in range(int(count**0.5), 0, -1) if count % n == 0)
     chosen = np.unique(np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int))
     spread = videos.std(axis=(0, 2, 3, 4), keepdims=True) + 1e-6
-    grey = np.clip(127.5 + 42.5 * (videos - videos.mean(axis=(0, 2, 3, 4), keepdims=True)) / spread, 0, 255)
+    grey = np.clip(
+        127.5 + 42.5 * (videos - videos.mean(axis=(0, 2, 3, 4), keepdims=True)) / spread, 0, 255
+    )
     rows = []
     for video in grey.astype(np.uint8):
         frames_of_it = [_tiled(video[:, frame], across) for frame in chosen]
@@ -113,7 +125,9 @@ def channels(videos: Latents) -> np.ndarray:
 def _tiled(image: np.ndarray, across: int) -> np.ndarray:
     """Lay the channels of an image out beside and below each other."""
     c, h, w = image.shape
-    return image.reshape(c // across, across, h, w).swapaxes(1, 2).reshape(c // across * h, across * w)
+    return (
+        image.reshape(c // across, across, h, w).swapaxes(1, 2).reshape(c // across * h, across * w)
+    )
 
 
 def _framed(image: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The settings that every training run has, whatever it trains: data, optimizer, LoRA, what is kept and shown."""
+"""The settings that every training run has, whatever it trains: data, optimizer, LoRA, what is kept
+and shown.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class TrainingSettings(Section):
     batch_size: Count = 1
     """Examples an update, over all devices."""
     gradient_accumulation_steps: Count = 1
-    """Parts that a batch is learned from one after the other, so that a smaller one is in memory."""
+    """Parts that a batch is learned from one after the other, so that a smaller one is in memory.
+    """
     learning_rate: Positive = 1e-5
     """Its peak, reached after the warm-up."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
@@ -48,11 +51,15 @@ class TrainingSettings(Section):
     adam_b2: Share = 0.999
     """Memory of their squares' mean."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the gradients' mean. The mean of their squares is float32: bfloat16 would lose its small moves."""
+    """Of the gradients' mean. The mean of their squares is float32: bfloat16 would lose its small
+    moves.
+    """
     max_grad_norm: NotNegative = 1.0
     """Gradients together longer than this are shortened to it; 0 never."""
     ema_decay: Share = 0.0
-    """Memory of averaged parameters, which are then the ones that draw and are exported; 0 keeps none."""
+    """Memory of averaged parameters, which are then the ones that draw and are exported; 0 keeps
+    none.
+    """
     condition_dropout: Share = 0.1
     """Share of examples whose text is replaced by the empty one, for guidance to lean against."""
     lora_rank: Whole = 0
@@ -66,7 +73,9 @@ class TrainingSettings(Section):
     keep_checkpoints: Count = 2
     """How many of the last ones stay."""
     log_every: Count = 10
-    """Steps between TensorBoard's points, and between lines where there is no terminal to draw a bar on."""
+    """Steps between TensorBoard's points, and between lines where there is no terminal to draw a
+    bar on.
+    """
     picture_every: Whole = 0
     """Steps between pictures of samples; 0 draws none."""
     tensorboard: bool = True
@@ -76,7 +85,8 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of new parameters, order of examples, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again."""
+    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again.
+    """
     compiler_options: tuple[str, ...] = ()
     """Of XLA, for the step: NAME=VALUE, the names as in XLA_FLAGS."""
     output_dir: str = "out/train"
@@ -91,7 +101,11 @@ class TrainingSettings(Section):
             rule = f"the parts of a batch of {batch} are equal"
             yield ConfigError("gradient_accumulation_steps", parts, rule, f"use one of {divisors}")
         if values["lora_rank"] and not values["lora_targets"]:
-            yield ConfigError("lora_targets", "[]", "LoRA changes at least one projection", "write [to_q, to_v]")
+            yield ConfigError(
+                "lora_targets", "[]", "LoRA changes at least one projection", "write [to_q, to_v]"
+            )
         if values["lora_alpha"] is not None and not values["lora_rank"]:
             remedy = "set training.lora_rank, or remove it"
-            yield ConfigError("lora_alpha", values["lora_alpha"], "it scales LoRA, and lora_rank is 0", remedy)
+            yield ConfigError(
+                "lora_alpha", values["lora_alpha"], "it scales LoRA, and lora_rank is 0", remedy
+            )

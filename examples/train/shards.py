@@ -41,7 +41,9 @@ def write(
 
     folder = Path(folder)
     if folder.exists():
-        raise ConfigErrors([ConfigError("folder", folder, "it is made anew", "name another, or remove it")])
+        raise ConfigErrors(
+            [ConfigError("folder", folder, "it is made anew", "name another, or remove it")]
+        )
     beside = folder.with_name(f"{folder.name}.partial")
     beside.mkdir(parents=True, exist_ok=True)
     for left_over in beside.iterdir():
@@ -62,13 +64,26 @@ def _shards(batches: Iterable[Batch], per_shard: int) -> Iterable[dict[str, np.n
     count = 0
     first: dict[str, tuple[int, ...]] | None = None
     for batch in batches:
-        rows, form = len(next(iter(batch.values()))), {name: array.shape[1:] for name, array in batch.items()}
+        rows, form = (
+            len(next(iter(batch.values()))),
+            {name: array.shape[1:] for name, array in batch.items()},
+        )
         first = first or form
         if form != first or any(len(array) != rows for array in batch.values()):
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(batch.items()))
-            rule = "all examples have the same arrays, and in a file each array has a row for each example"
-            said = ", ".join(f"{name} [rows, {', '.join(map(str, shape))}]" for name, shape in sorted(first.items()))
-            raise ConfigErrors([ConfigError("examples", shapes, rule, f"give them as the first ones are: {said}")])
+            shapes = ", ".join(
+                f"{name} {list(array.shape)}" for name, array in sorted(batch.items())
+            )
+            rule = (
+                "all examples have the same arrays, and in a file each array has a row for each"
+                " example"
+            )
+            said = ", ".join(
+                f"{name} [rows, {', '.join(map(str, shape))}]"
+                for name, shape in sorted(first.items())
+            )
+            raise ConfigErrors(
+                [ConfigError("examples", shapes, rule, f"give them as the first ones are: {said}")]
+            )
         for start in range(rows):
             for name, array in batch.items():
                 held.setdefault(name, []).append(array[start])

@@ -1,7 +1,9 @@
-"""What is learned, taken apart: parameters that change, their average, the optimizer's state, and all that stays.
+"""What is learned, taken apart: parameters that change, their average, the optimizer's state, and
+all that stays.
 
-Between steps everything is nested dicts of arrays, each where the mesh wants it; the module is put together inside a
-step. A checkpoint holds a `State` whole and nothing else of the model: with LoRA, the changes alone.
+Between steps everything is nested dicts of arrays, each where the mesh wants it; the module is put
+together inside a step. A checkpoint holds a `State` whole and nothing else of the model: with LoRA,
+the changes alone.
 """
 
 from __future__ import annotations
@@ -63,7 +65,12 @@ class Parts:
         """Whether there is nothing that stays."""
         return not jax.tree.leaves(self._fixed)
 
-    def form(self, optimizer: optax.GradientTransformation, averaged: bool, mesh: jax.sharding.Mesh | None) -> State:
+    def form(
+        self,
+        optimizer: optax.GradientTransformation,
+        averaged: bool,
+        mesh: jax.sharding.Mesh | None,
+    ) -> State:
         """Say what a state holds and where, without making it: shapes, dtypes and shardings.
 
         Args:
@@ -79,7 +86,11 @@ class Parts:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         places = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
         of_parameters = optax.tree_utils.tree_map_params(
-            optimizer, lambda _, place: place, shapes.optimizer, places, transform_non_params=lambda _: whole
+            optimizer,
+            lambda _, place: place,
+            shapes.optimizer,
+            places,
+            transform_non_params=lambda _: whole,
         )
         where: Any = (whole, places, places if averaged else {}, of_parameters)
         return jax.tree.map(_placed, shapes, State(*where))
@@ -99,12 +110,15 @@ def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -
         optimizer: of the run.
         form: from `Parts.form`.
     """
-    # Committed to their places: the first step would else be compiled for arrays that later ones are not.
+    # Committed to their places: the first step would else be compiled for arrays that later ones
+    # are not.
     trained = jax.device_put(trained, places(form.trained))
     moments = jax.jit(optimizer.init, out_shardings=places(form.optimizer))(trained)
     # Copies: a donated array must not be in two places.
     average = jax.tree.map(jnp.copy, trained) if form.average else {}
-    return State(jax.device_put(jnp.zeros((), jnp.int32), form.step.sharding), trained, average, moments)
+    return State(
+        jax.device_put(jnp.zeros((), jnp.int32), form.step.sharding), trained, average, moments
+    )
 
 
 def places(form: Any) -> Any:
@@ -113,7 +127,9 @@ def places(form: Any) -> Any:
 
 
 def _first(trained: Tree, optimizer: optax.GradientTransformation, averaged: bool) -> State:
-    return State(jnp.zeros((), jnp.int32), trained, trained if averaged else {}, optimizer.init(trained))
+    return State(
+        jnp.zeros((), jnp.int32), trained, trained if averaged else {}, optimizer.init(trained)
+    )
 
 
 def _kind(lora_rank: int) -> type[nnx.Variable]:
@@ -134,7 +150,7 @@ def _filled(form: nnx.State, tree: Tree) -> nnx.State:
     return state
 
 
-# ---- the model before the first step ---------------------------------------------------------------------------------
+# ---- the model before the first step -------------------------------------------------------------
 
 
 def abstract(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
@@ -143,7 +159,8 @@ def abstract(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
 
 
 def build(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
-    """Build the model with the weights it starts from, on the mesh, LoRA added where it is asked for.
+    """Build the model with the weights it starts from, on the mesh, LoRA added where it is asked
+    for.
 
     Weights of a folder go straight to their devices; random ones are made there.
     """

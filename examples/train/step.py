@@ -46,9 +46,12 @@ class Step:
         self.task, self.parts, self.fixed, self.empty = task, parts, fixed, empty
         self.training = task.training
         self.optimizer = optimizer(self.training)
-        # Left to the compiler, a small parameter may come back elsewhere, and the next step would compile anew.
+        # Left to the compiler, a small parameter may come back elsewhere, and the next step would
+        # compile anew.
         options = xla_options(self.training.compiler_options, "training.compiler_options")
-        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(places, None), compiler_options=options)
+        self._run = jax.jit(
+            self._step, donate_argnums=0, out_shardings=(places, None), compiler_options=options
+        )
 
     def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
         """Return the state after one step; the one before is gone."""
@@ -63,11 +66,19 @@ class Step:
         # Young averages forget faster, or they would remember where training began.
         decay = jnp.minimum(self.training.ema_decay, (1.0 + state.step) / (10.0 + state.step))
         average = followed(state.average, trained, decay) if state.average else {}
-        return State(state.step + 1, trained, average, moments), Facts(loss, optax.global_norm(gradient))
+        return State(state.step + 1, trained, average, moments), Facts(
+            loss, optax.global_norm(gradient)
+        )
 
-    def gradients(self, trained: Tree, fixed: Tree, examples: Arrays) -> tuple[Float[Array, ""], Tree]:
-        """Return the loss over all examples and its gradients, computed over one part after the other."""
-        of_some = jax.value_and_grad(lambda t, some: self.task.loss(self.parts.model(t, fixed), some))
+    def gradients(
+        self, trained: Tree, fixed: Tree, examples: Arrays
+    ) -> tuple[Float[Array, ""], Tree]:
+        """Return the loss over all examples and its gradients, computed over one part after the
+        other.
+        """
+        of_some = jax.value_and_grad(
+            lambda t, some: self.task.loss(self.parts.model(t, fixed), some)
+        )
         count = self.training.gradient_accumulation_steps
         if count == 1:
             return of_some(trained, examples)
@@ -89,5 +100,9 @@ def parts_of(examples: Arrays, count: int) -> Arrays:
 
 
 def followed(average: Tree, trained: Tree, decay: Float[Array, ""]) -> Tree:
-    """Move an average of parameters towards the parameters: decay * average + (1 - decay) * parameters."""
-    return jax.tree.map(lambda a, b: (decay * a + (1.0 - decay) * b).astype(a.dtype), average, trained)
+    """Move an average of parameters towards the parameters: decay * average + (1 - decay) *
+    parameters.
+    """
+    return jax.tree.map(
+        lambda a, b: (decay * a + (1.0 - decay) * b).astype(a.dtype), average, trained
+    )

@@ -1,4 +1,6 @@
-"""What a model brings to the loop: how it is built, what it learns from a batch, and what a step costs."""
+"""What a model brings to the loop: how it is built, what it learns from a batch, and what a step
+costs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Examples(Source, Protocol):
 
 
 class Task(Protocol):
-    """Say what is trained. A batch is a dict of arrays by the names that latents.py lists, batch first."""
+    """Say what is trained. A batch is a dict of arrays by the names that latents.py lists, batch
+    first.
+    """
 
     @property
     def settings(self) -> Any:
@@ -94,16 +98,22 @@ class Task(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Where the weights are that training begins from, in diffusers' format; None: random ones."""
+        """Where the weights are that training begins from, in diffusers' format; None: random
+        ones.
+        """
         ...
 
     @property
     def sampler(self) -> Any:
-        """What samples are drawn with, a `samplers.read.Sampler`; None where none are drawn or exported."""
+        """What samples are drawn with, a `samplers.read.Sampler`; None where none are drawn or
+        exported.
+        """
         ...
 
     def drawing(self) -> Any:
-        """Say how the model is called in sampling: `told(model, arrays)` and `predict(model, x, t, told)`."""
+        """Say how the model is called in sampling: `told(model, arrays)` and `predict(model, x, t,
+        told)`.
+        """
         ...
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
@@ -111,7 +121,9 @@ class Task(Protocol):
         ...
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Put weights into a model without arrays; False where there are none, and it starts from random ones."""
+        """Put weights into a model without arrays; False where there are none, and it starts from
+        random ones.
+        """
         ...
 
     def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
@@ -141,7 +153,9 @@ class Task(Protocol):
         ...
 
 
-def replaced(x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]) -> Float[Array, "B ..."]:
+def replaced(
+    x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]
+) -> Float[Array, "B ..."]:
     """Put the empty condition in place of those that are dropped."""
     return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)
 
@@ -149,8 +163,14 @@ def replaced(x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool
 # A checkpoint goes on only with these as they were; everything else may change between runs.
 KEPT = Fixed(
     (
-        "model", "training.batch_size", "training.seed", "training.lora_rank", "training.lora_targets",
-        "training.moment_dtype", "training.max_grad_norm", "training.ema_decay",
+        "model",
+        "training.batch_size",
+        "training.seed",
+        "training.lora_rank",
+        "training.lora_targets",
+        "training.moment_dtype",
+        "training.max_grad_norm",
+        "training.ema_decay",
     ),
     ("model.folder", "model.shapes"),
-)  # fmt: skip
+)

@@ -12,7 +12,9 @@ from .task import Shapes
 MAKE = "make the folder anew with examples/make_latents.py, or train the model that it is for"
 
 
-def unlike(shapes: Shapes, expected: Mapping[str, tuple[Any, ...]], whose: str) -> Iterator[ConfigError]:
+def unlike(
+    shapes: Shapes, expected: Mapping[str, tuple[Any, ...]], whose: str
+) -> Iterator[ConfigError]:
     """Yield one error for each array that lacks, is too many, or has another shape.
 
     Args:
@@ -25,7 +27,9 @@ def unlike(shapes: Shapes, expected: Mapping[str, tuple[Any, ...]], whose: str) 
             rule = f"{whose} needs {name} {_text(expected[name])}"
             yield ConfigError("data.folder", f"no {name}", rule, MAKE)
         elif name not in expected:
-            yield ConfigError("data.folder", f"{name} {list(shapes[name])}", f"{whose} takes no {name}", MAKE)
+            yield ConfigError(
+                "data.folder", f"{name} {list(shapes[name])}", f"{whose} takes no {name}", MAKE
+            )
         elif not fits(shapes[name], expected[name]):
             rule = f"{whose} takes {name} {_text(expected[name])}"
             yield ConfigError("data.folder", f"{name} {list(shapes[name])}", rule, MAKE)
@@ -36,7 +40,9 @@ def _text(form: tuple[Any, ...]) -> str:
 
 
 def fits(shape: tuple[int, ...], form: tuple[Any, ...]) -> bool:
-    """Tell whether a shape is of a form: a number is that size, "L" any, "2 h" any multiple of 2."""
+    """Tell whether a shape is of a form: a number is that size, "L" any, "2 h" any multiple of
+    2.
+    """
     return len(shape) == len(form) and all(map(_size_fits, shape, form))
 
 

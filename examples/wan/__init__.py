@@ -1,1 +1,3 @@
-"""A small Wan-style text-to-video model on handwritten digits: what `train_wan.py` and `generate_wan.py` share."""
+"""A small Wan-style text-to-video model on handwritten digits: what `train_wan.py` and
+`generate_wan.py` share.
+"""

@@ -1,4 +1,6 @@
-"""What the commands share: reading settings, joining other processes, telling a user's mistake from a bug."""
+"""What the commands share: reading settings, joining other processes, telling a user's mistake from
+a bug.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ from .settings import Settings
 def settings_of(
     description: str | None,
     arguments: Sequence[str] | None = None,
-    kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]] = lambda path, overrides: Settings,
+    kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]] = lambda path, overrides: (
+        Settings
+    ),
 ) -> Any:
-    """Read a YAML file and overrides from the command line, and join the other processes of the run, if there are any.
+    """Read a YAML file and overrides from the command line, and join the other processes of the
+    run, if there are any.
 
     Args:
         description: what the command does.
@@ -44,17 +49,33 @@ def settings_of(
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Make the arguments of every command: a YAML file, overrides, the model's folder, and which process this is."""
+    """Make the arguments of every command: a YAML file, overrides, the model's folder, and which
+    process this is.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("config", help="a YAML file, such as configs/wan_tiny.yml")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="steps=20, attention=dot_product, model.dim=64"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="steps=20, attention=dot_product, model.dim=64",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="weights in diffusers' format: model.folder=FOLDER")
-    many = parser.add_argument_group("many processes, each with its own devices; the same command in all of them")
-    many.add_argument("--distributed", action="store_true", help="a TPU pod, SLURM, Open MPI or Kubernetes says who")
-    many.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="weights in diffusers' format: model.folder=FOLDER"
+    )
+    many = parser.add_argument_group(
+        "many processes, each with its own devices; the same command in all of them"
+    )
+    many.add_argument(
+        "--distributed",
+        action="store_true",
+        help="a TPU pod, SLURM, Open MPI or Kubernetes says who",
+    )
+    many.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it"
+    )
     many.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
     many.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
     return parser
@@ -72,7 +93,11 @@ def read_settings(
         kind: returns the class that reads a file with these overrides.
         options: values of keys that have an option of their own; None was not given.
     """
-    given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items() if value is not None]
+    given = [
+        f"{key}={json.dumps(value, ensure_ascii=False)}"
+        for key, value in options.items()
+        if value is not None
+    ]
     overrides = [*found.overrides, *given]
     settings = kind(found.config, overrides).from_yaml(found.config, overrides)
     hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
@@ -80,7 +105,9 @@ def read_settings(
 
 
 def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfig]:
-    """Return the class that reads a file: Wan 2.1's where its model has `sizes` or a `folder`, else the demo's."""
+    """Return the class that reads a file: Wan 2.1's where its model has `sizes` or a `folder`, else
+    the demo's.
+    """
     from wan21.settings import Settings as Wan21
 
     try:
@@ -95,7 +122,9 @@ def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfi
 
 @contextmanager
 def tell() -> Iterator[None]:
-    """Show what the library warns of; end on a user's mistake with its message alone, on Ctrl-C with how to go on."""
+    """Show what the library warns of; end on a user's mistake with its message alone, on Ctrl-C
+    with how to go on.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         yield

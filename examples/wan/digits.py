@@ -1,7 +1,9 @@
-"""Videos of real handwritten digits that move one pixel a frame in the direction their prompt names.
+"""Videos of real handwritten digits that move one pixel a frame in the direction their prompt
+names.
 
-The digits are scikit-learn's `load_digits`: 1,797 scans of 8x8 pixels, ink from 0 to 16, bundled with that package.
-Every video is a function of its index alone and the order of the seed, so a data iterator resumes from one number.
+The digits are scikit-learn's `load_digits`: 1,797 scans of 8x8 pixels, ink from 0 to 16, bundled
+with that package. Every video is a function of its index alone and the order of the seed, so a data
+iterator resumes from one number.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def load(split: Split) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"
     return scans[kept].reshape(-1, SIDE, SIDE).astype(np.uint8), labels[kept]
 
 
-def move(scan: Scan, direction: str, lane: int, end: int, data: DataSettings) -> UInt8[np.ndarray, "F H W"]:
+def move(
+    scan: Scan, direction: str, lane: int, end: int, data: DataSettings
+) -> UInt8[np.ndarray, "F H W"]:
     """Place a scan on an empty canvas once a frame, each time one pixel further.
 
     Args:
@@ -51,7 +55,8 @@ def move(scan: Scan, direction: str, lane: int, end: int, data: DataSettings) ->
 
 
 class DigitVideos:
-    """Offer every video there is - scan x direction x place - less those whose prompts are held out.
+    """Offer every video there is - scan x direction x place - less those whose prompts are held
+    out.
 
     It is a source for grain: `len(source)` and `source[index]`.
 
@@ -65,7 +70,10 @@ class DigitVideos:
         self._scans, self._labels = load(split)
         kept = [pair for prompt, pair in all_prompts().items() if prompt not in data.held_out]
         self._pairs = [
-            (i, direction) for i, label in enumerate(self._labels) for digit, direction in kept if digit == label
+            (i, direction)
+            for i, label in enumerate(self._labels)
+            for digit, direction in kept
+            if digit == label
         ]
         self._places = [(lane, end) for lane in data.lanes for end in data.ends]
         self._tokens = {prompt: text.encode([prompt])[0] for prompt in all_prompts()}

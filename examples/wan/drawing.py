@@ -37,7 +37,9 @@ def draw(model: WanTransformer, prompts: Sequence[str], settings: Settings) -> V
         Ink from 0 to 16.
     """
     # A batch divides over the mesh: what fills it up is drawn and thrown away.
-    ways = math.prod(dict(sharding.mesh_shape(model.mesh)).get(axis, 1) for axis in sharding.BATCH_AXES)
+    ways = math.prod(
+        dict(sharding.mesh_shape(model.mesh)).get(axis, 1) for axis in sharding.BATCH_AXES
+    )
     filled = [*prompts, *[""] * (-len(prompts) % ways)]
     key = jax.random.key(settings.sampling.seed)
     noise = jax.random.normal(key, (len(filled), *settings.video_shape))
@@ -66,14 +68,23 @@ def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Sc
     judge = evaluate.Judge(settings.data)
     found = evaluate.scores(judge, videos, prompts, held_out)
     real = {"real, kept aside": judge.score_of_real()}
-    print(f"{len(videos)} videos drawn, {each} a prompt; * marks the prompts never trained on\n  {sheet}\n  {gif}")
-    print(f"right, as a classifier of real digits and the centre of ink see it\n{evaluate.as_text(found | real)}")
-    (folder / "figures.json").write_text(json.dumps(evaluate.as_values(found | real), indent=2) + "\n")
+    print(
+        f"{len(videos)} videos drawn, {each} a prompt; * marks the prompts never trained on\n "
+        f" {sheet}\n  {gif}"
+    )
+    print(
+        "right, as a classifier of real digits and the centre of ink see"
+        f" it\n{evaluate.as_text(found | real)}"
+    )
+    (folder / "figures.json").write_text(
+        json.dumps(evaluate.as_values(found | real), indent=2) + "\n"
+    )
     return found
 
 
 def draw_prompt(model: WanTransformer, prompt: str, settings: Settings) -> Videos:
-    """Draw one prompt `per_prompt` times, write its pictures, and say what a judge sees where it can.
+    """Draw one prompt `per_prompt` times, write its pictures, and say what a judge sees where it
+    can.
 
     Args:
         model: trained.
@@ -86,8 +97,14 @@ def draw_prompt(model: WanTransformer, prompt: str, settings: Settings) -> Video
     if not hosts.is_first():
         return videos
     name = prompt.replace(" ", "_") or "no_prompt"
-    print(pictures.contact_sheet(videos, prompts, folder / f"{name}.png", settings.data.held_out, scale=6))
-    print(pictures.moving(videos, prompts, folder / f"{name}.gif", settings.data.held_out, scale=12))
+    print(
+        pictures.contact_sheet(
+            videos, prompts, folder / f"{name}.png", settings.data.held_out, scale=6
+        )
+    )
+    print(
+        pictures.moving(videos, prompts, folder / f"{name}.gif", settings.data.held_out, scale=12)
+    )
     if prompt in all_prompts():
         print(evaluate.as_text({"right": evaluate.Judge(settings.data).score(videos, prompts)}))
     return videos

@@ -1,6 +1,8 @@
-"""Judges drawn videos: a classifier fitted on real digits names the digit, the centre of the ink tells the direction.
+"""Judges drawn videos: a classifier fitted on real digits names the digit, the centre of the ink
+tells the direction.
 
-Nothing here has seen the model. The judge is judged too, on real digits that neither it nor the model was fitted on.
+Nothing here has seen the model. The judge is judged too, on real digits that neither it nor the
+model was fitted on.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ class Score:
     direction: int
 
     def __str__(self) -> str:
-        digit, direction = (f"{n:>4}/{self.videos} {n / self.videos:6.1%}" for n in (self.digit, self.direction))
+        digit, direction = (
+            f"{n:>4}/{self.videos} {n / self.videos:6.1%}" for n in (self.digit, self.direction)
+        )
         return f"digit {digit}   direction {direction}"
 
 
 class Judge:
     """Name the digit and the direction of videos.
 
-    Each frame is cut to the 8x8 pixels around its centre of ink, a support vector machine scores the ten digits, and
-    the scores of all frames are summed.
+    Each frame is cut to the 8x8 pixels around its centre of ink, a support vector machine scores
+    the ten digits, and the scores of all frames are summed.
 
     Args:
         data: sizes of the videos that it will see.
@@ -54,7 +58,8 @@ class Judge:
         self.data = data
         scans, labels = digits.load("train")
         frames = np.pad(scans, ((0, 0), (SIDE, SIDE), (SIDE, SIDE))).astype(np.float64)
-        # A centre of ink rounds to one pixel or its neighbour, so each digit is learned on all of them.
+        # A centre of ink rounds to one pixel or its neighbour, so each digit is learned on all of
+        # them.
         cuts = np.concatenate([around_ink(frames, off) for off in NEAR])
         machine = SVC(C=10.0, gamma=0.001)  # pyright: ignore[reportArgumentType]  (its stub knows only words)
         self._machine = machine.fit(cuts, np.tile(labels, len(NEAR)))
@@ -66,11 +71,15 @@ class Judge:
         return scores.sum(axis=1).argmax(axis=-1)
 
     def directions(self, videos: Videos) -> list[str]:
-        """Name the direction in which the centre of ink lies further in the last frame than in the first."""
+        """Name the direction in which the centre of ink lies further in the last frame than in the
+        first.
+        """
         centres = centre_of_ink(videos)
         return [_direction(*moved) for moved in centres[:, -1] - centres[:, 0]]
 
-    def right(self, videos: Videos, prompts: Sequence[str]) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    def right(
+        self, videos: Videos, prompts: Sequence[str]
+    ) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
         """Say of each video whether its digit, and its direction, are the prompt's."""
         wanted = [all_prompts()[prompt] for prompt in prompts]
         digit = self.digits(videos) == np.array([digit for digit, _ in wanted])
@@ -92,8 +101,11 @@ class Judge:
         return self.score(frames, [videos.prompt(i) for i in chosen])
 
 
-def scores(judge: Judge, videos: Videos, prompts: Sequence[str], held_out: Collection[str]) -> dict[str, Score]:
-    """Judge videos: all, those of prompts that were trained on, and those of prompts that never were.
+def scores(
+    judge: Judge, videos: Videos, prompts: Sequence[str], held_out: Collection[str]
+) -> dict[str, Score]:
+    """Judge videos: all, those of prompts that were trained on, and those of prompts that never
+    were.
 
     Args:
         judge: fitted.
@@ -104,7 +116,9 @@ def scores(judge: Judge, videos: Videos, prompts: Sequence[str], held_out: Colle
     never = np.array([prompt in held_out for prompt in prompts])
     groups = {"all prompts": never | ~never, "trained on": ~never, "never trained on": never}
     return {
-        name: judge.score(videos[group], [p for p, kept in zip(prompts, group, strict=True) if kept])
+        name: judge.score(
+            videos[group], [p for p, kept in zip(prompts, group, strict=True) if kept]
+        )
         for name, group in groups.items()
         if group.any()
     }
@@ -128,8 +142,12 @@ def centre_of_ink(frames: Float[np.ndarray, "... H W"]) -> Float[np.ndarray, "..
     return np.stack(both, axis=-1) / ink.sum((-1, -2))[..., None]
 
 
-def around_ink(frames: Float[np.ndarray, "n H W"], off: tuple[int, int] = (0, 0)) -> Float[np.ndarray, "n 64"]:
-    """Cut each frame to the 8x8 pixels whose middle is nearest to its centre of ink, or `off` rows and columns on."""
+def around_ink(
+    frames: Float[np.ndarray, "n H W"], off: tuple[int, int] = (0, 0)
+) -> Float[np.ndarray, "n 64"]:
+    """Cut each frame to the 8x8 pixels whose middle is nearest to its centre of ink, or `off` rows
+    and columns on.
+    """
     corners = np.round(centre_of_ink(frames) - (SIDE - 1) / 2).astype(int) + np.array(off)
     corners = corners.clip(0, np.array(frames.shape[1:]) - SIDE)
     cuts = [f[r : r + SIDE, c : c + SIDE] for f, (r, c) in zip(frames, corners, strict=True)]

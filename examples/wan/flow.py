@@ -1,4 +1,6 @@
-"""Flow matching of prompted videos: learn the line from data to noise (train/flow.py), then walk it backwards."""
+"""Flow matching of prompted videos: learn the line from data to noise (train/flow.py), then walk it
+backwards.
+"""
 
 from __future__ import annotations
 
@@ -65,5 +67,7 @@ def sample(model: WanTransformer, words: Words, noise: Video, sampling: Sampling
     scale, nothing = sampling.guidance_scale, jnp.full_like(words, PAD)
     told = words if scale == 1.0 else jnp.concatenate([nothing, words])
     predict = guided(lambda x, t, known: model(x, t, *known), ((told, model.encode(told)),), scale)
-    sigmas = flow_euler.shifted(np.linspace(1.0, 0.0, sampling.num_inference_steps + 1), sampling.timestep_shift)
+    sigmas = flow_euler.shifted(
+        np.linspace(1.0, 0.0, sampling.num_inference_steps + 1), sampling.timestep_shift
+    )
     return samplers.sample(predict, noise, flow_euler.over(sigmas, train_steps=1))

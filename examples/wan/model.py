@@ -7,7 +7,8 @@
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
-Axes: B batch, T tokens of the video, S words of the prompt, D width; F, H, W, C frames, rows, columns, channels.
+Axes: B batch, T tokens of the video, S words of the prompt, D width; F, H, W, C frames, rows,
+columns, channels.
 """
 
 from __future__ import annotations
@@ -44,25 +45,34 @@ class WanTransformer(nnx.Module):
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
     """
 
-    def __init__(self, settings: Settings, mesh: jax.sharding.Mesh | None = None, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, settings: Settings, mesh: jax.sharding.Mesh | None = None, *, rngs: nnx.Rngs
+    ) -> None:
         sizes = settings.model
         self.settings, self.mesh = settings, mesh
         numbers = sizes.patch[0] * sizes.patch[1] * sizes.patch[2] * settings.video_shape[3]
         self.patch_embedding = nnx.Linear(numbers, sizes.dim, rngs=rngs)
-        # RoPE tells only how far tokens are from each other. In pure noise all tokens look alike, and nothing else
-        # says which frame is the first: without this table, left and right are told apart late or never.
-        self.position = nnx.Param(0.5 * jax.random.normal(rngs.params(), (*settings.grid, sizes.dim)))
+        # RoPE tells only how far tokens are from each other. In pure noise all tokens look alike,
+        # and nothing else says which frame is the first: without this table, left and right are
+        # told apart late or never.
+        self.position = nnx.Param(
+            0.5 * jax.random.normal(rngs.params(), (*settings.grid, sizes.dim))
+        )
         self.time_embedding = TimeEmbedding(sizes, rngs=rngs)
         self.text_encoder = TextEncoder(sizes.dim, rngs=rngs)
         self.blocks = nnx.List([Block(settings, mesh, rngs=rngs) for _ in range(sizes.layers)])
         self.head = Head(sizes.dim, numbers, rngs=rngs)
 
     def encode(self, words: Words) -> tuple[KV, ...]:
-        """Compute the keys and values of the prompts for every block: once, not once a denoising step."""
+        """Compute the keys and values of the prompts for every block: once, not once a denoising
+        step.
+        """
         c = self.text_encoder(words)
         return tuple(block.attn2.compute_kv(c) for block in self.blocks)
 
-    def __call__(self, video: Video, t: Float[Array, " B"], words: Words, kv: Sequence[KV] | None = None) -> Video:
+    def __call__(
+        self, video: Video, t: Float[Array, " B"], words: Words, kv: Sequence[KV] | None = None
+    ) -> Video:
         """Predict the velocity.
 
         Args:
@@ -77,20 +87,32 @@ class WanTransformer(nnx.Module):
         x = self.patch_embedding(patchify(video, settings.model.patch))
         x = x + rearrange(self.position[...], "F H W D -> (F H W) D")
         run = ma.remat(Block.__call__, settings)
-        for block, its_kv in zip(self.blocks, self.encode(words) if kv is None else kv, strict=True):
+        for block, its_kv in zip(
+            self.blocks, self.encode(words) if kv is None else kv, strict=True
+        ):
             x = run(block, x, modulation, freqs, its_kv, mask)
         return unpatchify(self.head(x, e), settings.grid, settings.model.patch)
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the prompt and a feed-forward layer, modulated by the time."""
+    """Self-attention, cross-attention to the prompt and a feed-forward layer, modulated by the
+    time.
+    """
 
-    def __init__(self, settings: Settings, mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, settings: Settings, mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs
+    ) -> None:
         sizes = settings.model
         how: dict[str, Any] = {
-            "heads": sizes.heads, "dim_head": sizes.dim_head, "qk_norm": "rms_norm_across_heads", "bias": True,
-            "eps": 1e-6, "config": settings, "mesh": mesh, "rngs": rngs,
-        }  # fmt: skip
+            "heads": sizes.heads,
+            "dim_head": sizes.dim_head,
+            "qk_norm": "rms_norm_across_heads",
+            "bias": True,
+            "eps": 1e-6,
+            "config": settings,
+            "mesh": mesh,
+            "rngs": rngs,
+        }
         self.scale_shift_table = scale_shift_table(6, sizes.dim, rngs)
         self.norm1 = plain_norm(sizes.dim, rngs)
         self.attn1 = ma.FlaxAttention(sizes.dim, **how)
@@ -99,7 +121,9 @@ class Block(nnx.Module):
         self.norm3 = plain_norm(sizes.dim, rngs)
         self.ffn = FeedForward(sizes.dim, sizes.ffn_dim, rngs=rngs)
 
-    def __call__(self, x: Tokens, modulation: Float[Array, "B 6 D"], freqs: ma.Rotary, kv: KV, mask: Mask) -> Tokens:
+    def __call__(
+        self, x: Tokens, modulation: Float[Array, "B 6 D"], freqs: ma.Rotary, kv: KV, mask: Mask
+    ) -> Tokens:
         """Run the three layers.
 
         Args:
@@ -172,12 +196,16 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
 
 
 def patchify(video: Video, patch: tuple[int, int, int]) -> Float[Array, "B T P"]:
-    """Cut videos into boxes of `patch` frames, rows and columns: one token each, in raster order."""
+    """Cut videos into boxes of `patch` frames, rows and columns: one token each, in raster
+    order.
+    """
     f, h, w = patch
     return rearrange(video, "B (F f) (H h) (W w) C -> B (F H W) (f h w C)", f=f, h=h, w=w)
 
 
-def unpatchify(x: Float[Array, "B T P"], grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Video:
+def unpatchify(
+    x: Float[Array, "B T P"], grid: tuple[int, int, int], patch: tuple[int, int, int]
+) -> Video:
     """Undo `patchify`; `grid` counts the boxes along frames, rows and columns."""
     (frames, height, width), (f, h, w) = grid, patch
     sizes = {"F": frames, "H": height, "W": width, "f": f, "h": h, "w": w}
@@ -189,7 +217,9 @@ def plain_norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(dim, epsilon=1e-6, use_bias=False, use_scale=False, rngs=rngs)
 
 
-def scale_shift_table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
+def scale_shift_table(
+    rows: int, dim: int, rngs: nnx.Rngs
+) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
     """Make the learned part of a modulation."""
     return nnx.Param(dim**-0.5 * jax.random.normal(rngs.params(), (1, rows, dim)))
 

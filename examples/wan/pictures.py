@@ -1,4 +1,6 @@
-"""Draws what came out: the loss curve, videos that move (GIF) and videos laid out frame by frame (PNG)."""
+"""Draws what came out: the loss curve, videos that move (GIF) and videos laid out frame by frame
+(PNG).
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,21 @@ def loss_curve(losses: Sequence[float], path: Path) -> Path:
     window = max(1, min(50, len(losses) // 4))
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.semilogy(np.arange(1, len(losses) + 1), losses, color="tab:blue", alpha=0.25, lw=0.8, label="each step")
+    axes.semilogy(
+        np.arange(1, len(losses) + 1),
+        losses,
+        color="tab:blue",
+        alpha=0.25,
+        lw=0.8,
+        label="each step",
+    )
     label = f"average of {window}"
     axes.semilogy(np.arange(window, len(losses) + 1), smooth, color="tab:blue", lw=1.6, label=label)
-    axes.set(xlabel="step", ylabel="flow-matching loss", title=f"loss after {len(losses)} steps: {smooth[-1]:.4f}")
+    axes.set(
+        xlabel="step",
+        ylabel="flow-matching loss",
+        title=f"loss after {len(losses)} steps: {smooth[-1]:.4f}",
+    )
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -62,10 +75,16 @@ def contact_sheet(
     return path
 
 
-def moving(videos: Videos, prompts: Sequence[str], path: Path, marked: Collection[str] = (), scale: int = 8) -> Path:
-    """Write a GIF in which all videos move at once, each below its prompt; `contact_sheet` names the arguments."""
+def moving(
+    videos: Videos, prompts: Sequence[str], path: Path, marked: Collection[str] = (), scale: int = 8
+) -> Path:
+    """Write a GIF in which all videos move at once, each below its prompt; `contact_sheet` names
+    the arguments.
+    """
     framed = np.stack([np.stack(list(_framed(video, scale))) for video in videos])
-    sheets = [_sheet(framed[:, frame], prompts, marked).quantize(64) for frame in range(framed.shape[1])]
+    sheets = [
+        _sheet(framed[:, frame], prompts, marked).quantize(64) for frame in range(framed.shape[1])
+    ]
     # The last frame stays a little longer, so that the jump back to the first is seen as one.
     durations = [200] * (len(sheets) - 1) + [600]
     sheets[0].save(path, save_all=True, append_images=sheets[1:], duration=durations, loop=0)
@@ -79,7 +98,9 @@ def _framed(video: Float[np.ndarray, "F H W"], scale: int) -> Iterable[UInt8[np.
         yield np.pad(np.stack([grey] * 3, -1), ((1, 1), (1, 1), (0, 0)), constant_values=LINE[0])
 
 
-def _sheet(cells: UInt8[np.ndarray, "n h w 3"], prompts: Sequence[str], marked: Collection[str]) -> Image.Image:
+def _sheet(
+    cells: UInt8[np.ndarray, "n h w 3"], prompts: Sequence[str], marked: Collection[str]
+) -> Image.Image:
     """Lay cells out in rows, each below its label."""
     count, high, wide, _ = cells.shape
     columns = 4 if count % 4 == 0 else min(count, 5)
@@ -87,7 +108,9 @@ def _sheet(cells: UInt8[np.ndarray, "n h w 3"], prompts: Sequence[str], marked: 
     font = ImageFont.load_default(size=TEXT)
     wide = max(wide, *(math.ceil(font.getlength(label)) for label in labels)) + MARGIN
     high += TEXT + 4 + MARGIN
-    sheet = Image.new("RGB", (columns * wide + MARGIN, math.ceil(count / columns) * high + MARGIN), PAPER)
+    sheet = Image.new(
+        "RGB", (columns * wide + MARGIN, math.ceil(count / columns) * high + MARGIN), PAPER
+    )
     draw = ImageDraw.Draw(sheet)
     for i, (cell, label) in enumerate(zip(cells, labels, strict=True)):
         x, y = MARGIN + (i % columns) * wide, MARGIN + (i // columns) * high

@@ -47,7 +47,9 @@ class ModelSettings(Section):
         """Refuse odd sizes of what comes in pairs."""
         for key in ("dim_head", "time_dim"):
             if values[key] % 2:
-                yield ConfigError(key, values[key], "it holds pairs, so it is even", f"use {values[key] + 1}")
+                yield ConfigError(
+                    key, values[key], "it holds pairs, so it is even", f"use {values[key] + 1}"
+                )
 
 
 class DataSettings(Section):
@@ -80,12 +82,16 @@ class DataSettings(Section):
         room = canvas - words.SIDE
         if frames - 1 > room:
             rule = f"a digit of {words.SIDE} pixels moves {frames - 1} more on a canvas of {canvas}"
-            yield ConfigError("frames", frames, rule, f"use at most {room + 1} frames, or a larger canvas")
+            yield ConfigError(
+                "frames", frames, rule, f"use at most {room + 1} frames, or a larger canvas"
+            )
         if spread > room // 2:
             rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
             yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")
         for prompt in sorted(set(values["held_out"]) - set(words.all_prompts())):
-            yield ConfigError("held_out", repr(prompt), "it is one of the forty prompts", words.suggest(prompt))
+            yield ConfigError(
+                "held_out", repr(prompt), "it is one of the forty prompts", words.suggest(prompt)
+            )
 
 
 class TrainingSettings(Section):
@@ -114,7 +120,8 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of parameters, order of videos, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again."""
+    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again.
+    """
     output_dir: str = "out/wan_tiny"
     """Where checkpoints, pictures and figures go."""
 
@@ -137,7 +144,9 @@ class SamplingSettings(Section):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and `sampling`."""
+    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
+    `sampling`.
+    """
 
     model: ModelSettings = ModelSettings()
     """Sizes of the transformer."""
@@ -156,7 +165,9 @@ class Settings(ma.AttentionConfig):
     @property
     def grid(self) -> tuple[int, int, int]:
         """Patches along frames, height and width."""
-        f, h, w = (size // patch for size, patch in zip(self.video_shape, self.model.patch, strict=False))
+        f, h, w = (
+            size // patch for size, patch in zip(self.video_shape, self.model.patch, strict=False)
+        )
         return f, h, w
 
     @classmethod
@@ -164,7 +175,9 @@ class Settings(ma.AttentionConfig):
         """Refuse patches that do not tile the video, on top of attention's own rules."""
         yield from super().contradictions(values)
         data, patch = values["data"], values["model"].patch
-        for size, side, what in zip((data.frames, data.canvas, data.canvas), patch, PATCH_SIDES, strict=True):
+        for size, side, what in zip(
+            (data.frames, data.canvas, data.canvas), patch, PATCH_SIDES, strict=True
+        ):
             if size % side:
                 rule = f"patches tile the video: {what} of the patch divides {size}"
                 divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)

@@ -70,9 +70,13 @@ class DemoTask:
         said = self.settings.training
         kept = {key: getattr(said, key) for key in SAME}
         return TrainingSettings(
-            **kept, learning_rate_schedule="cosine", adam_b2=0.99, condition_dropout=said.prompt_dropout,
-            tensorboard=False, export=False,
-        )  # fmt: skip
+            **kept,
+            learning_rate_schedule="cosine",
+            adam_b2=0.99,
+            condition_dropout=said.prompt_dropout,
+            tensorboard=False,
+            export=False,
+        )
 
     def source(self) -> Digits:
         """Open the digits."""
@@ -105,7 +109,10 @@ class DemoTask:
         video = jax.ShapeDtypeStruct((batch, self.tokens(shapes), *heads), jnp.float32)
         words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
         mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-        calls = {"self": ma.Call.of(video, video), "cross": ma.Call.of(video, words, mask, role="cross")}
+        calls = {
+            "self": ma.Call.of(video, video),
+            "cross": ma.Call.of(video, words, mask, role="cross"),
+        }
         return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
 
     def tokens(self, shapes: Shapes) -> int:
@@ -118,6 +125,15 @@ class DemoTask:
 
 # Keys that the demo's settings share with every training run's.
 SAME = (
-    "steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "ema_decay", "checkpoint_every",
-    "log_every", "seed", "resume", "output_dir",
-)  # fmt: skip
+    "steps",
+    "batch_size",
+    "learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "ema_decay",
+    "checkpoint_every",
+    "log_every",
+    "seed",
+    "resume",
+    "output_dir",
+)

@@ -1,7 +1,8 @@
 """Words to tokens to vectors: the smallest thing that does what Wan's text encoder does.
 
-A prompt is at most `LENGTH` words out of a closed vocabulary. A shorter one is padded, and the padding is masked;
-the empty prompt, which classifier-free guidance leans against, has nothing to attend to at all.
+A prompt is at most `LENGTH` words out of a closed vocabulary. A shorter one is padded, and the
+padding is masked; the empty prompt, which classifier-free guidance leans against, has nothing to
+attend to at all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def encode(prompts: Sequence[str]) -> Int[np.ndarray, "B S"]:
 def _id_of(word: str, prompt: str) -> int:
     if word == VOCABULARY[PAD] or word not in _IDS:
         hint = did_you_mean(word, VOCABULARY[1:]) or f"use the words {', '.join(VOCABULARY[1:])}"
-        raise InputError("prompt", repr(prompt), f"every word is in the vocabulary, and '{word}' is not", hint)
+        raise InputError(
+            "prompt", repr(prompt), f"every word is in the vocabulary, and '{word}' is not", hint
+        )
     return _IDS[word]
 
 
@@ -58,7 +61,8 @@ def drop(tokens: Int[Array, "B S"], rate: float, key: Array) -> Int[Array, "B S"
 
 
 class TextEncoder(nnx.Module):
-    """Look each word up in a table, then two layers with a tanh gelu between, as Wan projects its text.
+    """Look each word up in a table, then two layers with a tanh gelu between, as Wan projects its
+    text.
 
     Args:
         dim: width of the vectors.

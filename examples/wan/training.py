@@ -10,8 +10,11 @@ from .settings import Settings
 from .task import DemoTask
 
 
-def train(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> tuple[WanTransformer, list[float]]:
-    """Train from the last checkpoint to the last step; return the averaged model and the loss of every step.
+def train(
+    settings: Settings, mesh: jax.sharding.Mesh | None = None
+) -> tuple[WanTransformer, list[float]]:
+    """Train from the last checkpoint to the last step; return the averaged model and the loss of
+    every step.
 
     Args:
         settings: of everything.

@@ -1,4 +1,6 @@
-"""The closed vocabulary of the demo: ten digits, four directions, forty prompts. Plain Python, no arrays."""
+"""The closed vocabulary of the demo: ten digits, four directions, forty prompts. Plain Python, no
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from difflib import get_close_matches
 
 SIDE = 8  # pixels along a side of a digit of scikit-learn's load_digits
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # rows and columns a frame
+STEPS = {
+    "left": (0, -1),
+    "right": (0, 1),
+    "up": (-1, 0),
+    "down": (1, 0),
+}  # rows and columns a frame
 DIRECTIONS = tuple(STEPS)
 VOCABULARY = ("<pad>", "a", "an", "moving", *DIRECTIONS, *DIGITS)
 
@@ -18,7 +25,11 @@ def prompt_of(digit: int, direction: str) -> str:
 
 def all_prompts() -> dict[str, tuple[int, str]]:
     """List the forty prompts, each with its digit and direction."""
-    return {prompt_of(digit, direction): (digit, direction) for digit in range(10) for direction in DIRECTIONS}
+    return {
+        prompt_of(digit, direction): (digit, direction)
+        for digit in range(10)
+        for direction in DIRECTIONS
+    }
 
 
 def suggest(prompt: str) -> str:

@@ -1,1 +1,3 @@
-"""Wan 2.1: the video transformer at its real sizes, with maxattn inside. Text- and image-to-video."""
+"""Wan 2.1: the video transformer at its real sizes, with maxattn inside. Text- and
+image-to-video.
+"""

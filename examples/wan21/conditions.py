@@ -1,4 +1,6 @@
-"""What the video is made of: time, text and, for image-to-video, an image, each as states of the model's width."""
+"""What the video is made of: time, text and, for image-to-video, an image, each as states of the
+model's width.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,25 @@ class Conditions(nnx.Module):
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
         dim = sizes.dim
         self.freq_dim, self.dtype = sizes.freq_dim, how.get("dtype", jnp.float32)
-        # bfloat16 has too few digits for the sinusoids of 1000 times, and TPUs multiply in it unless they are told.
+        # bfloat16 has too few digits for the sinusoids of 1000 times, and TPUs multiply in it
+        # unless they are told.
         exact: dict[str, Any] = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         self.time_embedder = Embedding(sizes.freq_dim, dim, gelu=False, rngs=rngs, **exact)
         self.time_proj = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
         self.text_embedder = Embedding(sizes.text_dim, dim, gelu=True, rngs=rngs, **how)
-        self.image_embedder = nnx.data(None if sizes.image_dim is None else ImageEmbedding(sizes, rngs=rngs, **how))
+        self.image_embedder = nnx.data(
+            None if sizes.image_dim is None else ImageEmbedding(sizes, rngs=rngs, **how)
+        )
 
     def time(self, t: Float[Array, " B"]) -> Time:
         """Embed times, 0 to 1000."""
         e = self.time_embedder(sinusoids(t, self.freq_dim)).astype(self.dtype)
-        return Time(e, rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6).astype(jnp.float32))
+        return Time(
+            e,
+            rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6).astype(
+                jnp.float32
+            ),
+        )
 
     def text(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
         """Embed the states of a text encoder."""
@@ -68,10 +78,14 @@ class ImageEmbedding(nnx.Module):
         self.ff = FeedForward(width, width, sizes.dim, approximate=False, rngs=rngs, **how)
         self.norm2 = norm32(sizes.dim, 1e-5, True, rngs)
         tokens = sizes.pos_embed_seq_len
-        self.pos_embed = nnx.data(None if tokens is None else nnx.Param(jnp.zeros((1, tokens, width))))
+        self.pos_embed = nnx.data(
+            None if tokens is None else nnx.Param(jnp.zeros((1, tokens, width)))
+        )
 
     def __call__(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
-        """Embed the image's states; with learned positions, two images of an example lie one after the other in B."""
+        """Embed the image's states; with learned positions, two images of an example lie one after
+        the other in B.
+        """
         x = states
         if self.pos_embed is not None:
             # [2 B, S, C] -> [B, 2 S, C]

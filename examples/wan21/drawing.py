@@ -1,4 +1,6 @@
-"""What sampling has to know of Wan 2.1: sizes of the video, what the transformer is told, and how it is called."""
+"""What sampling has to know of Wan 2.1: sizes of the video, what the transformer is told, and how
+it is called.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class WanDrawing:
     Args:
         settings: of everything.
         sizes: of the model.
-        folder: the pipeline's; its vae says how many pixels and frames a latent stands for, 8 and 4 without one.
+        folder: the pipeline's; its vae says how many pixels and frames a latent stands for, 8 and 4
+            without one.
     """
 
     settings: Settings
@@ -64,27 +67,51 @@ class WanDrawing:
     def latents(self) -> tuple[int, ...]:
         """[C, F, h, w] of one video."""
         s, (time, rows, columns) = self.settings.sampling, self.scale
-        return (self.sizes.out_channels, (s.frames - 1) // time + 1, s.height // rows, s.width // columns)
+        return (
+            self.sizes.out_channels,
+            (s.frames - 1) // time + 1,
+            s.height // rows,
+            s.width // columns,
+        )
 
     def sampler(self) -> Sampler:
         """Choose the sampler, as the pipeline and the settings say."""
         return self.settings.sampling.sampler_of(str(self.folder))
 
     def wrong_sizes(self) -> Iterable[ConfigError]:
-        """Yield heights, widths and frames that latents or patches do not divide into, and models of two images."""
+        """Yield heights, widths and frames that latents or patches do not divide into, and models
+        of two images.
+        """
         if self.sizes.pos_embed_seq_len is not None:
-            rule, remedy = "a model of first and last frame takes two images, which sampling does not", "give another"
+            rule, remedy = (
+                "a model of first and last frame takes two images, which sampling does not",
+                "give another",
+            )
             yield ConfigError("model.folder", self.folder, rule, remedy)
-        s, (time, *sides), (frames, *patch) = self.settings.sampling, self.scale, self.sizes.patch_size
+        s, (time, *sides), (frames, *patch) = (
+            self.settings.sampling,
+            self.scale,
+            self.sizes.patch_size,
+        )
         for key, side, ratio in zip(("height", "width"), sides, patch, strict=True):
             unit, value = side * ratio, getattr(s, key)
             if value % unit:
                 near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                yield ConfigError(f"sampling.{key}", value, f"a token stands for {unit} pixels of it", near)
+                yield ConfigError(
+                    f"sampling.{key}", value, f"a token stands for {unit} pixels of it", near
+                )
         unit = time * frames
         if (s.frames - 1) % unit:
-            near = f"use {(s.frames - 1) // unit * unit + 1} or {((s.frames - 1) // unit + 1) * unit + 1}"
-            yield ConfigError("sampling.frames", s.frames, f"the first frame, then latents of {unit} frames each", near)
+            near = (
+                f"use {(s.frames - 1) // unit * unit + 1} or"
+                f" {((s.frames - 1) // unit + 1) * unit + 1}"
+            )
+            yield ConfigError(
+                "sampling.frames",
+                s.frames,
+                f"the first frame, then latents of {unit} frames each",
+                near,
+            )
 
     def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
         """Return text, and for image-to-video the image's states and the condition."""
@@ -93,7 +120,10 @@ class WanDrawing:
             found["negative_text"] = ("L", self.sizes.text_dim)
         if self.takes_image:
             found["image"] = ("L", self.sizes.image_dim)
-            found["condition"] = (self.sizes.in_channels - self.sizes.out_channels, *self.latents[1:])
+            found["condition"] = (
+                self.sizes.in_channels - self.sizes.out_channels,
+                *self.latents[1:],
+            )
         return found
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -116,7 +146,12 @@ class WanDrawing:
         """Build the transformer."""
         dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
         return WanTransformer3D(
-            self.sizes, self.settings, mesh, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(kept), rngs=rngs
+            self.sizes,
+            self.settings,
+            mesh,
+            dtype=jnp.dtype(dtype),
+            param_dtype=jnp.dtype(kept),
+            rngs=rngs,
         )
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
@@ -125,7 +160,9 @@ class WanDrawing:
         condition = arrays.get("condition")
         return kv, None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
 
-    def predict(self, model: Any, x: Float[Array, "B F H W C"], t: Float[Array, " B"], told: Any) -> Array:
+    def predict(
+        self, model: Any, x: Float[Array, "B F H W C"], t: Float[Array, " B"], told: Any
+    ) -> Array:
         """Predict the velocity, the condition's channels behind the noise's."""
         kv, condition = told
         x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
@@ -140,4 +177,7 @@ class WanDrawing:
         from generate import media, torch_wan
 
         videos = torch_wan.decode(folder, latents, self.settings.sampling.torch_device)
-        return [media.video(frames, out / f"{i:03}", self.settings.sampling.fps) for i, frames in enumerate(videos)]
+        return [
+            media.video(frames, out / f"{i:03}", self.settings.sampling.fps)
+            for i, frames in enumerate(videos)
+        ]

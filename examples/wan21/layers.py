@@ -22,16 +22,28 @@ class FeedForward(nnx.Module):
     diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
 
     def __init__(
-        self, dim: int, inner: int, out: int | None = None, *, approximate: bool = True, rngs: nnx.Rngs, **how: Any
+        self,
+        dim: int,
+        inner: int,
+        out: int | None = None,
+        *,
+        approximate: bool = True,
+        rngs: nnx.Rngs,
+        **how: Any,
     ) -> None:
         self.approximate = approximate
-        self.up = nnx.Linear(dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how)
-        self.down = nnx.Linear(inner, out or dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how)
+        self.up = nnx.Linear(
+            dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how
+        )
+        self.down = nnx.Linear(
+            inner, out or dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how
+        )
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Run both layers on every token."""
         if x.ndim == 3 and x.shape[0] == 1:
-            # With a batch axis of one, XLA transposes what is kept of `up` for its gradient on a GPU.
+            # With a batch axis of one, XLA transposes what is kept of `up` for its gradient on a
+            # GPU.
             return self(x[0])[None]
         return self.down(nnx.gelu(self.up(x), approximate=self.approximate))
 
@@ -71,13 +83,18 @@ def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm
 
 
 def modulated(
-    x: Float[Array, "B T D"], norm: nnx.LayerNorm, scale: Float[Array, "B 1 D"], shift: Float[Array, "B 1 D"]
+    x: Float[Array, "B T D"],
+    norm: nnx.LayerNorm,
+    scale: Float[Array, "B 1 D"],
+    shift: Float[Array, "B 1 D"],
 ) -> Float[Array, "B T D"]:
     """Compute norm(x) * (1 + scale) + shift in float32; keep the dtype of x."""
     return (norm(x) * (1 + scale) + shift).astype(x.dtype)
 
 
-def gated(x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B 1 D"]) -> Float[Array, "B T D"]:
+def gated(
+    x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B 1 D"]
+) -> Float[Array, "B T D"]:
     """Compute x + gate * y in float32; keep the dtype of x."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
 
@@ -91,7 +108,9 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
         max_period: ratio of the longest period to the shortest.
     """
     half = dim // 2
-    angles = t.astype(jnp.float32)[:, None] * max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = t.astype(jnp.float32)[:, None] * max_period ** (
+        -jnp.arange(half, dtype=jnp.float32) / half
+    )
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 

@@ -1,4 +1,5 @@
-"""Wan 2.1's transformer: a noisy latent video, its time, a text (and an image) in, the velocity out.
+"""Wan 2.1's transformer: a noisy latent video, its time, a text (and an image) in, the velocity
+out.
 
     e = time;  c = text;  x = patches of the latents
     in each block:    (shift1, scale1, gate1, shift2, scale2, gate2) = table + modulation(e)
@@ -7,8 +8,9 @@
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
-The blocks are stacked along an axis and scanned: they compile once, however many there are. Axes: B batch, T tokens,
-S tokens of text or image, D width, L layers; F, H, W, C frames, rows, columns, channels of the latents.
+The blocks are stacked along an axis and scanned: they compile once, however many there are. Axes: B
+batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows, columns,
+channels of the latents.
 
 Source: Wan 2.1, https://arxiv.org/abs/2503.20314; parameter names are those of diffusers.
 """
@@ -37,16 +39,31 @@ Tokens = Float[Array, "B T D"]
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to text and image, and a feed-forward layer, modulated by the time."""
+    """Self-attention, cross-attention to text and image, and a feed-forward layer, modulated by the
+    time.
+    """
 
     def __init__(
-        self, sizes: Sizes, config: ma.AttentionConfig | None, mesh: Any, *, rngs: nnx.Rngs, **how: Any
+        self,
+        sizes: Sizes,
+        config: ma.AttentionConfig | None,
+        mesh: Any,
+        *,
+        rngs: nnx.Rngs,
+        **how: Any,
     ) -> None:
         dim = sizes.dim
         attention: dict[str, Any] = {
-            "heads": sizes.num_attention_heads, "dim_head": sizes.attention_head_dim, "bias": True, "eps": sizes.eps,
-            "qk_norm": "rms_norm_across_heads", "config": config, "mesh": mesh, "rngs": rngs, **how,
-        }  # fmt: skip
+            "heads": sizes.num_attention_heads,
+            "dim_head": sizes.attention_head_dim,
+            "bias": True,
+            "eps": sizes.eps,
+            "qk_norm": "rms_norm_across_heads",
+            "config": config,
+            "mesh": mesh,
+            "rngs": rngs,
+            **how,
+        }
         self.mesh = mesh
         self.norm1 = norm32(dim, sizes.eps, False, rngs)
         self.attn1 = ma.FlaxAttention(dim, **attention)
@@ -56,7 +73,9 @@ class Block(nnx.Module):
         self.ffn = FeedForward(dim, sizes.ffn_dim, rngs=rngs, **how)
         self.scale_shift_table = table(6, dim, rngs)
 
-    def __call__(self, x: Tokens, modulation: Float[Array, "B 6 D"], rotary: ma.Rotary, kv: KV) -> Tokens:
+    def __call__(
+        self, x: Tokens, modulation: Float[Array, "B 6 D"], rotary: ma.Rotary, kv: KV
+    ) -> Tokens:
         """Run the three layers.
 
         Args:
@@ -65,7 +84,9 @@ class Block(nnx.Module):
             rotary: positions of the tokens.
             kv: keys and values of text and image, from `attn2.compute_kv`.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(self.scale_shift_table[...] + modulation, 6, axis=1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(
+            self.scale_shift_table[...] + modulation, 6, axis=1
+        )
         x = gated(x, self.attn1(modulated(x, self.norm1, scale1, shift1), rotary_emb=rotary), gate1)
         x = x + self.attn2(self.norm2(x).astype(x.dtype), kv=kv)
         x = gated(x, self.ffn(modulated(x, self.norm3, scale2, shift2)), gate2)
@@ -77,15 +98,19 @@ class WanTransformer3D(nnx.Module):
 
     Args:
         sizes: `SIZES[...]`, or `Sizes.of_folder(...)`.
-        config: attention's settings; its `remat_policy` governs what a training step keeps of each block.
+        config: attention's settings; its `remat_policy` governs what a training step keeps of each
+            block.
         mesh: devices to compute on; default the one there is.
-        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default float32.
+        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
+            float32.
         param_dtype: of the parameters; norms and modulation tables stay float32. Default float32.
         rngs: source of the initial parameters.
     """
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("blocks",)
-    diffusers_ignored: ClassVar[tuple[str, ...]] = ("norm_added_q",)  # in real files, and read by nobody
+    diffusers_ignored: ClassVar[tuple[str, ...]] = (
+        "norm_added_q",
+    )  # in real files, and read by nobody
 
     def __init__(
         self,
@@ -100,7 +125,13 @@ class WanTransformer3D(nnx.Module):
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.sizes, self.config, self.mesh, self.dtype = sizes, config, mesh, dtype
         self.patch_embedding = nnx.Conv(
-            sizes.in_channels, sizes.dim, sizes.patch_size, sizes.patch_size, padding="VALID", rngs=rngs, **how
+            sizes.in_channels,
+            sizes.dim,
+            sizes.patch_size,
+            sizes.patch_size,
+            padding="VALID",
+            rngs=rngs,
+            **how,
         )
         self.condition_embedder = Conditions(sizes, rngs=rngs, **how)
         keys = jax.random.split(rngs.params(), sizes.num_layers)
@@ -111,12 +142,17 @@ class WanTransformer3D(nnx.Module):
         )
         self.blocks: Block = stacked(keys)
         self.norm_out = norm32(sizes.dim, sizes.eps, False, rngs)
-        numbers = sizes.out_channels * sizes.patch_size[0] * sizes.patch_size[1] * sizes.patch_size[2]
+        numbers = (
+            sizes.out_channels * sizes.patch_size[0] * sizes.patch_size[1] * sizes.patch_size[2]
+        )
         self.proj_out = nnx.Linear(sizes.dim, numbers, rngs=rngs, **how)
         self.scale_shift_table = table(2, sizes.dim, rngs)
 
-    def encode(self, text: Float[Array, "B S C"], image: Float[Array, "B S2 C2"] | None = None) -> KV:
-        """Compute the keys and values of a text (and image) for every block: once, not once a denoising step.
+    def encode(
+        self, text: Float[Array, "B S C"], image: Float[Array, "B S2 C2"] | None = None
+    ) -> KV:
+        """Compute the keys and values of a text (and image) for every block: once, not once a
+        denoising step.
 
         Args:
             text: states of the text encoder, [B, S, text_dim].
@@ -128,7 +164,9 @@ class WanTransformer3D(nnx.Module):
         self._check_image(image)
         c = self.condition_embedder.text(text.astype(self.dtype))
         i = None if image is None else self.condition_embedder.image(image.astype(self.dtype))
-        return nnx.scan(lambda block: block.attn2.compute_kv(c, i), in_axes=0, out_axes=0)(self.blocks)
+        return nnx.scan(lambda block: block.attn2.compute_kv(c, i), in_axes=0, out_axes=0)(
+            self.blocks
+        )
 
     def __call__(
         self,
@@ -149,7 +187,10 @@ class WanTransformer3D(nnx.Module):
         if (text is None) == (kv is None):
             said = "None, and no kv" if text is None else "given, and kv too"
             raise InputError(
-                "text", said, "the model takes exactly one of text and kv", "pass text, or kv=encode(text)"
+                "text",
+                said,
+                "the model takes exactly one of text and kv",
+                "pass text, or kv=encode(text)",
             )
         grid = self._grid(latents)
         kv = self.encode(text, image) if text is not None else kv
@@ -160,12 +201,15 @@ class WanTransformer3D(nnx.Module):
         run = ma.remat(Block.__call__, self.config)
         step = nnx.scan(
             lambda x, block, kv: run(block, x, time.modulation, rotary, kv),
-            in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry,
-        )  # fmt: skip
+            in_axes=(nnx.Carry, 0, 0),
+            out_axes=nnx.Carry,
+        )
         return self._head(step(x, self.blocks, kv), time.embedding, grid)
 
     def _head(self, x: Tokens, e: Float[Array, "B D"], grid: tuple[int, int, int]) -> Latents:
-        shift, scale = jnp.split(self.scale_shift_table[...] + e.astype(jnp.float32)[:, None], 2, axis=1)
+        shift, scale = jnp.split(
+            self.scale_shift_table[...] + e.astype(jnp.float32)[:, None], 2, axis=1
+        )
         x = self.proj_out(modulated(x, self.norm_out, scale, shift))
         places = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
         return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **places)
@@ -174,12 +218,21 @@ class WanTransformer3D(nnx.Module):
         """Count the tokens along frames, rows and columns."""
         _, *sides, channels = latents.shape
         if channels != self.sizes.in_channels:
-            rule = f"the model takes {self.sizes.in_channels} channels, in the last axis of [B, F, H, W, C]"
-            raise InputError("latents", f"shape {tuple(latents.shape)}", rule, "move the channels to the end")
+            rule = (
+                f"the model takes {self.sizes.in_channels} channels, in the last axis of [B, F, H,"
+                " W, C]"
+            )
+            raise InputError(
+                "latents", f"shape {tuple(latents.shape)}", rule, "move the channels to the end"
+            )
         if any(side % patch for side, patch in zip(sides, self.sizes.patch_size, strict=True)):
             rule = f"frames, rows and columns divide by the patch {self.sizes.patch_size}"
-            raise InputError("latents", f"shape {tuple(latents.shape)}", rule, "crop or pad the video")
-        frames, rows, columns = (side // patch for side, patch in zip(sides, self.sizes.patch_size, strict=True))
+            raise InputError(
+                "latents", f"shape {tuple(latents.shape)}", rule, "crop or pad the video"
+            )
+        frames, rows, columns = (
+            side // patch for side, patch in zip(sides, self.sizes.patch_size, strict=True)
+        )
         return frames, rows, columns
 
     def _check_image(self, image: Any) -> None:
@@ -187,7 +240,12 @@ class WanTransformer3D(nnx.Module):
             said = "None" if image is None else f"shape {tuple(image.shape)}"
             kind = "text-to-video" if self.sizes.image_dim is None else "image-to-video"
             rule = f"this is a model for {kind} (image_dim={self.sizes.image_dim})"
-            raise InputError("image", said, rule, "pass no image" if image is not None else "pass the image's states")
+            raise InputError(
+                "image",
+                said,
+                rule,
+                "pass no image" if image is not None else "pass the image's states",
+            )
 
 
 def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:

@@ -16,13 +16,19 @@ from .sizes import Sizes
 
 def tokens(sizes: Sizes, latents: tuple[int, ...]) -> int:
     """Count the patches of a video's latents, [C, F, h, w]."""
-    return math.prod(side // patch for side, patch in zip(latents[1:], sizes.patch_size, strict=True))
+    return math.prod(
+        side // patch for side, patch in zip(latents[1:], sizes.patch_size, strict=True)
+    )
 
 
 def plans(
-    settings: Settings, sizes: Sizes, batch: int, latents: tuple[int, ...], lengths: Mapping[str, int],
+    settings: Settings,
+    sizes: Sizes,
+    batch: int,
+    latents: tuple[int, ...],
+    lengths: Mapping[str, int],
     mesh: jax.sharding.Mesh | None,
-) -> dict[str, ma.Plan]:  # fmt: skip
+) -> dict[str, ma.Plan]:
     """Plan self- and cross-attention, the image's too.
 
     Args:
@@ -33,13 +39,19 @@ def plans(
         lengths: tokens of "text", and of "image" where there is one.
         mesh: that it runs on.
     """
-    heads, dtype = (sizes.num_attention_heads, sizes.attention_head_dim), jnp.dtype(settings.model.dtype)
+    heads, dtype = (
+        (sizes.num_attention_heads, sizes.attention_head_dim),
+        jnp.dtype(settings.model.dtype),
+    )
 
     def states(length: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, length, *heads), dtype)
 
     video = states(tokens(sizes, latents))
-    calls = {"self": ma.Call.of(video, video), "cross": ma.Call.of(video, states(lengths["text"]), role="cross")}
+    calls = {
+        "self": ma.Call.of(video, video),
+        "cross": ma.Call.of(video, states(lengths["text"]), role="cross"),
+    }
     if "image" in lengths:
         calls["image"] = ma.Call.of(video, states(lengths["image"]), role="cross")
     return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}

@@ -1,4 +1,5 @@
-"""The settings of Wan 2.1: those of attention, and the sections `model`, `data`, `training` and `sampling`.
+"""The settings of Wan 2.1: those of attention, and the sections `model`, `data`, `training` and
+`sampling`.
 
 The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
 """
@@ -30,7 +31,9 @@ class ModelSettings(Section):
     sizes: Name | None = None
     """Known sizes; null takes those of the folder."""
     folder: str | None = None
-    """A folder in diffusers' format, a pipeline's or its transformer: sizes and weights. Null: random weights."""
+    """A folder in diffusers' format, a pipeline's or its transformer: sizes and weights. Null:
+    random weights.
+    """
     dtype: Dtype = "bfloat16"
     """Of the computation; norms, modulation and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
@@ -39,7 +42,9 @@ class ModelSettings(Section):
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     num_attention_heads: Count | None = None
-    """This and the rest change one of the named sizes, for a model of one's own, trained from nothing."""
+    """This and the rest change one of the named sizes, for a model of one's own, trained from
+    nothing.
+    """
     attention_head_dim: Annotated[int, Ge(6)] | None = None
     num_layers: Count | None = None
     ffn_dim: Count | None = None
@@ -58,7 +63,9 @@ class ModelSettings(Section):
     @property
     def asked(self) -> Sizes | None:
         """The sizes that are named here; None where only the folder says them."""
-        return None if self.sizes is None else Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
+        return (
+            None if self.sizes is None else Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
+        )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
@@ -66,9 +73,16 @@ class ModelSettings(Section):
         changed = {key: values[key] for key in OWN if values[key] is not None}
         if values["sizes"] is None and values["folder"] is None:
             rule = "a name or a folder says how large the model is"
-            yield ConfigError("sizes", "null", rule, f"write one of {', '.join(SIZES)}, or give model.folder")
+            yield ConfigError(
+                "sizes", "null", rule, f"write one of {', '.join(SIZES)}, or give model.folder"
+            )
         for key, value in changed.items() if values["sizes"] is None else ():
-            yield ConfigError(key, value, "it changes a named size, and sizes is null", "name the sizes, or remove it")
+            yield ConfigError(
+                key,
+                value,
+                "it changes a named size, and sizes is null",
+                "name the sizes, or remove it",
+            )
 
 
 OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
@@ -91,9 +105,13 @@ class SamplingSettings(Drawing):
     """Hold how videos are drawn."""
 
     sampler: Literal["unipc", "flow_euler"] | None = None
-    """UniPC, or Euler steps along the flow; null: what the folder's scheduler_config.json says, UniPC without one."""
+    """UniPC, or Euler steps along the flow; null: what the folder's scheduler_config.json says,
+    UniPC without one.
+    """
     timestep_shift: Positive | None = None
-    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p; null: what the folder says, 3 without one."""
+    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p; null: what the folder says, 3
+    without one.
+    """
     height: Count = 480
     """Rows of pixels."""
     width: Count = 832
@@ -103,10 +121,14 @@ class SamplingSettings(Drawing):
     fps: Count = 16
     """Frames a second, in the file."""
     text_tokens: Count = 512
-    """Tokens of a prompt; a shorter one is filled up with zeros, which the model has learned to see."""
+    """Tokens of a prompt; a shorter one is filled up with zeros, which the model has learned to
+    see.
+    """
 
     def schedule(self, folder: str | None) -> Schedule:
-        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these settings say."""
+        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these
+        settings say.
+        """
         return self.sampler_of(folder).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None) -> Sampler:
@@ -115,7 +137,9 @@ class SamplingSettings(Drawing):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and `sampling`."""
+    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
+    `sampling`.
+    """
 
     model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
     """The transformer."""

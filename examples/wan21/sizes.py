@@ -1,4 +1,6 @@
-"""Sizes of Wan 2.1's transformers, by name or from the `config.json` of a folder in diffusers' format."""
+"""Sizes of Wan 2.1's transformers, by name or from the `config.json` of a folder in diffusers'
+format.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ class Sizes:
         num_attention_heads, attention_head_dim: N and H; the width D is their product.
         num_layers: blocks.
         ffn_dim: width inside the feed-forward layer.
-        in_channels, out_channels: of the latent video; image-to-video models take more in than they give out.
+        in_channels, out_channels: of the latent video; image-to-video models take more in than they
+            give out.
         patch_size: frames, rows and columns of latents in a token.
         text_dim: width of the text encoder's states.
         freq_dim: sinusoids of the time.
         image_dim: width of the image encoder's states; None for text-to-video.
         added_kv_proj_dim: width of the image's states in cross-attention; None for text-to-video.
-        pos_embed_seq_len: tokens of two images with learned positions (first and last frame); None without.
+        pos_embed_seq_len: tokens of two images with learned positions (first and last frame); None
+            without.
         rope_theta: base of RoPE's frequencies.
         eps: of every norm.
     """
@@ -53,9 +57,17 @@ class Sizes:
 
     def config(self) -> dict[str, Any]:
         """Return what diffusers keeps in `config.json` beside the weights."""
-        kind = {"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
+        kind = {
+            "_class_name": "WanTransformer3DModel",
+            "qk_norm": "rms_norm_across_heads",
+            "cross_attn_norm": True,
+        }
         own = vars(self) | {"patch_size": list(self.patch_size)}
-        return kind | {key: value for key, value in own.items() if key != "rope_theta"} | {"rope_max_seq_len": 1024}
+        return (
+            kind
+            | {key: value for key, value in own.items() if key != "rope_theta"}
+            | {"rope_max_seq_len": 1024}
+        )
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
@@ -70,17 +82,25 @@ class Sizes:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise WeightsError(
-                "config.json", str(path), "it says the sizes, and is not there", "give the transformer's folder"
+                "config.json",
+                str(path),
+                "it says the sizes, and is not there",
+                "give the transformer's folder",
             )
         said: dict[str, Any] = json.loads(path.read_text())
         if said.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
             rule = "the folder holds a WanTransformer3DModel"
             raise WeightsError(
-                "_class_name", said["_class_name"], rule, "give the folder `transformer` of a Wan pipeline"
+                "_class_name",
+                said["_class_name"],
+                rule,
+                "give the folder `transformer` of a Wan pipeline",
             )
         for key, only in (("qk_norm", "rms_norm_across_heads"), ("cross_attn_norm", True)):
             if said.get(key, only) != only:
-                raise WeightsError(key, said[key], f"every Wan 2.1 model has {only}", "give the weights of one")
+                raise WeightsError(
+                    key, said[key], f"every Wan 2.1 model has {only}", "give the weights of one"
+                )
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in said.items() if key in known}
         return cls(**values | {"patch_size": tuple(said.get("patch_size", cls.patch_size))})
@@ -90,6 +110,11 @@ SIZES = {
     "wan-2.1-t2v-1.3b": Sizes(),
     "wan-2.1-t2v-14b": Sizes(num_attention_heads=40, num_layers=40, ffn_dim=13824),
     "wan-2.1-i2v-14b": Sizes(
-        num_attention_heads=40, num_layers=40, ffn_dim=13824, in_channels=36, image_dim=1280, added_kv_proj_dim=5120
+        num_attention_heads=40,
+        num_layers=40,
+        ffn_dim=13824,
+        in_channels=36,
+        image_dim=1280,
+        added_kv_proj_dim=5120,
     ),
 }

@@ -1,4 +1,6 @@
-"""What there is to learn for Wan 2.1: velocities of noisy latents, from a text and, for image-to-video, an image."""
+"""What there is to learn for Wan 2.1: velocities of noisy latents, from a text and, for
+image-to-video, an image.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class WanTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> WanTask:
-        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it raises."""
+        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it
+        raises.
+        """
         return cls(settings, sizes_of(settings.model))
 
     @property
@@ -87,7 +91,13 @@ class WanTask(LatentTask):
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
         text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
-        return {"mixed": drawn.mixed, "times": drawn.times, "velocity": drawn.velocity, "text": text, **more}
+        return {
+            "mixed": drawn.mixed,
+            "times": drawn.times,
+            "velocity": drawn.velocity,
+            "text": text,
+            **more,
+        }
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
         """Return the mean square of what the predicted velocity is off."""
@@ -100,7 +110,9 @@ class WanTask(LatentTask):
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
         lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
-        return plans(self.settings, self.sizes, self.examples_at_once, shapes["latents"], lengths, mesh)
+        return plans(
+            self.settings, self.sizes, self.examples_at_once, shapes["latents"], lengths, mesh
+        )
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
@@ -113,7 +125,8 @@ def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
 
 
 def sizes_of(model: ModelSettings) -> Sizes:
-    """Return the sizes of the model: those of its folder, those that are named, or both when they agree.
+    """Return the sizes of the model: those of its folder, those that are named, or both when they
+    agree.
 
     Raises:
         ConfigError: there is no such folder.
@@ -123,7 +136,9 @@ def sizes_of(model: ModelSettings) -> Sizes:
     if model.folder is None:
         return model.asked or Sizes()
     there = Sizes.of_folder(part_of(model.folder, "transformer"))
-    if model.asked is not None and (problems := list(_differences(model.asked, there, model.folder))):
+    if model.asked is not None and (
+        problems := list(_differences(model.asked, there, model.folder))
+    ):
         raise ConfigErrors(problems)
     return there
 
@@ -132,4 +147,9 @@ def _differences(asked: Sizes, there: Sizes, folder: str) -> Iterator[ConfigErro
     for key, value in vars(asked).items():
         if (found := getattr(there, key)) != value:
             rule = f"the model in {folder} has {found}"
-            yield ConfigError(f"model.{key}", value, rule, "name its sizes, or write model.sizes=null to take them")
+            yield ConfigError(
+                f"model.{key}",
+                value,
+                rule,
+                "name its sizes, or write model.sizes=null to take them",
+            )

@@ -1,4 +1,6 @@
-"""Turn the sizes that were asked for into sizes that the kernel can run: the rules, applied until all of them hold."""
+"""Turn the sizes that were asked for into sizes that the kernel can run: the rules, applied until
+all of them hold.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
-DEFAULT = 512  # tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256
+DEFAULT = (
+    512  # tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256
+)
 LONGEST_COMMON = 4096  # a common multiple of two asked sizes beyond this is no block
-ROUNDS = 100  # far more than any request needs; a rule that undoes another would show as a request left illegal
+# far more than any request needs; a rule that undoes another would show as a request left illegal
+ROUNDS = 100
 
 
 def adjust(
@@ -24,8 +29,9 @@ def adjust(
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
     """Return sizes that the kernel compiles with, and each change that this took.
 
-    A legal request is never changed. Keys that were not set are filled in, which is no change: 512, or what the
-    sizes that were set ask for. In inference the backward sizes are dropped, which is no change either.
+    A legal request is never changed. Keys that were not set are filled in, which is no change: 512,
+    or what the sizes that were set ask for. In inference the backward sizes are dropped, which is
+    no change either.
 
     Args:
         asked: the config's sizes; any positive ints.
@@ -48,15 +54,24 @@ def adjust(
     return sizes, tuple(_changes(asked, sizes, reasons, facts))
 
 
-DIVIDING = frozenset({"BlockSlidingWindow", "BlockCausal", "VideoMask"})  # masks whose test divides positions
+DIVIDING = frozenset(
+    {"BlockSlidingWindow", "BlockCausal", "VideoMask"}
+)  # masks whose test divides positions
 
 
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
     """Gather what the rules look at."""
     return Facts(
-        call.q_len, call.kv_len, call.head_dim, ITEMSIZE[call.dtype], call.role == "cross", kernel, training,
-        chip_of(target), not DIVIDING.isdisjoint(call.mask.names()),
-    )  # fmt: skip
+        call.q_len,
+        call.kv_len,
+        call.head_dim,
+        ITEMSIZE[call.dtype],
+        call.role == "cross",
+        kernel,
+        training,
+        chip_of(target),
+        not DIVIDING.isdisjoint(call.mask.names()),
+    )
 
 
 def is_legal(sizes: BlockSizes, facts: Facts) -> bool:
@@ -74,7 +89,11 @@ def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict, str] | None:
 def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
     """Fill in the keys that were not set, from those that were."""
     q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
-    kv = asked.block_kv or _common(asked.block_kv_dkv, asked.block_kv_dq) or min(DEFAULT, facts.kv_most)
+    kv = (
+        asked.block_kv
+        or _common(asked.block_kv_dkv, asked.block_kv_dq)
+        or min(DEFAULT, facts.kv_most)
+    )
     if asked.block_kv is None and asked.block_kv_compute:
         kv = round_up(kv, asked.block_kv_compute)
     compute = asked.block_kv_compute or min(kv, DEFAULT if kv % DEFAULT == 0 else kv)
@@ -83,29 +102,43 @@ def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
     q_dkv = asked.block_q_dkv or q
     kv_dkv_compute = asked.block_kv_dkv_compute or (compute if kv_dkv % compute == 0 else kv_dkv)
     return BlockSizes(
-        q, kv, compute, q_dkv, kv_dkv, kv_dkv_compute,
-        asked.block_q_dq or (None if fused else q), asked.block_kv_dq or (None if fused else kv),
+        q,
+        kv,
+        compute,
+        q_dkv,
+        kv_dkv,
+        kv_dkv_compute,
+        asked.block_q_dq or (None if fused else q),
+        asked.block_kv_dq or (None if fused else kv),
         fused if asked.use_fused_bwd_kernel is None else asked.use_fused_bwd_kernel,
-    )  # fmt: skip
+    )
 
 
 def _common(a: int | None, b: int | None) -> int | None:
-    """Return a size that both asked sizes divide, or the longer where that would be no block any more."""
+    """Return a size that both asked sizes divide, or the longer where that would be no block any
+    more.
+    """
     if a is None or b is None:
         return a or b
     return both if (both := lcm(a, b)) <= max(LONGEST_COMMON, a, b) else max(a, b)
 
 
-def _changes(asked: FlashBlockSizes, used: BlockSizes, reasons: dict[str, list[str]], facts: Facts) -> Iterable[Change]:
+def _changes(
+    asked: FlashBlockSizes, used: BlockSizes, reasons: dict[str, list[str]], facts: Facts
+) -> Iterable[Change]:
     for f in fields(used):
         before, after = getattr(asked, f.name), getattr(used, f.name)
-        dropped = after is None and not facts.training  # a size of the backward, which inference does not read
+        dropped = (
+            after is None and not facts.training
+        )  # a size of the backward, which inference does not read
         if before is not None and before != after and not dropped:
             yield Change(f.name, before, after, "; ".join(reasons.get(f.name, [])))
 
 
 def log_lines(role: Role, changes: Iterable[Change]) -> str:
-    """Write the changes as one log record: a line each, the reason where it differs from the line before."""
+    """Write the changes as one log record: a line each, the reason where it differs from the line
+    before.
+    """
     lines, last = [f"Modified block sizes for {role}-attention:"], ""
     for change in changes:
         lines.append(f"  {change}" + (f" ({change.reason})" if change.reason != last else ""))

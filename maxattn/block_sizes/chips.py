@@ -17,8 +17,8 @@ class Chip(NamedTuple):
     Args:
         name: jax's name of the device kind.
         limit: bytes of VMEM that the compiler gives one kernel unless told otherwise.
-        family: whose constants of `vmem` it follows: the compiler keeps more of the scores in registers on v5e,
-            v6e and v7x than on v4 and v5p.
+        family: whose constants of `vmem` it follows: the compiler keeps more of the scores in
+            registers on v5e, v6e and v7x than on v4 and v5p.
     """
 
     name: str
@@ -41,9 +41,11 @@ LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 def chip_of(target: Target) -> Chip | None:
-    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is no TPU.
+    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is
+    no TPU.
 
-    Its limit is the compiler's own, or what LIBTPU_INIT_ARGS sets instead (`--xla_tpu_scoped_vmem_limit_kib`).
+    Its limit is the compiler's own, or what LIBTPU_INIT_ARGS sets instead
+    (`--xla_tpu_scoped_vmem_limit_kib`).
     """
     if target.platform != "tpu":
         return None

@@ -17,19 +17,29 @@ PADDING_WEIGHT = 8.0  # a size that pads 10% more costs as much as one that is h
 def forward(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
     """Return the forward sizes that fit, where the given ones do not."""
     now = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
-    return _changed(sizes, FORWARD, _shrunk(now, "forward", facts, range(LANES, now[1] + 1, LANES), None))
+    return _changed(
+        sizes, FORWARD, _shrunk(now, "forward", facts, range(LANES, now[1] + 1, LANES), None)
+    )
 
 
 def dkv(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
-    """Return the sizes of the backward of K and V that fit; block_q shrinks with block_q_dkv when fused."""
+    """Return the sizes of the backward of K and V that fit; block_q shrinks with block_q_dkv when
+    fused.
+    """
     now = sizes.part(DKV)
     if now is None:
         return {}
     fused = bool(sizes.use_fused_bwd_kernel)
     q_choices = None if fused else divisors(sizes.block_q, facts.q_step)
-    best = _shrunk(now, "fused" if fused else "dkv", facts, divisors(sizes.block_kv, LANES), q_choices)
+    best = _shrunk(
+        now, "fused" if fused else "dkv", facts, divisors(sizes.block_kv, LANES), q_choices
+    )
     changed = _changed(sizes, DKV, best)
-    return {**changed, "block_q": changed["block_q_dkv"]} if fused and "block_q_dkv" in changed else changed
+    return (
+        {**changed, "block_q": changed["block_q_dkv"]}
+        if fused and "block_q_dkv" in changed
+        else changed
+    )
 
 
 def dq(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
@@ -47,9 +57,14 @@ def _changed(sizes: BlockSizes, keys: tuple[str, ...], values: Iterable[int]) ->
 
 
 def _shrunk(
-    now: tuple[int, ...], part: Part, facts: Facts, kv_choices: Iterable[int], q_choices: list[int] | None
+    now: tuple[int, ...],
+    part: Part,
+    facts: Facts,
+    kv_choices: Iterable[int],
+    q_choices: list[int] | None,
 ) -> Tiles:
-    """Return the cheapest tiles that fit: the sizes as they are where they do, the smallest where none do.
+    """Return the cheapest tiles that fit: the sizes as they are where they do, the smallest where
+    none do.
 
     Args:
         now: q, kv, kv_compute.
@@ -79,11 +94,17 @@ def _candidates(
 
 def _longest(asked: int, most: int, choices: list[int] | None, step: int) -> int:
     most = min(asked, most)
-    return most // step * step if choices is None else max((q for q in choices if q <= most), default=0)
+    return (
+        most // step * step
+        if choices is None
+        else max((q for q in choices if q <= most), default=0)
+    )
 
 
 def _cost(now: Tiles, new: Tiles, facts: Facts) -> tuple[float, int]:
-    """Measure a change: halvings of the three sizes, and what the new ones pad more; ties keep the longer Q."""
+    """Measure a change: halvings of the three sizes, and what the new ones pad more; ties keep the
+    longer Q.
+    """
     halvings = sum(log2(a / b) for a, b in zip(now, new, strict=True))
     lengths = (facts.q_len, now[0], new[0]), (facts.kv_len, now[1], new[1])
     pads = sum(max(0.0, padding(n, b).share - padding(n, a).share) for n, a, b in lengths)

@@ -1,4 +1,5 @@
-"""The page that says what is adjusted, when and why: a flowchart and a list, written from the table of rules.
+"""The page that says what is adjusted, when and why: a flowchart and a list, written from the table
+of rules.
 
 `python -m maxattn.block_sizes.flowchart` prints it; `docs/block_sizes_flowchart.md` is its output.
 """
@@ -16,21 +17,29 @@ from maxattn.target import Target
 
 HEAD = f"""# Block sizes: what is adjusted, when and why
 
-This page is printed from the rules (`python -m maxattn.block_sizes.flowchart`), and a test compares the two.
+This page is printed from the rules (`python -m maxattn.block_sizes.flowchart`), and a test compares
+the two.
 
-A key that is not set is filled in first, from the keys that are set, else with {DEFAULT}: that is no change. Then the
-rules are applied from the top until every one of them holds. A request that they all allow is never changed. What is
-changed is logged once and kept in the plan.
+A key that is not set is filled in first, from the keys that are set, else with {DEFAULT}: that is
+no change. Then the rules are applied from the top until every one of them holds. A request that
+they all allow is never changed. What is changed is logged once and kept in the plan.
 """
 
 
 def page() -> str:
     """Write the page in Markdown."""
-    return "\n".join([HEAD, "```mermaid", *chart_lines(), "```", "", "## The rules", "", *rule_lines()]) + "\n"
+    return (
+        "\n".join(
+            [HEAD, "```mermaid", *chart_lines(), "```", "", "## The rules", "", *rule_lines()]
+        )
+        + "\n"
+    )
 
 
 def chart_lines() -> Iterator[str]:
-    """Write the flowchart: a question for each run of rules that govern the same calls, then what must hold."""
+    """Write the flowchart: a question for each run of rules that govern the same calls, then what
+    must hold.
+    """
     groups = [(when, list(rules)) for when, rules in groupby(RULES, key=lambda rule: rule.when)]
     yield "flowchart TD"
     yield '  start(["sizes as asked, the others filled in"])'
@@ -48,7 +57,9 @@ def chart_lines() -> Iterator[str]:
         before = [f"do{n}", f"is{n} -- no"]
     yield '  changed{"was a size changed?"}'
     yield from (f"  {arrow} --> changed" for arrow in before)
-    yield f"  changed -- yes, apply the rules again --> {'do' if groups[0][0] == 'always' else 'is'}0"
+    yield (
+        f"  changed -- yes, apply the rules again --> {'do' if groups[0][0] == 'always' else 'is'}0"
+    )
     yield '  changed -- no --> run(["the kernels run with these sizes"])'
 
 
@@ -57,8 +68,8 @@ def rule_lines() -> Iterator[str]:
     for number, rule in enumerate(RULES, 1):
         keys = ", ".join(f"`{key}`" for key in rule.keys)
         yield (
-            f"{number}. **{rule.name}** ({rule.when}): {rule.needs}, since {rule.why}. Governs {keys}. "
-            f"Logged as, for example, *{rule.reason(_example(rule))}*."
+            f"{number}. **{rule.name}** ({rule.when}): {rule.needs}, since {rule.why}. Governs"
+            f" {keys}. Logged as, for example, *{rule.reason(_example(rule))}*."
         )
 
 
@@ -67,7 +78,9 @@ def _example(rule: Rule) -> Facts:
     call = Call(1, 4096, 77, 10, 10, 64, "bfloat16", role="cross")
     kernels: tuple[KernelKind, ...] = ("flash", "tokamax_flash")
     v5p = Target.named("TPU v5p")
-    found = (facts_of(call, kernel, v5p, training) for kernel in kernels for training in (True, False))
+    found = (
+        facts_of(call, kernel, v5p, training) for kernel in kernels for training in (True, False)
+    )
     return next(facts for facts in found if rule.applies(facts))
 
 

@@ -36,7 +36,8 @@ def nearest_with_less_padding(
     Args:
         length: real tokens.
         block: the size to better, in tokens.
-        step: what sizes must be a multiple of, in tokens; 128 for KV blocks, and for Q blocks in training.
+        step: what sizes must be a multiple of, in tokens; 128 for KV blocks, and for Q blocks in
+            training.
         most: the longest size to offer; default twice `block`, and one step at least.
         count: how many to offer.
 

@@ -1,6 +1,8 @@
-"""Block sizes that ship, by chip and by model: the largest tiles that every TPU kernel takes and that pad little.
+"""Block sizes that ship, by chip and by model: the largest tiles that every TPU kernel takes and
+that pad little.
 
-`python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in `configs/block_sizes` are its output.
+`python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in
+`configs/block_sizes` are its output.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from maxattn.target import Target
 
 UNSHARDED, SHARDED = 0.01, 0.03  # most padding, as a share of the tokens
 LONGEST, LONGEST_COMPUTE = 2048, 1024  # tokens
-KERNELS: tuple[tuple[KernelKind, bool], ...] = (("flash", False), ("flash", True), ("tokamax_flash", True))
+KERNELS: tuple[tuple[KernelKind, bool], ...] = (
+    ("flash", False),
+    ("flash", True),
+    ("tokamax_flash", True),
+)
 
 
 class Model(NamedTuple):
@@ -33,7 +39,8 @@ class Model(NamedTuple):
         lengths: tokens of self-attention on one device, and the share that may be padded.
         example: batch, tokens and heads of the call in the file's command.
         mesh: the mesh of that call.
-        strategy: the config's `context_parallel`, with the reason behind it; "" leaves it to `auto`.
+        strategy: the config's `context_parallel`, with the reason behind it; "" leaves it to
+            `auto`.
     """
 
     name: str
@@ -50,28 +57,66 @@ def _shards(length: int, *ways: int) -> tuple[tuple[int, float], ...]:
 
 
 MODELS = (
-    Model("wan_480p", "a Wan-shaped model, 81 frames at 832x480: 32,760 tokens, also over context 2, 4 or 8", 128,
-          _shards(32_760, 1, 2, 4, 8), (1, 32_760, 12), "{}"),
-    Model("wan_720p", "a Wan-shaped model, 81 frames at 1280x720: 75,600 tokens, also over context 2 or 4", 128,
-          _shards(75_600, 1, 2, 4), (1, 75_600, 40), "{'context': 4}"),
-    Model("wan_720p_context_8", "a Wan-shaped model, 81 frames at 1280x720, over context 8: 9,450 tokens a device", 128,
-          _shards(75_600, 2, 4, 8), (1, 75_600, 40), "{'context': 8}"),
-    Model("flux", "a Flux-shaped model at 1024x1024: 4,608 tokens, text among them, also over context 2 or 4", 128,
-          _shards(4608, 1, 2, 4), (1, 4608, 24), "{}"),
-    Model("flux_context_8", "a Flux-shaped model at 1024x1024, over context 8: 4,608 tokens of 3 heads a device", 128,
-          _shards(4608, 1, 2, 4), (1, 4608, 24), "{'context': 8}",
-          "ulysses         # shards of 576 tokens are no multiple of 128: a ring pads them by 11%"),
-    Model("sdxl", "an SDXL-shaped UNet at 1024x1024: 4,096 and 1,024 tokens", 64,
-          ((4096, UNSHARDED), (1024, UNSHARDED)), (1, 4096, 10), "{}"),
-)  # fmt: skip
+    Model(
+        "wan_480p",
+        "a Wan-shaped model, 81 frames at 832x480: 32,760 tokens, also over context 2, 4 or 8",
+        128,
+        _shards(32_760, 1, 2, 4, 8),
+        (1, 32_760, 12),
+        "{}",
+    ),
+    Model(
+        "wan_720p",
+        "a Wan-shaped model, 81 frames at 1280x720: 75,600 tokens, also over context 2 or 4",
+        128,
+        _shards(75_600, 1, 2, 4),
+        (1, 75_600, 40),
+        "{'context': 4}",
+    ),
+    Model(
+        "wan_720p_context_8",
+        "a Wan-shaped model, 81 frames at 1280x720, over context 8: 9,450 tokens a device",
+        128,
+        _shards(75_600, 2, 4, 8),
+        (1, 75_600, 40),
+        "{'context': 8}",
+    ),
+    Model(
+        "flux",
+        "a Flux-shaped model at 1024x1024: 4,608 tokens, text among them, also over context 2 or 4",
+        128,
+        _shards(4608, 1, 2, 4),
+        (1, 4608, 24),
+        "{}",
+    ),
+    Model(
+        "flux_context_8",
+        "a Flux-shaped model at 1024x1024, over context 8: 4,608 tokens of 3 heads a device",
+        128,
+        _shards(4608, 1, 2, 4),
+        (1, 4608, 24),
+        "{'context': 8}",
+        "ulysses         # shards of 576 tokens are no multiple of 128: a ring pads them by 11%",
+    ),
+    Model(
+        "sdxl",
+        "an SDXL-shaped UNet at 1024x1024: 4,096 and 1,024 tokens",
+        64,
+        ((4096, UNSHARDED), (1024, UNSHARDED)),
+        (1, 4096, 10),
+        "{}",
+    ),
+)
 
 
 def preset(model: Model, target: Target) -> BlockSizes:
-    """Choose the largest tiles that flash with either backward and tokamax_flash take as they are, in training.
+    """Choose the largest tiles that flash with either backward and tokamax_flash take as they are,
+    in training.
 
-    The blocks are multiples of 128 up to 2,048 tokens and up to the shortest sequence, and pad each of the model's
-    lengths by no more than its share. Fewest steps of the kernel first, then the longer Q block, which reads K and V
-    less often. No time is measured: that is what `maxattn tune` is for.
+    The blocks are multiples of 128 up to 2,048 tokens and up to the shortest sequence, and pad each
+    of the model's lengths by no more than its share. Fewest steps of the kernel first, then the
+    longer Q block, which reads K and V less often. No time is measured: that is what `maxattn tune`
+    is for.
 
     Args:
         model: one of `MODELS`.
@@ -83,7 +128,11 @@ def preset(model: Model, target: Target) -> BlockSizes:
 
 def _candidates(model: Model) -> Iterator[tuple[int, int]]:
     most = min(LONGEST, *(length + LANES - 1 for length, _ in model.lengths))
-    fine = [n for n in range(LANES, most + 1, LANES) if all(padding(t, n).share <= m for t, m in model.lengths)]
+    fine = [
+        n
+        for n in range(LANES, most + 1, LANES)
+        if all(padding(t, n).share <= m for t, m in model.lengths)
+    ]
     yield from ((q, kv) for q in fine for kv in fine)
 
 
@@ -92,17 +141,26 @@ def _taken(q: int, kv: int, model: Model, target: Target) -> BlockSizes | None:
     length, compute = model.lengths[0][0], compute_of(kv)
     call = Call(1, length, length, 1, 1, model.head_dim, "bfloat16")
     sizes = BlockSizes(q, kv, compute, q, kv, compute)
-    asked = {fused: FlashBlockSizes(**sizes.given(), use_fused_bwd_kernel=fused) for fused in (False, True)}
+    asked = {
+        fused: FlashBlockSizes(**sizes.given(), use_fused_bwd_kernel=fused)
+        for fused in (False, True)
+    }
     changes = (adjust(asked[fused], call, kernel, target, True)[1] for kernel, fused in KERNELS)
     return None if any(changes) else sizes
 
 
 def compute_of(kv: int) -> int:
-    """Choose how many keys to compute at once: 512 where that divides the block, else the most up to 1,024."""
-    return DEFAULT if kv % DEFAULT == 0 else max(n for n in divisors(kv, LANES) if n <= LONGEST_COMPUTE)
+    """Choose how many keys to compute at once: 512 where that divides the block, else the most up
+    to 1,024.
+    """
+    return (
+        DEFAULT
+        if kv % DEFAULT == 0
+        else max(n for n in divisors(kv, LANES) if n <= LONGEST_COMPUTE)
+    )
 
 
-# ---- the files -------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 
 
 def files() -> Iterator[tuple[str, str]]:
@@ -119,8 +177,9 @@ def text_of(model: Model, kind: str, name: str) -> str:
     batch, tokens, heads = model.example
     pads = ", ".join(
         f"{length:,}: {100 * padding(length, sizes.block_q).share:.2f}% and "
-        f"{100 * padding(length, sizes.block_kv).share:.2f}%" for length, _ in model.lengths
-    )  # fmt: skip
+        f"{100 * padding(length, sizes.block_kv).share:.2f}%"
+        for length, _ in model.lengths
+    )
     strategy = f"context_parallel: {model.strategy}\n" if model.strategy else ""
     keys = "".join(f"  {key}: {value}\n" for key, value in sizes.given().items())
     call = f"ma.Call({batch}, {tokens}, {tokens}, {heads}, {heads}, {model.head_dim}, 'bfloat16')"
@@ -130,14 +189,16 @@ def text_of(model: Model, kind: str, name: str) -> str:
 #
 # Block sizes for {model.title}; {kind}, bfloat16.
 #
-# Needs    nothing to plan it; to run it, {kind}. Each of flash (either backward) and tokamax_flash takes these sizes.
+# Needs    nothing to plan it; to run it, {kind}. Each of flash (either backward) and
+#          tokamax_flash takes these sizes.
 # Run      python -c "import maxattn as ma; print(ma.plan({planned}).explain())"
 # Pads     Q and KV of {pads}
-# Made by  python -m maxattn.block_sizes.presets configs/block_sizes (the largest tiles that fit; not timed on a {kind})
+# Made by  python -m maxattn.block_sizes.presets configs/block_sizes
+#          (the largest tiles that fit; not timed on a {kind})
 
 attention: flash                   # or tokamax_flash
 {strategy}flash_block_sizes:
-{keys}  use_fused_bwd_kernel: null       # true: one kernel for dQ, dK and dV, where its parts of dQ fit the memory
+{keys}  use_fused_bwd_kernel: null       # true: one kernel for dQ, dK, dV, where dQ fits
 """
 
 
@@ -147,7 +208,11 @@ def table() -> str:
     for kind in CHIPS:
         for model in MODELS:
             sizes = preset(model, Target.named(kind))
-            most = max(padding(n, b).share for n, _ in model.lengths for b in (sizes.block_q, sizes.block_kv))
+            most = max(
+                padding(n, b).share
+                for n, _ in model.lengths
+                for b in (sizes.block_q, sizes.block_kv)
+            )
             name = f"{kind.removeprefix('TPU ')}_{model.name}"
             tiles = f"{sizes.block_q:,} | {sizes.block_kv:,} | {sizes.block_kv_compute:,}"
             rows.append(f"| {name} | {tiles} | {100 * most:.2f}% |")

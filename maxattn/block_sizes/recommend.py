@@ -17,8 +17,8 @@ KIB = 1024
 ELEMENT = 2  # bytes, of bfloat16
 SHORTEST, LONGEST = 256, 2048  # tokens, of the blocks tried for the least padding
 
-# Shared memory that one multiprocessor gives a block of threads, from NVIDIA's CUDA programming guide, compute
-# capabilities 8.0, 9.0 and 10.0.
+# Shared memory that one multiprocessor gives a block of threads, from NVIDIA's CUDA programming
+# guide, compute capabilities 8.0, 9.0 and 10.0.
 SHARED_MEMORY = {
     "NVIDIA A100": 163 * KIB,
     "NVIDIA H100": 227 * KIB,
@@ -55,7 +55,8 @@ def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
     """Compute FlashAttention's blocks: B_c = ceil(M / 4d), B_r = min(B_c, d).
 
     Args:
-        memory: M, elements that fit the on-chip memory of one multiprocessor (not bytes, and not of the whole chip).
+        memory: M, elements that fit the on-chip memory of one multiprocessor (not bytes, and not of
+            the whole chip).
         head_dim: d.
 
     Returns:
@@ -75,7 +76,11 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Row, ...]:
         head_dim: H.
         target: the machine.
     """
-    return (*_tpu_rows(seq, head_dim, target), *_formula_rows(seq, head_dim, target), _table_row(seq, target))
+    return (
+        *_tpu_rows(seq, head_dim, target),
+        *_formula_rows(seq, head_dim, target),
+        _table_row(seq, target),
+    )
 
 
 def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Row]:

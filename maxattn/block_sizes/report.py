@@ -1,4 +1,6 @@
-"""What block sizes pad, and which would pad less, in words: for plans, and as a table to choose from."""
+"""What block sizes pad, and which would pad less, in words: for plans, and as a table to choose
+from.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def padding_text(length: int, block: int, step: int = LANES) -> str:
     better = nearest_with_less_padding(length, block, step)
     if not better:
         return f"{text}; no multiple of {step} up to {max(2 * block, step):,} pads less"
-    return f"{text}; less: " + ", ".join(f"{n:,} ({percent(padding(length, n).share)})" for n in better)
+    return f"{text}; less: " + ", ".join(
+        f"{n:,} ({percent(padding(length, n).share)})" for n in better
+    )
 
 
 def percent(share: float) -> str:
@@ -47,7 +51,11 @@ def padding_notes(local: Call, sizes: BlockSizes | None) -> tuple[str, ...]:
     if sizes is None or local.role == "cross":
         return ()
     lengths = (("block_q", local.q_len, sizes.block_q), ("block_kv", local.kv_len, sizes.block_kv))
-    much = [(key, length, block) for key, length, block in lengths if padding(length, block).share > MUCH]
+    much = [
+        (key, length, block)
+        for key, length, block in lengths
+        if padding(length, block).share > MUCH
+    ]
     return tuple(f"{key}: {padding_text(length, block)}" for key, length, block in much)
 
 

@@ -1,6 +1,8 @@
-"""The rules of block sizes, as data: what must hold, what mends it, and why. Everything else follows from this table.
+"""The rules of block sizes, as data: what must hold, what mends it, and why. Everything else
+follows from this table.
 
-`adjust` applies them from the top until all hold, and the flowchart of the documentation is printed from them.
+`adjust` applies them from the top until all hold, and the flowchart of the documentation is printed
+from them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxattn.block_sizes import fit
-from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, KV_KEYS, LANES, Q_KEYS, BlockSizes, Facts, divisors, round_near
+from maxattn.block_sizes.sizes import (
+    DKV,
+    DQ,
+    FORWARD,
+    KV_KEYS,
+    LANES,
+    Q_KEYS,
+    BlockSizes,
+    Facts,
+    divisors,
+    round_near,
+)
 
 Values = dict[str, Any]  # keys and the values that mend them
 
@@ -98,7 +111,9 @@ def _one_q(sizes: BlockSizes, facts: Facts) -> Values:
 
 
 def _divide(part: str, whole: str) -> Callable[[BlockSizes, Facts], Values]:
-    """Make the mend of `part` divides `whole`: the nearest size that does, the longer of two as near."""
+    """Make the mend of `part` divides `whole`: the nearest size that does, the longer of two as
+    near.
+    """
 
     def mend(sizes: BlockSizes, facts: Facts) -> Values:
         small, large = getattr(sizes, part), getattr(sizes, whole)
@@ -111,53 +126,144 @@ def _divide(part: str, whole: str) -> Callable[[BlockSizes, Facts], Values]:
 
 def _divides(part: str, whole: str, when: str, applies: Callable[[Facts], bool], why: str) -> Rule:
     name = f"{part} divides {whole}"
-    return Rule(name, (part, whole), when, name, why, applies, _divide(part, whole), lambda f: f"must divide {whole}")
-
-
-def _fits(name: str, keys: tuple[str, ...], when: str, applies: Callable[[Facts], bool], mend: Any) -> Rule:
     return Rule(
-        f"{name} fits VMEM", keys, when, f"the {name} kernel's tiles, both buffers and scores, fit the chip's limit",
-        "the compiler gives a kernel a fixed share of VMEM and stops where it needs more", applies, mend,
+        name,
+        (part, whole),
+        when,
+        name,
+        why,
+        applies,
+        _divide(part, whole),
+        lambda f: f"must divide {whole}",
+    )
+
+
+def _fits(
+    name: str, keys: tuple[str, ...], when: str, applies: Callable[[Facts], bool], mend: Any
+) -> Rule:
+    return Rule(
+        f"{name} fits VMEM",
+        keys,
+        when,
+        f"the {name} kernel's tiles, both buffers and scores, fit the chip's limit",
+        "the compiler gives a kernel a fixed share of VMEM and stops where it needs more",
+        applies,
+        mend,
         lambda f: f"{f.chip.limit // 2**20} MiB of VMEM on {f.chip.name}" if f.chip else "",
-    )  # fmt: skip
+    )
 
 
 _LANES_WHY = f"keys lie along the {LANES} lanes of a register when K is transposed for the product"
 _DIVIDES_WHY = "one padded length must be a whole number of both blocks"
 
 RULES: tuple[Rule, ...] = (
-    Rule("forward alone", (*DKV, *DQ, "use_fused_bwd_kernel"), "inference", "the three forward sizes alone are kept",
-         "no backward kernel runs", _inference, _forward_only, lambda f: "no backward in inference"),
-    Rule("fused backward", ("use_fused_bwd_kernel",), "training with tokamax_flash",
-         "use_fused_bwd_kernel is true", "tokamax has no other backward",
-         fused_is_forced, _force_fused, lambda f: "tokamax has the fused backward alone"),
-    Rule("no dq blocks", DQ, "training with the fused backward", "block_q_dq and block_kv_dq are not used",
-         "the fused kernel computes dQ beside dK and dV", _training, _drop_dq,
-         lambda f: "the fused backward computes dQ too"),
-    Rule("Q blocks within the queries", Q_KEYS, "always", "no Q block is longer than the padded queries",
-         "the rest of the block would be padding", _always, _clip_q, lambda f: f"query length {f.q_len}"),
-    Rule("KV blocks within the keys", KV_KEYS, "always", f"no KV block is longer than the keys rounded up to {LANES}",
-         "text keys are fewer than most blocks, and the rest would be padding", _always, _clip_kv,
-         lambda f: f"{'text sequence' if f.cross else 'key'} length {f.kv_len}"),
-    Rule("Q blocks in steps", Q_KEYS, "always", f"Q blocks are multiples of {LANES} in training, of 8 in "
-         "inference", "the backward lays queries, LSE and segment ids along the lanes; "
-         "the forward lays them along the sublanes", _always, _step_q, lambda f: f"must be a multiple of {f.q_step}"),
-    Rule("KV blocks in steps", KV_KEYS, "always", f"KV blocks are multiples of {LANES}", _LANES_WHY, _always, _step_kv,
-         lambda f: f"must be a multiple of {LANES}"),
-    Rule("one Q block", ("block_q", "block_q_dkv"), "training with the fused backward", "block_q_dkv equals block_q",
-         "block_q wins, so that dQ comes back in the tiles that Q was padded to", _training, _one_q,
-         lambda f: "the fused backward needs block_q"),
-    _divides("block_kv_compute", "block_kv", "always", _always, "a fetched tile is computed in equal parts"),
+    Rule(
+        "forward alone",
+        (*DKV, *DQ, "use_fused_bwd_kernel"),
+        "inference",
+        "the three forward sizes alone are kept",
+        "no backward kernel runs",
+        _inference,
+        _forward_only,
+        lambda f: "no backward in inference",
+    ),
+    Rule(
+        "fused backward",
+        ("use_fused_bwd_kernel",),
+        "training with tokamax_flash",
+        "use_fused_bwd_kernel is true",
+        "tokamax has no other backward",
+        fused_is_forced,
+        _force_fused,
+        lambda f: "tokamax has the fused backward alone",
+    ),
+    Rule(
+        "no dq blocks",
+        DQ,
+        "training with the fused backward",
+        "block_q_dq and block_kv_dq are not used",
+        "the fused kernel computes dQ beside dK and dV",
+        _training,
+        _drop_dq,
+        lambda f: "the fused backward computes dQ too",
+    ),
+    Rule(
+        "Q blocks within the queries",
+        Q_KEYS,
+        "always",
+        "no Q block is longer than the padded queries",
+        "the rest of the block would be padding",
+        _always,
+        _clip_q,
+        lambda f: f"query length {f.q_len}",
+    ),
+    Rule(
+        "KV blocks within the keys",
+        KV_KEYS,
+        "always",
+        f"no KV block is longer than the keys rounded up to {LANES}",
+        "text keys are fewer than most blocks, and the rest would be padding",
+        _always,
+        _clip_kv,
+        lambda f: f"{'text sequence' if f.cross else 'key'} length {f.kv_len}",
+    ),
+    Rule(
+        "Q blocks in steps",
+        Q_KEYS,
+        "always",
+        f"Q blocks are multiples of {LANES} in training, of 8 in inference",
+        "the backward lays queries, LSE and segment ids along the lanes; "
+        "the forward lays them along the sublanes",
+        _always,
+        _step_q,
+        lambda f: f"must be a multiple of {f.q_step}",
+    ),
+    Rule(
+        "KV blocks in steps",
+        KV_KEYS,
+        "always",
+        f"KV blocks are multiples of {LANES}",
+        _LANES_WHY,
+        _always,
+        _step_kv,
+        lambda f: f"must be a multiple of {LANES}",
+    ),
+    Rule(
+        "one Q block",
+        ("block_q", "block_q_dkv"),
+        "training with the fused backward",
+        "block_q_dkv equals block_q",
+        "block_q wins, so that dQ comes back in the tiles that Q was padded to",
+        _training,
+        _one_q,
+        lambda f: "the fused backward needs block_q",
+    ),
+    _divides(
+        "block_kv_compute",
+        "block_kv",
+        "always",
+        _always,
+        "a fetched tile is computed in equal parts",
+    ),
     _divides("block_q_dkv", "block_q", "training", _training, _DIVIDES_WHY),
     _divides("block_kv_dkv", "block_kv", "training", _training, _DIVIDES_WHY),
-    _divides("block_kv_dkv_compute", "block_kv_dkv", "training", _training,
-             "a fetched tile is computed in equal parts"),
-    _divides("block_q_dq", "block_q", "training with the separate backward", _training, _DIVIDES_WHY),
-    _divides("block_kv_dq", "block_kv", "training with the separate backward", _training, _DIVIDES_WHY),
+    _divides(
+        "block_kv_dkv_compute",
+        "block_kv_dkv",
+        "training",
+        _training,
+        "a fetched tile is computed in equal parts",
+    ),
+    _divides(
+        "block_q_dq", "block_q", "training with the separate backward", _training, _DIVIDES_WHY
+    ),
+    _divides(
+        "block_kv_dq", "block_kv", "training with the separate backward", _training, _DIVIDES_WHY
+    ),
     _fits("forward", FORWARD, "on a TPU", _always, fit.forward),
     _fits("dkv", DKV, "training on a TPU", _training, fit.dkv),
     _fits("dq", DQ, "training on a TPU with the separate backward", _training, fit.dq),
-)  # fmt: skip
+)
 
 
 def rules_table() -> str:

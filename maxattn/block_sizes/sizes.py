@@ -1,4 +1,6 @@
-"""The values that block sizes are made of: the sizes, a change to one of them, and the facts that the rules look at."""
+"""The values that block sizes are made of: the sizes, a change to one of them, and the facts that
+the rules look at.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Hold the sizes that a kernel runs with, in tokens; a key that the kernel does not read is None.
+    """Hold the sizes that a kernel runs with, in tokens; a key that the kernel does not read is
+    None.
 
     Args:
         block_q, block_kv, block_kv_compute: tiles of the forward kernel.
-        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of K and V (of Q too when fused).
+        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of K and V (of
+            Q too when fused).
         block_q_dq, block_kv_dq: tiles of the separate backward kernel of Q.
-        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None where there is no backward.
+        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None where there is no
+            backward.
     """
 
     block_q: int
@@ -39,7 +44,9 @@ class BlockSizes:
     use_fused_bwd_kernel: bool | None = None
 
     def part(self, keys: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None where it does not run."""
+        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None where it does not
+        run.
+        """
         found = tuple(getattr(self, key) for key in keys)
         return None if None in found else found
 
@@ -51,7 +58,10 @@ class BlockSizes:
         q, kv, compute = self.block_q, self.block_kv, self.block_kv_compute
         text = f"q {q}, kv {kv} by {compute}"
         if (dkv := self.part(DKV)) is not None:
-            text += f"; backward {'fused' if self.use_fused_bwd_kernel else 'dkv'} q {dkv[0]}, kv {dkv[1]} by {dkv[2]}"
+            text += (
+                f"; backward {'fused' if self.use_fused_bwd_kernel else 'dkv'} q {dkv[0]}, kv"
+                f" {dkv[1]} by {dkv[2]}"
+            )
         if (dq := self.part(DQ)) is not None:
             text += f"; dq q {dq[0]}, kv {dq[1]}"
         return text
@@ -118,7 +128,9 @@ def round_up(length: int, step: int) -> int:
 
 
 def round_near(length: int, step: int) -> int:
-    """Return the multiple of `step` nearest to `length`, at least one step; the longer of two as near."""
+    """Return the multiple of `step` nearest to `length`, at least one step; the longer of two as
+    near.
+    """
     return max(step, (length + step // 2) // step * step)
 
 

@@ -1,12 +1,15 @@
-"""How much VMEM one Pallas kernel of splash attention takes, as a formula, and the longest Q block that fits.
+"""How much VMEM one Pallas kernel of splash attention takes, as a formula, and the longest Q block
+that fits.
 
     bytes = windows + spill
-    windows: every operand's and result's tile twice (one is fetched or written while the other is used), scratch once
+    windows: every operand's and result's tile twice (one is fetched or written while the other is
+        used), scratch once
     spill:   what the compiler keeps of the scores and of the operands beside the registers:
              4 bytes * (q * (a * compute + b * kv + c * H) + d * kv * H)
 
-The windows are exact: they follow from the kernels' tiles, a row of 128 lanes at least. The constants a to d are
-fitted from above to what the TPU compiler says a kernel needs (`docs/block_sizes.md`).
+The windows are exact: they follow from the kernels' tiles, a row of 128 lanes at least. The
+constants a to d are fitted from above to what the TPU compiler says a kernel needs
+(`docs/block_sizes.md`).
 """
 
 from __future__ import annotations
@@ -66,18 +69,23 @@ SPILL: dict[tuple[Family, Part, int], Spill] = {
     ("v6e", "dq", 4): Spill(0.0, 1.27, 4.96, 4.05),
 }
 # v7x differs from v6e in float32 alone, in what was measured.
-SPILL |= {("v7x", part, size): spill for (family, part, size), spill in SPILL.items() if family == "v6e"}
+SPILL |= {
+    ("v7x", part, size): spill for (family, part, size), spill in SPILL.items() if family == "v6e"
+}
 SPILL["v7x", "forward", 4] = Spill(0.45, 1.15, 0.0, 1.92)
 SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
-# The share of the fetched scores where all keys are one block: without a loop over blocks, v7x keeps more of them.
+# The share of the fetched scores where all keys are one block: without a loop over blocks, v7x
+# keeps more of them.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
-# What a test of the mask that divides positions adds to the share of the fetched scores, where it was seen to.
+# What a test of the mask that divides positions adds to the share of the fetched scores, where it
+# was seen to.
 DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 
 
-# Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses and the compiler takes
-# (`docs/presets.md`): compiled one by one, with segment ids and a computed mask. A shorter Q block needs less.
+# Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses
+# and the compiler takes (`docs/presets.md`): compiled one by one, with segment ids and a computed
+# mask. A shorter Q block needs less.
 PROVEN_HEAD_DIM = 128
 PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
     ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024), (4608, 1024, 1024)),
@@ -95,7 +103,8 @@ class Cost(NamedTuple):
 
 
 def windows(part: Part, facts: Facts, looped: bool) -> Cost:
-    """Count the tiles of one kernel in bytes per token: operands, segment ids, codes, statistics, results, scratch.
+    """Count the tiles of one kernel in bytes per token: operands, segment ids, codes, statistics,
+    results, scratch.
 
     Args:
         part: the kernel.
@@ -103,15 +112,24 @@ def windows(part: Part, facts: Facts, looped: bool) -> Cost:
         looped: whether the kernel computes its fetched tile in several steps.
     """
     head = round_up(facts.head_dim, LANES)
-    twice, kept = 2 * head * facts.itemsize, FLOAT * head  # an operand in two buffers; a float32 accumulator
+    twice, kept = (
+        2 * head * facts.itemsize,
+        FLOAT * head,
+    )  # an operand in two buffers; a float32 accumulator
     tokamax = facts.kernel == "tokamax_flash"
-    if part == "forward":  # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
-        return Cost(2 * twice + (8 if tokamax else 6) * ROW + 2 * ROW + kept, 2 * twice + 2 * COLUMN)
+    if (
+        part == "forward"
+    ):  # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
+        return Cost(
+            2 * twice + (8 if tokamax else 6) * ROW + 2 * ROW + kept, 2 * twice + 2 * COLUMN
+        )
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
         return Cost(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
     query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
     if part == "fused":
-        query += (2 if tokamax else 1) * twice + (kept if looped else 0)  # dq, in tokamax added to what is there
+        query += (2 if tokamax else 1) * twice + (
+            kept if looped else 0
+        )  # dq, in tokamax added to what is there
     return Cost(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
 
 
@@ -129,12 +147,16 @@ def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Fa
 
 
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
-    """Return whether a kernel's tiles fit the chip, by the formula or proven; always where there is no chip."""
+    """Return whether a kernel's tiles fit the chip, by the formula or proven; always where there is
+    no chip.
+    """
     return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)
 
 
 def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
-    """Return the longest Q block, in tokens, that fits beside the KV blocks; 0 or less where none does."""
+    """Return the longest Q block, in tokens, that fits beside the KV blocks; 0 or less where none
+    does.
+    """
     assert facts.chip is not None
     query, key = _linear(part, kv, compute, facts, facts.chip.family)
     return max(int((facts.chip.limit - kv * key) // query), _proven_q(part, kv, compute, facts))
@@ -143,7 +165,11 @@ def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
 def _proven_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
     """Return the longest Q block that was compiled beside these KV blocks, or 0."""
     chip = facts.chip
-    if chip is None or chip.limit < CHIPS[chip.name].limit or (facts.kernel, facts.itemsize) != ("flash", 2):
+    if (
+        chip is None
+        or chip.limit < CHIPS[chip.name].limit
+        or (facts.kernel, facts.itemsize) != ("flash", 2)
+    ):
         return 0
     if facts.divides and (chip.family, part, facts.itemsize) in DIVIDING:
         return 0
@@ -155,7 +181,11 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     """Return bytes per query token, the scores' spill among them, and per key token."""
     cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
     share = RAGGED if facts.head_dim > LANES and facts.head_dim % LANES else 1.0
-    fetched = ONE_BLOCK.get((family, part, facts.itemsize), spill.fetched) if facts.kv_len <= kv else spill.fetched
+    fetched = (
+        ONE_BLOCK.get((family, part, facts.itemsize), spill.fetched)
+        if facts.kv_len <= kv
+        else spill.fetched
+    )
     fetched += DIVIDING.get((family, part, facts.itemsize), 0.0) if facts.divides else 0.0
     query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
     return cost.query + FLOAT * share * query, cost.key + FLOAT * share * spill.key * facts.head_dim

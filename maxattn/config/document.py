@@ -26,20 +26,31 @@ class _Loader(yaml.SafeLoader):
 
 
 _EXPONENT = r"[eE][-+]?\d+"
-_FLOAT = rf"[-+]?(?:\d[\d_]*(?:\.[\d_]*(?:{_EXPONENT})?|{_EXPONENT})|\.\d[\d_]*(?:{_EXPONENT})?|\.(?:inf|Inf|INF))"
+_FLOAT = (
+    rf"[-+]?(?:\d[\d_]*(?:\.[\d_]*(?:{_EXPONENT})?|{_EXPONENT})"
+    rf"|\.\d[\d_]*(?:{_EXPONENT})?|\.(?:inf|Inf|INF))"
+)
 for _tag, _pattern, _first in (
-    ("bool", r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$", "yYnNtTfFoO"),
+    (
+        "bool",
+        r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$",
+        "yYnNtTfFoO",
+    ),
     ("int", r"[-+]?(?:0|[1-9][\d_]*)$", "-+0123456789"),
     ("float", rf"(?:{_FLOAT}|\.(?:nan|NaN|NAN))$", "-+0123456789."),
     ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("merge", r"<<$", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern, re.ASCII), list(_first))
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(_pattern, re.ASCII), list(_first)
+    )
 
 
 @dataclass(frozen=True)
 class Document:
-    """Hold what a text says: its values, the nodes that know their lines, and keys that are there twice."""
+    """Hold what a text says: its values, the nodes that know their lines, and keys that are there
+    twice.
+    """
 
     data: Any
     node: yaml.Node | None
@@ -81,7 +92,12 @@ def parse(text: str, where: Where) -> Document:
 def _built(loader: _Loader, node: yaml.Node, where: Where) -> Any:
     try:
         return loader.construct_document(node)
-    except (ValueError, LookupError, AttributeError, TypeError):  # `!!int abc`, `!!bool x`, `!!timestamp y`
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+    ):  # `!!int abc`, `!!bool x`, `!!timestamp y`
         line = where(node.start_mark.line + 1)
         rule = "text after a tag such as !!int is of that kind"
         raise ConfigErrors([ConfigError("YAML", "a tag", rule, "remove the tags", line)]) from None
@@ -97,12 +113,18 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | N
     return None
 
 
-def _checked_keys(node: yaml.Node, path: Path, where: Where, above: tuple[yaml.Node, ...]) -> Iterator[ConfigError]:
-    """Make every key text (`on:` is "on"), and yield an error for each that a mapping holds twice."""
+def _checked_keys(
+    node: yaml.Node, path: Path, where: Where, above: tuple[yaml.Node, ...]
+) -> Iterator[ConfigError]:
+    """Make every key text (`on:` is "on"), and yield an error for each that a mapping holds
+    twice.
+    """
     line = node.start_mark.line + 1
     if any(node is outer for outer in above):
         rule = "an alias must not contain itself"
-        raise ConfigErrors([ConfigError(dotted(path), "*alias", rule, "write the value out", where(line))])
+        raise ConfigErrors(
+            [ConfigError(dotted(path), "*alias", rule, "write the value out", where(line))]
+        )
     above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
@@ -122,7 +144,10 @@ def _checked_keys(node: yaml.Node, path: Path, where: Where, above: tuple[yaml.N
 def _twice(path: Path, key: yaml.Node, value: yaml.Node, first: int, where: Where) -> ConfigError:
     text = value.value if isinstance(value, yaml.ScalarNode) else "..."
     line = key.start_mark.line + 1
-    rule = f"each key once; {'this line has it twice' if line == first else f'it is also on line {first}'}"
+    rule = (
+        "each key once;"
+        f" {'this line has it twice' if line == first else f'it is also on line {first}'}"
+    )
     return ConfigError(dotted(path), text, rule, "remove one of the two", where(line))
 
 
@@ -142,19 +167,38 @@ def _in_our_words(problem: str) -> tuple[str, str]:
     for words, rule, remedy in _SYNTAX:
         if words in problem:
             return rule, remedy
-    return problem, "look for a bracket, a quote, a colon or an indentation that is off, here or one line above"
+    return (
+        problem,
+        (
+            "look for a bracket, a quote, a colon or an indentation that is off, here or one line"
+            " above"
+        ),
+    )
 
 
 _UNCLOSED = "every bracket and quote is closed", "close the one that opens here"
 _SYNTAX = (
     ("'\\t'", "YAML allows no tab here", "indent with spaces"),
-    ("constructor", "only plain values are read, and this tag makes something else", "remove the tag"),
+    (
+        "constructor",
+        "only plain values are read, and this tag makes something else",
+        "remove the tag",
+    ),
     ("another document", "one document a file", "remove the `---` between the two"),
-    ("mapping values are not", "one `key: value` a line, and keys that belong together aligned",
-     "break the line, mend the indentation, or quote text that holds a colon"),
-)  # fmt: skip
+    (
+        "mapping values are not",
+        "one `key: value` a line, and keys that belong together aligned",
+        "break the line, mend the indentation, or quote text that holds a colon",
+    ),
+)
 
 
 def _odd_character(error: yaml.reader.ReaderError, text: str, where: Where) -> ConfigError:
     line = text.count("\n", 0, error.position) + 1
-    return ConfigError("YAML", show(text[error.position]), "a character that YAML forbids", "remove it", where(line))
+    return ConfigError(
+        "YAML",
+        show(text[error.position]),
+        "a character that YAML forbids",
+        "remove it",
+        where(line),
+    )

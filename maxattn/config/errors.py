@@ -1,4 +1,6 @@
-"""Turns what validation found into errors in our words: setting, value, rule, remedy, and where it was written."""
+"""Turns what validation found into errors in our words: setting, value, rule, remedy, and where it
+was written.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,13 @@ class ConfigErrors(ConfigError):
 
 
 def from_pydantic(
-    model: type[Section], data: Mapping[str, Any], error: ValidationError, locate: Locate = lambda path: ""
+    model: type[Section],
+    data: Mapping[str, Any],
+    error: ValidationError,
+    locate: Locate = lambda path: "",
 ) -> list[ConfigError]:
-    """Translate a `ValidationError`, and add the contradictions between the keys that are right by themselves.
+    """Translate a `ValidationError`, and add the contradictions between the keys that are right by
+    themselves.
 
     Args:
         model: what was validated.
@@ -50,9 +56,13 @@ def from_pydantic(
         error: what pydantic found.
         locate: the place where a path was written, as `file:line`; empty when it was not in a file.
     """
-    problems = [problem for detail in error.errors() for problem in _translate(model, detail, locate)]
+    problems = [
+        problem for detail in error.errors() for problem in _translate(model, detail, locate)
+    ]
     wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
-    return problems + ([located(p, locate) for p in _contradictions(model, data, wrong)] if wrong else [])
+    return problems + (
+        [located(p, locate) for p in _contradictions(model, data, wrong)] if wrong else []
+    )
 
 
 def located(problem: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigError:
@@ -64,7 +74,9 @@ def located(problem: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigEr
 
 def dotted(path: Sequence[str | int]) -> str:
     """Write a path as the user would: `flash_block_sizes.block_q`, `mesh_axes[2]`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part or '(no name)'}" for part in path)
+    text = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part or '(no name)'}" for part in path
+    )
     return text.removeprefix(".")
 
 
@@ -76,9 +88,13 @@ def close(word: str, known: Iterable[str]) -> str:
 
 
 def section_type(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model that a field holds, whether or not it may be null; None for a plain value."""
+    """Return the model that a field holds, whether or not it may be null; None for a plain
+    value.
+    """
     kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None
+    )
 
 
 def unknown_key(model: type[BaseModel], path: Path, value: object, where: str) -> ConfigError:
@@ -96,7 +112,9 @@ def unknown_key(model: type[BaseModel], path: Path, value: object, where: str) -
 
 
 def plain(value: object) -> str:
-    """Write a value as YAML would where text cannot be mistaken for anything else: without quotes."""
+    """Write a value as YAML would where text cannot be mistaken for anything else: without
+    quotes.
+    """
     return value if isinstance(value, str) and value else show(value)
 
 
@@ -112,17 +130,29 @@ def show(value: object) -> str:
 def defaults(model: type[BaseModel]) -> dict[str, Any]:
     """Return the default of every field that has one, by name."""
     fields = model.model_fields.items()
-    return {k: f.get_default(call_default_factory=True, validated_data={}) for k, f in fields if not f.is_required()}
+    return {
+        k: f.get_default(call_default_factory=True, validated_data={})
+        for k, f in fields
+        if not f.is_required()
+    }
 
 
-def _contradictions(model: type[Section], data: Mapping[str, Any], wrong: set[Any]) -> Iterator[ConfigError]:
+def _contradictions(
+    model: type[Section], data: Mapping[str, Any], wrong: set[Any]
+) -> Iterator[ConfigError]:
     """Check the rules between keys as if every wrong key had its default."""
-    given = {key: value for key, value in data.items() if key in model.model_fields and key not in wrong}
-    values = defaults(model) | {key: _built(model.model_fields[key], value) for key, value in given.items()}
+    given = {
+        key: value for key, value in data.items() if key in model.model_fields and key not in wrong
+    }
+    values = defaults(model) | {
+        key: _built(model.model_fields[key], value) for key, value in given.items()
+    }
     values |= model.settled(values, given.keys())
     try:
         yield from model.contradictions(values)
-    except KeyError:  # a rule about a key that is wrong and has no default: it can be checked once the key is mended
+    # a rule about a key that is wrong and has no default: it can be checked once the key is
+    # mended
+    except KeyError:
         return
 
 
@@ -148,7 +178,11 @@ def _remedy_for_key(model: type[BaseModel], owner: type[BaseModel], word: str) -
         return guess or f"remove it; the keys here are {', '.join(owner.model_fields)}"
     inner = _inner_keys(model)
     same = close(word, inner).removeprefix("did you mean '").removesuffix("'?")
-    return f"did you mean '{inner[same]}'?" if same else "remove it; configs/attention.yml lists every key"
+    return (
+        f"did you mean '{inner[same]}'?"
+        if same
+        else "remove it; configs/attention.yml lists every key"
+    )
 
 
 def _inner_keys(model: type[BaseModel]) -> dict[str, str]:
@@ -191,7 +225,9 @@ def _remedy_for_missing(model: type[BaseModel], path: Path) -> str:
     return f"add `{path[-1]}:` and below it {', '.join(required) or 'its keys'}"
 
 
-def _rule_and_remedy(kind: str, value: Any, context: Mapping[str, Any], message: str) -> tuple[str, str]:
+def _rule_and_remedy(
+    kind: str, value: Any, context: Mapping[str, Any], message: str
+) -> tuple[str, str]:
     if kind == "maxattn":
         return context["rule"], context["remedy"]
     if kind == "literal_error":
@@ -231,7 +267,11 @@ def _as_boolean(value: Any) -> str:
     word = str(value).strip().casefold()
     if word in ("1", "yes", "true", "on", "y"):
         return "write true, without quotes"
-    return "write false, without quotes" if word in ("0", "no", "false", "off", "n") else "write true or false"
+    return (
+        "write false, without quotes"
+        if word in ("0", "no", "false", "off", "n")
+        else "write true or false"
+    )
 
 
 def _as_float(value: Any) -> str:
@@ -246,8 +286,12 @@ def _of_number(model: type[BaseModel], path: Path, value: Any, rule: str) -> str
     """Add to `a number` that it is finite, where it is not, and the limits of its key."""
     field = _owner(model, path[:-1]).model_fields.get(str(path[-1]))
     limits = {_LIMITS[kind][0]: _LIMITS[kind][1].removeprefix("a number ") for kind in _LIMITS}
-    said = [words.format(float(getattr(limit, key))) for limit in getattr(field, "metadata", ())
-            for key, words in limits.items() if hasattr(limit, key)]  # fmt: skip
+    said = [
+        words.format(float(getattr(limit, key)))
+        for limit in getattr(field, "metadata", ())
+        for key, words in limits.items()
+        if hasattr(limit, key)
+    ]
     finite = "a finite number" if _infinite(value) else rule
     return f"{finite} {' and '.join(said)}".rstrip()
 
@@ -270,8 +314,14 @@ _TYPE_RULES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "finite_number": ("a finite number", _as_float),
     "string_type": ("text", lambda value: f'put it in quotes: "{value}"'),
     "tuple_type": ("a list", _as_list),
-    "model_type": ("a mapping of keys to values", lambda value: "write its keys indented below it, or as {key: value}"),
-    "dict_type": ("a mapping of keys to values", lambda value: "write its keys indented below it, or as {key: value}"),
+    "model_type": (
+        "a mapping of keys to values",
+        lambda value: "write its keys indented below it, or as {key: value}",
+    ),
+    "dict_type": (
+        "a mapping of keys to values",
+        lambda value: "write its keys indented below it, or as {key: value}",
+    ),
 }
 _FLOATS = ("float_type", "finite_number")
 _LIMITS = {

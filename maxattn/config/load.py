@@ -1,4 +1,6 @@
-"""Loads a config: YAML file, then overrides, then validation; every problem is reported at once with its place."""
+"""Loads a config: YAML file, then overrides, then validation; every problem is reported at once
+with its place.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
             return config
     except ValidationError as error:
         problems += from_pydantic(model, values, error, places)
-    problems = _of_another_project(model, document.data, source, sorted(problems, key=in_file_order))
+    problems = _of_another_project(
+        model, document.data, source, sorted(problems, key=in_file_order)
+    )
     raise ConfigErrors(problems, source or "overrides") from None
 
 
@@ -61,11 +65,16 @@ def _of_another_project(
     from maxattn.config.maxdiffusion import CUSTOM_SIZES, SECTION, recognised
 
     unknown = {key for key in data if key not in model.model_fields}
-    foreign = recognised({key: value for key, value in data.items() if key in {*unknown, SECTION}}, source)
+    foreign = recognised(
+        {key: value for key, value in data.items() if key in {*unknown, SECTION}}, source
+    )
     if foreign is None:
         return problems
     theirs = unknown | {f"{SECTION}.{key}" for key in CUSTOM_SIZES}
-    return [foreign, *(p for p in problems if p.setting not in theirs or p.where.startswith("override"))]
+    return [
+        foreign,
+        *(p for p in problems if p.setting not in theirs or p.where.startswith("override")),
+    ]
 
 
 def check_path(path: object) -> None:
@@ -75,7 +84,10 @@ def check_path(path: object) -> None:
         ConfigErrors: saying what builds a config without a file.
     """
     if not isinstance(path, str | os.PathLike):
-        rule, remedy = "a config is read from a YAML file", "give its path, or call from_overrides(...) without a file"
+        rule, remedy = (
+            "a config is read from a YAML file",
+            "give its path, or call from_overrides(...) without a file",
+        )
         raise _unusable("path", repr(path), rule, remedy)
 
 
@@ -87,9 +99,15 @@ def read(source: str) -> Document:
     """
     document = parse(_text(source), lambda line: f"{source}:{line}")
     if document.data is None:
-        raise _unusable(source, "(empty)", "it holds at least one `key: value`", "write `attention: auto`")
+        raise _unusable(
+            source, "(empty)", "it holds at least one `key: value`", "write `attention: auto`"
+        )
     if not isinstance(document.data, dict):
-        kind, dash = ("a list", ", no dash before them") if isinstance(document.data, list) else ("a single value", "")
+        kind, dash = (
+            ("a list", ", no dash before them")
+            if isinstance(document.data, list)
+            else ("a single value", "")
+        )
         rule = f"the file is a mapping of keys to values; this is {kind}"
         raise _unusable(source, show(document.data), rule, f"write `key: value` lines{dash}")
     return document
@@ -99,19 +117,28 @@ def _text(source: str) -> str:
     try:
         return FilePath(source).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise _unusable(source, "not found", "a config is a YAML file that exists", _nearby(source)) from None
+        raise _unusable(
+            source, "not found", "a config is a YAML file that exists", _nearby(source)
+        ) from None
     except IsADirectoryError:
-        raise _unusable(source, "a folder", "a config is a YAML file", _nearby(f"{source}/")) from None
+        raise _unusable(
+            source, "a folder", "a config is a YAML file", _nearby(f"{source}/")
+        ) from None
     except UnicodeDecodeError as error:
         rule = f"a config is text in UTF-8; byte {error.start} is not"
         raise _unusable(source, "not text", rule, "save the file as UTF-8") from None
     except OSError as error:
-        raise _unusable(source, "not readable", str(error.strerror), "mend the file's permissions") from None
+        raise _unusable(
+            source, "not readable", str(error.strerror), "mend the file's permissions"
+        ) from None
 
 
 def _nearby(source: str) -> str:
     """Suggest a file of the folder, by likeness, else all of its YAML files."""
-    folder, name = FilePath(source).parent if not source.endswith("/") else FilePath(source), FilePath(source).name
+    folder, name = (
+        FilePath(source).parent if not source.endswith("/") else FilePath(source),
+        FilePath(source).name,
+    )
     found = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
     like = get_close_matches(name, found, n=1)
     if like:
@@ -126,7 +153,9 @@ def _unusable(source: str, value: str, rule: str, remedy: str) -> ConfigErrors:
 def _own_sections(
     model: type[AttentionConfig], data: dict[str, Any], places: Places
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Leave out the sections that belong to a program, and those with all of their lines commented out."""
+    """Leave out the sections that belong to a program, and those with all of their lines commented
+    out.
+    """
     values, problems = dict(data), []
     for name in PROGRAM_SECTIONS:
         if name not in data or (name in model.model_fields and data[name] is not None):

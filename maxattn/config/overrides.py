@@ -19,8 +19,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def apply(model: type[BaseModel], data: dict[str, Any], overrides: Overrides) -> dict[Path, str]:
     """Set what the overrides say, in their order, and return where each path was set.
 
-    A name without a dot that is no key of the model goes to the one section that has it: `steps=20` sets
-    `training.steps`.
+    A name without a dot that is no key of the model goes to the one section that has it: `steps=20`
+    sets `training.steps`.
 
     Args:
         model: the config class that will validate the result.
@@ -53,9 +53,14 @@ def texts(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{key}={_as_yaml(str(key), value)}" for key, value in overrides.items()]
     if isinstance(overrides, str):
-        raise _refused("overrides", overrides, "they are a list of key=value", f'write ["{overrides}"]', "")
+        raise _refused(
+            "overrides", overrides, "they are a list of key=value", f'write ["{overrides}"]', ""
+        )
     if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
-        rule, remedy = "they are a list of key=value, or a dict of values by key", 'write ["attention=ring"]'
+        rule, remedy = (
+            "they are a list of key=value, or a dict of values by key",
+            'write ["attention=ring"]',
+        )
         raise _refused("overrides", plain(overrides), rule, remedy, "")
     return list(overrides)
 
@@ -76,15 +81,23 @@ class PartlyApplied(ConfigErrors):
         super().__init__(problems)
 
 
-def _read(model: type[BaseModel], data: Mapping[str, Any], text: str, where: str) -> tuple[Path, Any]:
+def _read(
+    model: type[BaseModel], data: Mapping[str, Any], text: str, where: str
+) -> tuple[Path, Any]:
     key, equals, value = (part.strip() for part in text.partition("="))
     path = tuple(key.split("."))
     if not equals:
         raise _refused(
-            key or "(nothing)", "(no value)", "an override is key=value", f"write {key or 'key'}=value", where
+            key or "(nothing)",
+            "(no value)",
+            "an override is key=value",
+            f"write {key or 'key'}=value",
+            where,
         )
     if not all(path):
-        raise _refused(key or "(no key)", value, "a key is names joined by dots", "write key=value", where)
+        raise _refused(
+            key or "(no key)", value, "a key is names joined by dots", "write key=value", where
+        )
     document = _value(path, value, where)
     return _placed(model, data, path, value, where), document.data
 
@@ -99,7 +112,9 @@ def _value(path: Path, value: str, where: str) -> Document:
     return document
 
 
-def _placed(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> Path:
+def _placed(
+    model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
+) -> Path:
     """Return the full path that an override means."""
     name = str(path[0])
     if name in model.model_fields:
@@ -111,13 +126,19 @@ def _placed(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: 
     if len(homes) > 1:
         choices = " or ".join(f"{home}.{dotted(path)}" for home in homes)
         raise _refused(
-            dotted(path), value, f"{' and '.join(homes)} both have a key '{name}'", f"write {choices}", where
+            dotted(path),
+            value,
+            f"{' and '.join(homes)} both have a key '{name}'",
+            f"write {choices}",
+            where,
         )
     return (homes[0], *path) if homes else path
 
 
 def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Map each program section to its keys: the declared ones, or those of the file when the model declares none."""
+    """Map each program section to its keys: the declared ones, or those of the file when the model
+    declares none.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for name in (*PROGRAM_SECTIONS, *(n for n in model.model_fields if n not in PROGRAM_SECTIONS)):
         field = model.model_fields.get(name)
@@ -129,14 +150,28 @@ def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tupl
     return found
 
 
-def _known_in_file(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str) -> None:
-    """Refuse an override into a section that nobody here reads, unless the file has that very key."""
+def _known_in_file(
+    model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
+) -> None:
+    """Refuse an override into a section that nobody here reads, unless the file has that very
+    key.
+    """
     here: Any = data
     for depth, part in enumerate(path, start=1):
         if not isinstance(here, Mapping) or part not in here:
-            beside = [dotted((*path[: depth - 1], str(key))) for key in here] if isinstance(here, Mapping) else []
-            rule = f"{model.__name__} does not read the section '{path[0]}', and the file has no {dotted(path)} in it"
-            remedy = close(dotted(path[:depth]), beside) or f"remove the override, or write {dotted(path)} in the file"
+            beside = (
+                [dotted((*path[: depth - 1], str(key))) for key in here]
+                if isinstance(here, Mapping)
+                else []
+            )
+            rule = (
+                f"{model.__name__} does not read the section '{path[0]}', and the file has no"
+                f" {dotted(path)} in it"
+            )
+            remedy = (
+                close(dotted(path[:depth]), beside)
+                or f"remove the override, or write {dotted(path)} in the file"
+            )
             raise _refused(dotted(path), value, rule, remedy, where)
         here = here[part]
 
@@ -147,7 +182,9 @@ def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
         below = here.get(str(part))
         if below is not None and not isinstance(below, dict):
             rule = f"{dotted(path[:depth])} is {plain(below)}, which has no keys"
-            raise _refused(dotted(path), plain(value), rule, f"write {dotted(path[:depth])}=value", where)
+            raise _refused(
+                dotted(path), plain(value), rule, f"write {dotted(path[:depth])}=value", where
+            )
         # A mapping may be shared through an alias, so it is copied on the way down.
         here[str(part)] = here = dict(below or {})
     here[str(path[-1])] = value

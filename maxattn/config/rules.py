@@ -1,6 +1,7 @@
 """The names a config may use, what each spelling means, and the rules that tie two keys together.
 
-It holds no model: `config.py` does. It raises nothing: it returns errors, so that all of them are reported at once.
+It holds no model: `config.py` does. It raises nothing: it returns errors, so that all of them are
+reported at once.
 """
 
 from __future__ import annotations
@@ -59,12 +60,16 @@ PAIRS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
-    """Read one spelling of `attention` as (kernel, strategy), either of them "auto" when it leaves that open."""
+    """Read one spelling of `attention` as (kernel, strategy), either of them "auto" when it leaves
+    that open.
+    """
     return PAIRS.get(attention, (attention, "auto"))
 
 
 def is_foreign(attention: str) -> bool:
-    """Say whether a spelling names both a kernel and a strategy, so that it is ours only after translation."""
+    """Say whether a spelling names both a kernel and a strategy, so that it is ours only after
+    translation.
+    """
     return attention in PAIRS and attention not in get_args(Strategy)
 
 
@@ -83,7 +88,9 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _ulysses_shards(values)
 
 
-def _attention_against(values: Mapping[str, Any], key: str, part: int, word: str) -> Iterator[ConfigError]:
+def _attention_against(
+    values: Mapping[str, Any], key: str, part: int, word: str
+) -> Iterator[ConfigError]:
     named, other = kernel_and_strategy(values["attention"])[part], values[key]
     if named != "auto" and other not in (None, "auto", named):
         yield ConfigError(
@@ -100,7 +107,8 @@ def _gpu_spelling(values: Mapping[str, Any]) -> Iterator[ConfigError]:
             "ici_context_parallelism",
             values["ici_context_parallelism"],
             f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis",
-            f"remove ici_context_parallelism, or remove {BATCH_KEY} and set ici_fsdp_parallelism for the fsdp axis",
+            f"remove ici_context_parallelism, or remove {BATCH_KEY} and set ici_fsdp_parallelism"
+            " for the fsdp axis",
         )
 
 
@@ -115,7 +123,8 @@ def _one_rest(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
         yield ConfigError(
             rest[-1],
             -1,
-            f"only one {kind}_*_parallelism may be -1 (take the devices that are left); {', '.join(rest)} are",
+            f"only one {kind}_*_parallelism may be -1 (take the devices that are left);"
+            f" {', '.join(rest)} are",
             f"give {' or '.join(rest)} a positive size",
         )
 
@@ -132,18 +141,28 @@ def _absent_axes(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
 
 
 def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for a data axis left at its -1, when another axis takes the rest or the mesh has no data axis."""
+    """Return 1 for a data axis left at its -1, when another axis takes the rest or the mesh has no
+    data axis.
+    """
     return {
         f"{kind}_data_parallelism": 1
         for kind in ("ici", "dcn")
         if f"{kind}_data_parallelism" not in given
-        and ("data" not in values["mesh_axes"] or any(values[key] == -1 for key in _parallelism_keys(kind)[1:]))
+        and (
+            "data" not in values["mesh_axes"]
+            or any(values[key] == -1 for key in _parallelism_keys(kind)[1:])
+        )
     }
 
 
 def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     shards, strategy = values["ulysses_shards"], values["context_parallel"]
-    sizes = [size for kind in ("ici", "dcn") for axis, size, _ in axis_settings(values, kind) if axis == "context"]
+    sizes = [
+        size
+        for kind in ("ici", "dcn")
+        for axis, size, _ in axis_settings(values, kind)
+        if axis == "context"
+    ]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
     # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
@@ -152,12 +171,15 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
             "ulysses_shards",
             shards,
             f"it divides the context axis, which has {ways} devices",
-            f"set it to one of {', '.join(str(n) for n in range(1, ways + 1) if ways % n == 0)}, or -1",
+            f"set it to one of {', '.join(str(n) for n in range(1, ways + 1) if ways % n == 0)},"
+            " or -1",
         )
 
 
 def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (axis, size, the key that set it) for the four axes, the GPU spelling applied to `ici`."""
+    """Yield (axis, size, the key that set it) for the four axes, the GPU spelling applied to
+    `ici`.
+    """
     gpu = kind == "ici" and values[BATCH_KEY] is not None
     renamed = {"fsdp": BATCH_KEY, "context": "ici_fsdp_parallelism"} if gpu else {}
     for axis in AXES:

@@ -25,7 +25,10 @@ def schema() -> dict[str, Any]:
     made = AttentionConfig.model_json_schema()
     _describe(made["properties"], AttentionConfig)
     _describe(made["$defs"]["FlashBlockSizes"]["properties"], FlashBlockSizes)
-    section = {"type": ["object", "null"], "description": "Settings of the program around attention."}
+    section = {
+        "type": ["object", "null"],
+        "description": "Settings of the program around attention.",
+    }
     made["properties"] |= dict.fromkeys(PROGRAM_SECTIONS, section)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
@@ -34,9 +37,14 @@ def _describe(properties: dict[str, Any], model: type[BaseModel]) -> None:
     """Add to each property the string that stands below its field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
-    for field, words in pairwise(body.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(words, ast.Expr):
-            properties[field.target.id]["description"] = ast.literal_eval(words.value)
+    for field, below in pairwise(body.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
+            words = " ".join(ast.literal_eval(below.value).split())
+            properties[field.target.id]["description"] = words
 
 
 def text() -> str:

@@ -18,14 +18,16 @@ from maxattn.errors import ConfigError
 class Section(BaseModel):
     """Hold settings: frozen, unknown keys refused, no conversion between types, hash computed once.
 
-    Subclass it for the part of a YAML file that belongs to a program (`model:`, `training:`, ...). Fields that hold
-    several values are tuples, so that a section can be hashed.
+    Subclass it for the part of a YAML file that belongs to a program (`model:`, `training:`, ...).
+    Fields that hold several values are tuples, so that a section can be hashed.
 
     Raises:
         ConfigErrors: for every wrong key and value at once, when it is built.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -33,7 +35,8 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigErrors(from_pydantic(type(self), values, error)) from None
 
-    # A model inside a model is then validated in place, so that the outer one collects the errors of both.
+    # A model inside a model is then validated in place, so that the outer one collects the errors
+    # of both.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -49,7 +52,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _lists_as_tuples(cls, data: Any) -> Any:
-        return {key: _freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
+        return (
+            {key: _freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
+        )
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
@@ -85,14 +90,20 @@ class Section(BaseModel):
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value as plain dicts, lists, strings and numbers, ready for YAML or JSON."""
+        """Return every key with its value as plain dicts, lists, strings and numbers, ready for
+        YAML or JSON.
+        """
         return self.model_dump(mode="json")
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """The keys whose value differs from the default. It depends on values alone, not on who set them."""
+        """The keys whose value differs from the default. It depends on values alone, not on who set
+        them.
+        """
         default = defaults(type(self))
-        return frozenset(k for k in type(self).model_fields if k not in default or getattr(self, k) != default[k])
+        return frozenset(
+            k for k in type(self).model_fields if k not in default or getattr(self, k) != default[k]
+        )
 
     @cached_property
     def _digest(self) -> int:
@@ -112,7 +123,9 @@ class Section(BaseModel):
         # The hash of a string differs from process to process, so a cached one must not travel.
         state = super().__getstate__()
         fields = type(self).model_fields
-        return state | {"__dict__": {key: value for key, value in state["__dict__"].items() if key in fields}}
+        return state | {
+            "__dict__": {key: value for key, value in state["__dict__"].items() if key in fields}
+        }
 
 
 def _freeze(value: Any) -> Any:

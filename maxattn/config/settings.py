@@ -15,7 +15,17 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 from pydantic_core import PydanticCustomError
 
 from maxattn.config import rules
-from maxattn.config.rules import AXES, Attention, Axis, Fallback, Hardware, Kernel, RematPolicy, Role, Strategy
+from maxattn.config.rules import (
+    AXES,
+    Attention,
+    Axis,
+    Fallback,
+    Hardware,
+    Kernel,
+    RematPolicy,
+    Role,
+    Strategy,
+)
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
 
@@ -49,7 +59,10 @@ def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 def _not_a_strategy(value: Any) -> Any:
     if isinstance(value, str) and value in rules.PAIRS:
         kernels = ", ".join(get_args(Kernel))
-        raise _broken(f"one of {kernels}; {value} is a strategy of self-attention", f"write `attention: {value}`")
+        raise _broken(
+            f"one of {kernels}; {value} is a strategy of self-attention",
+            f"write `attention: {value}`",
+        )
     return value
 
 
@@ -64,12 +77,14 @@ KernelName = Annotated[Kernel, BeforeValidator(_not_a_strategy)]
 Axes = Annotated[
     tuple[Axis, ...],
     AfterValidator(_some_and_each_once),
-    WithJsonSchema({"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}),
+    WithJsonSchema(
+        {"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}
+    ),
 ]
 
 
 class FlashBlockSizes(Section):
-    """Hold the tile sizes, in tokens, of the flash kernels; a key that is not set is the kernel's to choose."""
+    """Hold the tile sizes, in tokens, of the flash kernels; the kernel chooses those not set."""
 
     block_q: Positive | None = None
     """Query tokens per tile, forward."""
@@ -92,7 +107,8 @@ class FlashBlockSizes(Section):
 
 
 class AttentionConfig(Section):
-    """Hold every setting of attention. Each key is documented at its field and in `configs/attention.yml`.
+    """Hold every setting of attention. Each key is documented at its field and in
+    `configs/attention.yml`.
 
     Raises:
         ConfigErrors: for every wrong key and value at once.
@@ -115,13 +131,19 @@ class AttentionConfig(Section):
     split_head_dim: bool = True
     """Layout of the dense products only; both values give equal results."""
     float32_qk_product: bool = False
-    """Cast Q and K to float32 before their product; false keeps their dtype, and accumulates in float32."""
+    """Cast Q and K to float32 before their product; false keeps their dtype, and accumulates in
+    float32.
+    """
     use_memory_efficient_attention: bool = False
     """Run dot_product blockwise, in memory that grows with the length and not with its square."""
     query_chunk_size: Positive | None = None
-    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128; see key_chunk_size."""
+    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128; see
+    key_chunk_size.
+    """
     key_chunk_size: Positive | None = None
-    """Keys per block of memory-efficient dot_product; unset: 16384. Causal and windowed masks: both up to 1024."""
+    """Keys per block of memory-efficient dot_product; unset: 16384. Causal and windowed masks: both
+    up to 1024.
+    """
     hardware: Hardware | None = None
     """The platform that must be there, and that plans are made for; unset: the one that is."""
 
@@ -202,7 +224,8 @@ class AttentionConfig(Section):
         return named if named != "auto" else self.attention_kernel or "auto"
 
     def strategy_for(self, role: Role) -> str:
-        """Return the context strategy that the settings name for a role, "auto" when they leave it open.
+        """Return the context strategy that the settings name for a role, "auto" when they leave it
+        open.
 
         Args:
             role: "self", or "cross", whose strategy is always "none".
@@ -215,7 +238,8 @@ class AttentionConfig(Section):
     def fallback_for(self, role: Role) -> Fallback:
         """Return what to do when the asked kernel or strategy cannot run.
 
-        `fallback` when it is set; else "error" when the user named a kernel or a strategy, "warn" when both are open.
+        `fallback` when it is set; else "error" when the user named a kernel or a strategy, "warn"
+        when both are open.
 
         Args:
             role: "self" or "cross".
@@ -226,15 +250,22 @@ class AttentionConfig(Section):
         return "error" if named else "warn"
 
     def spelling_note(self) -> str | None:
-        """Say how `attention` was read, when it is a spelling that names a kernel and a strategy in one word."""
+        """Say how `attention` was read, when it is a spelling that names a kernel and a strategy in
+        one word.
+        """
         if not rules.is_foreign(self.attention):
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
 
     def axis_parallelism(self) -> dict[str, tuple[int, int]]:
-        """Return (devices of a slice, slices) for each axis of `mesh_axes`, the GPU spelling applied; -1 is open."""
-        ici, dcn = ({axis: size for axis, size, _ in rules.axis_settings(self.__dict__, k)} for k in ("ici", "dcn"))
+        """Return (devices of a slice, slices) for each axis of `mesh_axes`, the GPU spelling
+        applied; -1 is open.
+        """
+        ici, dcn = (
+            {axis: size for axis, size, _ in rules.axis_settings(self.__dict__, k)}
+            for k in ("ici", "dcn")
+        )
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
@@ -264,16 +295,17 @@ class AttentionConfig(Section):
     def from_yaml(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Self:
         """Read a YAML file, apply overrides, and validate.
 
-        The top-level mappings `model`, `data`, `training` and `sampling` belong to the program around attention:
-        they are left alone, unless a subclass declares a field of that name.
+        The top-level mappings `model`, `data`, `training` and `sampling` belong to the program
+        around attention: they are left alone, unless a subclass declares a field of that name.
 
         Args:
             path: the file.
-            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins. A dict of values
-                by key says the same.
+            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins.
+                A dict of values by key says the same.
 
         Raises:
-            ConfigErrors: for everything wrong in the file and the overrides at once, with file and line.
+            ConfigErrors: for everything wrong in the file and the overrides at once, with file and
+            line.
         """
         from maxattn.config.load import check_path, load
 
@@ -282,15 +314,16 @@ class AttentionConfig(Section):
 
     @classmethod
     def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Imported:
-        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is named and left out.
+        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is
+        named and left out.
 
         Args:
             path: the file.
             overrides: as for `from_yaml`, in our names, applied last.
 
         Returns:
-            (config, left_out, notes): the settings, the names of the keys that were not taken, and what was read
-            otherwise than it was written.
+            (config, left_out, notes): the settings, the names of the keys that were not taken, and
+            what was read otherwise than it was written.
 
         Raises:
             ConfigErrors: for everything wrong in the keys that are taken, with file and line.
@@ -318,10 +351,14 @@ def _listed(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None
     from jax import Device
 
     listed = list(devices) if isinstance(devices, Iterable) else [devices]
-    if devices is None or (isinstance(devices, Iterable) and listed and all(isinstance(d, Device) for d in listed)):
+    if devices is None or (
+        isinstance(devices, Iterable) and listed and all(isinstance(d, Device) for d in listed)
+    ):
         return None if devices is None else listed
     count = devices if type(devices) is int and devices > 0 else 4
-    raise InputError("devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]")
+    raise InputError(
+        "devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]"
+    )
 
 
 def _checked(role: str) -> str:

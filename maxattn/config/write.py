@@ -10,7 +10,9 @@ from maxattn.config.settings import AttentionConfig
 
 
 def changed_values(config: AttentionConfig) -> dict[str, Any]:
-    """Return the keys that differ from their default as plain values, sizes that are not set left out."""
+    """Return the keys that differ from their default as plain values, sizes that are not set left
+    out.
+    """
     values = {key: value for key, value in config.resolved().items() if key in config.changed}
     if "flash_block_sizes" in values:
         sizes = values["flash_block_sizes"]

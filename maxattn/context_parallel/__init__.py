@@ -1,4 +1,6 @@
-"""The context strategies: how Q, K and V move between devices. One line each; a new strategy is one new file."""
+"""The context strategies: how Q, K and V move between devices. One line each; a new strategy is one
+new file.
+"""
 
 from __future__ import annotations
 
@@ -15,4 +17,14 @@ STRATEGIES: dict[str, type] = {
     "ulysses_ring": UlyssesRing,
 }
 
-__all__ = ["STRATEGIES", "AllGather", "Collective", "Ring", "Specs", "Strategy", "Ulysses", "UlyssesRing", "WholeKeys"]
+__all__ = [
+    "STRATEGIES",
+    "AllGather",
+    "Collective",
+    "Ring",
+    "Specs",
+    "Strategy",
+    "Ulysses",
+    "UlyssesRing",
+    "WholeKeys",
+]

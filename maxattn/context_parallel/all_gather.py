@@ -1,7 +1,9 @@
-"""Strategies in which every device sees all keys: `none` (K and V are whole already) and `all_gather`.
+"""Strategies in which every device sees all keys: `none` (K and V are whole already) and
+`all_gather`.
 
-Queries stay split over the context axis; each device computes its own queries against all keys, at their global
-positions. Whoever holds copies of K and V on several devices sums their gradients: here, and named in the plan.
+Queries stay split over the context axis; each device computes its own queries against all keys, at
+their global positions. Whoever holds copies of K and V on several devices sums their gradients:
+here, and named in the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ CONTEXT = "context"
 
 @dataclass(frozen=True)
 class WholeKeys:
-    """Attend from each device's queries to keys that are whole on every device of the context axis."""
+    """Attend from each device's queries to keys that are whole on every device of the context
+    axis.
+    """
 
     name: ClassVar[str] = "none"
     shape: MeshShape
@@ -88,27 +92,54 @@ class WholeKeys:
         """Return the call that the kernel sees: all keys, this device's share of the rest."""
         tensor = ways("N", self.shape)
         return replace(
-            call, batch=call.batch // ways("B", self.shape), q_len=-(-call.q_len // ways("T", self.shape)),
-            heads=call.heads // tensor, kv_heads=call.kv_heads // tensor, bias=None,
-        )  # fmt: skip
+            call,
+            batch=call.batch // ways("B", self.shape),
+            q_len=-(-call.q_len // ways("T", self.shape)),
+            heads=call.heads // tensor,
+            kv_heads=call.kv_heads // tensor,
+            bias=None,
+        )
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the transfers of K and V and of their gradients."""
         if CONTEXT not in dict(self.shape):
             return ()
-        return (Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4), arrays=2),)
+        return (
+            Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4), arrays=2),
+        )
 
-    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    def forward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
+    ) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
         return kernel.forward(q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0)
 
     def backward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
-        out: Array, lse: Array, dout: Array, dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
         """Return this device's gradients, those of K and V summed over the context axis."""
         dq, dk, dv, dbias = kernel.backward(
-            q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0, out, lse, dout, dlse
+            q,
+            self._whole(k),
+            self._whole(v),
+            bias,
+            mask,
+            self._q_offset(q),
+            0,
+            out,
+            lse,
+            dout,
+            dlse,
         )
         return dq, self._sum(dk).astype(k.dtype), self._sum(dv).astype(v.dtype), dbias
 
@@ -128,7 +159,9 @@ class WholeKeys:
 
 @dataclass(frozen=True)
 class AllGather(WholeKeys):
-    """Gather K and V over the context axis, attend, and scatter the sums of dK and dV back to their owners."""
+    """Gather K and V over the context axis, attend, and scatter the sums of dK and dV back to their
+    owners.
+    """
 
     name: ClassVar[str] = "all_gather"
 

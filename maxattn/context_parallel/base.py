@@ -1,4 +1,6 @@
-"""What a context strategy is: how Q, K and V move between devices around a kernel. It computes no attention."""
+"""What a context strategy is: how Q, K and V move between devices around a kernel. It computes no
+attention.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ class Collective:
 
     def __str__(self) -> str:
         times = f" {self.hops} hops," if self.hops > 1 else ""
-        return f"{self.what} {self.kind} over {'+'.join(self.axes)},{times} {readable(self.bytes)}, {self.when}"
+        return (
+            f"{self.what} {self.kind} over {'+'.join(self.axes)},{times} {readable(self.bytes)},"
+            f" {self.when}"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class Specs:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """Run a kernel's forward and backward on the shards of q, k and v. Called inside `shard_map`."""
+    """Run a kernel's forward and backward on the shards of q, k and v. Called inside
+    `shard_map`.
+    """
 
     name: ClassVar[str]
 
@@ -74,7 +81,9 @@ class Strategy(Protocol):
         ...
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Strategy:
+    def build(
+        cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
+    ) -> Strategy:
         """Decide everything about the strategy for one (global) call."""
         ...
 
@@ -84,7 +93,9 @@ class Strategy(Protocol):
         ...
 
     def unit(self) -> int:
-        """Return what the length of the queries, and of sharded keys, is padded to a multiple of."""
+        """Return what the length of the queries, and of sharded keys, is padded to a multiple
+        of.
+        """
         ...
 
     def over(self, kernel: Kernel, call: Call) -> Self:
@@ -96,7 +107,9 @@ class Strategy(Protocol):
         ...
 
     def backward_line(self) -> str:
-        """Say how the kernel's backward is launched, where the strategy does that itself; else ""."""
+        """Say how the kernel's backward is launched, where the strategy does that itself; else
+        "".
+        """
         ...
 
     def notes(self) -> tuple[str, ...]:
@@ -116,7 +129,9 @@ class Strategy(Protocol):
         ...
 
     def kv_letter(self) -> str:
-        """Return "S" where the key axis is sharded over context, "." where each device gets all keys."""
+        """Return "S" where the key axis is sharded over context, "." where each device gets all
+        keys.
+        """
         ...
 
     def mask_letters(self, letters: str) -> str:
@@ -131,15 +146,28 @@ class Strategy(Protocol):
         """Name every transfer, forward and backward."""
         ...
 
-    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    def forward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
+    ) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
         ...
 
     def backward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
-        out: Array, lse: Array, dout: Array, dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
-        """Return this device's (dq, dk, dv, dbias); dk and dv summed over the context axis, dbias its own share."""
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return this device's (dq, dk, dv, dbias); dk and dv summed over the context axis, dbias
+        its own share.
+        """
         ...
 
 
@@ -148,8 +176,11 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
     return "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias or (1, 1, 1, 1), strict=True))
 
 
-def bias_axes(bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy) -> tuple[str, ...]:
-    """Name the mesh axes over which a bias gradient is summed: those that split the call and not the bias.
+def bias_axes(
+    bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
+) -> tuple[str, ...]:
+    """Name the mesh axes over which a bias gradient is summed: those that split the call and not
+    the bias.
 
     Args:
         bias: the global shape; a local one cannot tell a broadcast axis from a share of size 1.
@@ -165,16 +196,22 @@ def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[
     """Name the sum of the bias gradient, where there is one."""
     axes = bias_axes(call.bias, shape, strategy)
     split = strategy.mask_letters(bias_letters(call.bias))
-    share = prod(-(-n // ways(letter, shape)) for n, letter in zip(call.bias or (), split, strict=False))
+    share = prod(
+        -(-n // ways(letter, shape)) for n, letter in zip(call.bias or (), split, strict=False)
+    )
     return (Collective("psum", axes, "dbias", "backward", 4 * share),) if axes else ()
 
 
 def operand_specs(call: Call, shape: MeshShape, strategy: Strategy) -> Specs:
-    """Lay q, out and lse over batch, context and tensor axes, and keys, masks and biases as the strategy says."""
+    """Lay q, out and lse over batch, context and tensor axes, and keys, masks and biases as the
+    strategy says.
+    """
     return Specs(
-        spec_of("BTNH", shape), spec_of(f"B{strategy.kv_letter()}KH", shape), spec_of("BNT", shape),
+        spec_of("BTNH", shape),
+        spec_of(f"B{strategy.kv_letter()}KH", shape),
+        spec_of("BNT", shape),
         spec_of(strategy.mask_letters(bias_letters(call.bias)), shape),
-    )  # fmt: skip
+    )
 
 
 def itemsize(dtype: str) -> int:

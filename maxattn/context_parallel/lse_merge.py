@@ -1,8 +1,10 @@
-"""Merge attention over parts of the keys into attention over all of them, by log-sum-exp, in float32.
+"""Merge attention over parts of the keys into attention over all of them, by log-sum-exp, in
+float32.
 
     lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-A part in which a query sees nothing has LSE -inf and adds nothing; a query that sees nothing anywhere keeps -inf and 0.
+A part in which a query sees nothing has LSE -inf and adds nothing; a query that sees nothing
+anywhere keeps -inf and 0.
 """
 
 from __future__ import annotations
@@ -35,12 +37,20 @@ def merge_all(parts: Sequence[Partial]) -> Partial:
     total = reduce(add, weights)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    out = reduce(add, (_rows(w / total) * out.astype(jnp.float32) for w, (out, _) in zip(weights, parts, strict=True)))
+    out = reduce(
+        add,
+        (
+            _rows(w / total) * out.astype(jnp.float32)
+            for w, (out, _) in zip(weights, parts, strict=True)
+        ),
+    )
     return out, jnp.where(seen, safe + jnp.log(total), NEG_INF)
 
 
 def nothing_seen(shapes: Any) -> tuple[Array, Array]:
-    """Give the (out, lse) of queries that see nothing, in the shapes of arrays or of what describes them."""
+    """Give the (out, lse) of queries that see nothing, in the shapes of arrays or of what describes
+    them.
+    """
     out, lse = shapes
     return jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32)
 

@@ -1,8 +1,9 @@
-"""Ulysses: devices exchange heads for tokens, so that each attends over a longer sequence with fewer heads.
+"""Ulysses: devices exchange heads for tokens, so that each attends over a longer sequence with
+fewer heads.
 
-`ulysses`: an all-to-all over the context axis gives each device all tokens of N / n heads; the kernel runs; another
-all-to-all gives the tokens back. `ulysses_ring`: groups of `inner` neighbours exchange heads, and the groups form a
-ring.
+`ulysses`: an all-to-all over the context axis gives each device all tokens of N / n heads; the
+kernel runs; another all-to-all gives the tokens back. `ulysses_ring`: groups of `inner` neighbours
+exchange heads, and the groups form a ring.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719).
 """
@@ -30,20 +31,26 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class UlyssesRing(Ring):
-    """Exchange heads for tokens within groups of `inner` devices, and send K and V round the groups.
+    """Exchange heads for tokens within groups of `inner` devices, and send K and V round the
+    groups.
 
     Args:
         shape: the mesh's axes.
         inner: devices that exchange heads.
-        chunks: groups of heads that are exchanged one after the other, so that one can travel while another computes.
+        chunks: groups of heads that are exchanged one after the other, so that one can travel while
+            another computes.
     """
 
     name: ClassVar[str] = "ulysses_ring"
     chunks: int = 1
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> UlyssesRing:
-        """Take the group from `ulysses_shards`, or the largest part of the context axis that divides the heads."""
+    def build(
+        cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
+    ) -> UlyssesRing:
+        """Take the group from `ulysses_shards`, or the largest part of the context axis that
+        divides the heads.
+        """
         n, heads = ways("S", shape), call.heads // ways("N", shape)
         parts = [u for u in range(1, n) if n % u == 0 and heads % u == 0]
         inner = config.ulysses_shards if config.ulysses_shards > 0 else max(parts, default=1)
@@ -57,18 +64,24 @@ class UlyssesRing(Ring):
         return super().label() + groups
 
     def supports(self, call: Call) -> Reason | None:
-        """Refuse groups that divide neither the context axis nor the heads, naming sizes that do."""
+        """Refuse groups that divide neither the context axis nor the heads, naming sizes that
+        do.
+        """
         n, heads, tensor = ways("S", self.shape), call.heads, ways("N", self.shape)
         if n % self.inner:
             rule = f"ulysses_shards={self.inner} must divide the context axis, {n}"
             return Reason(self.name, "ulysses_shards", rule, f"set it to one of {_divisors(n)}")
         if heads % (self.inner * tensor):
             rule = (
-                f"{heads} heads must be a multiple of {self.inner * tensor} (exchanging {self.inner} x tensor {tensor})"
+                f"{heads} heads must be a multiple of {self.inner * tensor} (exchanging"
+                f" {self.inner} x tensor {tensor})"
             )
             fits = ", ".join(str(u) for u in range(1, heads + 1) if heads % (u * tensor) == 0)
             return Reason(
-                self.name, "heads", rule, f"exchange heads among {fits} devices, or set context_parallel: ring"
+                self.name,
+                "heads",
+                rule,
+                f"exchange heads among {fits} devices, or set context_parallel: ring",
             )
         return None
 
@@ -77,11 +90,15 @@ class UlyssesRing(Ring):
         return ways("N", self.shape) * self.inner
 
     def mask_letters(self, letters: str) -> str:
-        """Queries and keys of a mask or bias stay whole: each device takes the part that it attends with."""
+        """Queries and keys of a mask or bias stay whole: each device takes the part that it attends
+        with.
+        """
         return letters.replace("S", ".").replace("T", ".")
 
     def place_call(self, call: Call) -> Call:
-        """Return the call of one hop: the group's queries and keys, this device's share of the heads."""
+        """Return the call of one hop: the group's queries and keys, this device's share of the
+        heads.
+        """
         local = super().place_call(call)
         heads, kv_heads = local.heads // self.inner, local.kv_heads // self.inner
         return replace(local, q_len=call.q_len // self.places, heads=heads, kv_heads=kv_heads)
@@ -93,7 +110,14 @@ class UlyssesRing(Ring):
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the exchanges and, with more than one group, the ring's hops."""
         local = self.place_call(call)
-        unit = local.batch * local.heads * local.head_dim * itemsize(call.dtype) * (self.inner - 1) // self.inner
+        unit = (
+            local.batch
+            * local.heads
+            * local.head_dim
+            * itemsize(call.dtype)
+            * (self.inner - 1)
+            // self.inner
+        )
         kv = 2 * local.kv_len * unit * local.kv_heads // local.heads
         q = local.q_len * unit
         stats = 4 * local.batch * local.heads * local.q_len * (self.inner - 1) // self.inner
@@ -102,11 +126,19 @@ class UlyssesRing(Ring):
             ("Q,K,V,out,dout,LSE,dLSE", "backward", 3 * q + kv + 2 * stats, 7),
             ("dQ,dK,dV", "backward", q + kv, 3),
         )
-        made = [Collective("all_to_all", (CONTEXT,), w, when, b, self.chunks, n) for w, when, b, n in exchanges]
+        made = [
+            Collective("all_to_all", (CONTEXT,), w, when, b, self.chunks, n)
+            for w, when, b, n in exchanges
+        ]
         rounds = super().collectives(call) if self.places > 1 else ()
-        return (*(made if self.inner > 1 else ()), *(replace(c, hops=c.hops * self.chunks) for c in rounds))
+        return (
+            *(made if self.inner > 1 else ()),
+            *(replace(c, hops=c.hops * self.chunks) for c in rounds),
+        )
 
-    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    def forward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
+    ) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
         outs, lses = [], []
         for heads in self._head_groups(q, k):
@@ -118,10 +150,21 @@ class UlyssesRing(Ring):
         return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
 
     def backward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
-        out: Array, lse: Array, dout: Array, dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
-        """Return this device's gradients; the bias's is its share of a sum over the context axis."""
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return this device's gradients; the bias's is its share of a sum over the context
+        axis.
+        """
         grads: list[list[Array]] = [[], [], []]
         dbias = None if bias is None else jnp.zeros_like(bias, jnp.float32)
         for heads in self._head_groups(q, k):
@@ -149,10 +192,14 @@ class Ulysses(UlyssesRing):
     name: ClassVar[str] = "ulysses"
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Ulysses:
+    def build(
+        cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
+    ) -> Ulysses:
         """Let all devices of the context axis exchange."""
         n = ways("S", shape)
-        return cls(shape, n, chunks=_chunks(config.ulysses_attention_chunks, call, ways("N", shape) * n))
+        return cls(
+            shape, n, chunks=_chunks(config.ulysses_attention_chunks, call, ways("N", shape) * n)
+        )
 
 
 @dataclass(frozen=True)
@@ -179,11 +226,15 @@ class _Heads:
 
 
 class _Exchange:
-    """The exchange of one group of heads, and where its share lies in a mask or bias that is whole."""
+    """The exchange of one group of heads, and where its share lies in a mask or bias that is
+    whole.
+    """
 
     def __init__(self, ring: UlyssesRing, heads: _Heads, q: Array) -> None:
         self.inner = ring.inner
-        groups = [[place * ring.inner + i for i in range(ring.inner)] for place in range(ring.places)]
+        groups = [
+            [place * ring.inner + i for i in range(ring.inner)] for place in range(ring.places)
+        ]
         self.groups = groups if ring.places > 1 else None
         device = jax.lax.axis_index(CONTEXT)
         share = heads.count // ring.inner
@@ -197,7 +248,9 @@ class _Exchange:
     def _swap(self, x: Array, split: int, join: int) -> Array:
         if self.inner == 1:
             return x
-        return jax.lax.all_to_all(x, CONTEXT, split, join, axis_index_groups=self.groups, tiled=True)
+        return jax.lax.all_to_all(
+            x, CONTEXT, split, join, axis_index_groups=self.groups, tiled=True
+        )
 
     def out(self, x: Array) -> Array:
         """Give heads away for tokens: [B, T, N, H]."""
@@ -245,7 +298,9 @@ def _full_axes(bias: Array) -> str:
 
 
 def _chunks(asked: int, call: Call, shares: int) -> int:
-    """Return the most groups, up to what was asked, that leave each share of the heads whole heads and key heads."""
+    """Return the most groups, up to what was asked, that leave each share of the heads whole heads
+    and key heads.
+    """
     heads, kv_heads = call.heads // shares, lcm(call.kv_heads, shares) // shares
     return max((c for c in range(1, asked + 1) if heads % c == 0 and kv_heads % c == 0), default=1)
 

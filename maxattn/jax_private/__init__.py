@@ -1,1 +1,3 @@
-"""All that maxattn takes from inside jax and from inside the packages that it calls, and for which versions."""
+"""All that maxattn takes from inside jax and from inside the packages that it calls, and for which
+versions.
+"""

@@ -12,7 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 
 def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
-    """Build a mesh whose axes the compiler may use freely (newer jax makes Explicit axes by default)."""
+    """Build a mesh whose axes the compiler may use freely (newer jax makes Explicit axes by
+    default).
+    """
     return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
@@ -20,11 +22,15 @@ def shard_map(
     f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
 ) -> Callable[..., Any]:
     """Map `f` over shards, with the varying-axes check off: Pallas kernels raise under it."""
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
+    )
 
 
 def ambient_mesh() -> Any:
-    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None where there is none."""
+    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None where
+    there is none.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return _entered_mesh() if mesh is None or mesh.empty else mesh
 

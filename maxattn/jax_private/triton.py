@@ -1,6 +1,7 @@
 """Pallas for Triton.
 
-Deprecated since jax 0.11, in favour of kernels in Mosaic: where it is gone, XLA does what the kernels did.
+Deprecated since jax 0.11, in favour of kernels in Mosaic: where it is gone, XLA does what the
+kernels did.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import jax
 
 
 def triton_there() -> bool:
-    """Say whether Pallas lowers for Triton here: newer jax asks the GPU, or an `AbstractDevice`, for its kind."""
+    """Say whether Pallas lowers for Triton here: newer jax asks the GPU, or an `AbstractDevice`,
+    for its kind.
+    """
     try:
         from jax.experimental.pallas import triton
     except ImportError:
@@ -29,12 +32,18 @@ def triton_there() -> bool:
 
 
 def takes_triton(capability: str | None) -> bool:
-    """Say whether XLA compiles Triton's kernels for such a GPU: NVIDIA's from Ampere (8.0) on; None is no GPU's."""
-    return capability is None or (capability.replace(".", "", 1).isdecimal() and float(capability) >= 8.0)
+    """Say whether XLA compiles Triton's kernels for such a GPU: NVIDIA's from Ampere (8.0) on; None
+    is no GPU's.
+    """
+    return capability is None or (
+        capability.replace(".", "", 1).isdecimal() and float(capability) >= 8.0
+    )
 
 
 def triton_params(warps: int) -> Any:
-    """Make the parameters of a Pallas kernel for Triton, a program of which runs on so many warps of 32 threads."""
+    """Make the parameters of a Pallas kernel for Triton, a program of which runs on so many warps
+    of 32 threads.
+    """
     from jax.experimental.pallas import triton
 
     return triton.CompilerParams(num_warps=warps)

@@ -1,4 +1,6 @@
-"""Inside a user's `shard_map` that checks them, types say over which mesh axes a value varies: making those agree."""
+"""Inside a user's `shard_map` that checks them, types say over which mesh axes a value varies:
+making those agree.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ Tree = TypeVar("Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Name the mesh axes over which any array of a tree varies; none outside of such a `shard_map`."""
+    """Name the mesh axes over which any array of a tree varies; none outside of such a
+    `shard_map`.
+    """
     axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
     return frozenset[str]().union(*axes)
 
 
 def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
-    """Let every array vary over all of `axes`: its gradient is then summed over those that it did not vary over."""
+    """Let every array vary over all of `axes`: its gradient is then summed over those that it did
+    not vary over.
+    """
 
     def one(x: Any) -> Any:
         more = tuple(sorted(axes - varying_axes(x)))
@@ -27,5 +33,7 @@ def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
 
 
 def checked_axes(names: Iterable[str]) -> frozenset[str]:
-    """Name those of the manual axes `names` whose surrounding `shard_map` checks what varies over them."""
+    """Name those of the manual axes `names` whose surrounding `shard_map` checks what varies over
+    them.
+    """
     return varying_axes([jax.lax.axis_index(name) for name in names])

@@ -1,7 +1,9 @@
-"""Where tokamax keeps its splash attention, in the versions that maxattn supports (0.0.12 to 0.0.17).
+"""Where tokamax keeps its splash attention, in the versions that maxattn supports (0.0.12 to
+0.0.17).
 
-Their functions take the same arguments. What differs is inside: 0.0.17 leaves out tiles whose segment ids cannot meet,
-and with segment ids its backward sums dQ's parts in three buffers of the queries' dtype.
+Their functions take the same arguments. What differs is inside: 0.0.17 leaves out tiles whose
+segment ids cannot meet, and with segment ids its backward sums dQ's parts in three buffers of the
+queries' dtype.
 """
 
 from __future__ import annotations

@@ -20,5 +20,12 @@ KERNELS: dict[str, type] = {
 }
 
 __all__ = [
-    "KERNELS", "Cudnn", "CudnnFlashTe", "DotProduct", "Flash", "Kernel", "MemoryEfficient", "TokamaxFlash",
-]  # fmt: skip
+    "KERNELS",
+    "Cudnn",
+    "CudnnFlashTe",
+    "DotProduct",
+    "Flash",
+    "Kernel",
+    "MemoryEfficient",
+    "TokamaxFlash",
+]

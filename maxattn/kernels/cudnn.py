@@ -1,4 +1,5 @@
-"""cuDNN's fused attention through jax: O(T) memory both ways, float32 LSE, a backward from a given LSE.
+"""cuDNN's fused attention through jax: O(T) memory both ways, float32 LSE, a backward from a given
+LSE.
 
 Source: NVIDIA cuDNN, scaled dot product attention; jax._src.cudnn.fused_attention_stablehlo.
 """
@@ -20,7 +21,14 @@ from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.target import Target
 
 HEAD_LIMIT, HEAD_LIMIT_BEFORE_HOPPER = 256, 128
-BEFORE_HOPPER = ("A10", "A30", "A40", "L4", "RTX", "GeForce")  # how device kinds begin, after "NVIDIA"
+BEFORE_HOPPER = (
+    "A10",
+    "A30",
+    "A40",
+    "L4",
+    "RTX",
+    "GeForce",
+)  # how device kinds begin, after "NVIDIA"
 
 
 @dataclass(frozen=True)
@@ -31,10 +39,14 @@ class Cudnn(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than bands and lengths."""
+        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
+        bands and lengths.
+        """
         reason = fused_masks.refuse_call("cudnn", call, head_limit(target))
         parts = fused_masks.split(call.mask)
-        reason = reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
+        reason = (
+            reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
+        )
         return reason or _refuse_window(parts, call)
 
     @staticmethod
@@ -52,12 +64,22 @@ class Cudnn(Fused):
         """Describe the kernel for `explain`."""
         return {"runs": "cudnn (cuDNN through jax)", "blocks": "the library's own"}
 
-    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+    def piece_forward(
+        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
         return cudnn_forward(q, k, v, _some(lengths), *_band(piece), self.scale)
 
     def piece_backward(
-        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        piece: Piece,
+        lengths: Lengths,
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
         return cudnn_backward(q, k, v, out, lse, dout, _some(lengths), *_band(piece), self.scale)
@@ -79,7 +101,10 @@ def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
     ends_at_query = all(p.left is None or p.right == 0 for p in cut)
     if ends_at_query and not call.sharded:
         return None
-    rule = "it takes windows that end at the query, with query 0 at key 0 and every token on one device"
+    rule = (
+        "it takes windows that end at the query, with query 0 at key 0 and every token on one"
+        " device"
+    )
     return Reason("cudnn", f"mask {parts.positions[0]}", rule, fused_masks.REMEDY)
 
 

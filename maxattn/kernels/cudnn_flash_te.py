@@ -1,8 +1,9 @@
 """cuDNN's fused attention through TransformerEngine's own functions, without its Linen module.
 
-The module would fall back in silence, ask for a mesh resource, and read the environment. Here the resource is an empty
-one for the length of a call, and a mask or a window that has no fused kernel is refused by name. Lengths go in as a
-sequence descriptor: a mask array, which means the opposite there, is never made.
+The module would fall back in silence, ask for a mesh resource, and read the environment. Here the
+resource is an empty one for the length of a call, and a mask or a window that has no fused kernel
+is refused by name. Lengths go in as a sequence descriptor: a mask array, which means the opposite
+there, is never made.
 
 Source: NVIDIA TransformerEngine, transformer_engine.jax.
 """
@@ -38,11 +39,15 @@ class CudnnFlashTe(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than bands and lengths."""
+        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
+        bands and lengths.
+        """
         reason = fused_masks.refuse_call("cudnn_flash_te", call, head_limit(target))
         parts = fused_masks.split(call.mask)
         reason = (
-            reason or fused_masks.refuse_mask("cudnn_flash_te", parts) or refuse_shards("cudnn_flash_te", parts, call)
+            reason
+            or fused_masks.refuse_mask("cudnn_flash_te", parts)
+            or refuse_shards("cudnn_flash_te", parts, call)
         )
         return reason or _refuse_window(parts, call)
 
@@ -55,35 +60,64 @@ class CudnnFlashTe(Fused):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> CudnnFlashTe:
         """Take the scale, and whether the LSE is asked for."""
-        return CudnnFlashTe(call.scale, call.return_lse, target.version("transformer-engine-jax") or "")
+        return CudnnFlashTe(
+            call.scale, call.return_lse, target.version("transformer-engine-jax") or ""
+        )
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        return {"runs": f"cudnn_flash_te (TransformerEngine {self.version})", "blocks": "the library's own"}
+        return {
+            "runs": f"cudnn_flash_te (TransformerEngine {self.version})",
+            "blocks": "the library's own",
+        }
 
-    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+    def piece_forward(
+        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
         with _no_mesh_resource():
             out, lse, _, _ = _te("cpp_extensions").fused_attn_fwd(
-                (q, k, v), None, None, _descriptor(q, k, lengths), None, **_settings(piece, lengths, self.scale)
+                (q, k, v),
+                None,
+                None,
+                _descriptor(q, k, lengths),
+                None,
+                **_settings(piece, lengths, self.scale),
             )
         return out, lse[..., 0]
 
     def piece_backward(
-        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        piece: Piece,
+        lengths: Lengths,
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
         with _no_mesh_resource():
             grads, _, _ = _te("cpp_extensions").fused_attn_bwd(
-                (q, k, v), None, None, lse[..., None], _rng_state(), out, dout, _descriptor(q, k, lengths),
+                (q, k, v),
+                None,
+                None,
+                lse[..., None],
+                _rng_state(),
+                out,
+                dout,
+                _descriptor(q, k, lengths),
                 **_settings(piece, lengths, self.scale),
-            )  # fmt: skip
+            )
         dq, dk, dv = grads
         return dq, dk, dv
 
 
 def _te(module: str) -> Any:
-    return import_module(f"transformer_engine.jax.{module}")  # an extra: it need not be there when this one is read
+    return import_module(
+        f"transformer_engine.jax.{module}"
+    )  # an extra: it need not be there when this one is read
 
 
 def _no_mesh_resource() -> Any:
@@ -93,7 +127,9 @@ def _no_mesh_resource() -> Any:
 
 
 def _rng_state() -> Array:
-    """Return the state of dropout that the forward would hand on; without dropout nothing reads it."""
+    """Return the state of dropout that the forward would hand on; without dropout nothing reads
+    it.
+    """
     checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
     return jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
 
@@ -102,21 +138,32 @@ def _descriptor(q: Array, k: Array, lengths: Lengths) -> Any:
     """Say how many queries and keys of each batch row are real."""
     assert not isinstance(lengths, Pairs)
     queries = jnp.full(q.shape[0], q.shape[1], jnp.int32)
-    keys = jnp.full(q.shape[0], k.shape[1], jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
+    keys = (
+        jnp.full(q.shape[0], k.shape[1], jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
+    )
     return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 
 
 def _settings(p: Piece, lengths: Lengths, scale: float) -> dict[str, Any]:
     te = _te("attention")
     causal, kinds = p.right == 0, te.AttnMaskType
-    plain, padded = (kinds.CAUSAL_MASK, kinds.PADDING_CAUSAL_MASK) if causal else (kinds.NO_MASK, kinds.PADDING_MASK)
+    plain, padded = (
+        (kinds.CAUSAL_MASK, kinds.PADDING_CAUSAL_MASK)
+        if causal
+        else (kinds.NO_MASK, kinds.PADDING_MASK)
+    )
     window = None if p.left is None else (p.left, -1 if p.right is None else p.right)
     return {
-        "attn_bias_type": te.AttnBiasType.NO_BIAS, "attn_mask_type": plain if lengths is None else padded,
-        "softmax_type": te.AttnSoftmaxType.VANILLA_SOFTMAX, "qkv_layout": te.QKVLayout.BSHD_BSHD_BSHD,
-        "scaling_factor": scale, "dropout_probability": 0.0, "is_training": True, "max_segments_per_seq": 1,
+        "attn_bias_type": te.AttnBiasType.NO_BIAS,
+        "attn_mask_type": plain if lengths is None else padded,
+        "softmax_type": te.AttnSoftmaxType.VANILLA_SOFTMAX,
+        "qkv_layout": te.QKVLayout.BSHD_BSHD_BSHD,
+        "scaling_factor": scale,
+        "dropout_probability": 0.0,
+        "is_training": True,
+        "max_segments_per_seq": 1,
         "window_size": window,
-    }  # fmt: skip
+    }
 
 
 def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:

@@ -1,7 +1,8 @@
-"""Dense attention: one matmul, one softmax, one matmul. The definition, and the fastest for short sequences.
+"""Dense attention: one matmul, one softmax, one matmul. The definition, and the fastest for short
+sequences.
 
-It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from the saved LSE, so
-that nothing of that size is kept between forward and backward.
+It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from
+the saved LSE, so that nothing of that size is kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class DotProduct:
 
     Args:
         scale: multiplies the scores in float32.
-        float32_qk_product: cast q and k to float32 before their product. The products of bfloat16 and float16
-            operands are exact in float32 either way; this only changes which matmul unit computes them.
-        split_head_dim: keep batch and heads as two axes, or fold them into one. Layout only, equal results.
+        float32_qk_product: cast q and k to float32 before their product. The products of bfloat16
+            and float16 operands are exact in float32 either way; this only changes which matmul
+            unit computes them.
+        split_head_dim: keep batch and heads as two axes, or fold them into one. Layout only, equal
+            results.
     """
 
     name: ClassVar[str] = "dot_product"
@@ -53,7 +56,14 @@ class DotProduct:
         return DotProduct(call.scale, config.float32_qk_product, config.split_head_dim)
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         qs, ks, vs = self._split(q, k, v)
@@ -88,14 +98,27 @@ class DotProduct:
         s, lse_ = (s, lse_) if bias is None else _brought_near(s, lse_)
         dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
-        return self._merge_queries(dq, q).astype(q.dtype), self._merge_keys(dk, k), self._merge_keys(dv, k), dbias
+        return (
+            self._merge_queries(dq, q).astype(q.dtype),
+            self._merge_keys(dk, k),
+            self._merge_keys(dv, k),
+            dbias,
+        )
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
         return {"runs": "dot_product (XLA dense)", "blocks": "none: the whole T x S at once"}
 
     def _scores(
-        self, qs: Array, ks: Array, q: Array, k: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        qs: Array,
+        ks: Array,
+        q: Array,
+        k: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> Array:
         kv_heads = k.shape[2]
         allowed = None
@@ -120,7 +143,11 @@ class DotProduct:
 
     def _split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         qs = softmax.split_queries(q, k.shape[2])
-        return self._fold(qs, q), self._fold(softmax.split_keys(k), q), self._fold(softmax.split_keys(v), q)
+        return (
+            self._fold(qs, q),
+            self._fold(softmax.split_keys(k), q),
+            self._fold(softmax.split_keys(v), q),
+        )
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
         b, t, n, h = q.shape
@@ -145,5 +172,7 @@ def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
         m = jnp.max(s, axis=-1)
         return softmax.brought_near(m, jnp.sum(softmax.stable_exp(s, m), axis=-1), lse)
 
-    m, lse = jax.lax.cond(softmax.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse)
+    m, lse = jax.lax.cond(
+        softmax.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse
+    )
     return s - m[..., None], lse

@@ -1,7 +1,8 @@
-"""The backward over many blocks of keys, every pair allowed: dQ is begun once, added to block by block, and read once.
+"""The backward over many blocks of keys, every pair allowed: dQ is begun once, added to block by
+block, and read once.
 
-A kernel that keeps dQ in float32 between blocks saves each block's passes over the queries. For any other kernel the
-parts are kept as it wrote them, and summed in float32.
+A kernel that keeps dQ in float32 between blocks saves each block's passes over the queries. For any
+other kernel the parts are kept as it wrote them, and summed in float32.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ MOST_PARTS = 4  # that are kept before they become one in float32
 
 
 class Sums(Protocol):
-    """Hold the sum so far; `state` is a tree of arrays, which a caller may replace by equal ones."""
+    """Hold the sum so far; `state` is a tree of arrays, which a caller may replace by equal
+    ones.
+    """
 
     state: Any
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and return its (dk, dv), in an array of the block's shape.
+        """Add a part of a block of keys to dQ, and return its (dk, dv), in an array of the block's
+        shape.
 
         Args:
             keys: the block, [2,B,S,K,H].
             cut: the part.
-            grads: what an earlier part of the block gave; without it, gradients of other parts are not set.
+            grads: what an earlier part of the block gave; without it, gradients of other parts are
+                not set.
         """
         ...
 
@@ -87,7 +92,9 @@ def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
     return dq_accumulator.Fa4Sums(fa4.scale, q, k, rows)
 
 
-def shares_of(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...], places: int) -> Shares:
+def shares_of(
+    kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...], places: int
+) -> Shares:
     """Say how the backward of a ring divides keys over its launches.
 
     Args:
@@ -106,7 +113,9 @@ def in_place(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...]) ->
     from maxattn.kernels.fa4 import dq_accumulator
 
     kernel = _backward_of(kernel)
-    return kernel if isinstance(kernel, Fa4) and dq_accumulator.fits(kernel, queries, keys) else None
+    return (
+        kernel if isinstance(kernel, Fa4) and dq_accumulator.fits(kernel, queries, keys) else None
+    )
 
 
 def _backward_of(kernel: Kernel) -> Kernel:

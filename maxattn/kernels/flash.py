@@ -1,8 +1,10 @@
-"""JAX's splash attention (Pallas, for TPU): tiles in VMEM, empty tiles skipped, O(T) memory both ways.
+"""JAX's splash attention (Pallas, for TPU): tiles in VMEM, empty tiles skipped, O(T) memory both
+ways.
 
 On an NVIDIA GPU the same name is FlashAttention-4 (`flash_gpu.py`).
 
-Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
+Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv
+2307.08691).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Flash(splash_kernel.Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has its own."""
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has its
+        own.
+        """
         return (
             flash_gpu.supports(call, target)
             if target.platform == "gpu"
@@ -42,13 +46,19 @@ class Flash(splash_kernel.Splash):
     def repeats(call: Call, target: Target) -> Reason | None:
         """Say for the kernel of the platform whether its backward repeats."""
         return (
-            flash_gpu.repeats(call, target) if target.platform == "gpu" else splash_kernel.Splash.repeats(call, target)
+            flash_gpu.repeats(call, target)
+            if target.platform == "gpu"
+            else splash_kernel.Splash.repeats(call, target)
         )
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
-        return flash_gpu.build(call, config, target) if target.platform == "gpu" else Flash.of(call, config, target)
+        return (
+            flash_gpu.build(call, config, target)
+            if target.platform == "gpu"
+            else Flash.of(call, config, target)
+        )
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
@@ -70,20 +80,37 @@ class JaxSplash:
         """Take the queries as they are."""
         return 1.0
 
-    def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
+    def forward(
+        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
+    ) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""
         info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0])
         return jax_splash.forward(q, k, v, _ids(ids), info, setup.code, blocks, self.interpret)
 
     def dkv(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks, fused: bool
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        ids: Ids,
+        rows: Rows,
+        setup: Setup,
+        blocks: Blocks,
+        fused: bool,
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
-        # The fused kernel writes a part of dq at every step, so its grid keeps the steps that compute nothing.
-        info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0], by_key=True, shrink=not fused)
-        return jax_splash.dkv(q, k, v, _ids(ids), rows, info, setup.code, blocks, fused, self.interpret)
+        # The fused kernel writes a part of dq at every step, so its grid keeps the steps that
+        # compute nothing.
+        info = mask_info.mask_info(
+            setup.kinds, setup.codes, setup.padded[0], by_key=True, shrink=not fused
+        )
+        return jax_splash.dkv(
+            q, k, v, _ids(ids), rows, info, setup.code, blocks, fused, self.interpret
+        )
 
-    def dq(self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks) -> Array:
+    def dq(
+        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
+    ) -> Array:
         """Return dq."""
         info = mask_info.mask_info(setup.kinds, setup.codes, setup.padded[0])
         return jax_splash.dq(q, k, v, _ids(ids), rows, info, setup.code, blocks, self.interpret)

@@ -1,4 +1,6 @@
-"""What `flash` is on an NVIDIA GPU: FlashAttention-4 where fa4-jax is installed, cuDNN through jax where it is not."""
+"""What `flash` is on an NVIDIA GPU: FlashAttention-4 where fa4-jax is installed, cuDNN through jax
+where it is not.
+"""
 
 from __future__ import annotations
 

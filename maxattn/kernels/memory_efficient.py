@@ -1,16 +1,20 @@
-"""Blockwise attention in plain JAX: the online softmax, in chunks of queries and keys, O(T) memory both ways.
+"""Blockwise attention in plain JAX: the online softmax, in chunks of queries and keys, O(T) memory
+both ways.
 
-For each chunk of queries, over the chunks of keys that its mask lets it see (FlashAttention's inner loop):
+For each chunk of queries, over the chunks of keys that its mask lets it see (FlashAttention's inner
+loop):
 
     m_new = max(m, rowmax(S))
     l_new = exp(m - m_new) * l + rowsum(exp(S - m_new))
     O_new = exp(m - m_new) * O + exp(S - m_new) V            # divided by l once, at the end
     lse   = m + log(l)
 
-The backward keeps nothing of size T x S either: it recomputes P = exp(S - lse) chunk by chunk from the saved LSE.
+The backward keeps nothing of size T x S either: it recomputes P = exp(S - lse) chunk by chunk from
+the saved LSE.
 
-Source: Rabe and Staats (arXiv 2112.05682); Dao et al., FlashAttention and FlashAttention-2 (arXiv 2205.14135,
-2307.08691). B_r and B_c of those papers are `query_chunk_size` and `key_chunk_size` here.
+Source: Rabe and Staats (arXiv 2112.05682); Dao et al., FlashAttention and FlashAttention-2 (arXiv
+2205.14135, 2307.08691). B_r and B_c of those papers are `query_chunk_size` and `key_chunk_size`
+here.
 """
 
 from __future__ import annotations
@@ -68,10 +72,20 @@ class MemoryEfficient:
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
-        return {"runs": "dot_product, memory-efficient (blockwise online softmax in JAX)", "blocks": blocks}
+        return {
+            "runs": "dot_product, memory-efficient (blockwise online softmax in JAX)",
+            "blocks": blocks,
+        }
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
@@ -82,11 +96,15 @@ class MemoryEfficient:
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 return _forward_step(tiles.scores(i, q_i, j, mixed), tiles.v[j], *state)
 
-            out, lse = softmax.finish(*for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i)))
+            out, lse = softmax.finish(
+                *for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i))
+            )
             return out.astype(q.dtype), lse
 
         out, lse = jax.lax.map(query_chunk, _rows(tiles))
-        return softmax.merge_queries(join(out, 3, q.shape[1])), softmax.merge_stats(join(lse, 3, q.shape[1]))
+        return softmax.merge_queries(join(out, 3, q.shape[1])), softmax.merge_stats(
+            join(lse, 3, q.shape[1])
+        )
 
     def backward(
         self,
@@ -104,7 +122,8 @@ class MemoryEfficient:
     ) -> tuple[Array, Array, Array, Bias]:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
-        # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s - lse) overflow.
+        # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s -
+        # lse) overflow.
         fills = (softmax.BIG_LSE, 0.0, 0.0)
         rows = _row_gradient(out, lse, dout, dlse, k.shape[2])
         given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(rows, fills, strict=True))
@@ -126,25 +145,34 @@ class MemoryEfficient:
         dk, dv = (softmax.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
         return softmax.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
 
-    def _tiles(self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]) -> Tiles:
+    def _tiles(
+        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]
+    ) -> Tiles:
         if self.float32_qk_product:
             q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-        return Tiles.of(q, k, v, bias, mask, offsets, (self.query_chunk, self.key_chunk), self.scale)
+        return Tiles.of(
+            q, k, v, bias, mask, offsets, (self.query_chunk, self.key_chunk), self.scale
+        )
 
 
 def _rows(tiles: Tiles) -> tuple[Any, ...]:
-    """Gather what one step of the loop over query chunks takes: number, queries, and the lists of visits."""
+    """Gather what one step of the loop over query chunks takes: number, queries, and the lists of
+    visits.
+    """
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
 def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
-    # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i varies over.
+    # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i
+    # varies over.
     acc = jnp.zeros_like(q_i, jnp.float32)
     return jnp.full_like(acc[..., 0], softmax.NEG_INF), acc[..., 0], acc
 
 
-def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple[Array, Array, Array]:
+def _forward_step(
+    s: Array, v_j: Array, m: Array, l: Array, acc: Array
+) -> tuple[Array, Array, Array]:
     """Fold one tile of scores into (m, l, O)."""
     m, l, decay, p = _folded(s, m, l)
     # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
@@ -153,15 +181,20 @@ def _forward_step(s: Array, v_j: Array, m: Array, l: Array, acc: Array) -> tuple
 
 
 def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
-    """Fold one tile of scores into (m, l), and return what earlier sums decay by and exp(s - m) too."""
+    """Fold one tile of scores into (m, l), and return what earlier sums decay by and exp(s - m)
+    too.
+    """
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
     decay = jnp.exp(m - jnp.where(m_new == softmax.NEG_INF, 0.0, m_new))
     p = softmax.stable_exp(s, m_new)
     return m_new, l * decay + jnp.sum(p, axis=-1), decay, p
 
 
-def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array) -> tuple[Any, Array]:
-    """Return what a bias far from 0 adds to every key of a row, to take off the scores, and the LSE without it.
+def _brought_near(
+    tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array
+) -> tuple[Any, Array]:
+    """Return what a bias far from 0 adds to every key of a row, to take off the scores, and the LSE
+    without it.
 
     Only where there is such a row is a query chunk gone through once more.
     """
@@ -175,11 +208,15 @@ def _brought_near(tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: A
         m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])
         return softmax.brought_near(m, l, lse)
 
-    level, lse = jax.lax.cond(softmax.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse)
+    level, lse = jax.lax.cond(
+        softmax.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse
+    )
     return level[..., None], lse
 
 
-def _row_gradient(out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int) -> tuple[Array, Array, Array]:
+def _row_gradient(
+    out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int
+) -> tuple[Array, Array, Array]:
     stats = (softmax.split_stats(x, kv_heads) for x in (lse, dlse))
     rows = (softmax.split_queries(x, kv_heads) for x in (out, dout))
     return softmax.row_gradient(*rows, *stats)
@@ -191,9 +228,17 @@ def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
 
 
 def _backward_step(
-    tiles: Tiles, i: Any, q_i: Array, j: Any, s: Array, given: tuple[Array, Array, Array],
-    dq_i: Array, dk: Array, dv: Array, dbias: Array | None,
-) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    tiles: Tiles,
+    i: Any,
+    q_i: Array,
+    j: Any,
+    s: Array,
+    given: tuple[Array, Array, Array],
+    dq_i: Array,
+    dk: Array,
+    dv: Array,
+    dbias: Array | None,
+) -> tuple[Array, Array, Array, Array | None]:
     """Add one tile's share to (dq of this chunk, dk, dv, dbias)."""
     dq, dk_j, dv_j, ds = softmax.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
     if dbias is not None:

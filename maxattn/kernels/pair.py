@@ -1,6 +1,7 @@
 """Two kernels as one: the forward of the first, the backward of the second.
 
-Every kernel's backward takes a given output and LSE, so that any can follow any: both are those of the same softmax.
+Every kernel's backward takes a given output and LSE, so that any can follow any: both are those of
+the same softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ class Pair:
         return f"{self.first.name}/{self.second.name}"
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         return self.first.forward(q, k, v, bias, mask, q_offset, kv_offset)
@@ -59,4 +67,6 @@ class Pair:
         first, second = self.first.lines(call), self.second.lines(call)
         runs = f"forward {first['runs']}, backward {second['runs']}"
         blocks, backward = first["blocks"], second.get("backward", second["blocks"])
-        return {"runs": runs, "blocks": blocks} | ({"backward": backward} if backward != blocks else {})
+        return {"runs": runs, "blocks": blocks} | (
+            {"backward": backward} if backward != blocks else {}
+        )

@@ -1,13 +1,16 @@
-"""The arithmetic that every kernel written in plain JAX shares: scores, softmax, and the gradient of both.
+"""The arithmetic that every kernel written in plain JAX shares: scores, softmax, and the gradient
+of both.
 
     S = scale * q k^T + bias        P = exp(S - lse)        out = P v
     dP = dout v^T                   D = sum(dout * out) - dlse
     dS = P * (dP - D)               dq = scale * dS k       dk = scale * dS^T q       dbias = dS
 
-Inside, heads are split as [K, G]: G = N / K query heads share one key head. Arrays are [B, K, G, T, H] and
-[B, K, S, H], so that every matmul is a plain batched one. Statistics are float32 whatever the operands are.
+Inside, heads are split as [K, G]: G = N / K query heads share one key head. Arrays are [B, K, G, T,
+H] and [B, K, S, H], so that every matmul is a plain batched one. Statistics are float32 whatever
+the operands are.
 
-Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1, with the gradient of the LSE added.
+Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1, with the gradient of the LSE
+added.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 NEG_INF = float("-inf")
-# Stands for the LSE of a query with nothing to attend to, where a gradient is computed: exp(s - BIG_LSE) is 0, and
-# s - BIG_LSE does not overflow float32.
+# Stands for the LSE of a query with nothing to attend to, where a gradient is computed: exp(s -
+# BIG_LSE) is 0, and s - BIG_LSE does not overflow float32.
 BIG_LSE = 1e30
-# From here on float32 keeps less than 2**-17 of an LSE: a row whose allowed keys all have such a bias.
+# From here on float32 keeps less than 2**-17 of an LSE: a row whose allowed keys all have such a
+# bias.
 FAR = 2.0**7
 
 Queries = Float[Array, "B K G T H"]
@@ -63,19 +67,25 @@ def merge_stats(x: Stats) -> Float[Array, "B N T"]:
 
 
 def split_heads(x: Any, kv_heads: int) -> Array:
-    """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G]; a broadcast axis becomes two of size 1."""
+    """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G]; a broadcast axis becomes two
+    of size 1.
+    """
     if x.shape[1] == 1:
         return x[:, :, None]
     return rearrange(x, "B (K G) T S -> B K G T S", K=kv_heads)
 
 
 def matmul(spec: str, a: Array, b: Array) -> Array:
-    """Contract with float32 accumulation, and with full float32 products where the operands are float32."""
+    """Contract with float32 accumulation, and with full float32 products where the operands are
+    float32.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def scores(q: Queries, k: Keys, scale: float, bias: Array | None, allowed: Bool[Array, "..."] | None) -> Scores:
+def scores(
+    q: Queries, k: Keys, scale: float, bias: Array | None, allowed: Bool[Array, "..."] | None
+) -> Scores:
     """Compute scale * q k^T + bias in float32, -inf where a query may not attend.
 
     Args:
@@ -102,7 +112,9 @@ def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
     return out, lse
 
 
-def row_gradient(out: Queries, dout: Queries, lse: Stats, dlse: Stats) -> tuple[Stats, Stats, Queries]:
+def row_gradient(
+    out: Queries, dout: Queries, lse: Stats, dlse: Stats
+) -> tuple[Stats, Stats, Queries]:
     """Compute what a backward needs of each row: (finite lse, D, dout), all harmless in empty rows.
 
     D = sum(dout * out) - dlse
@@ -114,12 +126,15 @@ def row_gradient(out: Queries, dout: Queries, lse: Stats, dlse: Stats) -> tuple[
 
 
 def is_far(lse: Stats) -> Bool[Array, ""]:
-    """Tell whether any row's finite LSE is so far from 0 that exp(s - lse) is no longer a share of 1."""
+    """Tell whether any row's finite LSE is so far from 0 that exp(s - lse) is no longer a share of
+    1.
+    """
     return jnp.any((jnp.abs(lse) > FAR) & (lse != BIG_LSE))
 
 
 def brought_near(m: Stats, l: Stats, lse: Stats) -> tuple[Stats, Stats]:
-    """Return what to take off the scores of rows, and their LSE less that, as exact as if it were near 0.
+    """Return what to take off the scores of rows, and their LSE less that, as exact as if it were
+    near 0.
 
     Args:
         m, l: maximum of the scores that are here, and sum of exp(s - m).
@@ -148,5 +163,9 @@ def tile_gradient(
 
 def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum a gradient over the axes that its operand broadcast."""
-    axes = tuple(i for i, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 and have != 1)
+    axes = tuple(
+        i
+        for i, (have, want) in enumerate(zip(x.shape, shape, strict=True))
+        if want == 1 and have != 1
+    )
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x

@@ -1,4 +1,6 @@
-"""What each kernel of the field needs before it can run: facts that a plan states when one is missing."""
+"""What each kernel of the field needs before it can run: facts that a plan states when one is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ REQUIREMENTS: dict[str, Requirement] = {
 }
 # pip's name -> the extra of maxattn that brings it, and a version that every kernel here can call.
 EXTRAS = {
-    "tokamax": ("tokamax", "0.0.17"), "transformer-engine-jax": ("te", "2.20.2"), "fa4-jax": ("fa4", "0.1.0"),
-}  # fmt: skip
+    "tokamax": ("tokamax", "0.0.17"),
+    "transformer-engine-jax": ("te", "2.20.2"),
+    "fa4-jax": ("fa4", "0.1.0"),
+}
 _PLATFORM_NAMES = {"cpu": "a CPU", "gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
@@ -43,11 +47,25 @@ def missing(kernel: str, target: Target) -> Reason | None:
     need = REQUIREMENTS[kernel]
     if target.platform not in need.platforms:
         where = " or ".join(_PLATFORM_NAMES[p] for p in need.platforms)
-        return Reason(kernel, "platform", f"it needs {where}, and this is {target.device_kind}", "use attention: auto")
+        return Reason(
+            kernel,
+            "platform",
+            f"it needs {where}, and this is {target.device_kind}",
+            "use attention: auto",
+        )
     if need.switch and dict(target.env).get(need.switch) == "0":
-        return Reason(kernel, need.switch, f"{need.switch}=0 in the environment forbids it", f"unset {need.switch}")
+        return Reason(
+            kernel,
+            need.switch,
+            f"{need.switch}=0 in the environment forbids it",
+            f"unset {need.switch}",
+        )
     if need.package and target.version(need.package) is None:
-        lacks = "is not installed" if is_here(target) else f"was not named among the {target.device_kind}'s packages"
+        lacks = (
+            "is not installed"
+            if is_here(target)
+            else f"was not named among the {target.device_kind}'s packages"
+        )
         return Reason(kernel, "package", f"{need.package} {lacks}", remedy(need.package, target))
     return None
 
@@ -58,7 +76,8 @@ def is_here(target: Target) -> bool:
 
 
 def remedy(package: str, target: Target, least: str = "") -> str:
-    """Say how a target comes by a package: pip brings it here; a named target has what is said of it.
+    """Say how a target comes by a package: pip brings it here; a named target has what is said of
+    it.
 
     Args:
         package: pip's name.

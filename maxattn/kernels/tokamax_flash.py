@@ -1,6 +1,8 @@
-"""tokamax's splash attention (Pallas, for TPU): like JAX's, with its own schedule, and one kernel for the backward.
+"""tokamax's splash attention (Pallas, for TPU): like JAX's, with its own schedule, and one kernel
+for the backward.
 
-Source: tokamax, ops/experimental/tpu/splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
+Source: tokamax, ops/experimental/tpu/splash_attention; Dao et al., FlashAttention-2 (arXiv
+2307.08691).
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class TokamaxFlash(splash_kernel.Splash):
     """Compute attention with tokamax's splash; its backward is the fused one.
 
     Args:
-        use_base2_exp: compute the softmax with exp2; the queries are then rounded once more, times log2(e).
-        use_experimental_scheduler: ask the TPU's compiler for its experimental scheduler in the forward.
+        use_base2_exp: compute the softmax with exp2; the queries are then rounded once more, times
+            log2(e).
+        use_experimental_scheduler: ask the TPU's compiler for its experimental scheduler in the
+            forward.
     """
 
     name: ClassVar[str] = "tokamax_flash"
@@ -37,7 +41,9 @@ class TokamaxFlash(splash_kernel.Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has Mosaic kernels."""
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has
+        Mosaic kernels.
+        """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
         return splash_kernel.refusal("tokamax_flash", call, target)
@@ -57,14 +63,23 @@ class TokamaxFlash(splash_kernel.Splash):
         if target.platform == "gpu":
             return TokamaxMosaic.build(call, config, target)
         return TokamaxFlash.of(
-            call, config, target,
-            use_base2_exp=config.use_base2_exp, use_experimental_scheduler=config.use_experimental_scheduler,
-        )  # fmt: skip
+            call,
+            config,
+            target,
+            use_base2_exp=config.use_base2_exp,
+            use_experimental_scheduler=config.use_experimental_scheduler,
+        )
 
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
-        extra = ", exp2" * self.use_base2_exp + ", experimental scheduler" * self.use_experimental_scheduler
-        return {"runs": f"tokamax_flash (tokamax splash attention, {self.how}{extra})", "blocks": self.block_lines()}
+        extra = (
+            ", exp2" * self.use_base2_exp
+            + ", experimental scheduler" * self.use_experimental_scheduler
+        )
+        return {
+            "runs": f"tokamax_flash (tokamax splash attention, {self.how}{extra})",
+            "blocks": self.block_lines(),
+        }
 
     @property
     def library(self) -> Library:
@@ -73,9 +88,14 @@ class TokamaxFlash(splash_kernel.Splash):
 
 
 def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
-    """Give a refusal of tokamax's version the remedy of the target: what is named has the version that is written."""
+    """Give a refusal of tokamax's version the remedy of the target: what is named has the version
+    that is written.
+    """
     if reason is None or reason.feature != "package":
         return reason
     if target.version("tokamax") == UNSAID:
-        reason = replace(reason, rule=f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written")
+        reason = replace(
+            reason,
+            rule=f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written",
+        )
     return reason if is_here(target) else replace(reason, remedy=remedy("tokamax", target))

@@ -1,4 +1,6 @@
-"""Masks: which query may attend to which key, as functions of positions that combine with `&`, `|` and `~`."""
+"""Masks: which query may attend to which key, as functions of positions that combine with `&`, `|`
+and `~`.
+"""
 
 from __future__ import annotations
 

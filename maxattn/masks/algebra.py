@@ -53,7 +53,9 @@ class _Joined(Mask):
         return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
 
     def _repr(self, sign: str) -> str:
-        return f" {sign} ".join(f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args)
+        return f" {sign} ".join(
+            f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args
+        )
 
 
 @mask_type
@@ -68,7 +70,9 @@ class And(_Joined):
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Intersect the intervals, pair by pair."""
-        return reduce(lambda a, b: _intersect(a, b, xp), (arg.spans(q_pos, xp, data) for arg in self.args))
+        return reduce(
+            lambda a, b: _intersect(a, b, xp), (arg.spans(q_pos, xp, data) for arg in self.args)
+        )
 
     def at(self, spots: Spots) -> Any:
         """Join with `&`."""
@@ -125,7 +129,9 @@ class Not(Mask):
         return Not(self.arg.over_leaves(change))
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Take the gaps between the intervals: the upper bound of a complement is the complement of a lower bound."""
+        """Take the gaps between the intervals: the upper bound of a complement is the complement of
+        a lower bound.
+        """
         return _complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
@@ -138,7 +144,9 @@ class Not(Mask):
 
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:
-    """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty absorbed."""
+    """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty
+    absorbed.
+    """
     if isinstance(mask, Not):
         return canonical(mask.arg, not negated)
     if isinstance(mask, _Joined):
@@ -170,7 +178,9 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
 
 
 def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
-    """Drop one after the other what another that is still there makes say nothing: of `a | b` and `b | a` one stays."""
+    """Drop one after the other what another that is still there makes say nothing: of `a | b` and
+    `b | a` one stays.
+    """
     kept = masks
     for mask in masks:
         rest = [x for x in kept if x is not mask]
@@ -179,21 +189,27 @@ def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
 
 
 def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> bool:
-    """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a | b)`."""
+    """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a |
+    b)`.
+    """
     mine = mask.args if isinstance(mask, other) else (mask,)
     rivals = ((x.args if isinstance(x, other) else (x,)) for x in among)
     return any(all(_among(part, mine) for part in rival) for rival in rivals)
 
 
 def _among(mask: Mask, others: Iterable[Mask]) -> bool:
-    """Tell whether a mask is one of others, with the very same arrays: forms of two arrays are equal, not the same."""
+    """Tell whether a mask is one of others, with the very same arrays: forms of two arrays are
+    equal, not the same.
+    """
     mine, shape = jax.tree.flatten(mask)
     found = ((leaves, other) for leaves, other in map(jax.tree.flatten, others) if other == shape)
     return any(all(a is b for a, b in zip(mine, leaves, strict=True)) for leaves, _ in found)
 
 
 def _order(mask: Mask) -> tuple[Any, ...]:
-    """Order masks by kind and numbers; arrays do not count, so masks of equal structure keep the order given."""
+    """Order masks by kind and numbers; arrays do not count, so masks of equal structure keep the
+    order given.
+    """
     numbers = (getattr(mask, f.name) for f in fields(mask) if not f.metadata.get("leaf"))  # pyright: ignore[reportArgumentType]
     return (
         type(mask).__name__,
@@ -203,7 +219,9 @@ def _order(mask: Mask) -> tuple[Any, ...]:
 
 
 def _intersect(a: tuple[Span, ...], b: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
-    return tuple((_pick(xp.maximum, x[0], y[0]), _pick(xp.minimum, x[1], y[1])) for x in a for y in b)
+    return tuple(
+        (_pick(xp.maximum, x[0], y[0]), _pick(xp.minimum, x[1], y[1])) for x in a for y in b
+    )
 
 
 def _pick(choose: Any, a: Any, b: Any) -> Any:
@@ -211,7 +229,8 @@ def _pick(choose: Any, a: Any, b: Any) -> Any:
 
 
 def _complement(spans: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
-    # Where an interval is empty (lo >= hi) its two gaps meet or overlap, and so cover everything, as they should.
+    # Where an interval is empty (lo >= hi) its two gaps meet or overlap, and so cover everything,
+    # as they should.
     rest: tuple[Span, ...] = ((None, None),)
     for lo, hi in spans:
         gaps = ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)

@@ -1,8 +1,8 @@
 """What every mask is: a frozen value, a pytree, and the questions it answers.
 
-A mask is a function of positions. Its fields are plain numbers, which are part of its structure, and small arrays,
-which are the leaves of the pytree. The connectives are in `algebra.py`, the kinds in `positions.py`, `video.py` and
-`data.py`.
+A mask is a function of positions. Its fields are plain numbers, which are part of its structure,
+and small arrays, which are the leaves of the pytree. The connectives are in `algebra.py`, the kinds
+in `positions.py`, `video.py` and `data.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Lengths(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """The queries and keys that `allowed` is asked about: indexes into the leaves, and positions in the sequence."""
+    """The queries and keys that `allowed` is asked about: indexes into the leaves, and positions in
+    the sequence.
+    """
 
     q_idx: Any
     kv_idx: Any
@@ -54,16 +56,19 @@ class Spots(NamedTuple):
 class Mask:
     """Answer which keys a query may attend to, from positions alone.
 
-    Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in different ways are equal.
-    Two array leaves are equal when they are the same array; `form()` compares structure alone.
+    Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
+    different ways are equal. Two array leaves are equal when they are the same array; `form()`
+    compares structure alone.
     """
 
     __array_ufunc__ = None  # so that numpy leaves `array & mask` to us
 
-    # -- what each kind of mask defines ---------------------------------------------------------------------------
+    # -- what each kind of mask defines ------------------------------------------------------------
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Bound the key positions that each query may attend to; `data` is what data masks count as."""
+        """Bound the key positions that each query may attend to; `data` is what data masks count
+        as.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def at(self, spots: Spots) -> Any:
@@ -94,7 +99,7 @@ class Mask:
         """Give the block length of this one mask."""
         return None
 
-    # -- algebra --------------------------------------------------------------------------------------------------
+    # -- algebra -----------------------------------------------------------------------------------
 
     def __and__(self, other: Mask) -> Mask:
         """Allow what both masks allow."""
@@ -124,20 +129,31 @@ class Mask:
 
     def __bool__(self) -> bool:
         """Refuse to be a truth value: `a and b` would silently be `b`."""
-        raise InputError("mask", self, "a mask has no truth value", "combine masks with &, | and ~, test for `is None`")
+        raise InputError(
+            "mask",
+            self,
+            "a mask has no truth value",
+            "combine masks with &, | and ~, test for `is None`",
+        )
 
     def canonical(self) -> Mask:
-        """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty absorbed."""
+        """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty
+        absorbed.
+        """
         from maxattn.masks.algebra import canonical
 
         return canonical(self)
 
-    # -- what callers ask -----------------------------------------------------------------------------------------
+    # -- what callers ask --------------------------------------------------------------------------
 
-    def bind(self, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None) -> Mask:
-        """Fit the mask to a call: resolve every offset, check every leaf, return the canonical form.
+    def bind(
+        self, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None
+    ) -> Mask:
+        """Fit the mask to a call: resolve every offset, check every leaf, return the canonical
+        form.
 
-        An offset of None becomes `kv_len - q_len`: the last query sits at the last key. Binding twice changes nothing.
+        An offset of None becomes `kv_len - q_len`: the last query sits at the last key. Binding
+        twice changes nothing.
 
         Args:
             q_len: number of queries T, without padding.
@@ -146,7 +162,8 @@ class Mask:
             heads: query heads N that leaves must have (or 1); not checked when None.
 
         Raises:
-            InputError: there are more queries than keys and no offset, or a leaf or `VideoMask` does not fit.
+            InputError: there are more queries than keys and no offset, or a leaf or `VideoMask`
+            does not fit.
         """
         lengths = Lengths(q_len, kv_len, batch, heads)
         return self.over_leaves(lambda mask: mask.bound_to(lengths)).canonical()
@@ -154,9 +171,13 @@ class Mask:
     @property
     def is_bound(self) -> bool:
         """Whether every offset is known."""
-        return getattr(self, "offset", 0) is not None and all(part.is_bound for part in self.parts())
+        return getattr(self, "offset", 0) is not None and all(
+            part.is_bound for part in self.parts()
+        )
 
-    def allowed(self, q_idx: Ints, kv_idx: Ints, q_offset: int | Ints = 0, kv_offset: int | Ints = 0) -> Bools:
+    def allowed(
+        self, q_idx: Ints, kv_idx: Ints, q_offset: int | Ints = 0, kv_offset: int | Ints = 0
+    ) -> Bools:
         """Tell for every pair of a query and a key whether it attends.
 
         Args:
@@ -166,7 +187,8 @@ class Mask:
             kv_offset: position of key index 0 in the sequence; may be traced.
 
         Returns:
-            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy when nothing handed in and no leaf is a jax array.
+            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy when nothing handed in and no leaf is a
+            jax array.
 
         Raises:
             InputError: an offset is still None.
@@ -176,18 +198,20 @@ class Mask:
         q, kv = xp.asarray(q_idx, dtype=xp.int32), xp.asarray(kv_idx, dtype=xp.int32)
         return self.at(Spots(q, kv, q + q_offset, kv + kv_offset, xp))
 
-    def intervals(self, q_pos: Ints, xp: Any = np, data: bool = True) -> tuple[tuple[Any, Any], ...]:
+    def intervals(
+        self, q_pos: Ints, xp: Any = np, data: bool = True
+    ) -> tuple[tuple[Any, Any], ...]:
         """Bound what each query may attend to by half-open intervals of key positions.
 
         Args:
             q_pos: positions of the queries, of any shape; traced ones need `xp=jnp`.
             xp: `numpy` or `jax.numpy`.
-            data: what data masks count as: everything allowed (an upper bound) or nothing allowed (a lower bound).
-                Without data masks both bounds are exact.
+            data: what data masks count as: everything allowed (an upper bound) or nothing allowed
+                (a lower bound). Without data masks both bounds are exact.
 
         Returns:
-            Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`), pairs may overlap;
-            ends without a bound are 0 and 2**30.
+            Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`),
+            pairs may overlap; ends without a bound are 0 and 2**30.
         """
         pos = xp.asarray(q_pos, dtype=xp.int32)
         return tuple(_whole(span, pos, xp) for span in self.spans(pos, xp, data))
@@ -199,8 +223,8 @@ class Mask:
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
-        Exact for masks of positions. Data masks are taken as unknown: a block is EMPTY or FULL only when it is so
-        whatever the arrays hold. No array of `q_len * kv_len` is made.
+        Exact for masks of positions. Data masks are taken as unknown: a block is EMPTY or FULL only
+        when it is so whatever the arrays hold. No array of `q_len * kv_len` is made.
 
         Args:
             block_q: queries in a block.
@@ -224,14 +248,18 @@ class Mask:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
 
     def leaf_axes(self) -> Self:
-        """Replace every array leaf by a string that names its dims: letters of "BNTS", or "1" for a dim of size 1."""
+        """Replace every array leaf by a string that names its dims: letters of "BNTS", or "1" for a
+        dim of size 1.
+        """
         return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
 
     def _all_axes(self) -> tuple[str, ...]:
         return sum((part._all_axes() for part in self.parts()), self.axes())
 
     def period(self) -> int | None:
-        """Give the natural block length along the sequence, in tokens; None when there is none or when two disagree."""
+        """Give the natural block length along the sequence, in tokens; None when there is none or
+        when two disagree.
+        """
         found = {p for p in (self.own_period(), *(part.period() for part in self.parts())) if p}
         longest = max(found, default=0)
         return longest if longest and all(longest % p == 0 for p in found) else None
@@ -239,7 +267,11 @@ class Mask:
     def names(self) -> tuple[str, ...]:
         """Name the kinds of mask in it, sorted, without the connectives."""
         parts = self.parts()
-        return tuple(sorted({n for part in parts for n in part.names()})) if parts else (type(self).__name__,)
+        return (
+            tuple(sorted({n for part in parts for n in part.names()}))
+            if parts
+            else (type(self).__name__,)
+        )
 
     def terms(self) -> tuple[Mask, ...]:
         """List the masks that must all allow a pair: those joined by `&`, else the mask itself."""
@@ -255,7 +287,9 @@ class Mask:
         """Whether any part depends on an array."""
         return bool(jax.tree.leaves(self))
 
-    def show(self, q_len: int, kv_len: int, width: int = 64, *, batch: int = 0, head: int = 0) -> str:
+    def show(
+        self, q_len: int, kv_len: int, width: int = 64, *, batch: int = 0, head: int = 0
+    ) -> str:
         """Draw the mask with characters, queries downwards and keys to the right.
 
         Args:
@@ -269,7 +303,9 @@ class Mask:
 
         return show(self.bind(q_len, kv_len), q_len, kv_len, width, batch, head)
 
-    def plot(self, path: str | Path, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0) -> Path:
+    def plot(
+        self, path: str | Path, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0
+    ) -> Path:
         """Draw the mask into a PNG file and return its path.
 
         Args:
@@ -286,7 +322,7 @@ class Mask:
 
         return plot(self.bind(q_len, kv_len), Path(path), q_len, kv_len, batch, head)
 
-    # -- as a value -----------------------------------------------------------------------------------------------
+    # -- as a value --------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         """Compare structure, and array leaves by identity."""
@@ -306,7 +342,11 @@ class Mask:
     def __repr__(self) -> str:
         """Write the mask as the call that makes it, without defaults; arrays as dtype and shape."""
         shown = [(f, getattr(self, f.name)) for f in fields(self)]  # pyright: ignore[reportArgumentType]
-        names = (("" if f.default is MISSING else f"{f.name}=", v) for f, v in shown if v is not f.default)
+        names = (
+            ("" if f.default is MISSING else f"{f.name}=", v)
+            for f, v in shown
+            if v is not f.default
+        )
         return f"{type(self).__name__}({', '.join(name + text(value) for name, value in names)})"
 
 
@@ -314,7 +354,9 @@ def as_mask(other: object) -> Mask:
     """Return a mask as it is, and refuse anything else."""
     if isinstance(other, Mask):
         return other
-    raise InputError("mask", text(other), "masks combine with masks", "wrap a bool array in Dense(...)")
+    raise InputError(
+        "mask", text(other), "masks combine with masks", "wrap a bool array in Dense(...)"
+    )
 
 
 def _is_array(x: object) -> bool:
@@ -325,10 +367,10 @@ def _same(a: object, b: object) -> bool:
     return a is b or (not _is_array(a) and not _is_array(b) and a == b)
 
 
-def text(value: object) -> str:
+def text(value: Any) -> str:
     """Write a value for a message: an array as dtype and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return repr(value)
 
 

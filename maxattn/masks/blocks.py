@@ -1,4 +1,6 @@
-"""Counts of allowed pairs in blocks, from the intervals of each query; numpy, and never an array of T x S."""
+"""Counts of allowed pairs in blocks, from the intervals of each query; numpy, and never an array of
+T x S.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ EMPTY, FULL, MIXED = 0, 1, 2
 """What a block of pairs can be: all forbidden, all allowed, some of each."""
 
 
-def classify(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Int8[np.ndarray, "QB KB"]:
+def classify(
+    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int
+) -> Int8[np.ndarray, "QB KB"]:
     """Mark every block of a bound mask as EMPTY, FULL or MIXED."""
     most = count(mask, block_q, block_kv, q_len, kv_len)
     least = count(mask, block_q, block_kv, q_len, kv_len, data=False) if mask.has_data else most
@@ -32,34 +36,50 @@ def count(
 ) -> Int[np.ndarray, "QB KB"]:
     """Count the pairs of each block that a bound mask allows; `data` is what data masks count as.
 
-    The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks before x and a part of
-    the one that x is in. An interval adds this for its end and takes it away for its start, so a row costs two entries.
+    The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks
+    before x and a part of the one that x is in. An interval adds this for its end and takes it away
+    for its start, so a row costs two entries.
     """
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
-            raise InputError(name, size, "a block has at least one token", f"give {name} of 1 or more")
+            raise InputError(
+                name, size, "a block has at least one token", f"give {name} of 1 or more"
+            )
     shape = -(-q_len // block_q), -(-kv_len // block_kv)
     lo, hi = disjoint(mask, q_len, kv_len, data)
     row = (np.arange(q_len) // block_q)[:, None] * (shape[1] + 1)
-    whole = _add(row + hi // block_kv, -block_kv, shape) - _add(row + lo // block_kv, -block_kv, shape)
-    part = _add(row + hi // block_kv, hi % block_kv, shape) - _add(row + lo // block_kv, lo % block_kv, shape)
+    whole = _add(row + hi // block_kv, -block_kv, shape) - _add(
+        row + lo // block_kv, -block_kv, shape
+    )
+    part = _add(row + hi // block_kv, hi % block_kv, shape) - _add(
+        row + lo // block_kv, lo % block_kv, shape
+    )
     return (np.cumsum(whole, axis=1) + part)[:, :-1]
 
 
 def _add(where: np.ndarray, amount: np.ndarray | int, shape: tuple[int, int]) -> np.ndarray:
     weights = np.broadcast_to(np.asarray(amount, dtype=np.float64), where.shape).ravel()
     cells = shape[0] * (shape[1] + 1)
-    total = np.bincount(where.ravel(), weights=weights, minlength=cells)  # float64 counts exactly up to 2**53
+    total = np.bincount(
+        where.ravel(), weights=weights, minlength=cells
+    )  # float64 counts exactly up to 2**53
     return total.astype(np.int64).reshape(shape[0], shape[1] + 1)
 
 
-def disjoint(mask: Mask, q_len: int, kv_len: int, data: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Give each query's intervals sorted, clipped to the keys and cut so that none overlap: starts, ends `[T, n]`."""
+def disjoint(
+    mask: Mask, q_len: int, kv_len: int, data: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Give each query's intervals sorted, clipped to the keys and cut so that none overlap: starts,
+    ends `[T, n]`.
+    """
     pairs_ = mask.intervals(np.arange(q_len), np, data)
     if not pairs_:
         nothing = np.zeros((q_len, 0), dtype=np.int64)
         return nothing, nothing
-    lo, hi = (np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64) for ends in zip(*pairs_, strict=True))
+    lo, hi = (
+        np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64)
+        for ends in zip(*pairs_, strict=True)
+    )
     order = np.argsort(lo, axis=1, kind="stable")
     lo, hi = np.take_along_axis(lo, order, axis=1), np.take_along_axis(hi, order, axis=1)
     reached = np.maximum.accumulate(hi, axis=1)

@@ -1,4 +1,6 @@
-"""Masks that depend on arrays: lengths or flags of keys, segment ids, and a whole table of pairs."""
+"""Masks that depend on arrays: lengths or flags of keys, segment ids, and a whole table of
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ INT32 = np.iinfo(np.int32)
 
 
 class DataMask(Mask):
-    """Count as everything or as nothing where only bounds are asked, since the arrays may be traced."""
+    """Count as everything or as nothing where only bounds are asked, since the arrays may be
+    traced.
+    """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Give everything for an upper bound and nothing for a lower one."""
@@ -38,14 +42,17 @@ class KeyPadding(DataMask):
         InputError: the array is neither.
     """
 
-    keys: Int[Array, "B"] | Bool[Array, "B S"] | np.ndarray = leaf()
+    keys: Int[Array, " B"] | Bool[Array, "B S"] | np.ndarray = leaf()
 
     def __post_init__(self) -> None:
         """Tell lengths from flags by dtype and dims."""
         keys = _array(self, "keys")
         if (_is_int(keys), _is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
-            remedy = "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S] use Dense"
+            remedy = (
+                "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S] use"
+                " Dense"
+            )
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
         if _is_wide(keys):  # no sequence is as long: a limit past int32 is none
             object.__setattr__(self, "keys", _narrow(keys))
@@ -54,7 +61,9 @@ class KeyPadding(DataMask):
         """Compare positions with lengths, or look flags up."""
         keys = spots.xp.asarray(self.keys)
         if _is_bool(keys):
-            return spots.xp.take(keys, spots.kv_idx, axis=-1, mode="clip").reshape(-1, 1, 1, spots.kv_idx.shape[0])
+            return spots.xp.take(keys, spots.kv_idx, axis=-1, mode="clip").reshape(
+                -1, 1, 1, spots.kv_idx.shape[0]
+            )
         return spots.kv_pos[None, None, None, :] < keys.reshape(-1, 1, 1, 1)
 
     def bound_to(self, lengths: Lengths) -> Mask:
@@ -75,7 +84,8 @@ class Segments(DataMask):
 
     Args:
         q_ids: segment of each query, `int[B, T]`; negative ids are padding and attend to nothing.
-        kv_ids: segment of each key, `int[B, S]`; negative ids are padding and are never attended to.
+        kv_ids: segment of each key, `int[B, S]`; negative ids are padding and are never attended
+            to.
 
     Raises:
         InputError: an array is not a table of whole numbers.
@@ -90,7 +100,12 @@ class Segments(DataMask):
             ids = _array(self, name)
             if not _is_int(ids) or ids.ndim != 2:
                 rule = f"segment ids are whole numbers {dims}"
-                raise InputError(f"Segments.{name}", text(ids), rule, "cast to int32, for one row add a batch dim")
+                raise InputError(
+                    f"Segments.{name}",
+                    text(ids),
+                    rule,
+                    "cast to int32, for one row add a batch dim",
+                )
             if _is_wide(ids):
                 _check_ids(f"Segments.{name}", ids)
                 object.__setattr__(self, name, _narrow(ids))
@@ -107,7 +122,11 @@ class Segments(DataMask):
         q_ids, kv_ids = (_reshaped(ids, (-1, ids.shape[-1])) for ids in (self.q_ids, self.kv_ids))
         _fits("Segments.q_ids", q_ids, "BT", lengths)
         _fits("Segments.kv_ids", kv_ids, "BS", lengths)
-        return self if (q_ids is self.q_ids and kv_ids is self.kv_ids) else replace(self, q_ids=q_ids, kv_ids=kv_ids)
+        return (
+            self
+            if (q_ids is self.q_ids and kv_ids is self.kv_ids)
+            else replace(self, q_ids=q_ids, kv_ids=kv_ids)
+        )
 
     def axes(self) -> tuple[str, ...]:
         """Name batch, queries and keys."""
@@ -119,7 +138,8 @@ class Dense(DataMask):
     """Allow the pairs that a table marks True.
 
     Args:
-        table: `bool[T, S]`, `bool[B, T, S]` or `bool[B, N, T, S]`; any dim may be 1 and is then broadcast.
+        table: `bool[T, S]`, `bool[B, T, S]` or `bool[B, N, T, S]`; any dim may be 1 and is then
+            broadcast.
 
     Raises:
         InputError: the table is not bool, or has another number of dims.
@@ -136,7 +156,9 @@ class Dense(DataMask):
             raise InputError("Dense.table", text(table), rule, remedy)
         if not 2 <= table.ndim <= 4:
             remedy = "for flags of keys use KeyPadding, else add or drop dims"
-            raise InputError("Dense.table", text(table), "dims are [T, S], [B, T, S] or [B, N, T, S]", remedy)
+            raise InputError(
+                "Dense.table", text(table), "dims are [T, S], [B, T, S] or [B, N, T, S]", remedy
+            )
 
     def at(self, spots: Spots) -> Any:
         """Look the pairs up, one gather for both dims."""
@@ -161,7 +183,11 @@ class Dense(DataMask):
 
 def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Give the four dims [B, N, T, S] of a table of two, three or four."""
-    return (*((1,) * (4 - len(shape)) if len(shape) != 3 else (shape[0], 1)), *shape[-2:]) if len(shape) < 4 else shape
+    return (
+        (*((1,) * (4 - len(shape)) if len(shape) != 3 else (shape[0], 1)), *shape[-2:])
+        if len(shape) < 4
+        else shape
+    )
 
 
 def _array(mask: Mask, name: str) -> Any:
@@ -180,44 +206,65 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     if tuple(array.shape) == target:
         return array
     return (
-        jax.ShapeDtypeStruct(target, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(target)
+        jax.ShapeDtypeStruct(target, array.dtype)
+        if isinstance(array, jax.ShapeDtypeStruct)
+        else array.reshape(target)
     )
 
 
-def _fits(name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None) -> None:
-    """Check every dim of a leaf against the lengths it is bound to; `given` is the leaf before it was reshaped."""
+def _fits(
+    name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None
+) -> None:
+    """Check every dim of a leaf against the lengths it is bound to; `given` is the leaf before it
+    was reshaped.
+    """
     sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
     for letter, size in zip(letters, array.shape, strict=True):
         want = sizes[letter]
         if want is not None and size != want and not (size == 1 and letter in broadcast):
             wanted = ", ".join(f"{x}={'any' if sizes[x] is None else sizes[x]}" for x in letters)
-            rule = f"its dims are [{wanted}]" + (f", where {', '.join(broadcast)} may be 1" if broadcast else "")
+            rule = f"its dims are [{wanted}]" + (
+                f", where {', '.join(broadcast)} may be 1" if broadcast else ""
+            )
             raise InputError(
-                name, text(array if given is None else given), rule, f"give {letter} of {want}, it has {size}"
+                name,
+                text(array if given is None else given),
+                rule,
+                f"give {letter} of {want}, it has {size}",
             )
 
 
 def _named(array: Any, letters: str, broadcast: str) -> str:
-    return "".join("1" if n == 1 and x in broadcast else x for x, n in zip(letters, array.shape, strict=True))
+    return "".join(
+        "1" if n == 1 and x in broadcast else x for x, n in zip(letters, array.shape, strict=True)
+    )
 
 
 def _is_wide(array: Any) -> bool:
-    """Tell whether an array holds integers that int32, in which masks are computed, does not hold."""
+    """Tell whether an array holds integers that int32, in which masks are computed, does not
+    hold.
+    """
     if not isinstance(array, np.ndarray) or not array.size or not _is_int(array):
         return False
     return int(array.max()) > INT32.max or int(array.min()) < INT32.min
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """Bring integers into int32: what is above becomes the largest, and all below 0 mean the same."""
+    """Bring integers into int32: what is above becomes the largest, and all below 0 mean the
+    same.
+    """
     return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
 
 
 def _check_ids(name: str, ids: np.ndarray) -> None:
     """Refuse ids that would become others in int32."""
     if ids.size and ids.max() > INT32.max:
-        remedy = "number them from 0, e.g. by numpy.unique(ids, return_inverse=True) over both arrays"
-        raise InputError(name, f"up to {ids.max()}", f"segment ids are int32, at most {INT32.max}", remedy)
+        remedy = (
+            "number them from 0, e.g. by numpy.unique(ids, return_inverse=True) over both arrays"
+        )
+        raise InputError(
+            name, f"up to {ids.max()}", f"segment ids are int32, at most {INT32.max}", remedy
+        )
 
 
 def _is_bool(array: Any) -> bool:

@@ -23,29 +23,48 @@ SHADES = "░▒▓"
 
 
 def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int) -> str:
-    """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density otherwise."""
+    """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density
+    otherwise.
+    """
     _check_lengths(q_len, kv_len)
     if width < 8:
-        raise InputError("width", width, "a picture has at least 8 characters in a line", "give a larger width")
+        raise InputError(
+            "width", width, "a picture has at least 8 characters in a line", "give a larger width"
+        )
     least = -(-max(q_len, kv_len) // width)
     period = mask.period()
     cell = _aligned(least, period)
-    # A character is about twice as tall as wide: a cell has twice as many queries as keys, unless that mixes blocks.
-    tall = cell if cell == 1 or (_on_grid(cell, period) and not _on_grid(2 * cell, period, whole=False)) else 2 * cell
+    # A character is about twice as tall as wide: a cell has twice as many queries as keys, unless
+    # that mixes blocks.
+    tall = (
+        cell
+        if cell == 1 or (_on_grid(cell, period) and not _on_grid(2 * cell, period, whole=False))
+        else 2 * cell
+    )
     shares = density(mask, tall, cell, q_len, kv_len, batch, head)
     gap = " " if tall == cell and 2 * shares.shape[1] <= width else ""
     lines = [gap.join(map(_character, row)) for row in shares.tolist()]
     scale = "" if cell == 1 else f", one character is {tall} queries by {cell} keys"
-    return "\n".join([repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}", *lines])
+    return "\n".join(
+        [repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}", *lines]
+    )
 
 
 def _aligned(cell: int, period: int | None) -> int:
-    """Widen a cell to a divisor or a multiple of the mask's blocks when at most twice as many tokens do."""
-    return cell if cell == 1 else next((n for n in range(cell, 2 * cell + 1) if _on_grid(n, period)), cell)
+    """Widen a cell to a divisor or a multiple of the mask's blocks when at most twice as many
+    tokens do.
+    """
+    return (
+        cell
+        if cell == 1
+        else next((n for n in range(cell, 2 * cell + 1) if _on_grid(n, period)), cell)
+    )
 
 
 def _on_grid(cell: int, period: int | None, whole: bool = True) -> bool:
-    """Tell whether cells tile the mask's blocks, or (where `whole` counts too) are tiled by them."""
+    """Tell whether cells tile the mask's blocks, or (where `whole` counts too) are tiled by
+    them.
+    """
     return period is not None and (period % cell == 0 or (whole and cell % period == 0))
 
 
@@ -65,13 +84,17 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
         from matplotlib.figure import Figure
     except ImportError as missing:
         rule = "drawing a picture needs matplotlib"
-        raise Unsupported("plot", str(path), rule, 'pip install "maxattn[plot]", or use show()') from missing
+        raise Unsupported(
+            "plot", str(path), rule, 'pip install "maxattn[plot]", or use show()'
+        ) from missing
     cell = _aligned(-(-max(q_len, kv_len) // PIXELS), mask.period())
     shares = density(mask, cell, cell, q_len, kv_len, batch, head)
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
     edges = (0, kv_len, q_len, 0)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, extent=edges, interpolation="nearest", aspect="auto")
+    axes.imshow(
+        shares, cmap="Blues", vmin=0, vmax=1, extent=edges, interpolation="nearest", aspect="auto"
+    )
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(f"{mask!r}{_caution(mask)}", fontsize=9, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +113,8 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Give the share of allowed pairs in each cell.
 
-    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from up to 8 x 8 samples
-    beyond; where the arrays are unknown (forms, traced), the upper bound.
+    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from up
+    to 8 x 8 samples beyond; where the arrays are unknown (forms, traced), the upper bound.
     """
     if mask.has_data and _known(mask):
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
@@ -99,15 +122,26 @@ def density(
     return counts / blocks.areas(cell_q, cell_kv, q_len, kv_len)
 
 
-def _sampled(mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, batch: int, head: int) -> np.ndarray:
+def _sampled(
+    mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, batch: int, head: int
+) -> np.ndarray:
     here = jax.tree.map(np.asarray, mask)
     (q_idx, q_starts), (kv_idx, kv_starts) = _samples(cell_q, q_len), _samples(cell_kv, kv_len)
     out = here.allowed(q_idx, kv_idx)
     for name, index, size in (("batch", batch, out.shape[0]), ("head", head, out.shape[1])):
         if not 0 <= index < size and size > 1:
-            raise InputError(name, index, f"the mask has {size} along {name}", f"give {name} from 0 to {size - 1}")
-    table = np.broadcast_to(out[batch % out.shape[0], head % out.shape[1]], (len(q_idx), len(kv_idx)))
-    sums = np.add.reduceat(np.add.reduceat(table, q_starts, axis=0, dtype=np.int32), kv_starts, axis=1)
+            raise InputError(
+                name,
+                index,
+                f"the mask has {size} along {name}",
+                f"give {name} from 0 to {size - 1}",
+            )
+    table = np.broadcast_to(
+        out[batch % out.shape[0], head % out.shape[1]], (len(q_idx), len(kv_idx))
+    )
+    sums = np.add.reduceat(
+        np.add.reduceat(table, q_starts, axis=0, dtype=np.int32), kv_starts, axis=1
+    )
     sizes = np.outer(np.diff([*q_starts, len(q_idx)]), np.diff([*kv_starts, len(kv_idx)]))
     return sums / sizes
 
@@ -120,7 +154,9 @@ def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _known(mask: Mask) -> bool:
-    return not any(isinstance(x, jax.ShapeDtypeStruct) or is_tracer(x) for x in jax.tree.leaves(mask))
+    return not any(
+        isinstance(x, jax.ShapeDtypeStruct) or is_tracer(x) for x in jax.tree.leaves(mask)
+    )
 
 
 def _caution(mask: Mask) -> str:

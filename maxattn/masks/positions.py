@@ -18,7 +18,9 @@ MOST = BIG // 2  # of a number: int32 holds the sum of a position, an offset and
 
 
 class PositionMask(Mask):
-    """Give intervals of key positions for a query at `index + offset`; everything else follows from them."""
+    """Give intervals of key positions for a query at `index + offset`; everything else follows from
+    them.
+    """
 
     offset: int | None
 
@@ -38,8 +40,16 @@ class PositionMask(Mask):
         out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
         for lo, hi in self.spans(spots.q_pos, spots.xp, True):
             inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
-            inside = inside if lo is None else inside & (spots.kv_pos[None, None, None, :] >= lo[None, None, :, None])
-            inside = inside if hi is None else inside & (spots.kv_pos[None, None, None, :] < hi[None, None, :, None])
+            inside = (
+                inside
+                if lo is None
+                else inside & (spots.kv_pos[None, None, None, :] >= lo[None, None, :, None])
+            )
+            inside = (
+                inside
+                if hi is None
+                else inside & (spots.kv_pos[None, None, None, :] < hi[None, None, :, None])
+            )
             out = out | inside
         return out
 
@@ -48,9 +58,13 @@ class PositionMask(Mask):
         if self.offset is not None:
             return self
         if lengths.q_len > lengths.kv_len:
-            rule = "without an offset the last query sits at the last key, which needs q_len <= kv_len"
+            rule = (
+                "without an offset the last query sits at the last key, which needs q_len <= kv_len"
+            )
             remedy = "give offset= (offset=0 puts query 0 at key 0)"
-            raise InputError("mask", f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}", rule, remedy)
+            raise InputError(
+                "mask", f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}", rule, remedy
+            )
         return replace(self, offset=lengths.kv_len - lengths.q_len)  # pyright: ignore[reportArgumentType]
 
 
@@ -95,7 +109,12 @@ class LocalWindow(PositionMask):
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See from `left` before to `right` after."""
-        return ((None if self.left is None else pos - self.left, None if self.right is None else pos + self.right + 1),)
+        return (
+            (
+                None if self.left is None else pos - self.left,
+                None if self.right is None else pos + self.right + 1,
+            ),
+        )
 
     def simplified(self) -> Mask:
         """Be `Full` without sides, and `Causal` when only the past is seen."""
@@ -136,10 +155,12 @@ class BlockCausal(PositionMask):
 
 @mask_type
 class BlockSlidingWindow(PositionMask):
-    """Allow a query its own block and the `window - 1` blocks before it: `0 <= query // block - key // block < window`.
+    """Allow a query its own block and the `window - 1` blocks before it: `0 <= query // block - key
+    // block < window`.
 
     Args:
-        block: tokens in a block (the tokens of a frame, say); any number, and the length need not be a multiple.
+        block: tokens in a block (the tokens of a frame, say); any number, and the length need not
+            be a multiple.
         window: blocks seen, the query's own included.
         offset: position of query 0; None puts the last query at the last key.
     """
@@ -155,7 +176,12 @@ class BlockSlidingWindow(PositionMask):
         whole(self, "offset", least=-MOST, optional=True)
         if self.block * self.window > BIG:
             rule = f"block * window is at most {BIG}"
-            raise InputError("BlockSlidingWindow.window", self.window, rule, "use BlockCausal(block) to see all blocks")
+            raise InputError(
+                "BlockSlidingWindow.window",
+                self.window,
+                rule,
+                "use BlockCausal(block) to see all blocks",
+            )
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See `window` blocks that end with one's own."""
@@ -214,7 +240,10 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False, most: int =
     none = ", or None" if optional else ""
     if number is None:
         raise InputError(
-            where, text(value), f"a whole number{none}", f"give {name} as a Python int, known before tracing"
+            where,
+            text(value),
+            f"a whole number{none}",
+            f"give {name} as a Python int, known before tracing",
         )
     if number < least:
         raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")

@@ -18,7 +18,9 @@ def leaf() -> Any:
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
 def mask_type(cls: C) -> C:
-    """Make a class a frozen dataclass and a pytree; the fields made by `leaf()` are its children."""
+    """Make a class a frozen dataclass and a pytree; the fields made by `leaf()` are its
+    children.
+    """
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
     leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
     static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))
@@ -27,10 +29,14 @@ def mask_type(cls: C) -> C:
         return tuple(getattr(mask, n) for n in leaves), tuple(getattr(mask, n) for n in static)
 
     def flatten_with_keys(mask: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves), flatten(mask)[1]
+        return (
+            tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves),
+            flatten(mask)[1],
+        )
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        # Not through __init__: jax also puts placeholders, specs and batched tracers where the arrays were.
+        # Not through __init__: jax also puts placeholders, specs and batched tracers where the
+        # arrays were.
         mask = object.__new__(made)
         for name, value in zip(leaves + static, (*children, *aux), strict=True):
             object.__setattr__(mask, name, value)

@@ -1,4 +1,6 @@
-"""The mask of autoregressive video diffusion: blocks of frames, a window of them, and sink frames."""
+"""The mask of autoregressive video diffusion: blocks of frames, a window of them, and sink
+frames.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from maxattn.masks.tree import mask_type
 class VideoMask(PositionMask):
     """Allow a query the frames up to the end of its own block of frames, within a budget of frames.
 
-    With `end` the first frame after the query's block and `budget = window * frames_per_block`: the query sees frames
-    `[0, end)` while `end <= budget`, and then the first `sink` frames and the last `budget - sink` before `end`, so
-    that no query ever sees more than `budget` frames.
+    With `end` the first frame after the query's block and `budget = window * frames_per_block`: the
+    query sees frames `[0, end)` while `end <= budget`, and then the first `sink` frames and the
+    last `budget - sink` before `end`, so that no query ever sees more than `budget` frames.
 
     Args:
         frames: frames in the video; the keys are `frames * tokens_per_frame` tokens.
@@ -24,11 +26,13 @@ class VideoMask(PositionMask):
         frames_per_block: frames that are made together and see each other.
         window: blocks in the budget, the query's own included; None for all.
         sink: first frames that stay visible, counted inside the budget.
-        first_frame_alone: whether frame 0 is a block of its own, before the blocks of `frames_per_block`.
+        first_frame_alone: whether frame 0 is a block of its own, before the blocks of
+            `frames_per_block`.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
-        InputError: a number is out of range, or `sink` leaves no room in the budget for a query's own block.
+        InputError: a number is out of range, or `sink` leaves no room in the budget for a query's
+        own block.
     """
 
     frames: int
@@ -50,8 +54,16 @@ class VideoMask(PositionMask):
         budget = self.budget
         most = self.sink if budget is None else budget - self.frames_per_block
         if self.sink > most:
-            rule = f"sink and a query's own block both fit the budget of {budget} frames (window * frames_per_block)"
-            raise InputError("VideoMask.sink", self.sink, rule, f"give sink of at most {most}, or a larger window")
+            rule = (
+                f"sink and a query's own block both fit the budget of {budget} frames (window *"
+                " frames_per_block)"
+            )
+            raise InputError(
+                "VideoMask.sink",
+                self.sink,
+                rule,
+                f"give sink of at most {most}, or a larger window",
+            )
 
     @property
     def budget(self) -> int | None:
@@ -79,7 +91,10 @@ class VideoMask(PositionMask):
         """Check that the keys are the whole video, then resolve the offset."""
         tokens = self.frames * self.tokens_per_frame
         if lengths.kv_len != tokens:
-            rule = f"the keys are frames * tokens_per_frame = {self.frames} * {self.tokens_per_frame} = {tokens} tokens"
+            rule = (
+                f"the keys are frames * tokens_per_frame = {self.frames} * {self.tokens_per_frame}"
+                f" = {tokens} tokens"
+            )
             remedy = "give the frames that the keys hold, or only those keys"
             raise InputError("mask", f"{self} with kv_len={lengths.kv_len}", rule, remedy)
         return super().bound_to(lengths)

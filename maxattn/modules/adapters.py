@@ -1,4 +1,6 @@
-"""maxattn inside modules of others: `attention_fn`, what `nnx.MultiHeadAttention` calls to attend."""
+"""maxattn inside modules of others: `attention_fn`, what `nnx.MultiHeadAttention` calls to
+attend.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,19 @@ def attention_fn(
     Args:
         config: which kernel and parallelism; default `AttentionConfig()`.
         mesh: devices to spread over; default none.
-        role: which setting governs it, `attention` ("self", the default) or `cross_attention` ("cross").
+        role: which setting governs it, `attention` ("self", the default) or `cross_attention`
+            ("cross").
 
     Returns:
-        A function of `flax.nnx.dot_product_attention`'s arguments; two made of equal settings are equal.
+        A function of `flax.nnx.dot_product_attention`'s arguments; two made of equal settings are
+        equal.
 
     Raises:
         ConfigError, MeshError, InputError: `config`, `mesh` or `role` is none.
 
     Example:
-        nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=attention_fn(config), rngs=rngs)
+        nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=attention_fn(config),
+        rngs=rngs)
     """
     checks.config(config)
     checks.mesh(mesh)
@@ -84,13 +89,17 @@ class AttentionFn:
             key, value: [..., S, K, H], K dividing N.
             bias: additive, broadcastable to [..., N, T, S].
             mask: broadcastable to [..., N, T, S], any dtype; nonzero attends.
-            broadcast_dropout, dropout_rng: not looked at, since dropout on probabilities is refused.
+            broadcast_dropout, dropout_rng: not looked at, since dropout on probabilities is
+                refused.
             dropout_rate: refused above 0 unless deterministic.
             dtype: of the computation; default that of the operands together.
-            precision: at least this: the kernels multiply float32 at full accuracy whatever is asked.
-            module: sow the probabilities into it, as `attention_weights`. The dense path computes them, and says so.
-            is_causal: no query sees a later key, query 0 standing at key 0 as in `jax.nn.dot_product_attention`. A
-                single query is one new token, which sees the whole cache.
+            precision: at least this: the kernels multiply float32 at full accuracy whatever is
+                asked.
+            module: sow the probabilities into it, as `attention_weights`. The dense path computes
+                them, and says so.
+            is_causal: no query sees a later key, query 0 standing at key 0 as in
+                `jax.nn.dot_product_attention`. A single query is one new token, which sees the
+                whole cache.
 
         Raises:
             Unsupported: for dropout on probabilities.
@@ -98,9 +107,11 @@ class AttentionFn:
         """
         if dropout_rate > 0.0 and not deterministic:
             raise Unsupported(
-                "dropout_rate", dropout_rate, "no kernel of maxattn drops attention probabilities",
+                "dropout_rate",
+                dropout_rate,
+                "no kernel of maxattn drops attention probabilities",
                 "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True",
-            )  # fmt: skip
+            )
         q, k, v = _one_dtype(dtype, query, key, value)
         batch = _batch_dims(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
@@ -109,7 +120,9 @@ class AttentionFn:
         if module is not None:
             out = _dense_and_sow(q, k, v, bias, where, batch, precision, module)
         else:
-            out = attention(q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role)
+            out = attention(
+                q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role
+            )
         return out.reshape(*batch, *out.shape[1:])
 
 
@@ -122,14 +135,18 @@ def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3 or x.shape[:-3] != q.shape[:-3]:
             raise InputError(
-                name, f"shape {tuple(x.shape)}",
-                f"it must be [..., length, heads, channels], with the batch axes of the query, {q.shape[:-3]}",
+                name,
+                f"shape {tuple(x.shape)}",
+                "it must be [..., length, heads, channels], with the batch axes of the query,"
+                f" {q.shape[:-3]}",
                 "give query, key and value the same batch axes",
-            )  # fmt: skip
+            )
     return tuple(q.shape[:-3])
 
 
-def _mask(mask: Array | None, is_causal: bool, queries: int, batch: tuple[int, ...]) -> masks.Mask | None:
+def _mask(
+    mask: Array | None, is_causal: bool, queries: int, batch: tuple[int, ...]
+) -> masks.Mask | None:
     parts: list[masks.Mask] = [masks.Causal(0 if queries > 1 else None)] if is_causal else []
     if mask is not None:
         parts.append(masks.Dense(_fold(jnp.asarray(mask).astype(bool), batch, "mask")))
@@ -137,20 +154,24 @@ def _mask(mask: Array | None, is_causal: bool, queries: int, batch: tuple[int, .
 
 
 def _fold(x: Array, batch: tuple[int, ...], name: str) -> Array:
-    """Bring [..., N, T, S] (each axis full or 1, leading axes possibly missing) to [B | 1, N, T, S]."""
+    """Bring [..., N, T, S] (each axis full or 1, leading axes possibly missing) to [B | 1, N, T,
+    S].
+    """
     x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
     lead, rest = x.shape[:-3], x.shape[-3:]
     if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
         raise InputError(
-            name, f"shape {tuple(x.shape)}", f"its batch axes must broadcast to {batch}",
+            name,
+            f"shape {tuple(x.shape)}",
+            f"its batch axes must broadcast to {batch}",
             "give every axis its full size or 1",
-        )  # fmt: skip
+        )
     if all(a == 1 for a in lead):
         return x.reshape(1, *rest)
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
 
 
-# ---- probabilities, when they are asked for --------------------------------------------------------------------------
+# ---- probabilities, when they are asked for ------------------------------------------------------
 
 
 def _dense_and_sow(
@@ -173,11 +194,17 @@ def _dense_and_sow(
 def _probabilities(
     q: Array, k: Array, bias: Array | None, mask: masks.Mask | None, precision: Any
 ) -> Float[Array, "B N T S"]:
-    """Compute softmax(q k^T / sqrt(H) + bias) in float32; a query that may attend to nothing gets zeros."""
+    """Compute softmax(q k^T / sqrt(H) + bias) in float32; a query that may attend to nothing gets
+    zeros.
+    """
     t, s = q.shape[1], k.shape[1]
     # [B, T, N, H], [B, S, N, H] -> [B, N, T, S]
     scores = jnp.einsum(
-        "btnh,bsnh->bnts", q, _repeat(k, q.shape[2]), precision=precision, preferred_element_type=jnp.float32
+        "btnh,bsnh->bnts",
+        q,
+        _repeat(k, q.shape[2]),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
     scores = scores * q.shape[-1] ** -0.5
     scores = scores if bias is None else scores + bias
@@ -197,6 +224,8 @@ def _repeat(x: Array, heads: int) -> Array:
 def _say_dense(q_len: int, kv_len: int) -> None:
     if jax.process_index() == 0:
         log.warning(
-            "attention weights were asked for (sow_weights): computed densely, %d x %d scores a head, "
-            "and not by the kernel of the config", q_len, kv_len,
-        )  # fmt: skip
+            "attention weights were asked for (sow_weights): computed densely, %d x %d scores a"
+            " head, and not by the kernel of the config",
+            q_len,
+            kv_len,
+        )

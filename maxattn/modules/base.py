@@ -1,4 +1,5 @@
-"""What self- and cross-attention share: projections with their places on a mesh, norms, heads, the output.
+"""What self- and cross-attention share: projections with their places on a mesh, norms, heads, the
+output.
 
 It chooses no kernel: `maxattn.attention` does.
 """
@@ -35,7 +36,8 @@ BIAS_INIT = nnx.initializers.zeros_init()
 class AttentionBase(nnx.Module):
     """Project to heads, attend, project back. `FlaxAttention` and `CrossAttention` say of what.
 
-    Its parameters name mesh axes (kernels fsdp x tensor, output tensor x fsdp) without needing a mesh to be made.
+    Its parameters name mesh axes (kernels fsdp x tensor, output tensor x fsdp) without needing a
+    mesh to be made.
     """
 
     role: ClassVar[Literal["self", "cross"]]
@@ -66,7 +68,11 @@ class AttentionBase(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.query_dim, self.out_dim = query_dim, query_dim if out_dim is None else out_dim
-        self.heads, self.kv_heads, self.dim_head = heads, heads if kv_heads is None else kv_heads, dim_head
+        self.heads, self.kv_heads, self.dim_head = (
+            heads,
+            heads if kv_heads is None else kv_heads,
+            dim_head,
+        )
         self.qk_norm, self.eps, self.scale = qk_norm, eps, checks.scale(scale)
         self.config, self.mesh = config, mesh
         self._check(dropout, dtype, param_dtype, precision)
@@ -77,7 +83,9 @@ class AttentionBase(nnx.Module):
         self.to_q: nnx.Linear = linear(query_dim, inner, bias, ("fsdp", "tensor"), rngs=rngs)
         self.to_k: nnx.Linear = linear(kv_dim, kv_inner, bias, ("fsdp", "tensor"), rngs=rngs)
         self.to_v: nnx.Linear = linear(kv_dim, kv_inner, bias, ("fsdp", "tensor"), rngs=rngs)
-        self.to_out: nnx.Linear = linear(inner, self.out_dim, out_bias, ("tensor", "fsdp"), rngs=rngs)
+        self.to_out: nnx.Linear = linear(
+            inner, self.out_dim, out_bias, ("tensor", "fsdp"), rngs=rngs
+        )
         self.norm_q = self._norm(self.heads, param_dtype, rngs)
         self.norm_k = self._norm(self.kv_heads, param_dtype, rngs)
         self.dropout = nnx.Dropout(dropout, deterministic=True)
@@ -96,7 +104,9 @@ class AttentionBase(nnx.Module):
         checks.precision(precision)
 
     def _norm(self, heads: int, param_dtype: Any, rngs: nnx.Rngs) -> QKNorm | None:
-        norm = make_qk_norm(self.qk_norm, heads, self.dim_head, self.eps, param_dtype=param_dtype, rngs=rngs)
+        norm = make_qk_norm(
+            self.qk_norm, heads, self.dim_head, self.eps, param_dtype=param_dtype, rngs=rngs
+        )
         return nnx.data(norm)
 
     def _check_attention(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> None:
@@ -108,9 +118,13 @@ class AttentionBase(nnx.Module):
         Call.of(q, k, bound, bias, self.scale, self.role)
 
     def _check_rotary(self, rotary: Any, batch: int, length: int, name: str) -> Rotary | None:
-        return None if rotary is None else as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
+        return (
+            None
+            if rotary is None
+            else as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
+        )
 
-    # ---- the steps of a call -----------------------------------------------------------------------------------------
+    # ---- the steps of a call ---------------------------------------------------------------------
 
     def _scope(self, name: str) -> AbstractContextManager[Any]:
         named = self.config is not None and self.config.enable_jax_named_scopes
@@ -121,9 +135,15 @@ class AttentionBase(nnx.Module):
             return checkpoint_name(linear(x), name)
 
     def _turned_heads(
-        self, x: Array, linear: nnx.Linear, name: str, heads: int, norm: QKNorm | None, rotary: Rotary | None,
+        self,
+        x: Array,
+        linear: nnx.Linear,
+        name: str,
+        heads: int,
+        norm: QKNorm | None,
+        rotary: Rotary | None,
         letters: str = "BTNH",
-    ) -> Heads:  # fmt: skip
+    ) -> Heads:
         """Project to queries or keys, norm them and turn them: in one kernel where there is one."""
         row = fused_row(self.qk_norm, norm, rotary, heads, self.dim_head)
         if row is None or not runs_here(row, x, self.mesh, letters):
@@ -148,15 +168,27 @@ class AttentionBase(nnx.Module):
             return apply_rotary(x, rotary)
 
     def _queries(self, hidden_states: Array, rotary: Rotary | None) -> Heads:
-        q = self._turned_heads(hidden_states, self.to_q, "query_proj", self.heads, self.norm_q, rotary)
+        q = self._turned_heads(
+            hidden_states, self.to_q, "query_proj", self.heads, self.norm_q, rotary
+        )
         return sharding.constrain(q, self.mesh, "BTNH")
 
     def _attend(self, q: Heads, k: Heads, v: Heads, mask: Any = None, bias: Any = None) -> Heads:
         return attention(
-            q, k, v, mask=mask, bias=bias, scale=self.scale, config=self.config, mesh=self.mesh, role=self.role
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            scale=self.scale,
+            config=self.config,
+            mesh=self.mesh,
+            role=self.role,
         )
 
-    def _output(self, out: Heads, deterministic: bool | None, rngs: Any) -> Float[Array, "B T out_dim"]:
+    def _output(
+        self, out: Heads, deterministic: bool | None, rngs: Any
+    ) -> Float[Array, "B T out_dim"]:
         with self._scope("to_out"):
             y = self.to_out(checkpoint_name(merge_heads(out), "attn_output"))
         y = sharding.constrain(y, self.mesh, "BT.")
@@ -166,22 +198,31 @@ class AttentionBase(nnx.Module):
 def linear_on_mesh(
     width_in: int, width_out: int, bias: bool, axes: tuple[str, str], *, rngs: nnx.Rngs, **how: Any
 ) -> nnx.Linear:
-    """Build a projection whose kernel [in, out] names its mesh axes; its bias is split only where the heads are."""
+    """Build a projection whose kernel [in, out] names its mesh axes; its bias is split only where
+    the heads are.
+    """
     # Without eager_sharding=False, naming axes would ask for a mesh when the parameter is made.
     kernel = {"out_sharding": axes, "eager_sharding": False}
     bias_axis = axes[1] if axes[1] == "tensor" else None
     return nnx.Linear(
-        width_in, width_out, use_bias=bias, rngs=rngs, kernel_metadata=kernel,
-        bias_metadata={"out_sharding": (bias_axis,), "eager_sharding": False}, **how,
-    )  # fmt: skip
+        width_in,
+        width_out,
+        use_bias=bias,
+        rngs=rngs,
+        kernel_metadata=kernel,
+        bias_metadata={"out_sharding": (bias_axis,), "eager_sharding": False},
+        **how,
+    )
 
 
 @jax.custom_jvp
 def apart(x: Array) -> Array:
-    """Return x for readers whose gradients are summed first; project it once more after them, from x itself.
+    """Return x for readers whose gradients are summed first; project it once more after them, from
+    x itself.
 
-    Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets cuBLASLt add it
-    where the matmul writes: three projections of one x need no pass that adds their gradients.
+    Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets
+    cuBLASLt add it where the matmul writes: three projections of one x need no pass that adds their
+    gradients.
     """
     return x
 
@@ -194,8 +235,14 @@ def _apart_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
-    """Project without adding the bias, and return it beside; None where it is in the result or there is none."""
-    if type(linear) is not nnx.Linear or linear.bias is None or linear.preferred_element_type is not None:
+    """Project without adding the bias, and return it beside; None where it is in the result or
+    there is none.
+    """
+    if (
+        type(linear) is not nnx.Linear
+        or linear.bias is None
+        or linear.preferred_element_type is not None
+    ):
         return linear(x), None
     bias = linear.bias.get_value()
     x, kernel, _ = linear.promote_dtype((x, linear.kernel.get_value(), bias), dtype=linear.dtype)

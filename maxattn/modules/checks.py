@@ -21,7 +21,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 def positive(setting: str, value: Any) -> None:
     """Refuse anything but an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(setting, repr(value), "it must be an integer of at least 1", "set it to a positive integer")
+        raise InputError(
+            setting,
+            repr(value),
+            "it must be an integer of at least 1",
+            "set it to a positive integer",
+        )
 
 
 def head_counts(heads: int, kv_heads: int) -> None:
@@ -30,9 +35,11 @@ def head_counts(heads: int, kv_heads: int) -> None:
     positive("kv_heads", kv_heads)
     if heads % kv_heads:
         raise InputError(
-            "kv_heads", kv_heads, f"the {heads} query heads must be a multiple of the key heads",
+            "kv_heads",
+            kv_heads,
+            f"the {heads} query heads must be a multiple of the key heads",
             f"use a number of key heads that divides {heads}",
-        )  # fmt: skip
+        )
 
 
 def dropout_rate(rate: float) -> None:
@@ -61,7 +68,10 @@ def mesh(value: Any) -> None:
     """Refuse what attention could not be spread over when it is called."""
     if isinstance(value, Mapping):
         raise MeshError(
-            "mesh", dict(value), "a module runs on devices; sizes alone are for plan()", "pass config.make_mesh()"
+            "mesh",
+            dict(value),
+            "a module runs on devices; sizes alone are for plan()",
+            "pass config.make_mesh()",
         )
     sharding.check_mesh(value)
 
@@ -69,7 +79,12 @@ def mesh(value: Any) -> None:
 def role(value: Any) -> None:
     """Refuse a role that no setting of the config governs."""
     if value not in ("self", "cross"):
-        raise InputError("role", repr(value), "a role is 'self' or 'cross'", "use 'self' unless keys are another's")
+        raise InputError(
+            "role",
+            repr(value),
+            "a role is 'self' or 'cross'",
+            "use 'self' unless keys are another's",
+        )
 
 
 def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
@@ -82,7 +97,9 @@ def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
     except TypeError:
         name = repr(value)
     if name not in DTYPES:
-        raise InputError(setting, name, f"dtype must be one of {', '.join(DTYPES)}", f"set {setting}=jnp.float32")
+        raise InputError(
+            setting, name, f"dtype must be one of {', '.join(DTYPES)}", f"set {setting}=jnp.float32"
+        )
 
 
 def precision(value: Any) -> None:
@@ -94,16 +111,25 @@ def precision(value: Any) -> None:
         jax.eval_shape(lambda a, b: jax.lax.dot(a, b, precision=value), x, x)
     except (TypeError, ValueError) as error:
         rule = "it is None, 'default', 'high' or 'highest', or whatever else jax.lax.dot takes"
-        raise InputError("precision", repr(value), rule, "use None, or jax.lax.Precision.HIGHEST") from error
+        raise InputError(
+            "precision", repr(value), rule, "use None, or jax.lax.Precision.HIGHEST"
+        ) from error
 
 
 def parameter_rngs(rngs: Any) -> None:
     """Refuse what the initial parameters cannot be drawn from."""
     if not isinstance(rngs, nnx.Rngs):
-        raise InputError("rngs", repr(rngs), "the initial parameters are drawn from an nnx.Rngs", "pass nnx.Rngs(0)")
+        raise InputError(
+            "rngs",
+            repr(rngs),
+            "the initial parameters are drawn from an nnx.Rngs",
+            "pass nnx.Rngs(0)",
+        )
     if not _has_stream(rngs, "params"):
         rule = "the initial parameters are drawn from the stream 'params', or the default one"
-        raise InputError("rngs", _streams(rngs), rule, "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)")
+        raise InputError(
+            "rngs", _streams(rngs), rule, "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)"
+        )
 
 
 def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
@@ -111,7 +137,10 @@ def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
 
 
 def _streams(rngs: nnx.Rngs) -> str:
-    return f"nnx.Rngs of {', '.join(name for name in vars(rngs) if not name.startswith('_')) or 'nothing'}"
+    return (
+        "nnx.Rngs of"
+        f" {', '.join(name for name in vars(rngs) if not name.startswith('_')) or 'nothing'}"
+    )
 
 
 def config(value: Any) -> None:
@@ -124,7 +153,12 @@ def rank_3(name: str, x: Any) -> None:
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3:
         found = type(x).__name__ if shape is None else f"shape {tuple(shape)}"
-        raise InputError(name, found, "it must be an array [B, T, channels]", "add or fold axes until there are three")
+        raise InputError(
+            name,
+            found,
+            "it must be an array [B, T, channels]",
+            "add or fold axes until there are three",
+        )
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:
@@ -140,18 +174,25 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
     rank_3(name, x)
     if x.dtype.name not in DTYPES:
         raise InputError(
-            name, x.dtype.name, f"dtype must be one of {', '.join(DTYPES)}", f"cast it: {name}.astype(jnp.float32)"
+            name,
+            x.dtype.name,
+            f"dtype must be one of {', '.join(DTYPES)}",
+            f"cast it: {name}.astype(jnp.float32)",
         )
     if x.shape[-1] != width:
         raise InputError(
-            name, f"shape {tuple(x.shape)}", f"its last axis must be {width_name}={width}",
+            name,
+            f"shape {tuple(x.shape)}",
+            f"its last axis must be {width_name}={width}",
             f"pass states of {width} channels, or build the module with {width_name}={x.shape[-1]}",
-        )  # fmt: skip
+        )
     if batch is not None and x.shape[0] != batch:
         raise InputError(
-            name, f"shape {tuple(x.shape)}", f"its batch must be that of hidden_states, {batch}",
+            name,
+            f"shape {tuple(x.shape)}",
+            f"its batch must be that of hidden_states, {batch}",
             "give both one batch size",
-        )  # fmt: skip
+        )
 
 
 def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
@@ -165,8 +206,13 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
         return
-    why = f"dropout={dropout.rate} " + ("after train()" if deterministic is None else "with deterministic=False")
-    remedy = f"pass rngs=nnx.Rngs(dropout=seed), or {'call eval()' if deterministic is None else 'deterministic=True'}"
+    why = f"dropout={dropout.rate} " + (
+        "after train()" if deterministic is None else "with deterministic=False"
+    )
+    remedy = (
+        "pass rngs=nnx.Rngs(dropout=seed), or"
+        f" {'call eval()' if deterministic is None else 'deterministic=True'}"
+    )
     if rngs is None or not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):
         raise InputError("rngs", repr(rngs), f"{why} draws random numbers", remedy)
     if isinstance(rngs, nnx.Rngs) and not _has_stream(rngs, dropout.rng_collection):

@@ -1,4 +1,6 @@
-"""Cross-attention: `CrossAttention`, and `KV`, the keys and values of a text (and image) made once for many steps."""
+"""Cross-attention: `CrossAttention`, and `KV`, the keys and values of a text (and image) made once
+for many steps.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,18 @@ class KV(NamedTuple):
 class CrossAttention(AttentionBase):
     """Attend from every token to the tokens of another sequence, such as a text.
 
-    y = to_out(attend(q, k, v) [+ attend(q, k_image, v_image)]),  q = norm_q(to_q x),  k = norm_k(to_k text),
-    k_image = norm_added_k(add_k_proj image)
+    y = to_out(attend(q, k, v) [+ attend(q, k_image, v_image)]),  q = norm_q(to_q x),  k =
+    norm_k(to_k text), k_image = norm_added_k(add_k_proj image)
 
     Args:
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
-        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim: as in `FlaxAttention`.
-        added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its own softmax, and
-            the two results summed; default no image.
-        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in `FlaxAttention`. The config's
-            `cross_attention` governs the kernel.
+        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim: as in
+            `FlaxAttention`.
+        added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its
+            own softmax, and the two results summed; default no image.
+        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
+            `FlaxAttention`. The config's `cross_attention` governs the kernel.
 
     Raises:
         InputError: for sizes that do not divide, or a value out of range.
@@ -87,9 +90,22 @@ class CrossAttention(AttentionBase):
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         how |= {"kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}
         super().__init__(
-            query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps,
-            scale, out_dim, config=config, mesh=mesh, **how,
-        )  # fmt: skip
+            query_dim,
+            self.cross_attention_dim,
+            heads,
+            kv_heads,
+            dim_head,
+            dropout,
+            bias,
+            out_bias,
+            qk_norm,
+            eps,
+            scale,
+            out_dim,
+            config=config,
+            mesh=mesh,
+            **how,
+        )
         self.norm_added_k: QKNorm | None = nnx.data(None)
         if added_kv_proj_dim is not None:
             self._add_image(added_kv_proj_dim, bias, how)
@@ -120,19 +136,21 @@ class CrossAttention(AttentionBase):
             hidden_states: [B, T, query_dim].
             encoder_hidden_states: [B, S, cross_attention_dim]; or else
             kv: what `compute_kv` returned.
-            encoder_hidden_states_image: [B, S', added_kv_proj_dim], beside encoder_hidden_states, for a module that
-                was built with added_kv_proj_dim.
-            mask: over the text's keys, a mask of `maxattn.masks`; default everything. All image tokens are attended to.
+            encoder_hidden_states_image: [B, S', added_kv_proj_dim], beside encoder_hidden_states,
+                for a module that was built with added_kv_proj_dim.
+            mask: over the text's keys, a mask of `maxattn.masks`; default everything. All image
+                tokens are attended to.
             bias: added to the text's scores, each axis of [B, N, T, S] full or 1.
             rotary_emb: positions of the queries; default none.
-            rotary_emb_k: positions of the text's keys; default none. Not with kv, whose keys are already rotated.
-            deterministic: False drops output channels at random; default what the module's train() or
-                eval() set last, and True before.
+            rotary_emb_k: positions of the text's keys; default none. Not with kv, whose keys are
+                already rotated.
+            deterministic: False drops output channels at random; default what the module's train()
+                or eval() set last, and True before.
             rngs: source of the dropout, needed only then.
 
         Raises:
-            InputError: for shapes or dtypes that do not fit, for both or neither of encoder_hidden_states and kv, or
-                dropout without rngs.
+            InputError: for shapes or dtypes that do not fit, for both or neither of
+                encoder_hidden_states and kv, or dropout without rngs.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
@@ -164,64 +182,109 @@ class CrossAttention(AttentionBase):
         Raises:
             InputError: for shapes or dtypes that do not fit.
         """
-        checks.states("encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim")
+        checks.states(
+            "encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim"
+        )
         b, s, _ = text.shape
         self._check_image(image, b)
         rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k")
         k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k, rotary_k)
         if image is None:
             return KV(k, v)
-        return KV(k, v, *self._keys_values(image, self.add_k_proj, self.add_v_proj, self.norm_added_k))
+        return KV(
+            k, v, *self._keys_values(image, self.add_k_proj, self.add_v_proj, self.norm_added_k)
+        )
 
     def _keys_values(
-        self, x: Array, to_k: nnx.Linear, to_v: nnx.Linear, norm: QKNorm | None, rotary: Rotary | None = None
+        self,
+        x: Array,
+        to_k: nnx.Linear,
+        to_v: nnx.Linear,
+        norm: QKNorm | None,
+        rotary: Rotary | None = None,
     ) -> tuple[Array, Array]:
         k = self._turned_heads(x, to_k, "key_proj", self.kv_heads, norm, rotary, "B.KH")
         v = self._to_heads(self._project(x, to_v, "value_proj"), self.kv_heads)
         # A text is short and every shard of the queries needs all of it: its length stays whole.
         return sharding.constrain(k, self.mesh, "B.KH"), sharding.constrain(v, self.mesh, "B.KH")
 
-    # ---- what is refused ---------------------------------------------------------------------------------------------
+    # ---- what is refused -------------------------------------------------------------------------
 
-    def _check_source(self, batch: int, text: Any, kv: KV | None, image: Any, rotary_emb_k: Any) -> None:
+    def _check_source(
+        self, batch: int, text: Any, kv: KV | None, image: Any, rotary_emb_k: Any
+    ) -> None:
         if (text is None) == (kv is None):
             raise InputError(
-                "encoder_hidden_states", "None, and no kv" if text is None else "given, and kv too",
+                "encoder_hidden_states",
+                "None, and no kv" if text is None else "given, and kv too",
                 "cross-attention takes exactly one of encoder_hidden_states and kv",
                 "pass the text's states, or kv=module.compute_kv(text)",
-            )  # fmt: skip
+            )
         if kv is None:
-            checks.states("encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim", batch)
+            checks.states(
+                "encoder_hidden_states",
+                text,
+                self.cross_attention_dim,
+                "cross_attention_dim",
+                batch,
+            )
             return
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
-                raise InputError(name, "given, and kv too", "kv already holds its part", f"give {name} to compute_kv")
+                raise InputError(
+                    name,
+                    "given, and kv too",
+                    "kv already holds its part",
+                    f"give {name} to compute_kv",
+                )
         self._check_kv(kv, batch)
 
     def _check_image(self, image: Any, batch: int) -> None:
         if (image is None) != (self.added_kv_proj_dim is None):
             raise InputError(
-                "encoder_hidden_states_image", "None" if image is None else f"shape {tuple(image.shape)}",
+                "encoder_hidden_states_image",
+                "None" if image is None else f"shape {tuple(image.shape)}",
                 f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}, so it "
-                + ("attends to an image too" if image is None else "has no projections for an image"),
-                "pass the image's states" if image is None else "build it with added_kv_proj_dim, or pass no image",
-            )  # fmt: skip
+                + (
+                    "attends to an image too"
+                    if image is None
+                    else "has no projections for an image"
+                ),
+                (
+                    "pass the image's states"
+                    if image is None
+                    else "build it with added_kv_proj_dim, or pass no image"
+                ),
+            )
         if image is not None and self.added_kv_proj_dim is not None:
-            checks.states("encoder_hidden_states_image", image, self.added_kv_proj_dim, "added_kv_proj_dim", batch)
+            checks.states(
+                "encoder_hidden_states_image",
+                image,
+                self.added_kv_proj_dim,
+                "added_kv_proj_dim",
+                batch,
+            )
 
     def _check_kv(self, kv: Any, batch: int) -> None:
         if not isinstance(kv, KV):
-            raise InputError("kv", type(kv).__name__, "it must be a KV", "make it with module.compute_kv(text)")
+            raise InputError(
+                "kv", type(kv).__name__, "it must be a KV", "make it with module.compute_kv(text)"
+            )
         if (kv.image_k is None) != (self.added_kv_proj_dim is None):
             raise InputError(
-                "kv", "without an image" if kv.image_k is None else "with an image",
+                "kv",
+                "without an image" if kv.image_k is None else "with an image",
                 f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}",
                 "make it with this module's compute_kv",
-            )  # fmt: skip
+            )
         for name, x in kv._asdict().items():
-            if x is not None and (x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, self.kv_heads, self.dim_head)):
+            if x is not None and (
+                x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, self.kv_heads, self.dim_head)
+            ):
                 raise InputError(
-                    f"kv.{name}", f"shape {tuple(x.shape)}",
+                    f"kv.{name}",
+                    f"shape {tuple(x.shape)}",
                     f"it must be [{batch}, S, {self.kv_heads}, {self.dim_head}]",
-                    "make it with this module's compute_kv, from as many examples as hidden_states has",
-                )  # fmt: skip
+                    "make it with this module's compute_kv, from as many examples as"
+                    " hidden_states has",
+                )

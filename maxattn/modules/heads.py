@@ -1,4 +1,6 @@
-"""Between [B, T, N*H] and [B, T, N, H]: splitting and merging heads, and attention for inputs that are not split."""
+"""Between [B, T, N*H] and [B, T, N, H]: splitting and merging heads, and attention for inputs that
+are not split.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"
     checks.positive("heads", heads)
     if x.shape[-1] % heads:
         raise InputError(
-            "heads", heads, f"it must divide the {x.shape[-1]} channels of the input",
+            "heads",
+            heads,
+            f"it must divide the {x.shape[-1]} channels of the input",
             "use a number of heads that divides them",
-        )  # fmt: skip
+        )
     return rearrange(x, "b t (n h) -> b t n h", n=heads)
 
 
@@ -72,4 +76,6 @@ def attention_flat(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     split = split_heads(q, heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
-    return merge_heads(attention(*split, mask=mask, bias=bias, scale=scale, config=config, mesh=mesh, role=role))
+    return merge_heads(
+        attention(*split, mask=mask, bias=bias, scale=scale, config=config, mesh=mesh, role=role)
+    )

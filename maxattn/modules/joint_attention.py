@@ -1,4 +1,6 @@
-"""Joint attention: `JointAttention`, two sequences with projections of their own in one attention, as in Flux."""
+"""Joint attention: `JointAttention`, two sequences with projections of their own in one attention,
+as in Flux.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,18 @@ class JointAttention(FlaxAttention):
     """Attend from every token of a text and a picture to every token of both.
 
     q = [norm_added_q(add_q_proj text), norm_q(to_q x)], k and v alike
-    [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v;  y = to_out x',  text_y = to_add_out text'
+    [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v;  y = to_out x',  text_y = to_add_out
+    text'
 
     The text comes first in the joint sequence: in rotary positions, masks and biases too.
 
     Args:
-        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim: as in
-            `FlaxAttention`. The dropout is on the picture's output alone, as in diffusers.
+        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim:
+            as in `FlaxAttention`. The dropout is on the picture's output alone, as in diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
-        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in `FlaxAttention`.
+        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
+            `FlaxAttention`.
 
     Raises:
         InputError: for sizes that do not divide, or a value out of range.
@@ -67,9 +71,21 @@ class JointAttention(FlaxAttention):
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
         how |= {"kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}
         super().__init__(
-            query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
-            config=config, mesh=mesh, **how,
-        )  # fmt: skip
+            query_dim,
+            heads,
+            kv_heads,
+            dim_head,
+            dropout,
+            bias,
+            out_bias,
+            qk_norm,
+            eps,
+            scale,
+            out_dim,
+            config=config,
+            mesh=mesh,
+            **how,
+        )
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
         self.added_kv_proj_dim = width
@@ -77,7 +93,9 @@ class JointAttention(FlaxAttention):
         self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, added_proj_bias, into, **how)
         self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
         self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
-        self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, ("tensor", "fsdp"), **how)
+        self.to_add_out: nnx.Linear = linear_on_mesh(
+            inner, width, out_bias, ("tensor", "fsdp"), **how
+        )
         self.norm_added_q = self._norm(self.heads, param_dtype, rngs)
         self.norm_added_k = self._norm(self.kv_heads, param_dtype, rngs)
 
@@ -96,11 +114,12 @@ class JointAttention(FlaxAttention):
         Args:
             hidden_states: the picture's tokens, [B, T, query_dim].
             encoder_hidden_states: the text's, [B, S, added_kv_proj_dim].
-            rotary_emb: positions of all S + T tokens, as `maxattn.rope.apply_rotary` takes them; default none.
+            rotary_emb: positions of all S + T tokens, as `maxattn.rope.apply_rotary` takes them;
+                default none.
             mask: over the S + T tokens, a mask of `maxattn.masks`; default everything.
             bias: added to the scores, each axis of [B, N, S + T, S + T] full or 1.
-            deterministic: False drops output channels of the picture at random; default what the module's train() or
-                eval() set last, and True before.
+            deterministic: False drops output channels of the picture at random; default what the
+                module's train() or eval() set last, and True before.
             rngs: source of the dropout, needed only then.
 
         Returns:
@@ -120,17 +139,35 @@ class JointAttention(FlaxAttention):
         both, norms_k = (apart(text), apart(x)), (self.norm_added_k, self.norm_k)
         k = self._joint(*both, self.add_k_proj, self.to_k, "key_proj", self.kv_heads, *norms_k)
         v = self._joint(*both, self.add_v_proj, self.to_v, "value_proj", self.kv_heads)
-        q = self._joint(text, x, self.add_q_proj, self.to_q, "query_proj", self.heads, self.norm_added_q, self.norm_q)
+        q = self._joint(
+            text,
+            x,
+            self.add_q_proj,
+            self.to_q,
+            "query_proj",
+            self.heads,
+            self.norm_added_q,
+            self.norm_q,
+        )
         q, k = (self._rotate(each, rotary) for each in (q, k))
-        q, k, v = (sharding.constrain(each, self.mesh, letters) for each, letters in zip(
-            (q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True))  # fmt: skip
+        q, k, v = (
+            sharding.constrain(each, self.mesh, letters)
+            for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
+        )
         out = self._attend(q, k, v, mask, bias)
         return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
 
     def _joint(
-        self, text: Array, x: Array, added: nnx.Linear, own: nnx.Linear, name: str, heads: int,
-        norm_added: Any = None, norm: Any = None,
-    ) -> Float[Array, "B ST N H"]:  # fmt: skip
+        self,
+        text: Array,
+        x: Array,
+        added: nnx.Linear,
+        own: nnx.Linear,
+        name: str,
+        heads: int,
+        norm_added: Any = None,
+        norm: Any = None,
+    ) -> Float[Array, "B ST N H"]:
         parts = [
             self._to_heads(self._project(text, added, name), heads, norm_added),
             self._to_heads(self._project(x, own, name), heads, norm),

@@ -1,7 +1,9 @@
-"""Norm and rotary embedding of queries or keys together: where NVIDIA GPUs take them in one kernel, and its gradient.
+"""Norm and rotary embedding of queries or keys together: where NVIDIA GPUs take them in one kernel,
+and its gradient.
 
-Elsewhere `maxattn.modules.qk_norm` and `maxattn.rope` do the same, one after the other. The kernel adds the projection's bias
-too, and stays in float32 from there to the result; the others round to the compute dtype in between.
+Elsewhere `maxattn.modules.qk_norm` and `maxattn.rope` do the same, one after the other. The kernel
+adds the projection's bias too, and stays in float32 from there to the result; the others round to
+the compute dtype in between.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ Vectors = dict[str, Float[Array, "#N H"]]
 Tables = tuple[Array, ...]
 
 
-def fused_row(qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, heads: int, head_dim: int) -> Row | None:
-    """Describe to the kernel what is done to a token's row, or return None for a norm or sizes that it does not take.
+def fused_row(
+    qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, heads: int, head_dim: int
+) -> Row | None:
+    """Describe to the kernel what is done to a token's row, or return None for a norm or sizes that
+    it does not take.
 
     Args:
         qk_norm: the kind of the norm; the kernel takes RMS norms and None.
@@ -41,15 +46,26 @@ def fused_row(qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, h
         heads: N.
         head_dim: H; the kernel takes powers of two.
     """
-    if (norm is None and rotary is None) or qk_norm not in KINDS or type(norm) not in (nnx.RMSNorm, type(None)):
+    if (
+        (norm is None and rotary is None)
+        or qk_norm not in KINDS
+        or type(norm) not in (nnx.RMSNorm, type(None))
+    ):
         return None  # a class made of RMSNorm may do something else
     kind = None if norm is None else KINDS[qk_norm]
-    row = Row(heads, head_dim, kind, 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style)
+    row = Row(
+        heads,
+        head_dim,
+        kind,
+        0.0 if norm is None else norm.epsilon,
+        None if rotary is None else rotary.style,
+    )
     return row if row.fits() else None
 
 
 def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTNH") -> bool:
-    """Say whether the kernel takes such rows here: on NVIDIA GPUs, each device having whole rows, all equally many.
+    """Say whether the kernel takes such rows here: on NVIDIA GPUs, each device having whole rows,
+    all equally many.
 
     Args:
         row: from `fused_row`.
@@ -95,7 +111,9 @@ def norm_rotary(
     vectors = {} if bias is None else {"bias": jnp.reshape(bias, (row.heads, row.head_dim))}
     if norm is not None and norm.scale is not None:
         vectors["scale"] = jnp.reshape(norm.scale.get_value(), (-1, row.head_dim))
-    if any(size > 1 for _, size in shape):  # their gradients are summed over devices before they are rounded
+    if any(
+        size > 1 for _, size in shape
+    ):  # their gradients are summed over devices before they are rounded
         vectors = {name: v.astype(jnp.float32) for name, v in vectors.items()}
     tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
 
@@ -103,14 +121,16 @@ def norm_rotary(
         return sharding.to_partition_spec(sharding.spec_of(letters, shape))
 
     of_tables = tuple(spec(("B" if len(a) == b else "1") + letters[1] + "H") for a in tables)
-    of_vectors = {name: spec((letters[2] if len(v) > 1 else "1") + "H") for name, v in vectors.items()}
+    of_vectors = {
+        name: spec((letters[2] if len(v) > 1 else "1") + "H") for name, v in vectors.items()
+    }
     specs = spec(letters), of_vectors, of_tables
     run = partial(_on_shard, _local(row, letters, shape), interpret)
     heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
     return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
 
 
-# ---- one device ------------------------------------------------------------------------------------------------------
+# ---- one device ----------------------------------------------------------------------------------
 
 
 def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Array:
@@ -121,13 +141,15 @@ def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tab
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables) -> Array:
+def _fused(
+    row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables
+) -> Array:
     return norm_rope_triton.forward(row, x, vectors, tables, interpret=interpret)[0]
 
 
 def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Any:
-    # In a scan over layers XLA merges the projection's matmul with the store of its result for the backward, and runs
-    # it once more for the kernel (jax 0.11.2). Not over a barrier.
+    # In a scan over layers XLA merges the projection's matmul with the store of its result for the
+    # backward, and runs it once more for the kernel (jax 0.11.2). Not over a barrier.
     x = jax.lax.optimization_barrier(x)
     y, r = norm_rope_triton.forward(row, x, vectors, tables, keep=True, interpret=interpret)
     return jax.lax.optimization_barrier(y), (x, r, vectors, tables)
@@ -149,7 +171,11 @@ def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
     z = jnp.asarray(x, jnp.float32) + vectors.get("bias", 0.0)
     if row.norm is not None:
         axes = (1, 2) if row.norm == "across" else 2
-        z = z * jax.lax.rsqrt(jnp.mean(z * z, axes, keepdims=True) + row.eps) * vectors.get("scale", 1.0)
+        z = (
+            z
+            * jax.lax.rsqrt(jnp.mean(z * z, axes, keepdims=True) + row.eps)
+            * vectors.get("scale", 1.0)
+        )
     if row.style is None:
         return z.astype(x.dtype)
     cos, sin = tables
@@ -157,11 +183,13 @@ def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-# ---- arrays and places -----------------------------------------------------------------------------------------------
+# ---- arrays and places ---------------------------------------------------------------------------
 
 
 def _as_given(total: Float[Array, "N H"], v: Array) -> Array:
-    """Return the gradient of a vector in its shape and dtype: over all heads where they share it."""
+    """Return the gradient of a vector in its shape and dtype: over all heads where they share
+    it.
+    """
     return (total if len(v) > 1 else total.sum(0, keepdims=True)).astype(v.dtype)
 
 
@@ -171,15 +199,21 @@ def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:
 
 def _local(row: Row, letters: str, shape: sharding.MeshShape) -> Row:
     """Return what is done to the part of a row that a device has."""
-    return Row(row.heads // sharding.ways(letters[2], shape), row.head_dim, row.norm, row.eps, row.style)
+    return Row(
+        row.heads // sharding.ways(letters[2], shape), row.head_dim, row.norm, row.eps, row.style
+    )
 
 
 def _may_be_spread() -> bool:
-    """Say whether jax may lay out arrays over devices that nobody names: it would gather what the kernel reads."""
+    """Say whether jax may lay out arrays over devices that nobody names: it would gather what the
+    kernel reads.
+    """
     ambient = ambient_mesh()
     if ambient is None:
         return _devices() > 1
-    left = axis_names_of_type(ambient, AxisType.Auto) | axis_names_of_type(ambient, AxisType.Explicit)
+    left = axis_names_of_type(ambient, AxisType.Auto) | axis_names_of_type(
+        ambient, AxisType.Explicit
+    )
     return any(ambient.shape[a] > 1 for a in left)
 
 
@@ -188,6 +222,8 @@ def _devices() -> int:
 
 
 def _checked() -> bool:
-    """Say whether a surrounding `shard_map` checks over which axes values vary: the kernel does not say so of its."""
+    """Say whether a surrounding `shard_map` checks over which axes values vary: the kernel does not
+    say so of its.
+    """
     ambient = ambient_mesh()
     return ambient is not None and bool(checked_axes(axis_names_of_type(ambient, AxisType.Manual)))

@@ -1,17 +1,20 @@
-"""Norm and rotary embedding of queries or keys in one pass over memory, for NVIDIA GPUs: Triton kernels through Pallas.
+"""Norm and rotary embedding of queries or keys in one pass over memory, for NVIDIA GPUs: Triton
+kernels through Pallas.
 
-A row is one token's projection, N heads of H channels. Forward: the row and its angles are read, y is written.
+A row is one token's projection, N heads of H channels. Forward: the row and its angles are read, y
+is written.
 
     z = x + bias;   r = 1 / sqrt(mean(z^2) + eps);   n = z * r;   u = n * scale;   y = turn(u)
 
-Backward: dy and x are read, and dx is written. The forward has kept r of a norm across heads; that of one head costs
-less to compute again. Sums over tokens stay in registers, one set a program.
+Backward: dy and x are read, and dx is written. The forward has kept r of a norm across heads; that
+of one head costs less to compute again. Sums over tokens stay in registers, one set a program.
 
     du = turn back(dy);   g = du * scale;   dx = (g - n * mean(g * n)) * r
     dscale = sum of du * n;   dbias = sum of dx
 
-All arithmetic is float32. Triton's arrays have powers of two as sizes, so a row is taken as chunks of whole heads, and
-every chunk as two halves (a, b) of channels that are pairs of the rotary embedding.
+All arithmetic is float32. Triton's arrays have powers of two as sizes, so a row is taken as chunks
+of whole heads, and every chunk as two halves (a, b) of channels that are pairs of the rotary
+embedding.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from maxattn.jax_private.triton import triton_params, triton_split
 
 CHUNK = 1024  # channels
 MAX_CHUNKS = 32
-# Channels of a thread. More make fewer reductions across threads, fewer spare registers: about so many measured best on
-# an H200, for rows of 1,536 and of 5,120; few heads in a chunk leave a thread more.
+# Channels of a thread. More make fewer reductions across threads, fewer spare registers: about so
+# many measured best on an H200, for rows of 1,536 and of 5,120; few heads in a chunk leave a thread
+# more.
 CHANNELS = 12
 ROOMY = 24  # up to here registers hold bias, scale and the next row as well
 MOST_CHANNELS = 48  # beyond, not even the sums
@@ -80,7 +84,9 @@ class Row:
 
     @property
     def programs(self) -> int:
-        """Return how many programs the backward has, about what a GPU holds at once: each keeps a set of sums."""
+        """Return how many programs the backward has, about what a GPU holds at once: each keeps a
+        set of sums.
+        """
         held = 16 if self.channels <= CHANNELS else 8  # warps of a multiprocessor
         return -(-MULTIPROCESSORS * held // self.warps)
 
@@ -92,13 +98,17 @@ class Row:
         return self.channels <= MOST_CHANNELS
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 def forward(
-    row: Row, x: Float[Array, "M N H"], vectors: dict[str, Array], tables: tuple[Array, ...], keep: bool = False,
+    row: Row,
+    x: Float[Array, "M N H"],
+    vectors: dict[str, Array],
+    tables: tuple[Array, ...],
+    keep: bool = False,
     interpret: bool = False,
-) -> tuple[Float[Array, "M N H"], Float[Array, " M"] | None]:  # fmt: skip
+) -> tuple[Float[Array, "M N H"], Float[Array, " M"] | None]:
     """Run the forward kernel.
 
     Args:
@@ -114,33 +124,46 @@ def forward(
     tokens = len(x)
     r = jax.ShapeDtypeStruct((tokens,), jnp.float32) if keep and row.norm == "across" else None
     return pl.pallas_call(
-        partial(_forward_kernel, row), grid=(tokens,), interpret=interpret,
+        partial(_forward_kernel, row),
+        grid=(tokens,),
+        interpret=interpret,
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), r),
-        compiler_params=triton_params(row.warps), name="norm_rotary",
-    )(x, vectors, tables)  # fmt: skip
+        compiler_params=triton_params(row.warps),
+        name="norm_rotary",
+    )(x, vectors, tables)
 
 
 def backward(
-    row: Row, dy: Float[Array, "M N H"], x: Float[Array, "M N H"], r: Float[Array, " M"] | None,
-    vectors: dict[str, Array], tables: tuple[Array, ...], interpret: bool = False,
-) -> tuple[Float[Array, "M N H"], dict[str, Float[Array, "N H"]]]:  # fmt: skip
+    row: Row,
+    dy: Float[Array, "M N H"],
+    x: Float[Array, "M N H"],
+    r: Float[Array, " M"] | None,
+    vectors: dict[str, Array],
+    tables: tuple[Array, ...],
+    interpret: bool = False,
+) -> tuple[Float[Array, "M N H"], dict[str, Float[Array, "N H"]]]:
     """Run the backward kernel: dx, and the gradients of `vectors` in float32, head by head."""
     from jax.experimental import pallas as pl
 
     programs = min(row.programs, len(x))
     sums = jax.ShapeDtypeStruct((programs, row.heads, row.head_dim), jnp.float32)
     dx, sums = pl.pallas_call(
-        partial(_backward_kernel, row, programs), grid=(programs,), interpret=interpret,
+        partial(_backward_kernel, row, programs),
+        grid=(programs,),
+        interpret=interpret,
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), dict.fromkeys(vectors, sums)),
-        compiler_params=triton_params(row.warps), name="norm_rotary_backward",
-    )(dy, x, r, vectors, tables)  # fmt: skip
+        compiler_params=triton_params(row.warps),
+        name="norm_rotary_backward",
+    )(dy, x, r, vectors, tables)
     return dx, {name: each.sum(0) for name, each in sums.items()}
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
-def _forward_kernel(row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any) -> None:
+def _forward_kernel(
+    row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     token = pl.program_id(0)
@@ -155,9 +178,16 @@ def _forward_kernel(row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_r
 
 
 def _backward_kernel(
-    row: Row, programs: int, dy_ref: Any, x_ref: Any, r_ref: Any, refs: dict[str, Any], tables: Any, dx_ref: Any,
+    row: Row,
+    programs: int,
+    dy_ref: Any,
+    x_ref: Any,
+    r_ref: Any,
+    refs: dict[str, Any],
+    tables: Any,
+    dx_ref: Any,
     sum_refs: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     from jax.experimental import pallas as pl
 
     first, tokens, roomy = pl.program_id(0), x_ref.shape[0], row.channels <= ROOMY
@@ -171,14 +201,18 @@ def _backward_kernel(
         token, (sums, ahead) = first + i * programs, carry
         raw, r, angles = read(token) if ahead is None else ahead
         later = None if ahead is None else read(jnp.minimum(token + programs, tokens - 1))
-        dx, more = _pull_back(row, raw, r, angles, _vector_pairs(row, refs) if held is None else held)
+        dx, more = _pull_back(
+            row, raw, r, angles, _vector_pairs(row, refs) if held is None else held
+        )
         for c in range(row.chunks):
             _store(row, dx_ref, token, c, dx[c])
         return jax.tree.map(jnp.add, sums, more), later
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
     carry = {name: [(zero, zero)] * row.chunks for name in refs}, read(first) if roomy else None
-    sums, _ = jax.lax.fori_loop(0, jax.lax.div(tokens - first + programs - 1, jnp.int32(programs)), one, carry)
+    sums, _ = jax.lax.fori_loop(
+        0, jax.lax.div(tokens - first + programs - 1, jnp.int32(programs)), one, carry
+    )
     for name, each in sums.items():
         for c in range(row.chunks):
             _store(row, sum_refs[name], first, c, each[c])
@@ -195,7 +229,10 @@ def _pull_back(
     r = _over_root(row, z) if kept is None else [kept] * row.chunks
     g = [_scaled(each, vectors, c) for c, each in enumerate(du)]
     dx = g if row.norm is None else _through_norm(row, g, z, r)
-    sums = {"bias": dx, "scale": [_times(_product(*each), s) for *each, s in zip(du, z, r, strict=True)]}
+    sums = {
+        "bias": dx,
+        "scale": [_times(_product(*each), s) for *each, s in zip(du, z, r, strict=True)],
+    }
     return dx, {name: sums[name] for name in vectors}
 
 
@@ -203,10 +240,13 @@ def _through_norm(row: Row, g: list[Pair], z: list[Pair], r: list[Any]) -> list[
     # The mean of g * z rather than of g * n: it need not wait for r.
     mean = _mean(row, [_product(*each) for each in zip(g, z, strict=True)])
     slopes = [m * s * s for m, s in zip(mean, r, strict=True)]
-    return [((ga - za * m) * s, (gb - zb * m) * s) for (ga, gb), (za, zb), m, s in zip(g, z, slopes, r, strict=True)]
+    return [
+        ((ga - za * m) * s, (gb - zb * m) * s)
+        for (ga, gb), (za, zb), m, s in zip(g, z, slopes, r, strict=True)
+    ]
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def _over_root(row: Row, z: list[Parts]) -> list[Any]:
@@ -217,7 +257,9 @@ def _over_root(row: Row, z: list[Parts]) -> list[Any]:
 
 
 def _mean(row: Row, values: list[Parts]) -> list[Array]:
-    """Take the mean over a token's channels, or over each head's: one array a chunk, to broadcast over it."""
+    """Take the mean over a token's channels, or over each head's: one array a chunk, to broadcast
+    over it.
+    """
     sums = [sum(parts[1:], parts[0]) for parts in values]
     if row.norm == "head":
         return [jnp.sum(each, axis=1, keepdims=True) / row.head_dim for each in sums]
@@ -246,7 +288,8 @@ def _angles(row: Row, tables: Any, token: Any) -> Pair | None:
     """Load the cosines and sines of a token: [heads, H/2]."""
     if not tables:
         return None
-    # In the shape of a chunk, heads repeated: each thread then loads what it needs, and none exchanges any.
+    # In the shape of a chunk, heads repeated: each thread then loads what it needs, and none
+    # exchanges any.
     channel = jax.lax.broadcasted_iota(jnp.int32, (row.chunk, row.head_dim // 2), 1)
     cos, sin = (ref[jax.lax.rem(token, jnp.int32(ref.shape[0])), channel] for ref in tables)
     return cos, sin
@@ -267,21 +310,28 @@ def _pairs(row: Row, parts: Parts) -> Pair:
     return triton_split(parts[0].reshape(row.chunk, row.head_dim // 2, 2))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def _read_row(row: Row, ref: Any, token: Any) -> list[Parts]:
     """Load a row as it stands in memory, chunk by chunk."""
-    return [tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)]
+    return [
+        tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)
+    ]
 
 
 def _vector_pairs(row: Row, refs: dict[str, Any]) -> dict[str, list[Pair]]:
-    return {name: [_pairs(row, parts) for parts in each] for name, each in _load_vectors(row, refs).items()}
+    return {
+        name: [_pairs(row, parts) for parts in each]
+        for name, each in _load_vectors(row, refs).items()
+    }
 
 
 def _load_vectors(row: Row, refs: dict[str, Any]) -> dict[str, list[Parts]]:
     """Load bias and scale, those that there are, chunk by chunk."""
-    return {name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()}
+    return {
+        name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()
+    }
 
 
 def _load_vector(row: Row, ref: Any, c: int) -> Parts:
@@ -317,8 +367,14 @@ def _heads(row: Row, c: int) -> Any:
 
 
 def _parts(row: Row) -> list[Any]:
-    """Return which channels of a head are loaded together: all, or those that are first in their pairs, and second."""
+    """Return which channels of a head are loaded together: all, or those that are first in their
+    pairs, and second.
+    """
     from jax.experimental import pallas as pl
 
     half = row.head_dim // 2
-    return [pl.ds(0, row.head_dim)] if row.style == "interleaved" else [pl.ds(0, half), pl.ds(half, half)]
+    return (
+        [pl.ds(0, row.head_dim)]
+        if row.style == "interleaved"
+        else [pl.ds(0, half), pl.ds(half, half)]
+    )

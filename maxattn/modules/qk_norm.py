@@ -25,13 +25,21 @@ def check_qk_norm(kind: str | None) -> None:
     """
     if kind is not None and kind not in QK_NORMS:
         raise InputError(
-            "qk_norm", repr(kind), f"it is None or one of {', '.join(QK_NORMS)}",
+            "qk_norm",
+            repr(kind),
+            f"it is None or one of {', '.join(QK_NORMS)}",
             did_you_mean(str(kind), QK_NORMS) or "use None for no norm",
-        )  # fmt: skip
+        )
 
 
 def make_qk_norm(
-    kind: str | None, heads: int, dim_head: int, eps: float, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
+    kind: str | None,
+    heads: int,
+    dim_head: int,
+    eps: float,
+    *,
+    param_dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
 ) -> QKNorm | None:
     """Build the norm of the queries or of the keys.
 
@@ -39,8 +47,9 @@ def make_qk_norm(
     layer: y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias
 
     Args:
-        kind: None; "rms_norm" or "layer_norm", over the H channels of each head; "rms_norm_across_heads", over all
-            heads * H channels of a token at once, so that under tensor parallelism it sums over devices.
+        kind: None; "rms_norm" or "layer_norm", over the H channels of each head;
+            "rms_norm_across_heads", over all heads * H channels of a token at once, so that under
+            tensor parallelism it sums over devices.
         heads: N for queries, K for keys.
         dim_head: H.
         eps: added to the mean square or the variance.
@@ -51,7 +60,12 @@ def make_qk_norm(
         InputError: for an unknown kind.
     """
     check_qk_norm(kind)
-    common: dict[str, Any] = {"epsilon": eps, "dtype": jnp.float32, "param_dtype": param_dtype, "rngs": rngs}
+    common: dict[str, Any] = {
+        "epsilon": eps,
+        "dtype": jnp.float32,
+        "param_dtype": param_dtype,
+        "rngs": rngs,
+    }
     if kind == "rms_norm":
         return nnx.RMSNorm(dim_head, scale_metadata=_axes(None), **common)
     if kind == "rms_norm_across_heads":

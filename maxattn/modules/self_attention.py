@@ -30,7 +30,8 @@ class FlaxAttention(AttentionBase):
         dropout: probability of dropping an output channel; default 0.
         bias: whether to_q, to_k and to_v have a bias; default False.
         out_bias: whether to_out has one; default True.
-        qk_norm: None, "rms_norm" or "layer_norm" (per head), or "rms_norm_across_heads"; default None.
+        qk_norm: None, "rms_norm" or "layer_norm" (per head), or "rms_norm_across_heads"; default
+            None.
         eps: of both norms; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.
@@ -74,10 +75,27 @@ class FlaxAttention(AttentionBase):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(
-            query_dim, query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
-            config=config, mesh=mesh, dtype=dtype, param_dtype=param_dtype, precision=precision,
-            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-        )  # fmt: skip
+            query_dim,
+            query_dim,
+            heads,
+            kv_heads,
+            dim_head,
+            dropout,
+            bias,
+            out_bias,
+            qk_norm,
+            eps,
+            scale,
+            out_dim,
+            config=config,
+            mesh=mesh,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
 
     def __call__(
         self,
@@ -94,11 +112,12 @@ class FlaxAttention(AttentionBase):
 
         Args:
             hidden_states: [B, T, query_dim].
-            rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default none.
+            rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default
+                none.
             mask: a mask of `maxattn.masks`; default everything.
             bias: added to the scores, each axis of [B, N, T, T] full or 1.
-            deterministic: False drops output channels at random; default what the module's train() or
-                eval() set last, and True before.
+            deterministic: False drops output channels at random; default what the module's train()
+                or eval() set last, and True before.
             rngs: source of the dropout, needed only then.
             rotary_emb_k: positions of the keys; default those of the queries.
 
@@ -109,7 +128,11 @@ class FlaxAttention(AttentionBase):
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        rotary_k = rotary_q if rotary_emb_k is None else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
+        rotary_k = (
+            rotary_q
+            if rotary_emb_k is None
+            else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
+        )
         self._check_attention(b, t, t, mask, bias)
         k, v = self._keys_values(apart(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)

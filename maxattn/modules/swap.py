@@ -1,4 +1,6 @@
-"""`swap`: maxattn inside a whole NNX model that somebody else wrote, without touching its parameters."""
+"""`swap`: maxattn inside a whole NNX model that somebody else wrote, without touching its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +55,21 @@ class SwapTable:
         head = f"{len(self.swapped)} of {len(self.rows)} attentions swapped"
         cells = [(r.path, r.kind, "swapped" if r.swapped else "left", r.why) for r in self.rows]
         widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
-        lines = ("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in cells)
+        lines = (
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]])
+            for row in cells
+        )
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
-def swap(model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None) -> SwapTable:
+def swap(
+    model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None
+) -> SwapTable:
     """Let every `nnx.MultiHeadAttention` of a model attend with maxattn, in place.
 
-    Parameters, their names and the model's own code stay as they are: only the function that attends is exchanged, so a
-    checkpoint of the model loads before and after. Calling it again with another config exchanges it again.
+    Parameters, their names and the model's own code stay as they are: only the function that
+    attends is exchanged, so a checkpoint of the model loads before and after. Calling it again with
+    another config exchanges it again.
 
     Args:
         model: any NNX module; stacked layers (`nnx.scan`, `nnx.vmap`) too.
@@ -72,13 +80,18 @@ def swap(model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sha
         A table of what was swapped, and why the rest was left.
 
     Raises:
-        ConfigError, MeshError, InputError: `config` is no config, `mesh` no mesh, or `model` no NNX module.
+        ConfigError, MeshError, InputError: `config` is no config, `mesh` no mesh, or `model` no NNX
+        module.
     """
     checks.config(config)
     checks.mesh(mesh)
     if not isinstance(model, nnx.Module):
-        raise InputError("model", type(model).__name__, "swap takes an NNX module", "pass an nnx.Module")
-    return SwapTable(tuple(_swap_one(path, module, config, mesh) for path, module in _attentions(model)))
+        raise InputError(
+            "model", type(model).__name__, "swap takes an NNX module", "pass an nnx.Module"
+        )
+    return SwapTable(
+        tuple(_swap_one(path, module, config, mesh) for path, module in _attentions(model))
+    )
 
 
 def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any) -> Swapped:
@@ -94,7 +107,9 @@ def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any)
 
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     """Yield (path, module) of all that looks like attention, parents before children."""
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]]):
+    for path, module in sorted(
+        nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]]
+    ):
         if isinstance(module, nnx.MultiHeadAttention | AttentionBase) or _named_attention(module):
             yield ".".join(map(str, path)), module
 
@@ -104,7 +119,9 @@ def _order(part: Any) -> tuple[bool, Any]:
 
 
 def _named_attention(module: nnx.Module) -> bool:
-    """Whether a module is called attention and leaves it to no `nnx.MultiHeadAttention` of its own."""
+    """Whether a module is called attention and leaves it to no `nnx.MultiHeadAttention` of its
+    own.
+    """
     inner = (child for path, child in nnx.iter_modules(module) if path)
     return "attention" in type(module).__name__.lower() and not any(
         isinstance(child, nnx.MultiHeadAttention | AttentionBase) for child in inner
@@ -117,7 +134,10 @@ def _reason_to_leave(module: Any) -> str | None:
     if not isinstance(module, nnx.MultiHeadAttention):
         return "no nnx.MultiHeadAttention: call maxattn.attention in it"
     if module.dropout_rate > 0.0 and not module.deterministic:
-        return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities (set 0.0, or deterministic=True)"
+        return (
+            f"dropout_rate={module.dropout_rate}: no kernel drops probabilities (set 0.0, or"
+            " deterministic=True)"
+        )
     fn = module.attention_fn
     if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn):
         return None

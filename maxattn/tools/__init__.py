@@ -1,1 +1,3 @@
-"""The tools around attention: the command line, measuring, tuning, compiling. Nothing outside of them imports one."""
+"""The tools around attention: the command line, measuring, tuning, compiling. Nothing outside of
+them imports one.
+"""

@@ -1,9 +1,11 @@
-"""How much memory attention takes on one device, as a sum of named parts: an estimate, made without a compiler.
+"""How much memory attention takes on one device, as a sum of named parts: an estimate, made without
+a compiler.
 
-`maxattn compile` has the TPU's compiler say it; this is for machines that it cannot compile for, and for a first look.
-Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in eight cases (Wan 1.3B and 14B at 480p, alone,
-on a ring and on Ulysses over 4, inference and training), and to 0.73 for SDXL's cross-attention in training. Short
-arrays that the compiler keeps in VMEM are counted too.
+`maxattn compile` has the TPU's compiler say it; this is for machines that it cannot compile for,
+and for a first look. Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in
+eight cases (Wan 1.3B and 14B at 480p, alone, on a ring and on Ulysses over 4, inference and
+training), and to 0.73 for SDXL's cross-attention in training. Short arrays that the compiler keeps
+in VMEM are counted too.
 """
 
 from __future__ import annotations
@@ -40,13 +42,19 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         training: forward and backward at their largest; else forward alone.
     """
     local, runs = plan.context.local_call(plan.padded_call), plan.context.runs
-    place = replace(local, q_len=runs * local.q_len, kv_len=runs * local.kv_len)  # a kernel sees one run of them
+    place = replace(
+        local, q_len=runs * local.q_len, kv_len=runs * local.kv_len
+    )  # a kernel sees one run of them
     times = 2 if training else 1  # each array beside its gradient
     parts = [
-        Part("q, out" + (" and gradients" if training else ""), 2 * times * _queries(place, place.head_dim)),
+        Part(
+            "q, out" + (" and gradients" if training else ""),
+            2 * times * _queries(place, place.head_dim),
+        ),
         Part("k, v" + (" and gradients" if training else ""), times * _own_keys(plan)),
-        *_moved(plan, place, training), *_of_kernel(plan, local, training),
-    ]  # fmt: skip
+        *_moved(plan, place, training),
+        *_of_kernel(plan, local, training),
+    ]
     return tuple(part for part in parts if part.bytes)
 
 
@@ -57,14 +65,21 @@ def _queries(local: Call, head_dim: int, size: int = 0) -> int:
 
 def _keys(local: Call, head_dim: int, size: int = 0) -> int:
     """Count the bytes of two arrays like k and v, as the kernel sees them."""
-    return 2 * local.batch * local.kv_heads * local.kv_len * head_dim * (size or itemsize(local.dtype))
+    return (
+        2 * local.batch * local.kv_heads * local.kv_len * head_dim * (size or itemsize(local.dtype))
+    )
 
 
 def _own_keys(plan: Plan) -> int:
     """Count the bytes of k's and v's shards outside of attention."""
     call, shape = plan.padded_call, plan.mesh
     split = ways("S", shape) if plan.context.kv_letter() == "S" else 1
-    rows = call.batch // ways("B", shape) * max(1, call.kv_heads // ways("K", shape)) * -(-call.kv_len // split)
+    rows = (
+        call.batch
+        // ways("B", shape)
+        * max(1, call.kv_heads // ways("K", shape))
+        * -(-call.kv_len // split)
+    )
     return 2 * rows * call.head_dim * itemsize(call.dtype)
 
 
@@ -74,8 +89,11 @@ def _moved(plan: Plan, local: Call, training: bool) -> list[Part]:
     if plan.context.name in ("ring", "ulysses_ring"):
         gradients = 2 * _keys(local, h, FLOAT) if training else 0
         sums = _queries(local, h, FLOAT) * (2 if training else 1)
-        return [Part("k, v of the next hop", _keys(local, h)), Part("dk, dv on their way", gradients),
-                Part("sums over the hops in float32", sums)]  # fmt: skip
+        return [
+            Part("k, v of the next hop", _keys(local, h)),
+            Part("dk, dv on their way", gradients),
+            Part("sums over the hops in float32", sums),
+        ]
     if plan.context.name != "all_gather":
         return []  # exchanged arrays are the kernel's operands
     return [
@@ -108,19 +126,30 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
     copies = (4 if training else 2) * _queries(local, lanes) + _keys(local, lanes)
     sums = local.batch * local.heads * local.q_len * LANES * FLOAT
     parts = fused_partials_bytes(local, blocks, kernel) if training else 0  # type: ignore[arg-type]
-    return (Part("copies in the kernel's layout", copies), Part(f"log-sum-exp over {LANES} lanes", sums),
-            Part("dq in parts, fused backward", parts))  # fmt: skip
+    return (
+        Part("copies in the kernel's layout", copies),
+        Part(f"log-sum-exp over {LANES} lanes", sums),
+        Part("dq in parts, fused backward", parts),
+    )
 
 
-def fits_alone(kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str) -> bool:
-    """Say whether a tiled kernel, its operands and results fit one device; True where its memory is not known."""
-    operands = (2 if training else 1) * (2 * _queries(local, local.head_dim) + _keys(local, local.head_dim))
+def fits_alone(
+    kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
+) -> bool:
+    """Say whether a tiled kernel, its operands and results fit one device; True where its memory is
+    not known.
+    """
+    operands = (2 if training else 1) * (
+        2 * _queries(local, local.head_dim) + _keys(local, local.head_dim)
+    )
     needed = operands + sum(part.bytes for part in of_tiles(kernel, local, blocks, training))
     return needed <= HBM.get(device_kind, float("inf"))
 
 
 def _score_copies(plan: Plan, training: bool) -> float:
-    """Return how many float32 T x S arrays are alive at once, as the compilers of TPUs and CPUs were seen to do it."""
+    """Return how many float32 T x S arrays are alive at once, as the compilers of TPUs and CPUs
+    were seen to do it.
+    """
     if plan.target.platform == "tpu":
         return 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
     return 4 if training else 2

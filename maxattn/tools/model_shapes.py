@@ -46,16 +46,27 @@ class Shape:
         """Describe it as a call."""
         mask = self.mask.bind(self.q_len, self.kv_len, self.batch, self.heads).form()
         return Call(
-            self.batch, self.q_len, self.kv_len, self.heads, self.kv_heads or self.heads, self.head_dim, self.dtype,
-            mask, role=self.role,
-        )  # fmt: skip
+            self.batch,
+            self.q_len,
+            self.kv_len,
+            self.heads,
+            self.kv_heads or self.heads,
+            self.head_dim,
+            self.dtype,
+            mask,
+            role=self.role,
+        )
 
 
-def _self(name: str, batch: int, tokens: int, heads: int, head_dim: int, what: str, mask: Mask = FULL) -> Shape:
+def _self(
+    name: str, batch: int, tokens: int, heads: int, head_dim: int, what: str, mask: Mask = FULL
+) -> Shape:
     return Shape(name, batch, tokens, tokens, heads, head_dim, mask=mask, what=what)
 
 
-def _cross(name: str, batch: int, q_len: int, kv_len: int, heads: int, head_dim: int, what: str) -> Shape:
+def _cross(
+    name: str, batch: int, q_len: int, kv_len: int, heads: int, head_dim: int, what: str
+) -> Shape:
     return Shape(name, batch, q_len, kv_len, heads, head_dim, role="cross", what=what)
 
 
@@ -68,20 +79,52 @@ SHAPES = {
         _self("wan-14b-720p", 1, 75600, 40, 128, "Wan 14B, 81 frames of 1280x720"),
         _cross("wan-cross", 1, 32760, 512, 12, 128, "Wan 1.3B 480p, to 512 text tokens"),
         _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
-        _cross("wan-i2v-cross", 1, 75600, 257, 40, 128, "Wan 14B 720p, to the image's 257 tokens, beside the text"),
+        _cross(
+            "wan-i2v-cross",
+            1,
+            75600,
+            257,
+            40,
+            128,
+            "Wan 14B 720p, to the image's 257 tokens, beside the text",
+        ),
         _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
         _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
         _cross("sdxl-cross", 16, 4096, 77, 10, 64, "SDXL 64x64, to 77 text tokens"),
         _cross("sdxl-32-cross", 16, 1024, 77, 20, 64, "SDXL 32x32, to 77 text tokens"),
-        _self("flux-1024", 2, 4608, 24, 128, "Flux at 1024x1024: 4,096 image and 512 text tokens together"),
-        _self("swba-1560x7", 1, 32760, 12, 128, "21 frames of 1,560 tokens, each sees 7", BlockSlidingWindow(1560, 7)),
-        _self("swba-256x16", 1, 32768, 12, 64, "128 blocks of 256 tokens, each sees 16", BlockSlidingWindow(256, 16)),
+        _self(
+            "flux-1024",
+            2,
+            4608,
+            24,
+            128,
+            "Flux at 1024x1024: 4,096 image and 512 text tokens together",
+        ),
+        _self(
+            "swba-1560x7",
+            1,
+            32760,
+            12,
+            128,
+            "21 frames of 1,560 tokens, each sees 7",
+            BlockSlidingWindow(1560, 7),
+        ),
+        _self(
+            "swba-256x16",
+            1,
+            32768,
+            12,
+            64,
+            "128 blocks of 256 tokens, each sees 16",
+            BlockSlidingWindow(256, 16),
+        ),
     )
 }
 
 
 def read(text: str) -> Shape:
-    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[,K] with T = S for self-attention.
+    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[,K] with T = S for
+    self-attention.
 
     Raises:
         InputError: for what is neither.
@@ -89,20 +132,29 @@ def read(text: str) -> Shape:
     if text in SHAPES:
         return SHAPES[text]
     numbers = [part.strip() for part in text.split(",")]
-    if len(numbers) not in (5, 6) or not all(part.isdecimal() and int(part) > 0 for part in numbers):
+    if len(numbers) not in (5, 6) or not all(
+        part.isdecimal() and int(part) > 0 for part in numbers
+    ):
         like = did_you_mean(text, SHAPES)
         raise InputError(
-            "shape", text or "(nothing)", f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}",
+            "shape",
+            text or "(nothing)",
+            f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}",
             like or "write for example 1,32760,32760,12,128",
-        )  # fmt: skip
+        )
     b, t, s, n, h, *k = map(int, numbers)
     if k and n % k[0]:
-        rule, divisors = f"K divides N, and {k[0]} does not divide {n}", (d for d in range(1, n + 1) if n % d == 0)
+        rule, divisors = (
+            f"K divides N, and {k[0]} does not divide {n}",
+            (d for d in range(1, n + 1) if n % d == 0),
+        )
         raise InputError("shape", text, rule, f"give a K of {', '.join(map(str, divisors))}")
     return Shape(text, b, t, s, n, h, *k, role="self" if t == s else "cross")
 
 
-def changed(shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None) -> Shape:
+def changed(
+    shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
+) -> Shape:
     """Return a shape with what the user said otherwise; None leaves it.
 
     Raises:
@@ -110,19 +162,25 @@ def changed(shape: Shape, role: Role | None, dtype: str | None, mask: Mask | Non
     """
     if dtype is not None and dtype not in DTYPE_OF:
         raise InputError("dtype", dtype, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
-    given = {"role": role, "dtype": DTYPE_OF[dtype] if dtype else None, "mask": mask, "batch": batch}
+    given = {
+        "role": role,
+        "dtype": DTYPE_OF[dtype] if dtype else None,
+        "mask": mask,
+        "batch": batch,
+    }
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 
 
-# ---- the sections of a program's file --------------------------------------------------------------------------------
+# ---- the sections of a program's file ------------------------------------------------------------
 
 
 def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
     """Find the shapes that a file's own sections describe; none where they do not say enough.
 
-    `model.shapes` is a list of names or B,T,S,N,H[,K]. Else `model.heads` and `model.dim_head` with the tokens:
-    `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height` and `data.width` (or `data.canvas`
-    for both). `training.batch_size` is B, else 1; `model.text_tokens` adds cross-attention.
+    `model.shapes` is a list of names or B,T,S,N,H[,K]. Else `model.heads` and `model.dim_head` with
+    the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height` and
+    `data.width` (or `data.canvas` for both). `training.batch_size` is B, else 1;
+    `model.text_tokens` adds cross-attention.
 
     Args:
         sections: the file's values, overrides applied.
@@ -150,8 +208,14 @@ def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _patches(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     """Count the patches of a clip, 0 where the sizes are not there."""
-    sides = data.get("frames"), data.get("height", data.get("canvas")), data.get("width", data.get("canvas"))
+    sides = (
+        data.get("frames"),
+        data.get("height", data.get("canvas")),
+        data.get("width", data.get("canvas")),
+    )
     patch = model.get("patch")
-    if not isinstance(patch, list) or not all(isinstance(n, int) and n > 0 for n in (*sides, *patch)):
+    if not isinstance(patch, list) or not all(
+        isinstance(n, int) and n > 0 for n in (*sides, *patch)
+    ):
         return 0
     return prod(side // size for side, size in zip(sides, patch, strict=False))  # type: ignore[operator]

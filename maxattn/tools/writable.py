@@ -19,8 +19,13 @@ def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigEr
     """
     try:
         return _problem(setting, Path(path), folder)
-    except (OSError, ValueError) as error:  # below a folder that cannot be read, a name that is too long, a NUL in it
-        return _refused(setting, Path(path), f"the system says: {getattr(error, 'strerror', None) or error}")
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # below a folder that cannot be read, a name that is too long, a NUL in it
+        return _refused(
+            setting, Path(path), f"the system says: {getattr(error, 'strerror', None) or error}"
+        )
 
 
 def check_writable(setting: str, path: str | Path, folder: bool = False) -> None:
@@ -37,10 +42,16 @@ def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
     if path.is_symlink() and not path.exists():
         return _refused(setting, path, "it is a link to what is not there")
     if path.exists() and path.is_dir() != folder:
-        rule = "it is a folder, and there is a file of that name" if folder else "it is a file, and this is a folder"
+        rule = (
+            "it is a folder, and there is a file of that name"
+            if folder
+            else "it is a file, and this is a folder"
+        )
         return ConfigError(setting, path, rule, "name another")
     if path.exists() and not folder:
-        return None if os.access(path, os.W_OK) else _refused(setting, path, "it may not be written")
+        return (
+            None if os.access(path, os.W_OK) else _refused(setting, path, "it may not be written")
+        )
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))

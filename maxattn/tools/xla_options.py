@@ -1,4 +1,6 @@
-"""Options of XLA's compiler, as a command line or a file gives them: NAME=VALUE, the names as in XLA_FLAGS."""
+"""Options of XLA's compiler, as a command line or a file gives them: NAME=VALUE, the names as in
+XLA_FLAGS.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SPELT = {"xla_gpu_collective_permute_mode": MODES}
 
 
 def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
-    """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it knows them.
+    """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it
+    knows them.
 
     Args:
         words: NAME=VALUE each; true and false are read as such, numbers by the compiler.
@@ -37,7 +40,9 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
 
 @lru_cache(maxsize=256)
 def _refusal(name: str, value: Any) -> str:
-    """Return why the compiler does not take an option, or nothing; those that check and those that use it ask once."""
+    """Return why the compiler does not take an option, or nothing; those that check and those that
+    use it ask once.
+    """
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError) as refused:
@@ -48,6 +53,8 @@ def _refusal(name: str, value: Any) -> str:
 def _option(word: str, setting: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or not name:
-        raise ConfigError(setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2")
+        raise ConfigError(
+            setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2"
+        )
     name = name.removeprefix("--")
     return name, (VALUES | SPELT.get(name, {})).get(value.lower(), value)

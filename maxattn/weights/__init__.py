@@ -1,4 +1,6 @@
-"""Weights in diffusers' names and layouts: read onto a mesh, written back bit for bit, LoRA merged."""
+"""Weights in diffusers' names and layouts: read onto a mesh, written back bit for bit, LoRA
+merged.
+"""
 
 from maxattn.weights.files import SafeTensors
 from maxattn.weights.load import Loaded, load_diffusers, save_diffusers, to_diffusers

@@ -22,7 +22,9 @@ def dtype_name(dtype: Any) -> str:
 
 
 def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice as numpy, of numpy, jax, safetensors or torch; torch's bfloat16 by its bits."""
+    """Return a slice as numpy, of numpy, jax, safetensors or torch; torch's bfloat16 by its
+    bits.
+    """
     piece = tensor[index]
     if hasattr(piece, "detach"):
         import ml_dtypes

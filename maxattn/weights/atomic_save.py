@@ -1,7 +1,8 @@
-"""A save takes the place of an earlier one in its folder: whoever reads meanwhile sees one of the two, whole.
+"""A save takes the place of an earlier one in its folder: whoever reads meanwhile sees one of the
+two, whole.
 
-Readers follow the index where there is one, so the switch is one rename: of the index, or of a single file where none
-stands. What an index names is never written over while that index stands.
+Readers follow the index where there is one, so the switch is one rename: of the index, or of a
+single file where none stands. What an index names is never written over while that index stands.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ ENDINGS = (".partial", ".partial2")
 
 
 def swap_in(
-    folder: Path, name: str, writers: Mapping[str, Callable[[Path], Any]], index: Mapping[str, Any] | None
+    folder: Path,
+    name: str,
+    writers: Mapping[str, Callable[[Path], Any]],
+    index: Mapping[str, Any] | None,
 ) -> None:
-    """Write the files of a save beside what is there, switch to them, and remove the earlier save of that name.
+    """Write the files of a save beside what is there, switch to them, and remove the earlier save
+    of that name.
 
     Args:
         folder: made where it is missing.
@@ -34,7 +39,8 @@ def swap_in(
         index: what the index says, or None for a single file, which needs none.
 
     Raises:
-        WeightsError: the folder cannot be written, or holds the index of another model, which readers would follow.
+        WeightsError: the folder cannot be written, or holds the index of another model, which
+        readers would follow.
     """
     with _in_our_words(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,8 +57,13 @@ def _in_our_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        rule = f"weights are written as files of a folder, and the system says: {error.strerror or error}"
-        raise WeightsError("folder", str(folder), rule, "give a folder that can be written and has room") from error
+        rule = (
+            "weights are written as files of a folder, and the system says:"
+            f" {error.strerror or error}"
+        )
+        raise WeightsError(
+            "folder", str(folder), rule, "give a folder that can be written and has room"
+        ) from error
 
 
 def _refuse_another_index(folder: Path, name: str) -> None:
@@ -83,9 +94,17 @@ def _write_beside(folder: Path, writers: Mapping[str, Callable[[Path], Any]], en
 
 
 def _switch(
-    folder: Path, name: str, files: list[str], index: Mapping[str, Any] | None, ending: str, *, covered: bool
+    folder: Path,
+    name: str,
+    files: list[str],
+    index: Mapping[str, Any] | None,
+    ending: str,
+    *,
+    covered: bool,
 ) -> None:
-    """Give the new files their names; where the old index names the same ones, it first gives way to one of its own."""
+    """Give the new files their names; where the old index names the same ones, it first gives way
+    to one of its own.
+    """
     if index is None:
         (folder / f"{files[0]}{ending}").replace(folder / files[0])
         return
@@ -119,7 +138,11 @@ def _put_index(path: Path, index: Mapping[str, Any]) -> None:
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
     """Remove files named as a save of that name names them, the index first."""
-    ours = re.compile(rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?")
-    old = [f for f in folder.iterdir() if f.name not in kept and ours.fullmatch(f.name) and f.is_file()]
+    ours = re.compile(
+        rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
+    )
+    old = [
+        f for f in folder.iterdir() if f.name not in kept and ours.fullmatch(f.name) and f.is_file()
+    ]
     for file in sorted(old, key=lambda f: (f.suffix != ".json", f.name)):
         file.unlink()

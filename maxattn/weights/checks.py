@@ -1,4 +1,6 @@
-"""What is no module, no tensors or no weights is refused before anything is read into a module. It changes nothing."""
+"""What is no module, no tensors or no weights is refused before anything is read into a module. It
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def folder(value: Any) -> Path:
     """Return the path of a folder, and refuse what is none."""
     if isinstance(value, str | os.PathLike) and not isinstance(value, bytes):
         return Path(value)
-    raise WeightsError("folder", _kind(value), "it is the path of a folder", "name the folder to write")
+    raise WeightsError(
+        "folder", _kind(value), "it is the path of a folder", "name the folder to write"
+    )
 
 
 def tensors(value: Any) -> Mapping[str, Any]:
@@ -36,7 +40,9 @@ def tensors(value: Any) -> Mapping[str, Any]:
         raise WeightsError("tensors", _kind(value), rule, "give the path, or model.state_dict()")
     for name in value:
         if not isinstance(name, str):
-            raise WeightsError("tensors", repr(name), "the names of tensors are text", "give a flat state dict")
+            raise WeightsError(
+                "tensors", repr(name), "the names of tensors are text", "give a flat state dict"
+            )
     return value
 
 
@@ -45,22 +51,39 @@ def arrays(names: Iterable[str], held: Mapping[str, Any]) -> None:
     for name in names:
         tensor = held[name]
         if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            rule = f"a tensor is an array of numpy, jax or torch, and this is a {type(tensor).__name__}"
-            raise WeightsError("tensors", name, rule, "give arrays by their names, as model.state_dict() has them")
+            rule = (
+                "a tensor is an array of numpy, jax or torch, and this is a"
+                f" {type(tensor).__name__}"
+            )
+            raise WeightsError(
+                "tensors", name, rule, "give arrays by their names, as model.state_dict() has them"
+            )
 
 
 def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
     """Refuse tensors of integers, of 8 bits and the like."""
-    wrong = [f"{name} is {dtype}" for name in names if not is_floating(dtype := dtype_name(held[name].dtype))]
+    wrong = [
+        f"{name} is {dtype}"
+        for name in names
+        if not is_floating(dtype := dtype_name(held[name].dtype))
+    ]
     if wrong:
-        lines = [*wrong[:LISTED], *([f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else [])]
+        lines = [
+            *wrong[:LISTED],
+            *([f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []),
+        ]
         rule = "\n          ".join([f"weights are {', '.join(FLOATING)}", *lines])
-        remedy = "give the weights before quantisation, or multiply them out and cast them to float32 first"
+        remedy = (
+            "give the weights before quantisation, or multiply them out and cast them to float32"
+            " first"
+        )
         raise WeightsError("weights", f"{len(wrong)} of another dtype", rule, remedy)
 
 
 def is_floating(dtype: str) -> bool:
-    """Say whether a dtype is one that weights are read from; those of 8 bits mean nothing without their scales."""
+    """Say whether a dtype is one that weights are read from; those of 8 bits mean nothing without
+    their scales.
+    """
     return dtype in FLOATING
 
 
@@ -69,7 +92,8 @@ def overflow(entries: Iterable[tuple[Entry, Any]], held: Mapping[str, Any]) -> N
 
     Args:
         entries: each with the dtype of its parameter.
-        held: the tensors; those with more exponent bits than the parameter's dtype are read, one at a time.
+        held: the tensors; those with more exponent bits than the parameter's dtype are read, one at
+            a time.
     """
     for entry, dtype in entries:
         theirs = dtype_name(held[entry.name].dtype)
@@ -77,9 +101,14 @@ def overflow(entries: Iterable[tuple[Entry, Any]], held: Mapping[str, Any]) -> N
             largest = _largest(on_host(held[entry.name], (slice(None),) * len(entry.shape)))
             if not np.isfinite(_cast(largest, dtype)):
                 name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
-                rule = f"the parameter is {name}, which ends at {most:g}, and the {theirs} tensor reaches {largest:g}"
+                rule = (
+                    f"the parameter is {name}, which ends at {most:g}, and the {theirs} tensor"
+                    f" reaches {largest:g}"
+                )
                 wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
-                raise WeightsError("weights", entry.name, rule, f"build the module with param_dtype {wider}")
+                raise WeightsError(
+                    "weights", entry.name, rule, f"build the module with param_dtype {wider}"
+                )
 
 
 def _largest(tensor: np.ndarray) -> float:

@@ -1,4 +1,6 @@
-"""safetensors on disk: one file, or a folder whose index spreads the tensors over several. Read slice by slice."""
+"""safetensors on disk: one file, or a folder whose index spreads the tensors over several. Read
+slice by slice.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafeTensors(Mapping[str, "SafeTensor"]):
-    """Offer the tensors of a safetensors file, or of a folder in diffusers' format, without reading them.
+    """Offer the tensors of a safetensors file, or of a folder in diffusers' format, without reading
+    them.
 
     Args:
         path: a .safetensors file, an .index.json, or a folder that holds one of them.
 
     Raises:
-        WeightsError: nothing is there, a file of the index is missing or broken, or there are only pickles.
+        WeightsError: nothing is there, a file of the index is missing or broken, or there are only
+        pickles.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -81,18 +85,28 @@ def _entry_file(path: Path) -> Path:
             return found[0]
         if found:
             names = ", ".join(f.name for f in found)
-            raise WeightsError(str(path), names, "one file or one index says which tensors are meant", "name one")
+            raise WeightsError(
+                str(path), names, "one file or one index says which tensors are meant", "name one"
+            )
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if path.is_dir() else []
     if pickles:
         raise _pickled(pickles[0])
     rule = "it is a .safetensors file, or a folder that holds one or a .safetensors.index.json"
-    raise WeightsError("weights", str(path), rule, "give the folder of the model's transformer or unet")
+    raise WeightsError(
+        "weights", str(path), rule, "give the folder of the model's transformer or unet"
+    )
 
 
 def _without_lone_shards(found: list[Path]) -> list[Path]:
-    """Leave out the shards of a save that a single file replaced: a save that is cut off may leave them."""
+    """Leave out the shards of a save that a single file replaced: a save that is cut off may leave
+    them.
+    """
     names = {f.name for f in found}
-    return [f for f in found if not ((shard := _SHARD.fullmatch(f.name)) and f"{shard['name']}.safetensors" in names)]
+    return [
+        f
+        for f in found
+        if not ((shard := _SHARD.fullmatch(f.name)) and f"{shard['name']}.safetensors" in names)
+    ]
 
 
 def _pickled(path: Path) -> WeightsError:
@@ -124,7 +138,9 @@ def _index(path: Path) -> dict[str, str]:
     where = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         rule = 'an index is {"weight_map": {tensor: file, ...}}'
-        raise WeightsError("weights", str(path), rule, "fetch it again, or name the .safetensors file itself")
+        raise WeightsError(
+            "weights", str(path), rule, "fetch it again, or name the .safetensors file itself"
+        )
     return where
 
 
@@ -132,11 +148,15 @@ def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise WeightsError("weights", str(path), "the index names this file, and it is not there", "fetch it")
+        raise WeightsError(
+            "weights", str(path), "the index names this file, and it is not there", "fetch it"
+        )
     try:
         return safe_open(path, framework="numpy")
     except OSError as error:
-        raise WeightsError("weights", str(path), f"it must be readable ({error})", "allow reading it") from error
+        raise WeightsError(
+            "weights", str(path), f"it must be readable ({error})", "allow reading it"
+        ) from error
     except SafetensorError as error:
         raise WeightsError(
             "weights", str(path), f"a safetensors file must be whole ({error})", "fetch it again"
@@ -155,8 +175,8 @@ def save_tensors(
     Args:
         forms: shape and dtype of each tensor, by name: their bytes decide how many files there are.
         read: makes one tensor; one is held at a time.
-        folder: made where it is missing. An earlier save of that name gives way: until all is written, it is what is
-            read; then its index and files are removed, and nothing else.
+        folder: made where it is missing. An earlier save of that name gives way: until all is
+            written, it is what is read; then its index and files are removed, and nothing else.
         name: of the files.
         shard_bytes: the largest file, where no tensor is larger.
 
@@ -168,9 +188,14 @@ def save_tensors(
     """
     folder, shards = Path(folder), _shards(forms, shard_bytes)
     several = len(shards) > 1
-    files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
-             for i in range(len(shards))]  # fmt: skip
-    of_file = {file: {tensor: forms[tensor] for tensor in names} for file, names in zip(files, shards, strict=True)}
+    files = [
+        f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
+        for i in range(len(shards))
+    ]
+    of_file = {
+        file: {tensor: forms[tensor] for tensor in names}
+        for file, names in zip(files, shards, strict=True)
+    }
     writers = {file: partial(write, forms=some, read=read) for file, some in of_file.items()}
     where = {tensor: file for file, some in of_file.items() for tensor in some}
     index = {

@@ -1,8 +1,10 @@
-"""How strong LoRA weights are, as their metadata say: the header that diffusers writes, or peft's adapter_config.json.
+"""How strong LoRA weights are, as their metadata say: the header that diffusers writes, or peft's
+adapter_config.json.
 
     W' = W + alpha / rank * B A, or alpha / sqrt(rank) with use_rslora
 
-Sources: Hu et al., https://arxiv.org/abs/2106.09685; Kalajdzievski, https://arxiv.org/abs/2312.03732 (rsLoRA).
+Sources: Hu et al., https://arxiv.org/abs/2106.09685; Kalajdzievski,
+https://arxiv.org/abs/2312.03732 (rsLoRA).
 """
 
 from __future__ import annotations
@@ -38,37 +40,48 @@ class Strength:
 
     def of(self, layer: str, rank: int) -> float:
         """Return the factor of one layer."""
-        alpha = next((alpha for pattern, alpha in self.patterns if pattern.match(layer)), self.alpha)
+        alpha = next(
+            (alpha for pattern, alpha in self.patterns if pattern.match(layer)), self.alpha
+        )
         if alpha is None:
             return 1.0
         return alpha / (sqrt(rank) if self.rooted else rank)
 
 
 def strength(held: Mapping[str, Any], prefix: str) -> Strength:
-    """Read the metadata of LoRA weights; those of a state dict, or of a file that has none, say alpha is the rank.
+    """Read the metadata of LoRA weights; those of a state dict, or of a file that has none, say
+    alpha is the rank.
 
     Args:
         held: the tensors; of `SafeTensors`, the headers are read and no tensor.
         prefix: of their names, which says whose settings are meant where there are several.
 
     Raises:
-        WeightsError: they are no JSON, are for other parts of a pipeline, have no finite alpha, or are of another
-            method than LoRA.
+        WeightsError: they are no JSON, are for other parts of a pipeline, have no finite alpha, or
+            are of another method than LoRA.
     """
     found = _found(held) if isinstance(held, SafeTensors) else None
     if found is None:
         return Strength()
     said = _part(*found, prefix)
     said.check_method()
-    return Strength(said.number("lora_alpha", said.values.get("lora_alpha")), said.patterns(), said.flag("use_rslora"))
+    return Strength(
+        said.number("lora_alpha", said.values.get("lora_alpha")),
+        said.patterns(),
+        said.flag("use_rslora"),
+    )
 
 
 def _found(held: SafeTensors) -> tuple[str, dict[str, Any]] | None:
-    """Return where metadata are and what they say: the header before a file beside it, which may be older."""
+    """Return where metadata are and what they say: the header before a file beside it, which may be
+    older.
+    """
     texts = sorted({text for header in held.headers() if (text := header.get(HEADER))})
     if len(texts) > 1:
         rule = f"the files of one LoRA say the same in {HEADER}"
-        raise WeightsError("LoRA", f"{held.path}: {len(texts)} sets of metadata", rule, "fetch the folder again")
+        raise WeightsError(
+            "LoRA", f"{held.path}: {len(texts)} sets of metadata", rule, "fetch the folder again"
+        )
     if texts:
         where = f"{HEADER} of {held.path}"
         return (where, said) if (said := _parsed(where, texts[0])) else None
@@ -77,7 +90,9 @@ def _found(held: SafeTensors) -> tuple[str, dict[str, Any]] | None:
 
 
 def _config(path: Path) -> Path | None:
-    """Return peft's settings for a folder or for peft's own file; beside another file they are of something else."""
+    """Return peft's settings for a folder or for peft's own file; beside another file they are of
+    something else.
+    """
     folder = path if path.is_dir() else path.parent
     ours = path.is_dir() or path.name.startswith(PEFT_FILE)
     return folder / CONFIG if ours and (folder / CONFIG).is_file() else None
@@ -87,7 +102,9 @@ def _parsed(where: str, source: str | Path) -> dict[str, Any]:
     try:
         said = json.loads(source if isinstance(source, str) else source.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError("LoRA", where, f"LoRA's metadata are JSON, and whole ({error})", _AGAIN) from error
+        raise WeightsError(
+            "LoRA", where, f"LoRA's metadata are JSON, and whole ({error})", _AGAIN
+        ) from error
     if not isinstance(said, dict):
         rule = f"LoRA's metadata are settings by name, and this is a {type(said).__name__}"
         raise WeightsError("LoRA", where, rule, _AGAIN)
@@ -95,7 +112,9 @@ def _parsed(where: str, source: str | Path) -> dict[str, Any]:
 
 
 def _part(where: str, said: dict[str, Any], prefix: str) -> _Settings:
-    """Pick the settings of the part that the prefix names: keys are `<part>.<name>`, or the name alone."""
+    """Pick the settings of the part that the prefix names: keys are `<part>.<name>`, or the name
+    alone.
+    """
     parts: dict[str, dict[str, Any]] = {}
     for key, value in said.items():
         part, _, name = key.rpartition(".")
@@ -112,7 +131,9 @@ def _part(where: str, said: dict[str, Any], prefix: str) -> _Settings:
 
 
 def _no_part(where: str, named: list[str], prefix: str) -> WeightsError:
-    rule = f"they say alpha for {' and '.join(named)}, and the prefix, {prefix!r}, picks one of them"
+    rule = (
+        f"they say alpha for {' and '.join(named)}, and the prefix, {prefix!r}, picks one of them"
+    )
     remedy = f'pass prefix="{named[0]}.", or a state dict, whose alpha is the rank'
     return WeightsError("LoRA", where, rule, remedy)
 
@@ -135,10 +156,14 @@ class _Settings:
         """Refuse what is not merged by adding `B A`."""
         if (method := self.values.get("peft_type")) not in (None, "LORA"):
             rule = "the weights are of LoRA; those of other methods are no product of two matrices"
-            raise self._wrong("peft_type", method, rule, "merge them with peft, and load the merged model")
+            raise self._wrong(
+                "peft_type", method, rule, "merge them with peft, and load the merged model"
+            )
         if self.flag("use_dora"):
             rule = "LoRA adds to a kernel; DoRA also scales its columns by magnitudes"
-            raise self._wrong("use_dora", True, rule, "merge it with peft, and load the merged model")
+            raise self._wrong(
+                "use_dora", True, rule, "merge it with peft, and load the merged model"
+            )
 
     def flag(self, name: str) -> bool:
         """Return a setting that is true or false; where it is missing, false."""
@@ -161,13 +186,20 @@ class _Settings:
         held = self.values.get("alpha_pattern") or {}
         if not isinstance(held, dict):
             raise self._wrong("alpha_pattern", held, "it is alphas by names of layers", _AGAIN)
-        return tuple((self._pattern(key), self.number(f"alpha_pattern[{key}]", value)) for key, value in held.items())
+        return tuple(
+            (self._pattern(key), self.number(f"alpha_pattern[{key}]", value))
+            for key, value in held.items()
+        )
 
     def _pattern(self, key: str) -> re.Pattern[str]:
         try:
-            return re.compile(rf"(.*\.)?({re.compile(key).pattern})$")  # the key first: errors say a place in it
+            return re.compile(
+                rf"(.*\.)?({re.compile(key).pattern})$"
+            )  # the key first: errors say a place in it
         except re.error as error:
-            raise self._wrong("alpha_pattern", key, f"a name is a regular expression ({error})", _AGAIN) from error
+            raise self._wrong(
+                "alpha_pattern", key, f"a name is a regular expression ({error})", _AGAIN
+            ) from error
 
     def _wrong(self, name: str, value: Any, rule: str, remedy: str) -> WeightsError:
         shown = "not set" if value is None else json.dumps(value)[:60]

@@ -1,9 +1,10 @@
 """diffusers' names and layouts of the parameters of an NNX module. No file, no array is read here.
 
-A path of attributes joined by dots is diffusers' name already, but for the parameter at its end (`kernel` is `weight`,
-and lies the other way round) and for what a class says in `diffusers_names`. A class that stacks its layers along a
-leading axis (`nnx.scan`, `nnx.vmap`) names them in `diffusers_stacked`: diffusers numbers them. What its files hold
-beside that, and no version of the model reads, a class names in `diffusers_ignored`.
+A path of attributes joined by dots is diffusers' name already, but for the parameter at its end
+(`kernel` is `weight`, and lies the other way round) and for what a class says in `diffusers_names`.
+A class that stacks its layers along a leading axis (`nnx.scan`, `nnx.vmap`) names them in
+`diffusers_stacked`: diffusers numbers them. What its files hold beside that, and no version of the
+model reads, a class names in `diffusers_ignored`.
 """
 
 from __future__ import annotations
@@ -49,9 +50,16 @@ def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
         WeightsError: `module` is no NNX module.
     """
     if not isinstance(module, nnx.Module):
-        raise WeightsError("module", type(module).__name__, "weights are those of an NNX module", "pass an nnx.Module")
+        raise WeightsError(
+            "module",
+            type(module).__name__,
+            "weights are those of an NNX module",
+            "pass an nnx.Module",
+        )
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return tuple(entry for path, variable in flat for entry in _entries_of(module, path, variable, prefix))
+    return tuple(
+        entry for path, variable in flat for entry in _entries_of(module, path, variable, prefix)
+    )
 
 
 def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> Iterator[Entry]:

@@ -1,7 +1,9 @@
-"""Write a safetensors file one tensor at a time: whatever its size, the host holds one of its tensors.
+"""Write a safetensors file one tensor at a time: whatever its size, the host holds one of its
+tensors.
 
-The format: eight bytes that say how long the header is, a JSON header with dtype, shape and place of each tensor, and
-their numbers one after the other, those of wider dtypes first so that all are aligned.
+The format: eight bytes that say how long the header is, a JSON header with dtype, shape and place
+of each tensor, and their numbers one after the other, those of wider dtypes first so that all are
+aligned.
 
 Source: https://github.com/huggingface/safetensors
 """
@@ -19,9 +21,17 @@ import numpy as np
 from maxattn.errors import WeightsError
 
 NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 METADATA = {"format": "pt"}  # diffusers reads no file without it
 
 
@@ -60,7 +70,9 @@ def write(path: Path, forms: Mapping[str, Form], read: Callable[[str], np.ndarra
         for name in names:
             tensor = np.asarray(read(name), order="C")
             if (tensor.shape, tensor.dtype) != (forms[name].shape, np.dtype(forms[name].dtype)):
-                raise AssertionError(f"{name} is {tensor.dtype}{tensor.shape}, and the header says {forms[name]}")
+                raise AssertionError(
+                    f"{name} is {tensor.dtype}{tensor.shape}, and the header says {forms[name]}"
+                )
             tensor.reshape(-1).view(np.uint8).tofile(file)
 
 
@@ -73,7 +85,11 @@ def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
             rule = f"safetensors holds {', '.join(NAMES)}"
             raise WeightsError(name, np.dtype(dtype).name, rule, "cast the parameter")
         end = place + forms[name].bytes
-        said[name] = {"dtype": NAMES[np.dtype(dtype).name], "shape": list(shape), "data_offsets": [place, end]}
+        said[name] = {
+            "dtype": NAMES[np.dtype(dtype).name],
+            "shape": list(shape),
+            "data_offsets": [place, end],
+        }
         place = end
     text = json.dumps(said, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)

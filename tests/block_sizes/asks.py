@@ -9,8 +9,16 @@ from maxattn.target import Target
 
 V5P, V6E, CPU = Target.named("TPU v5p"), Target.named("TPU v6e"), Target.named("cpu")
 TPUS = tuple(Target.named(kind) for kind in ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x"))
-KEYS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute",
-        "block_q_dq", "block_kv_dq")  # fmt: skip
+KEYS = (
+    "block_q",
+    "block_kv",
+    "block_kv_compute",
+    "block_q_dkv",
+    "block_kv_dkv",
+    "block_kv_dkv_compute",
+    "block_q_dq",
+    "block_kv_dq",
+)
 CROSS_LENGTHS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
 
 
@@ -19,7 +27,9 @@ def uniform(size: int, fused: bool = False) -> FlashBlockSizes:
     return FlashBlockSizes(**dict.fromkeys(KEYS, size), use_fused_bwd_kernel=fused)
 
 
-def call(q_len: int = 75600, kv_len: int | None = None, head_dim: int = 128, dtype: str = "bfloat16") -> Call:
+def call(
+    q_len: int = 75600, kv_len: int | None = None, head_dim: int = 128, dtype: str = "bfloat16"
+) -> Call:
     """Describe self-attention, or cross-attention where a key length is given."""
     role: Role = "self" if kv_len is None else "cross"
     return Call(1, q_len, kv_len or q_len, 4, 4, head_dim, dtype, role=role)

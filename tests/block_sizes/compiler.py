@@ -1,4 +1,6 @@
-"""The TPU's compiler in a child process: one at a time, niced, killed when it takes too long, its answers kept."""
+"""The TPU's compiler in a child process: one at a time, niced, killed when it takes too long, its
+answers kept.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("tpu_child.py")
 STORE = Path(__file__).parents[2] / "out" / "tpu_compiles.jsonl"
-PYTHON = os.environ.get("MAXATTN_TPU_PYTHON") or (sys.executable if importlib.util.find_spec("libtpu") else None)
+PYTHON = os.environ.get("MAXATTN_TPU_PYTHON") or (
+    sys.executable if importlib.util.find_spec("libtpu") else None
+)
 NICE = 10
-TOPOLOGIES = {"TPU v4": "v4:2x2x1", "TPU v5e": "v5e:2x2", "TPU v5p": "v5p:2x2x1", "TPU v6e": "v6e:2x2",
-              "TPU v7x": "tpu7x:2x2x1"}  # fmt: skip
+TOPOLOGIES = {
+    "TPU v4": "v4:2x2x1",
+    "TPU v5e": "v5e:2x2",
+    "TPU v5p": "v5p:2x2x1",
+    "TPU v6e": "v6e:2x2",
+    "TPU v7x": "tpu7x:2x2x1",
+}
 
 
 class Compiler:
@@ -24,7 +33,8 @@ class Compiler:
 
     Args:
         python: of an environment with jax[tpu]; default MAXATTN_TPU_PYTHON, else this one.
-        store: JSON lines of what was compiled; a case that the compiler has seen is answered from it.
+        store: JSON lines of what was compiled; a case that the compiler has seen is answered from
+            it.
         flags: LIBTPU_INIT_ARGS of the child.
     """
 
@@ -43,7 +53,8 @@ class Compiler:
 
         Args:
             case: for `tpu_child.lower`.
-            seconds: time limit; the child is killed when it is over, and the next case starts another.
+            seconds: time limit; the child is killed when it is over, and the next case starts
+                another.
         """
         child = self.child or self._start()
         assert child.stdin and child.stdout
@@ -53,11 +64,21 @@ class Compiler:
             ready.register(child.stdout, selectors.EVENT_READ)
             if not ready.select(seconds):
                 self.stop()
-                return {"ok": False, "seconds": seconds, "message": f"no answer in {seconds} s", "key": "time limit"}
+                return {
+                    "ok": False,
+                    "seconds": seconds,
+                    "message": f"no answer in {seconds} s",
+                    "key": "time limit",
+                }
         line = child.stdout.readline()
         if not line:
             self.stop()
-            return {"ok": False, "seconds": 0.0, "message": "the compiler's process died", "key": "died"}
+            return {
+                "ok": False,
+                "seconds": 0.0,
+                "message": "the compiler's process died",
+                "key": "died",
+            }
         return json.loads(line)
 
     def stop(self) -> None:
@@ -71,8 +92,12 @@ class Compiler:
         assert self.python is not None
         self.store.parent.mkdir(parents=True, exist_ok=True)
         self.child = subprocess.Popen(
-            ["nice", "-n", str(NICE), self.python, str(CHILD), str(self.store)], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=CHILD.parents[2],
+            ["nice", "-n", str(NICE), self.python, str(CHILD), str(self.store)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=CHILD.parents[2],
             env={**os.environ, "LIBTPU_INIT_ARGS": self.flags},
-        )  # fmt: skip
+        )
         return self.child

@@ -1,4 +1,6 @@
-"""The compile matrix: every chip, kernel and model of the field at full length, with the presets that ship."""
+"""The compile matrix: every chip, kernel and model of the field at full length, with the presets
+that ship.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Shape(NamedTuple):
         return "self" if self.q_len == self.kv_len else "cross"
 
 
-# Texts are padded to their longest prompt, so cross-attention hides padding; 257 + 512 are image and text tokens.
+# Texts are padded to their longest prompt, so cross-attention hides padding; 257 + 512 are image
+# and text tokens.
 SHAPES = {
     "Wan 1.3B 480p": Shape("wan_480p", 32_760, 32_760, 12, 128),
     "Wan 1.3B 720p": Shape("wan_720p", 75_600, 75_600, 12, 128),
@@ -52,7 +55,9 @@ SHAPES = {
 
 
 def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) for every chip, kernel, shape, forward and training; `only` filters names."""
+    """Yield (name, case) for every chip, kernel, shape, forward and training; `only` filters
+    names.
+    """
     for kind, topology in TOPOLOGIES.items():
         for kernel, (name, settings) in KERNELS.items():
             for title, shape in SHAPES.items():
@@ -62,25 +67,48 @@ def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
                         yield full, _case(kind, topology, name, settings, shape, training)
 
 
-def cross_cases(kind: str, kernel: str, lengths: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) of training with cross-attention to texts of many lengths, from 4,096 queries."""
+def cross_cases(
+    kind: str, kernel: str, lengths: tuple[int, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, case) of training with cross-attention to texts of many lengths, from 4,096
+    queries.
+    """
     name, settings = KERNELS[kernel]
     for length in lengths:
         shape = Shape("sdxl", 4096, length, 10, 64, "padding")
-        yield f"{kind}, {kernel}, {length} keys", _case(kind, TOPOLOGIES[kind], name, settings, shape, True)
+        yield (
+            f"{kind}, {kernel}, {length} keys",
+            _case(kind, TOPOLOGIES[kind], name, settings, shape, True),
+        )
 
 
-def _case(kind: str, topology: str, kernel: str, settings: list[str], shape: Shape, training: bool) -> dict[str, Any]:
+def _case(
+    kind: str, topology: str, kernel: str, settings: list[str], shape: Shape, training: bool
+) -> dict[str, Any]:
     chip = kind.removeprefix("TPU ")
     overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]
-    return {"topology": topology, "kind": kind, "kernel": kernel, "batch": 1, "q_len": shape.q_len,
-            "kv_len": shape.kv_len, "heads": shape.heads, "head_dim": shape.head_dim, "dtype": "bfloat16",
-            "role": shape.role, "mask": shape.mask, "training": training,
-            "preset": f"configs/block_sizes/{chip}_{shape.preset}.yml", "config": overrides}  # fmt: skip
+    return {
+        "topology": topology,
+        "kind": kind,
+        "kernel": kernel,
+        "batch": 1,
+        "q_len": shape.q_len,
+        "kv_len": shape.kv_len,
+        "heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "dtype": "bfloat16",
+        "role": shape.role,
+        "mask": shape.mask,
+        "training": training,
+        "preset": f"configs/block_sizes/{chip}_{shape.preset}.yml",
+        "config": overrides,
+    }
 
 
 def judge(compiler: Compiler, case: dict[str, Any], seconds: float = 600) -> dict[str, Any]:
-    """Compile a case on one chip, and on a ring of four where one chip's HBM does not hold it; say which in `chips`."""
+    """Compile a case on one chip, and on a ring of four where one chip's HBM does not hold it; say
+    which in `chips`.
+    """
     result = compiler.compile(case, seconds)
     if result["ok"] or not out_of_hbm(result["message"]):
         return {**result, "chips": 1}

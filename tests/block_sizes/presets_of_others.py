@@ -1,6 +1,8 @@
-"""Block sizes that MaxDiffusion publishes, for the compiler to judge with the bare kernels, as its code uses them.
+"""Block sizes that MaxDiffusion publishes, for the compiler to judge with the bare kernels, as its
+code uses them.
 
-Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes and where they stand.
+Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes and where
+they stand.
 """
 
 from __future__ import annotations
@@ -43,32 +45,68 @@ class Preset(NamedTuple):
 V5P, V6E = ("TPU v5p",), ("TPU v6e",)
 PRESETS = {
     "Wan 14B": Preset("base_wan_14b.yml", "flash", V5P + V6E, (512,) * 8, False),
-    "Wan 14B, v6e": Preset("base_wan_14b.yml", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 1024, 3024, 2048), False),
-    "Wan 720p, v6e": Preset("README.md", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 2048, 3024, 2048), False),
-    "Wan 14B, v5p": Preset("base_wan_14b.yml", "flash", V5P, (3024, 2048, 1024, 1024, 3072, 256, 1024, 3072), False),
-    "Wan I2V 14B": Preset("base_wan_i2v_14b.yml", "flash", V5P + V6E, (2048, 2048, 512, 2048, 2048, 512), True),
+    "Wan 14B, v6e": Preset(
+        "base_wan_14b.yml", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 1024, 3024, 2048), False
+    ),
+    "Wan 720p, v6e": Preset(
+        "README.md", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 2048, 3024, 2048), False
+    ),
+    "Wan 14B, v5p": Preset(
+        "base_wan_14b.yml", "flash", V5P, (3024, 2048, 1024, 1024, 3072, 256, 1024, 3072), False
+    ),
+    "Wan I2V 14B": Preset(
+        "base_wan_i2v_14b.yml", "flash", V5P + V6E, (2048, 2048, 512, 2048, 2048, 512), True
+    ),
     "Wan I2V 27B": Preset(
-        "base_wan_i2v_27b.yml", "flash", V5P + V6E, (1024, 1024, 256, 1024, 1024, 256, 1024, 1024), False),
+        "base_wan_i2v_27b.yml",
+        "flash",
+        V5P + V6E,
+        (1024, 1024, 256, 1024, 1024, 256, 1024, 1024),
+        False,
+    ),
     "Wan Animate": Preset(
-        "base_wan_animate.yml", "flash", V5P + V6E, (2048, 4096, 1024, 512, 512, 512, 512, 512), False),
+        "base_wan_animate.yml",
+        "flash",
+        V5P + V6E,
+        (2048, 4096, 1024, 512, 512, 512, 512, 512),
+        False,
+    ),
     "Flux dev": Preset("base_flux_dev.yml", "flash", V6E, (1536,) * 8, False),
     "Flux schnell, v6e": Preset("base_flux_schnell.yml", "flash", V6E, (2176,) * 8, False),
     "Flux 2 Klein": Preset("base_flux2klein.yml", "flash", V5P + V6E, (4608, 1024, 1024), False),
-    "LTX-2": Preset("ltx2_video.yml", "flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 2048), True),
-    "SD 1.5": Preset("base15.yml", "tokamax_flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 1024), True),
-    "Z-Image": Preset("base_zimage.yml", "tokamax_flash", V5P + V6E, (1024, 1024, 512, 1024, 1024, 512), True),
+    "LTX-2": Preset(
+        "ltx2_video.yml", "flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 2048), True
+    ),
+    "SD 1.5": Preset(
+        "base15.yml", "tokamax_flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 1024), True
+    ),
+    "Z-Image": Preset(
+        "base_zimage.yml", "tokamax_flash", V5P + V6E, (1024, 1024, 512, 1024, 1024, 512), True
+    ),
     "SD 2": Preset("base_2_base.yml", "flash", V5P + V6E, (64,) * 8, False),
-}  # fmt: skip
-KEYS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute",
-        "block_q_dq", "block_kv_dq")  # fmt: skip
+}
+KEYS = (
+    "block_q",
+    "block_kv",
+    "block_kv_compute",
+    "block_q_dkv",
+    "block_kv_dkv",
+    "block_kv_dkv_compute",
+    "block_q_dq",
+    "block_kv_dq",
+)
 
 
 # What the messages say, cut out of them.
 MESSAGES = (
-    r"Scoped allocation with size \S+ and limit \S+", r"Used \S+ of \S+ vmem", r"block_q must be a multiple of \d+",
-    r"\w+=\d+ should divide \w+=\d+", r"\w+=\d+ must be a multiple of [\w=]*\d+",
-    r"divisible by 8 and 128 respectively", r"Only the fused bwd kernel[^.]*",
-)  # fmt: skip
+    r"Scoped allocation with size \S+ and limit \S+",
+    r"Used \S+ of \S+ vmem",
+    r"block_q must be a multiple of \d+",
+    r"\w+=\d+ should divide \w+=\d+",
+    r"\w+=\d+ must be a multiple of [\w=]*\d+",
+    r"divisible by 8 and 128 respectively",
+    r"Only the fused bwd kernel[^.]*",
+)
 
 
 def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
@@ -85,13 +123,18 @@ def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
             says = [said(compilers[flags].compile(case, 600)) for flags in ("", LIMIT)]
             how = f"{kind.removeprefix('TPU ')} | {'training' if training else 'forward'}"
             changes = changes_of(name, kind, training)
-            yield f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} | {changes} |"
+            yield (
+                f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} |"
+                f" {changes} |"
+            )
 
 
 def request_of(name: str, kind: str, training: bool = True) -> Request:
     """Ask maxattn for a preset on a shard, with segment ids and a computed mask."""
     preset = PRESETS[name]
-    asked = FlashBlockSizes(**dict(zip(KEYS, preset.sizes, strict=False)), use_fused_bwd_kernel=preset.fused)
+    asked = FlashBlockSizes(
+        **dict(zip(KEYS, preset.sizes, strict=False)), use_fused_bwd_kernel=preset.fused
+    )
     call = Call(1, SHARD, SHARD, 2, 2, HEAD_DIM, "bfloat16")
     kernel: KernelKind = "tokamax_flash" if preset.kernel == "tokamax_flash" else "flash"
     return Request(asked, call, kernel, kind, training, "both")
@@ -113,9 +156,24 @@ def said(result: dict[str, Any]) -> str:
 
 
 def case_of(preset: Preset, kind: str, training: bool) -> dict[str, Any]:
-    """Describe the compile: a shard padded to the longest block of Q and of KV, with the padding masked."""
+    """Describe the compile: a shard padded to the longest block of Q and of KV, with the padding
+    masked.
+    """
     sizes = dict(zip(KEYS, preset.sizes, strict=False))
-    q, kv = (max(size for key, size in sizes.items() if key.startswith(which)) for which in ("block_q", "block_kv"))
-    return {"topology": TOPOLOGIES[kind], "kernel": preset.kernel, "bare": True, "q_len": -(-SHARD // q) * q,
-            "kv_len": -(-SHARD // kv) * kv, "heads": 2, "head_dim": HEAD_DIM, "dtype": "bfloat16", "mask": "padding",
-            "training": training, "sizes": {**sizes, "use_fused_bwd_kernel": preset.fused}}  # fmt: skip
+    q, kv = (
+        max(size for key, size in sizes.items() if key.startswith(which))
+        for which in ("block_q", "block_kv")
+    )
+    return {
+        "topology": TOPOLOGIES[kind],
+        "kernel": preset.kernel,
+        "bare": True,
+        "q_len": -(-SHARD // q) * q,
+        "kv_len": -(-SHARD // kv) * kv,
+        "heads": 2,
+        "head_dim": HEAD_DIM,
+        "dtype": "bfloat16",
+        "mask": "padding",
+        "training": training,
+        "sizes": {**sizes, "use_fused_bwd_kernel": preset.fused},
+    }

@@ -1,4 +1,6 @@
-"""Random requests for the compiler to judge: any sizes, lengths, head dims, kernels and chips, from a seed."""
+"""Random requests for the compiler to judge: any sizes, lengths, head dims, kernels and chips, from
+a seed.
+"""
 
 from __future__ import annotations
 
@@ -39,28 +41,47 @@ class Request:
 
     def changed(self) -> bool:
         """Return whether the rules changed what was asked."""
-        return bool(adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[1])
+        return bool(
+            adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[1]
+        )
 
     def without_vmem(self) -> BlockSizes:
         """Return the sizes that every rule but those of VMEM make of it."""
         return adjust(self.asked, self.call, self.kernel, CPU, self.training)[0]
 
     def case(self, sizes: BlockSizes) -> dict[str, Any]:
-        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the call has as many.
+        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the
+        call has as many.
 
         tokamax keeps the parts of dQ in float32 from five KV blocks on, as in every long sequence.
         """
         kv_blocks = 5 if self.kernel == "tokamax_flash" and self.training else 2
         t = min(self.call.q_len, 2 * sizes.block_q - 8)
-        s = min(self.call.kv_len, max(kv_blocks * (sizes.block_kv_dkv or 0), 2 * sizes.block_kv) - 8)
+        s = min(
+            self.call.kv_len, max(kv_blocks * (sizes.block_kv_dkv or 0), 2 * sizes.block_kv) - 8
+        )
         call = self.call
-        return {"topology": TOPOLOGIES[self.kind], "kind": self.kind, "kernel": self.kernel, "batch": 1, "q_len": t,
-                "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,
-                "mask": self.mask, "training": self.training, "sizes": sizes.given()}  # fmt: skip
+        return {
+            "topology": TOPOLOGIES[self.kind],
+            "kind": self.kind,
+            "kernel": self.kernel,
+            "batch": 1,
+            "q_len": t,
+            "kv_len": s,
+            "heads": 2,
+            "head_dim": call.head_dim,
+            "dtype": call.dtype,
+            "role": call.role,
+            "mask": self.mask,
+            "training": self.training,
+            "sizes": sizes.given(),
+        }
 
 
 def requests(seed: str, count: int) -> Iterator[Request]:
-    """Draw requests; the kernels flash fused, flash separate and tokamax_flash take turns, and so do the chips."""
+    """Draw requests; the kernels flash fused, flash separate and tokamax_flash take turns, and so
+    do the chips.
+    """
     draw = random.Random(seed)
     for i in range(count):
         kind = tuple(TOPOLOGIES)[(i // 3) % len(TOPOLOGIES)]
@@ -84,7 +105,9 @@ def _sizes(draw: random.Random, how: str) -> FlashBlockSizes:
     fused = {"fused": True, "separate": False, "tokamax": draw.choice((None, True, False))}[how]
     style = draw.random()
     if style < 0.2:
-        return FlashBlockSizes(**dict.fromkeys(KEYS, draw.choice(PRESETS)), use_fused_bwd_kernel=fused)
+        return FlashBlockSizes(
+            **dict.fromkeys(KEYS, draw.choice(PRESETS)), use_fused_bwd_kernel=fused
+        )
     pick = _preset if style < 0.7 else _any
     return FlashBlockSizes(**{key: pick(draw) for key in KEYS}, use_fused_bwd_kernel=fused)
 

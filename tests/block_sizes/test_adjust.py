@@ -30,7 +30,12 @@ def test_text_of_77_tokens_clips_the_kv_blocks_as_documented():
 def test_cross_attention_clips_to_the_text_rounded_up_to_128(length, kernel):
     sizes, changes = adjust(uniform(512), call(32760, length), kernel, V5P, training=True)
     most = min(512, -(-length // 128) * 128)
-    assert {sizes.block_kv, sizes.block_kv_compute, sizes.block_kv_dkv, sizes.block_kv_dkv_compute} == {most}
+    assert {
+        sizes.block_kv,
+        sizes.block_kv_compute,
+        sizes.block_kv_dkv,
+        sizes.block_kv_dkv_compute,
+    } == {most}
     assert (sizes.block_q, sizes.block_q_dkv) == (512, 512)
     clipped = [c for c in changes if c.reason == f"text sequence length {length}"]
     assert bool(clipped) == (length <= 384)
@@ -51,11 +56,26 @@ def test_inference_keeps_the_three_forward_sizes_alone():
 
 
 def test_fused_drops_the_dq_sizes_and_block_q_wins():
-    asked = FlashBlockSizes(block_q=1024, block_kv=512, block_q_dkv=512, block_q_dq=512, block_kv_dq=256,
-                            use_fused_bwd_kernel=True)  # fmt: skip
+    asked = FlashBlockSizes(
+        block_q=1024,
+        block_kv=512,
+        block_q_dkv=512,
+        block_q_dq=512,
+        block_kv_dq=256,
+        use_fused_bwd_kernel=True,
+    )
     sizes, changes = adjust(asked, call(), "flash", V5P, training=True)
-    assert (sizes.block_q, sizes.block_q_dkv, sizes.block_q_dq, sizes.block_kv_dq) == (1024, 1024, None, None)
-    assert [(c.key, c.used) for c in changes] == [("block_q_dkv", 1024), ("block_q_dq", None), ("block_kv_dq", None)]
+    assert (sizes.block_q, sizes.block_q_dkv, sizes.block_q_dq, sizes.block_kv_dq) == (
+        1024,
+        1024,
+        None,
+        None,
+    )
+    assert [(c.key, c.used) for c in changes] == [
+        ("block_q_dkv", 1024),
+        ("block_q_dq", None),
+        ("block_kv_dq", None),
+    ]
 
 
 def test_tokamax_is_fused():
@@ -105,10 +125,17 @@ def test_vmem_limits_a_tpu_and_no_cpu():
 def test_a_limit_of_vmem_that_the_user_set_is_the_limit():
     asked = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=1024)
     flags = "--xla_tpu_enable_async_all_to_all=true --xla_tpu_scoped_vmem_limit_kib=65536"
-    larger, smaller = (replace(V5P, env=(("LIBTPU_INIT_ARGS", f),)) for f in (flags, flags.replace("65536", "8192")))
+    larger, smaller = (
+        replace(V5P, env=(("LIBTPU_INIT_ARGS", f),))
+        for f in (flags, flags.replace("65536", "8192"))
+    )
     assert adjust(asked, call(), "flash", larger, training=True)[1] == ()
-    assert {c.reason for c in adjust(asked, call(), "flash", V5P, True)[1]} == {"16 MiB of VMEM on TPU v5p"}
-    assert {c.reason for c in adjust(asked, call(), "flash", smaller, True)[1]} == {"8 MiB of VMEM on TPU v5p"}
+    assert {c.reason for c in adjust(asked, call(), "flash", V5P, True)[1]} == {
+        "16 MiB of VMEM on TPU v5p"
+    }
+    assert {c.reason for c in adjust(asked, call(), "flash", smaller, True)[1]} == {
+        "8 MiB of VMEM on TPU v5p"
+    }
 
 
 def test_the_limit_is_read_from_the_environment(monkeypatch):
@@ -120,13 +147,28 @@ GOLDEN = {
     "cross_77": (uniform(512), call(32760, 77), "flash", True),
     "cross_333_tokamax": (uniform(512), call(32760, 333), "tokamax_flash", True),
     "self_3024_2048": (
-        FlashBlockSizes(block_q=3024, block_kv=2048, block_kv_compute=1024, block_q_dkv=3024, block_kv_dkv=2048,
-                        block_kv_dkv_compute=1024, use_fused_bwd_kernel=True), call(), "flash", True),
+        FlashBlockSizes(
+            block_q=3024,
+            block_kv=2048,
+            block_kv_compute=1024,
+            block_q_dkv=3024,
+            block_kv_dkv=2048,
+            block_kv_dkv_compute=1024,
+            use_fused_bwd_kernel=True,
+        ),
+        call(),
+        "flash",
+        True,
+    ),
     "self_tokamax": (uniform(1024), call(), "tokamax_flash", True),
-    "self_odd": (FlashBlockSizes(block_q=1000, block_kv=1000, block_kv_compute=300, block_q_dkv=300), call(),
-                 "flash", True),
+    "self_odd": (
+        FlashBlockSizes(block_q=1000, block_kv=1000, block_kv_compute=300, block_q_dkv=300),
+        call(),
+        "flash",
+        True,
+    ),
     "self_short": (uniform(2048), call(1000), "flash", True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

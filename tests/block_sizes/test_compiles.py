@@ -1,7 +1,9 @@
-"""The TPU's own compiler judges the adjuster: adjusted sizes compile, and what the rules forbid does not.
+"""The TPU's own compiler judges the adjuster: adjusted sizes compile, and what the rules forbid
+does not.
 
-Without a TPU: libtpu compiles for a topology it is told of. Skipped where libtpu is not installed; MAXATTN_TPU_PYTHON
-may name the python of another environment that has jax[tpu]. `make test-tpu-compile` runs all of it.
+Without a TPU: libtpu compiles for a topology it is told of. Skipped where libtpu is not installed;
+MAXATTN_TPU_PYTHON may name the python of another environment that has jax[tpu]. `make
+test-tpu-compile` runs all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from tests.block_sizes.asks import CROSS_LENGTHS, call, uniform
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import Request, requests
 
-pytestmark = pytest.mark.skipif(PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")')
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
+)
 COUNT = 330  # requests; 11 for each chip, kernel and backward
 
 
@@ -37,7 +41,9 @@ def say(text: str) -> None:
     print(text, file=sys.__stderr__, flush=True)
 
 
-def of(kind: str, training: bool, asked: FlashBlockSizes | None = None, mask: str = "padding") -> Request:
+def of(
+    kind: str, training: bool, asked: FlashBlockSizes | None = None, mask: str = "padding"
+) -> Request:
     """Ask for long self-attention."""
     return Request(asked or FlashBlockSizes(), call(75_600), "flash", kind, training, mask)
 
@@ -67,15 +73,24 @@ def test_what_the_rules_forbid_does_not_compile(compiler):
 
 @pytest.mark.slow
 def test_random_requests_compile_once_adjusted(compiler):
-    """Ask for anything, for every kernel, chip, dtype and head dim, forward and training: all of it compiles."""
+    """Ask for anything, for every kernel, chip, dtype and head dim, forward and training: all of it
+    compiles.
+    """
     failed, keys, changed, seconds = [], set(), 0, 0.0
     for n, request in enumerate(requests("random requests", COUNT), 1):
         result = compiler.compile(request.case(request.adjusted()))
-        keys, changed, seconds = keys | {result["key"]}, changed + request.changed(), seconds + result["seconds"]
+        keys, changed, seconds = (
+            keys | {result["key"]},
+            changed + request.changed(),
+            seconds + result["seconds"],
+        )
         if not result["ok"]:
             failed.append((request, result["message"]))
         if n % 30 == 0:
-            say(f"{n} requests, {len(keys)} programs, {changed} changed, {len(failed)} failed, {seconds:.0f} s")
+            say(
+                f"{n} requests, {len(keys)} programs, {changed} changed, {len(failed)} failed,"
+                f" {seconds:.0f} s"
+            )
     assert len(keys) >= 250
     assert not failed
 
@@ -90,7 +105,9 @@ def test_random_requests_compile_once_adjusted(compiler):
 )
 def test_what_once_did_not_compile(compiler, asked, what):
     """Ask again for what v7x refused in float32, when it shared the constants of v6e."""
-    sizes = FlashBlockSizes(**dict(zip((*FORWARD, *DKV), 2 * asked, strict=True)), use_fused_bwd_kernel=True)
+    sizes = FlashBlockSizes(
+        **dict(zip((*FORWARD, *DKV), 2 * asked, strict=True)), use_fused_bwd_kernel=True
+    )
     request = Request(sizes, what, "flash", "TPU v7x", True, "both")
     assert compiler.compile(request.case(request.adjusted()))["message"] == ""
 
@@ -99,11 +116,16 @@ def test_what_once_did_not_compile(compiler, asked, what):
 @pytest.mark.parametrize("kernel", matrix.KERNELS)
 @pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_the_matrix_compiles_at_full_length(compiler, kind, kernel):
-    """Compile every model with the presets that ship, forward and training, on one chip or on a ring of four."""
+    """Compile every model with the presets that ship, forward and training, on one chip or on a
+    ring of four.
+    """
     failed: dict[str, Any] = {}
     for name, case in matrix.cases(lambda name: name.startswith(f"{kind}, {kernel}, ")):
         result = matrix.judge(compiler, case)
-        say(f"{name}: {'compiles' if result['ok'] else 'FAILS'} on {result['chips']}, {result['seconds']:.0f} s")
+        say(
+            f"{name}: {'compiles' if result['ok'] else 'FAILS'} on {result['chips']},"
+            f" {result['seconds']:.0f} s"
+        )
         if not result["ok"]:
             failed[name] = result["message"]
     assert not failed
@@ -113,7 +135,10 @@ def test_the_matrix_compiles_at_full_length(compiler, kind, kernel):
 @pytest.mark.parametrize("kernel", matrix.KERNELS)
 @pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6e"])
 def test_cross_attention_of_any_length_compiles(compiler, kind, kernel):
-    results = {name: compiler.compile(case) for name, case in matrix.cross_cases(kind, kernel, CROSS_LENGTHS)}
+    results = {
+        name: compiler.compile(case)
+        for name, case in matrix.cross_cases(kind, kernel, CROSS_LENGTHS)
+    }
     assert {name: result["message"] for name, result in results.items() if not result["ok"]} == {}
 
 
@@ -130,5 +155,9 @@ def test_the_page_of_presets_says_what_the_compiler_says(compiler):
     page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
     with Compiler(flags=presets_of_others.LIMIT) as larger:
         compilers = {"": compiler, presets_of_others.LIMIT: larger}
-        rows = [row for name in presets_of_others.PRESETS for row in presets_of_others.rows(compilers, name)]
+        rows = [
+            row
+            for name in presets_of_others.PRESETS
+            for row in presets_of_others.rows(compilers, name)
+        ]
     assert [row for row in rows if row not in page] == []

@@ -29,9 +29,17 @@ def requests(draw: st.DrawFn) -> tuple:
     q_len = draw(LENGTHS)
     kv_len = q_len if role == "self" else draw(LENGTHS)
     head_dim = draw(st.sampled_from((40, 64, 72, 80, 128, 160, 256)))
-    call = Call(1, q_len, kv_len, 2, 2, head_dim, draw(st.sampled_from(("float32", "bfloat16"))), role=role)
+    call = Call(
+        1, q_len, kv_len, 2, 2, head_dim, draw(st.sampled_from(("float32", "bfloat16"))), role=role
+    )
     target = draw(st.sampled_from((*TPUS, CPU)))
-    return asked, call, draw(st.sampled_from(("flash", "tokamax_flash"))), target, draw(st.booleans())
+    return (
+        asked,
+        call,
+        draw(st.sampled_from(("flash", "tokamax_flash"))),
+        target,
+        draw(st.booleans()),
+    )
 
 
 @settings(max_examples=250, deadline=None)
@@ -65,7 +73,11 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
             assert size > 0 and size % step == 0 and size < length + step
     assert sizes.block_kv % sizes.block_kv_compute == 0
     if not training:
-        assert sizes.part(DKV) is None and sizes.part(DQ) is None and sizes.use_fused_bwd_kernel is None
+        assert (
+            sizes.part(DKV) is None
+            and sizes.part(DQ) is None
+            and sizes.use_fused_bwd_kernel is None
+        )
         return
     q, kv, compute = sizes.part(DKV)
     assert (sizes.block_q % q, sizes.block_kv % kv, kv % compute) == (0, 0, 0)
@@ -88,10 +100,16 @@ def test_a_legal_request_is_never_changed(q, kv, q_parts, kv_parts, fused):
     whole_q, whole_kv = q * q_parts * 128, kv * kv_parts * 128
     backward_q = whole_q if fused else q * 128
     asked = FlashBlockSizes(
-        block_q=whole_q, block_kv=whole_kv, block_kv_compute=kv * 128, block_q_dkv=backward_q, block_kv_dkv=whole_kv,
-        block_kv_dkv_compute=kv * 128, block_q_dq=None if fused else q * 128,
-        block_kv_dq=None if fused else kv * 128, use_fused_bwd_kernel=fused,
-    )  # fmt: skip
+        block_q=whole_q,
+        block_kv=whole_kv,
+        block_kv_compute=kv * 128,
+        block_q_dkv=backward_q,
+        block_kv_dkv=whole_kv,
+        block_kv_dkv_compute=kv * 128,
+        block_q_dq=None if fused else q * 128,
+        block_kv_dq=None if fused else kv * 128,
+        use_fused_bwd_kernel=fused,
+    )
     call = Call(1, 75600, 75600, 2, 2, 128, "bfloat16")
     sizes, changes = adjust(asked, call, "flash", CPU, True)
     assert changes == ()

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxattn.block_sizes import adjust, fused_partials_bytes, nearest_with_less_padding, padding, recommend
+from maxattn.block_sizes import (
+    adjust,
+    fused_partials_bytes,
+    nearest_with_less_padding,
+    padding,
+    recommend,
+)
 from maxattn.block_sizes.recommend import flash_attention_blocks
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
@@ -14,7 +20,8 @@ from tests.block_sizes.asks import V5P, V6E, call
 
 
 @pytest.mark.parametrize(
-    ("block", "padded", "percent"), [(3024, 184464, 0.47), (2048, 184320, 0.39), (1000, 184000, 0.22)]
+    ("block", "padded", "percent"),
+    [(3024, 184464, 0.47), (2048, 184320, 0.39), (1000, 184000, 0.22)],
 )
 def test_padding_at_183600_tokens(block, padded, percent):
     got = padding(183_600, block)
@@ -31,21 +38,26 @@ def test_what_leaving_3024_costs_at_75600_tokens():
 @given(st.integers(1, 200_000), st.integers(1, 4096))
 def test_sizes_offered_pad_less(length, block):
     offered = nearest_with_less_padding(length, block)
-    assert all(n % 128 == 0 and padding(length, n).padded < padding(length, block).padded for n in offered)
+    assert all(
+        n % 128 == 0 and padding(length, n).padded < padding(length, block).padded for n in offered
+    )
     assert list(offered) == sorted(offered, key=lambda n: (abs(n - block), n))
     least = min(padding(length, n).padded for n in range(128, max(2 * block, 128) + 1, 128))
     assert bool(offered) == (least < padding(length, block).padded)
 
 
 def test_flash_attentions_formula():
-    # The paper's M counts elements: an A100 has 192 KB, 163 of it for a block of threads, 2 bytes an element.
+    # The paper's M counts elements: an A100 has 192 KB, 163 of it for a block of threads, 2 bytes
+    # an element.
     assert flash_attention_blocks(163 * 512, 64) == (64, 326)
     assert flash_attention_blocks(163 * 512, 128) == (128, 163)
     assert flash_attention_blocks(5888, 512) == (3, 3)  # ceil(2.875)
     assert flash_attention_blocks(1024, 64) == (4, 4)
 
 
-@pytest.mark.parametrize(("seq", "q", "kv"), [(512, 64, 64), (2048, 64, 64), (8192, 32, 128), (75_600, 32, 128)])
+@pytest.mark.parametrize(
+    ("seq", "q", "kv"), [(512, 64, 64), (2048, 64, 64), (8192, 32, 128), (75_600, 32, 128)]
+)
 def test_the_table_for_lds(seq, q, kv):
     row = recommend(seq, 64, Target.named("NVIDIA H200"))[-1]
     assert (row.block_q, row.block_kv) == (q, kv)
@@ -73,7 +85,13 @@ def test_every_row_names_its_source():
 
 def test_hbm_of_the_fused_backward():
     wan = call(75_600)
-    sizes, _ = adjust(FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True), wan, "flash", V5P, True)
+    sizes, _ = adjust(
+        FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True),
+        wan,
+        "flash",
+        V5P,
+        True,
+    )
     assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
     assert fused_partials_bytes(wan, sizes, "tokamax_flash") == 148 * 4 * 75_776 * 128 * 4
     assert fused_partials_bytes(call(2048), sizes, "tokamax_flash") == 4 * 4 * 2048 * 128 * 2

@@ -1,4 +1,6 @@
-"""What the child compiles through the libraries' own public splash kernels, as other projects call them."""
+"""What the child compiles through the libraries' own public splash kernels, as other projects call
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ import jax
 import jax.numpy as jnp
 
 
-def problem(case: dict, spec: Callable[..., Any], mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function to compile, and its operands: [N, T, H] of one batch row, segment ids where masked.
+def problem(
+    case: dict, spec: Callable[..., Any], mesh: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function to compile, and its operands: [N, T, H] of one batch row, segment ids
+    where masked.
 
     Args:
-        case: kernel, q_len, kv_len (already padded), heads, head_dim, dtype, mask ("full" or "padding"), training,
-            sizes with the keys that the library's own class takes.
+        case: kernel, q_len, kv_len (already padded), heads, head_dim, dtype, mask ("full" or
+            "padding"), training, sizes with the keys that the library's own class takes.
         spec: makes an operand of a shape and dtype.
         mesh: not used; one device.
     """
@@ -43,7 +48,9 @@ def _splash(case: dict, t: int, s: int, n: int) -> tuple[Any, Any]:
 
 
 def _tokamax(case: dict, t: int, s: int, n: int) -> tuple[Any, Any]:
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as library
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        splash_attention_kernel as library,
+    )
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
     config = library.SplashConfig(**case["sizes"])

@@ -18,19 +18,28 @@ from maxattn.plan import Plan, plan
 from maxattn.target import Target
 
 
-def problem(case: dict, spec: Callable[..., Any], mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def problem(
+    case: dict, spec: Callable[..., Any], mesh: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function to compile, and its operands.
 
     Args:
-        case: kind, kernel, batch, q_len, kv_len, heads, head_dim, dtype, role, mask, training; and sizes (as
-            `BlockSizes.given()`: run exactly these), or preset and config (a file and overrides: what a plan makes
-            of them).
+        case: kind, kernel, batch, q_len, kv_len, heads, head_dim, dtype, role, mask, training; and
+            sizes (as `BlockSizes.given()`: run exactly these), or preset and config (a file and
+            overrides: what a plan makes of them).
         spec: makes an operand of a shape, dtype and axes.
         mesh: the mesh of the case.
     """
     b, t, s, n, h = (case[key] for key in ("batch", "q_len", "kv_len", "heads", "head_dim"))
     q = spec((b, t, n, h), case["dtype"], "data", "context", "tensor", None)
-    k = spec((b, s, n, h), case["dtype"], "data", "context" if case["role"] == "self" else None, "tensor", None)
+    k = spec(
+        (b, s, n, h),
+        case["dtype"],
+        "data",
+        "context" if case["role"] == "self" else None,
+        "tensor",
+        None,
+    )
     lengths = spec((b,), "int32", "data")
     decided = decide(case, b, t, s, n, h)
 
@@ -38,7 +47,9 @@ def problem(case: dict, spec: Callable[..., Any], mesh: Any) -> tuple[Callable[.
         return run(decided, q, k, v, None, mask_of(case["mask"], lengths).bind(t, s, b, n), mesh)[0]
 
     def gradients(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return jax.value_and_grad(lambda *x: forward(*x, lengths).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+        return jax.value_and_grad(
+            lambda *x: forward(*x, lengths).astype(jnp.float32).sum(), (0, 1, 2)
+        )(q, k, v)
 
     return gradients if case["training"] else forward, (q, k, k, lengths)
 
@@ -50,16 +61,19 @@ def decide(case: dict, b: int, t: int, s: int, n: int, h: int) -> Plan:
     call = Call(b, t, s, n, n, h, case["dtype"], mask, role=case["role"])
     overrides = case.get("config") or both_roles(case["kernel"])
     config = (
-        AttentionConfig.from_yaml(case["preset"], overrides) if "preset" in case
+        AttentionConfig.from_yaml(case["preset"], overrides)
+        if "preset" in case
         else AttentionConfig.from_overrides(overrides)
-    )  # fmt: skip
+    )
     target = Target.named(case["kind"], (("tokamax", "0.0.17"),))
     decided = plan(call, config, case.get("mesh"), target)
     if "sizes" not in case:
         return decided
     kernel: Any = decided.kernel
     sizes = BlockSizes(**case["sizes"])
-    return replace(decided, kernel=replace(kernel, blocks=sizes, inference=None if case["training"] else sizes))
+    return replace(
+        decided, kernel=replace(kernel, blocks=sizes, inference=None if case["training"] else sizes)
+    )
 
 
 def both_roles(kernel: str) -> list[str]:
@@ -68,9 +82,16 @@ def both_roles(kernel: str) -> list[str]:
 
 
 def mask_of(name: str, lengths: Any) -> masks.Mask:
-    """Return a mask by name: what reaches the kernel as segment ids, as computed positions, as both, or as neither."""
+    """Return a mask by name: what reaches the kernel as segment ids, as computed positions, as
+    both, or as neither.
+    """
     ids = masks.KeyPadding(lengths)
     window = masks.LocalWindow(700, 300, offset=0)
-    named = {"full": masks.Full(), "padding": ids, "window": window, "both": ids & window,
-             "blocks": masks.BlockSlidingWindow(1560, 7)}  # fmt: skip
+    named = {
+        "full": masks.Full(),
+        "padding": ids,
+        "window": window,
+        "both": ids & window,
+        "blocks": masks.BlockSlidingWindow(1560, 7),
+    }
     return named[name]

@@ -1,4 +1,6 @@
-"""Whatever a file or an override holds, it is a config or a ConfigError with all of its parts, never anything else."""
+"""Whatever a file or an override holds, it is a config or a ConfigError with all of its parts,
+never anything else.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,52 @@ from hypothesis import strategies as st
 from maxattn.config.errors import ConfigErrors
 from tests.config.settings import Settings
 
-KEYS = st.sampled_from([*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""])
+KEYS = st.sampled_from(
+    [*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""]
+)
 PIECES = [
-    "attention", "flash", "ring", "training", "steps", "1e3", "-1", "no", "~", ": ", ":", "\n", "  ", "- ", "[", "]",
-    "{", "}", ",", "!!bool ", "&a ", "*a", "<<", "!!int ", "!x ", "'", '"', "#", "---\n", "\t", "|", ">", "%", "?", "é",
-    "\x01", "\ufeff",
-]  # fmt: skip
+    "attention",
+    "flash",
+    "ring",
+    "training",
+    "steps",
+    "1e3",
+    "-1",
+    "no",
+    "~",
+    ": ",
+    ":",
+    "\n",
+    "  ",
+    "- ",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "!!bool ",
+    "&a ",
+    "*a",
+    "<<",
+    "!!int ",
+    "!x ",
+    "'",
+    '"',
+    "#",
+    "---\n",
+    "\t",
+    "|",
+    ">",
+    "%",
+    "?",
+    "é",
+    "\x01",
+    "\ufeff",
+]
 SCALARS = st.none() | st.booleans() | st.integers(-2, 1024) | st.floats() | st.sampled_from(PIECES)
-VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=5
+)
 
 
 def load_or_explain(text: str, overrides: list[str]) -> None:
@@ -36,7 +76,10 @@ def load_or_explain(text: str, overrides: list[str]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.lists(st.text(max_size=8), max_size=2))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.lists(st.text(max_size=8), max_size=2),
+)
 def test_any_text(text: str, overrides: list[str]):
     load_or_explain(text, overrides)
 

@@ -32,10 +32,16 @@ OVERRIDES = {
 }
 SECTIONS = {
     "section_required_key_missing": ("model: {dim: 8}", []),
-    "section_wrong_values": ("model:\n  dim: 0\n  nme: big\ntraining:\n  steps: 1.0e+3\n  schedule: cosin", []),
+    "section_wrong_values": (
+        "model:\n  dim: 0\n  nme: big\ntraining:\n  steps: 1.0e+3\n  schedule: cosin",
+        [],
+    ),
     "section_and_attention": ("attention: rng\nulysses_shards: 0\ntraining:\n  steps: none", []),
     "section_override_ambiguous": ("training: {steps: 3}", ["seed=1"]),
-    "section_override_misspelt": ("training: {steps: 3}", ["training.step=1", "stepps=4", "patch=[1, 2]"]),
+    "section_override_misspelt": (
+        "training: {steps: 3}",
+        ["training.step=1", "stepps=4", "patch=[1, 2]"],
+    ),
     "section_override_wrong": ("training: {steps: 3}", ["steps=many", "learning_rate=fast"]),
     "section_not_finite": ("training: {steps: 3}", ["learning_rate=nan"]),
     "section_null": ("training:\n#  steps: 3", []),
@@ -50,7 +56,9 @@ def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def message_of(load) -> str:
     with pytest.raises(ConfigError) as caught:
         load()
-    for problem in caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]:
+    for problem in (
+        caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+    ):
         assert problem.setting and problem.rule and problem.remedy
     return str(caught.value)
 
@@ -82,18 +90,32 @@ def test_missing_file_and_folder():
 
 
 def test_override_on_a_file_that_is_wrong_elsewhere():
-    load = lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", ["attention=rng", "mesh_axes=[data]"])  # noqa: E731
-    check("file_and_override", message_of(load))
+    overrides = ["attention=rng", "mesh_axes=[data]"]
+    found = message_of(lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", overrides))
+    check("file_and_override", found)
 
 
 def test_constructor():
-    check("constructor", message_of(lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0})))
+    check(
+        "constructor",
+        message_of(lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0})),
+    )
 
 
 def test_no_golden_file_is_left_over():
-    extra = {"file_missing", "file_none", "folder_missing", "file_is_a_folder", "file_and_override", "constructor"}
+    extra = {
+        "file_missing",
+        "file_none",
+        "folder_missing",
+        "file_is_a_folder",
+        "file_and_override",
+        "constructor",
+    }
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*BAD, *OVERRIDES, *SECTIONS, *extra}
 
 
 def test_an_override_mends_a_file():
-    assert AttentionConfig.from_yaml("bad/kernel_misspelt.yml", ["attention=flash"]).attention == "flash"
+    assert (
+        AttentionConfig.from_yaml("bad/kernel_misspelt.yml", ["attention=flash"]).attention
+        == "flash"
+    )

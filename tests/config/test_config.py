@@ -49,7 +49,11 @@ def test_every_spelling_has_its_pair():
 
 def test_kernel_and_strategy_beside_each_other():
     ring = AttentionConfig(attention="ring", attention_kernel="cudnn", cross_attention="flash")
-    assert (ring.kernel_for("self"), ring.strategy_for("self"), ring.kernel_for("cross")) == ("cudnn", "ring", "flash")
+    assert (ring.kernel_for("self"), ring.strategy_for("self"), ring.kernel_for("cross")) == (
+        "cudnn",
+        "ring",
+        "flash",
+    )
     beside = AttentionConfig(attention="flash", context_parallel="ulysses")
     assert (beside.kernel_for("self"), beside.strategy_for("self")) == ("flash", "ulysses")
     inside = AttentionConfig(attention_kernel="dot_product", context_parallel="ring")
@@ -93,16 +97,27 @@ def test_fallback(settings, on_self, on_cross):
 
 
 def test_axes_follow_mesh_axes_in_order():
-    config = AttentionConfig(mesh_axes=("context", "data"), ici_context_parallelism=4, dcn_data_parallelism=2)
+    config = AttentionConfig(
+        mesh_axes=("context", "data"), ici_context_parallelism=4, dcn_data_parallelism=2
+    )
     assert list(config.axis_parallelism().items()) == [("context", (4, 1)), ("data", (-1, 2))]
     assert config.axis_mapping_note() is None
 
 
 def test_gpu_spelling():
-    config = AttentionConfig(ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=4, dcn_fsdp_parallelism=3)
-    assert config.axis_parallelism() == {"data": (-1, -1), "fsdp": (2, 3), "context": (4, 1), "tensor": (1, 1)}
-    assert config.axis_mapping_note() == (
-        "ici_fsdp_batch_parallelism=2 sets the fsdp axis, ici_fsdp_parallelism=4 sets the context axis"
+    config = AttentionConfig(
+        ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=4, dcn_fsdp_parallelism=3
+    )
+    assert config.axis_parallelism() == {
+        "data": (-1, -1),
+        "fsdp": (2, 3),
+        "context": (4, 1),
+        "tensor": (1, 1),
+    }
+    assert (
+        config.axis_mapping_note()
+        == "ici_fsdp_batch_parallelism=2 sets the fsdp axis, ici_fsdp_parallelism=4 sets the"
+        " context axis"
     )
 
 
@@ -118,7 +133,9 @@ def test_the_data_axis_gives_way_to_a_rest_elsewhere():
 
 def test_equal_values_are_equal_however_they_were_given():
     sizes = {"block_q": 512}
-    a = AttentionConfig(attention="auto", mesh_axes=["data", "fsdp", "context", "tensor"], flash_block_sizes=sizes)
+    a = AttentionConfig(
+        attention="auto", mesh_axes=["data", "fsdp", "context", "tensor"], flash_block_sizes=sizes
+    )
     b = AttentionConfig(flash_block_sizes=FlashBlockSizes(block_q=512))
     assert a == b and hash(a) == hash(b) and len({a, b}) == 1
     assert a.changed == b.changed == {"flash_block_sizes"}
@@ -128,10 +145,16 @@ def test_equal_values_are_equal_however_they_were_given():
 
 def test_every_key_is_part_of_equality_and_hash():
     other = {
-        "attention": "flash", "attention_kernel": "flash", "cross_attention": "flash", "context_parallel": "none",
-        "flash_block_sizes": {"block_kv": 128}, "hardware": "cpu", "mesh_axes": ("data",), "remat_policy": "FULL",
+        "attention": "flash",
+        "attention_kernel": "flash",
+        "cross_attention": "flash",
+        "context_parallel": "none",
+        "flash_block_sizes": {"block_kv": 128},
+        "hardware": "cpu",
+        "mesh_axes": ("data",),
+        "remat_policy": "FULL",
         "fallback": "allow",
-    }  # fmt: skip
+    }
     base = AttentionConfig()
     for key, value in base:
         if key not in other:
@@ -163,9 +186,9 @@ def test_a_pickled_config_is_hashed_anew_where_it_arrives(tmp_path):
     path = tmp_path / "config.pickle"
     path.write_bytes(pickle.dumps(config))
     check = (
-        "import pickle, sys; from maxattn.config import AttentionConfig as C;"
-        "c = pickle.load(open(sys.argv[1], 'rb')); d = C(attention='ring', ici_context_parallelism=2);"
-        "assert c == d and hash(c) == hash(d)"
+        "import pickle, sys; from maxattn.config import AttentionConfig as C;c ="
+        " pickle.load(open(sys.argv[1], 'rb')); d = C(attention='ring',"
+        " ici_context_parallelism=2);assert c == d and hash(c) == hash(d)"
     )
     subprocess.run([sys.executable, "-c", check, str(path)], check=True)
 
@@ -199,19 +222,36 @@ def test_block_sizes_alone_and_null():
 def test_problems_are_reported_with_their_parts():
     with pytest.raises(ConfigErrors) as caught:
         AttentionConfig(
-            attention="ringg", context_parallel="ulysses", ici_fsdp_batch_parallelism=2, ici_context_parallelism=2
+            attention="ringg",
+            context_parallel="ulysses",
+            ici_fsdp_batch_parallelism=2,
+            ici_context_parallelism=2,
         )
     first, second = caught.value.problems
-    assert (first.setting, first.value, first.remedy, first.where) == ("attention", "ringg", "did you mean 'ring'?", "")
+    assert (first.setting, first.value, first.remedy, first.where) == (
+        "attention",
+        "ringg",
+        "did you mean 'ring'?",
+        "",
+    )
     assert second.setting == "ici_context_parallelism"
     assert caught.value.setting == "attention"
 
 
 def test_sections_of_a_program():
     settings = Settings(training={"steps": 3}, model={"patch": [1, 2, 2]}, attention="ring")
-    assert settings.training == TrainingSettings(steps=3) and settings.model == ModelSettings(patch=(1, 2, 2))
-    assert hash(settings) == hash(settings.replace()) and settings.replace(training={"steps": 4}) != settings
-    assert isinstance(settings, AttentionConfig) and settings.changed == {"attention", "model", "training"}
+    assert settings.training == TrainingSettings(steps=3) and settings.model == ModelSettings(
+        patch=(1, 2, 2)
+    )
+    assert (
+        hash(settings) == hash(settings.replace())
+        and settings.replace(training={"steps": 4}) != settings
+    )
+    assert isinstance(settings, AttentionConfig) and settings.changed == {
+        "attention",
+        "model",
+        "training",
+    }
     assert settings.resolved()["model"]["patch"] == [1, 2, 2]
 
 

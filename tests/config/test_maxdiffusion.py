@@ -1,4 +1,6 @@
-"""MaxDiffusion files: every kernel name, keys taken, keys left out and told, mistakes with file and line."""
+"""MaxDiffusion files: every kernel name, keys taken, keys left out and told, mistakes with file and
+line.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from maxattn.config import AttentionConfig
 from maxattn.config.errors import ConfigErrors
 from maxattn.config.maxdiffusion import KERNELS
 from maxattn.config.write import yaml_of
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
 FILES = Path(__file__).parent / "maxdiffusion"
 # name -> kernel of self-attention, strategy, kernel of cross-attention
@@ -46,21 +48,50 @@ def test_every_name_is_tested():
 
 @pytest.mark.parametrize("name", MEANS)
 def test_kernel_names(name, tmp_path):
-    (tmp_path / "base.yml").write_text(f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n")
+    (tmp_path / "base.yml").write_text(
+        f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n"
+    )
     config, left_out, notes = AttentionConfig.from_maxdiffusion(tmp_path / "base.yml")
-    assert (config.kernel_for("self"), config.strategy_for("self"), config.kernel_for("cross")) == MEANS[name]
+    assert (
+        config.kernel_for("self"),
+        config.strategy_for("self"),
+        config.kernel_for("cross"),
+    ) == MEANS[name]
     assert left_out == ("run_name",)
     assert any(name in note for note in notes) == (MEANS[name][1] != "auto")
 
 
 def test_a_video_file():
     config, left_out, notes = AttentionConfig.from_maxdiffusion("video.yml")
-    assert (config.attention, config.cross_attention, config.hardware) == ("tokamax_flash", "tokamax_flash", "tpu")
-    assert config.flash_block_sizes.block_kv_compute == 256 and config.flash_block_sizes.use_fused_bwd_kernel
-    assert (config.use_base2_exp, config.flash_min_seq_length, config.profiler_steps) == (True, 4096, 10)
-    assert config.axis_parallelism() == {"data": (2, 1), "fsdp": (1, -1), "context": (-1, 1), "tensor": (1, 1)}
-    assert {"run_name", "learning_rate", "logical_axis_rules", "remat_policy", "dropout"} <= set(left_out)
-    assert not set(left_out) & {"attention", "flash_block_sizes", "ici_data_parallelism", "mesh_axes"}
+    assert (config.attention, config.cross_attention, config.hardware) == (
+        "tokamax_flash",
+        "tokamax_flash",
+        "tpu",
+    )
+    assert (
+        config.flash_block_sizes.block_kv_compute == 256
+        and config.flash_block_sizes.use_fused_bwd_kernel
+    )
+    assert (config.use_base2_exp, config.flash_min_seq_length, config.profiler_steps) == (
+        True,
+        4096,
+        10,
+    )
+    assert config.axis_parallelism() == {
+        "data": (2, 1),
+        "fsdp": (1, -1),
+        "context": (-1, 1),
+        "tensor": (1, 1),
+    }
+    assert {"run_name", "learning_rate", "logical_axis_rules", "remat_policy", "dropout"} <= set(
+        left_out
+    )
+    assert not set(left_out) & {
+        "attention",
+        "flash_block_sizes",
+        "ici_data_parallelism",
+        "mesh_axes",
+    }
     assert [note.split(":")[0] for note in notes] == ["remat_policy", "flash_min_seq_length"]
 
 
@@ -75,13 +106,16 @@ def test_sizes_that_are_not_ours_are_told():
     config, left_out, notes = AttentionConfig.from_maxdiffusion("sizes.yml")
     assert config.flash_block_sizes.model_dump(exclude_none=True) == {"block_q": 2048}
     assert [key for key in left_out if "." in key] == [
-        f"flash_block_sizes.{key}" for key in ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "blok_kv")
+        f"flash_block_sizes.{key}"
+        for key in ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "blok_kv")
     ]
     assert "did you mean 'block_kv'?" in notes[-1]
 
 
 def test_overrides_are_in_our_names():
-    config = AttentionConfig.from_maxdiffusion("video.yml", ["attention=ring", "flash_block_sizes.block_q=512"]).config
+    config = AttentionConfig.from_maxdiffusion(
+        "video.yml", ["attention=ring", "flash_block_sizes.block_q=512"]
+    ).config
     assert (config.attention, config.flash_block_sizes.block_q) == ("ring", 512)
     with pytest.raises(ConfigErrors, match="override 1: learning_rate"):
         AttentionConfig.from_maxdiffusion("video.yml", ["learning_rate=3"])
@@ -100,7 +134,10 @@ def test_convert_prints_what_reads_back(capsys, tmp_path, name):
     assert (ran.status, ran.err) == (0, "")
     check_golden(f"maxdiffusion/{name}", ran.out)
     (tmp_path / "ours.yml").write_text(ran.out)
-    assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
+    assert (
+        AttentionConfig.from_yaml(tmp_path / "ours.yml")
+        == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
+    )
 
 
 @pytest.mark.parametrize("name", ["video", "image", "sizes"])
@@ -109,11 +146,17 @@ def test_a_file_read_as_ours_is_recognised_first(capsys, name):
     with pytest.raises(ConfigErrors) as caught:
         AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])
     first, *others = caught.value.problems
-    assert first.value == "a MaxDiffusion file" and not any("remove it" in problem.remedy for problem in others)
+    assert first.value == "a MaxDiffusion file" and not any(
+        "remove it" in problem.remedy for problem in others
+    )
     assert others[-1].where == "override 1"
     for command in ("check", "explain"):
         ran = run(capsys, command, f"{name}.yml", "--target", "cpu", "--shape", "sdxl-64")
-        assert ran.status == 1 and f"maxattn convert {name}.yml" in ran.err and "--maxdiffusion" in ran.err
+        assert (
+            ran.status == 1
+            and f"maxattn convert {name}.yml" in ran.err
+            and "--maxdiffusion" in ran.err
+        )
 
 
 def test_a_file_of_ours_with_a_key_too_many_is_not_recognised(tmp_path):
@@ -124,13 +167,26 @@ def test_a_file_of_ours_with_a_key_too_many_is_not_recognised(tmp_path):
 
 
 def test_check_reads_them(capsys):
-    ran = run(capsys, "check", "--maxdiffusion", "sizes.yml", "--shape", "wan-14b-480p", "--target", "TPU v6e",
-              "fallback=warn", "ulysses_shards=8")  # fmt: skip
+    ran = run(
+        capsys,
+        "check",
+        "--maxdiffusion",
+        "sizes.yml",
+        "--shape",
+        "wan-14b-480p",
+        "--target",
+        "TPU v6e",
+        "fallback=warn",
+        "ulysses_shards=8",
+    )
     assert ran.status == 0 and "ulysses_ring over 8" in ran.out
     check_golden("maxdiffusion/check", ran.out.split("\n\n")[0])
 
 
 def test_what_is_written_reads_back(tmp_path):
-    for config in (AttentionConfig(), AttentionConfig(attention="ring", mesh_axes=("context",), key_chunk_size=7)):
+    for config in (
+        AttentionConfig(),
+        AttentionConfig(attention="ring", mesh_axes=("context",), key_chunk_size=7),
+    ):
         (tmp_path / "ours.yml").write_text(yaml_of(config))
         assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == config

@@ -20,7 +20,9 @@ def call(tokens: int, heads: int, mask: M.Mask | None = None) -> ma.Call:
     return ma.Call.of(x, x, mask=mask)
 
 
-def chosen(tokens: int, heads: int, context: int, target: str, mask: M.Mask | None = None) -> ma.Plan:
+def chosen(
+    tokens: int, heads: int, context: int, target: str, mask: M.Mask | None = None
+) -> ma.Plan:
     return ma.plan(call(tokens, heads, mask), CONFIG, {"context": context}, ma.Target.named(target))
 
 
@@ -33,7 +35,8 @@ def sums(tokens: int) -> dict[str, Cost]:
 
 # ms, forward and backward, over FlashAttention-4: docs/benchmarks.md, "Several GPUs".
 MEASURED = [(32760, "ulysses", 34.20), (32760, "all_gather", 36.08)]
-# A ring of four played by two H200s, through NCCL: the backward was rewritten after four had been there.
+# A ring of four played by two H200s, through NCCL: the backward was rewritten after four had been
+# there.
 PLAYED = [(32760, "ring", 33.93), (75600, "ring", 176.5)]
 
 
@@ -43,8 +46,9 @@ def test_the_sums_are_near_what_h200s_took(tokens: int, name: str, ms: float) ->
 
 
 def test_the_memory_is_near_what_the_compiler_counted_for_four_h200s() -> None:
-    """Peaks of docs/measured/h200x4-context-2026-11-21.json, less q, k, v, out, dout, dq, dk and dv, MB; of the ring as
-    it is now, what XLA says that it needs beside them (jax 0.11.2, compiled for four without a GPU)."""
+    """Peaks of docs/measured/h200x4-context-2026-11-21.json, less q, k, v, out, dout, dq, dk and
+    dv, MB; of the ring as it is now, what XLA says that it needs beside them (jax 0.11.2, compiled
+    for four without a GPU)."""
     held = {name: cost.memory / 1e6 for name, cost in sums(32760).items()}
     ours = 8 * 32760 / 4 * 40 * 128 * 2 / 1e6
     assert held["all_gather"] == pytest.approx(2684.7 - ours, rel=0.01)
@@ -60,8 +64,12 @@ def test_it_chooses_what_was_fastest_on_four_h200s() -> None:
 def test_what_it_decides() -> None:
     assert chosen(32768, 40, 4, "NVIDIA H200").context.name == "ulysses"
     assert chosen(32768, 6, 4, "NVIDIA H200").context.name == "ring", "6 heads do not divide over 4"
-    assert chosen(256, 8, 4, "NVIDIA H200").context.name == "all_gather", "the start of a transfer outweighs its bytes"
-    assert chosen(1_000_000, 40, 16, "TPU v5p").context.name == "ring", "gathered keys take over half of the memory"
+    assert chosen(256, 8, 4, "NVIDIA H200").context.name == "all_gather", (
+        "the start of a transfer outweighs its bytes"
+    )
+    assert chosen(1_000_000, 40, 16, "TPU v5p").context.name == "ring", (
+        "gathered keys take over half of the memory"
+    )
     causal = chosen(131072, 12, 8, "TPU v5p", M.Causal())
     assert (causal.context.name, causal.context.runs) == ("ring", 2)
 
@@ -84,9 +92,17 @@ def test_memory_comes_before_time_and_the_simplest_of_equals_before_others() -> 
         "all_gather": Cost("all_gather", 1.0, 0.0, 9.0), "ulysses": Cost("ulysses", 1.0, 0.51, 5.0),
         "ring": Cost("ring", 1.0, 0.5, 2.0),
     }  # fmt: skip
-    assert [fastest(costs, limit) for limit in (10, 6, 3, 1)] == ["all_gather", "ulysses", "ring", "ring"]
+    assert [fastest(costs, limit) for limit in (10, 6, 3, 1)] == [
+        "all_gather",
+        "ulysses",
+        "ring",
+        "ring",
+    ]
 
 
 def test_every_known_machine_has_figures_with_a_source() -> None:
     assert set(MACHINES) == set(KNOWN)
-    assert all(m.source and min(m.flops, m.memory, m.hbm, m.neighbour, m.gather) > 0 for m in MACHINES.values())
+    assert all(
+        m.source and min(m.flops, m.memory, m.hbm, m.neighbour, m.gather) > 0
+        for m in MACHINES.values()
+    )

@@ -1,4 +1,6 @@
-"""The ring as it runs among GPUs, on eight CPU devices: against float64, its transfers, and dQ begun once."""
+"""The ring as it runs among GPUs, on eight CPU devices: against float64, its transfers, and dQ
+begun once.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,12 @@ def legal(case: dict) -> bool:
 def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     """Plan as for a CPU, with the transfers of a GPU."""
     config = ma.AttentionConfig(
-        attention="dot_product", context_parallel=case["strategy"], ici_context_parallelism=case["size"],
-        ici_data_parallelism=1, **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
-    )  # fmt: skip
+        attention="dot_product",
+        context_parallel=case["strategy"],
+        ici_context_parallelism=case["size"],
+        ici_data_parallelism=1,
+        **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
+    )
     mesh = config.make_mesh(jax.devices()[: case["size"]])
     mask = bind_mask(x["mask"], x["q"], x["k"], config)
     call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
@@ -53,7 +58,9 @@ def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     return replace(plan, context=replace(plan.context, direct=True)), mesh  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize(
+    "case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values()))
+)
 def test_against_float64(case: dict) -> None:
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
@@ -88,7 +95,9 @@ def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> 
 
 @pytest.mark.parametrize("places", range(1, 9))
 @pytest.mark.parametrize("length, along", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
-def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: int, along: int) -> None:
+def test_every_transfer_has_a_kernel_of_its_own_beside_it(
+    places: int, length: int, along: int
+) -> None:
     shares = kv_block.halves(length)._replace(along=along)
     made = list(gpu_full_mask.steps(places, shares))
     computed = [(step.hop, *step.cut.bounds(length + along)) for step in made]
@@ -97,12 +106,18 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: i
     covered[0] = covered[0] if places == 1 else covered[0] + [each for each in guests if along]
     for hop, ends in covered.items():
         assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
-        assert ends[-1][1] == (length + along if hop or places == 1 else length), "own keys end with the last guest"
+        assert ends[-1][1] == (length + along if hop or places == 1 else length), (
+            "own keys end with the last guest"
+        )
         assert all(a < b for a, b in ends)
     assert sum(step.fetches for step in made) == places - 1
     if length > 1:
-        assert sum(step.returns for step in made) == places - 1, "none is left for after the last kernel"
-        assert not any(step.fetches and step.returns for step in made), "XLA would wait for one of two"
+        assert sum(step.returns for step in made) == places - 1, (
+            "none is left for after the last kernel"
+        )
+        assert not any(step.fetches and step.returns for step in made), (
+            "XLA would wait for one of two"
+        )
     # The keys of a hop are there, and gradients are whole, before they are used.
     fetched = [step.hop + 1 for step in made if step.fetches]
     assert fetched == list(range(1, places))
@@ -112,7 +127,9 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(places: int, length: i
 
 @pytest.mark.parametrize("places", [2, 4, 8])
 def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> None:
-    """In the traced program: what a permute brings goes into a barrier with what was computed, and nowhere else."""
+    """In the traced program: what a permute brings goes into a barrier with what was computed, and
+    nowhere else.
+    """
     case = {name: values[0] for name, values in AXES.items()} | {"size": places}
     x = arrays(case)
     plan, mesh = planned(case, x)
@@ -126,7 +143,9 @@ def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> No
     assert len(permutes) == 3 * (places - 1)
     for permute in permutes:
         users = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
-        assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(users[0].invars) > 1
+        assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(
+            users[0].invars
+        ) > 1
 
 
 def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +159,11 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
 
     assert says(4) and not says(4, ma.Target.named("TPU v5p"))
     assert not Ring((("context", 1),), direct=True).notes()
-    assert not says(4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),)))
-    jax.devices()  # a backend that starts only now would have one device, for all tests after this one
+    assert not says(
+        4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),))
+    )
+    # a backend that starts only now would have one device, for all tests after this one
+    jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
     assert dict(ma.Target.here().env)["XLA_FLAGS"] == "--xla_gpu_collective_permute_mode=peer"
 
@@ -149,11 +171,16 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
 def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
     class InFloat32(DenseLibrary):
         def backward(self, *operands):
-            return tuple(x if x is None else x.astype(jnp.float32) for x in super().backward(*operands))
+            return tuple(
+                x if x is None else x.astype(jnp.float32) for x in super().backward(*operands)
+            )
 
     x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     rows = x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4))
-    assert dq_accumulator.sums_of(InFloat32(1.0), x, x, rows).add(kv_block.as_one(x, x)).dtype == jnp.bfloat16
+    assert (
+        dq_accumulator.sums_of(InFloat32(1.0), x, x, rows).add(kv_block.as_one(x, x)).dtype
+        == jnp.bfloat16
+    )
     parts = [jnp.full(2, value, jnp.bfloat16) for value in (256, 1, 1)]  # 257 is no bfloat16
     assert dq_accumulator.total(parts, parts[0]).tolist() == [258, 258]
 
@@ -169,7 +196,9 @@ def test_halves_meet_at_a_tile() -> None:
 
 def rounds_of(shares: kv_block.Shares, length: int, rows: int, places: int, tile: int = 128) -> int:
     """Count the rounds of 132 rows that the launches of a backward take, as `steps` lists them."""
-    bounds = [step.cut.bounds(length + shares.along) for step in gpu_full_mask.steps(places, shares)]
+    bounds = [
+        step.cut.bounds(length + shares.along) for step in gpu_full_mask.steps(places, shares)
+    ]
     return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
 
 
@@ -185,14 +214,18 @@ def test_keys_are_divided_into_fewest_rounds(places: int, length: int, rows: int
     assert taken <= (0.99 if made.along else 1) * halved
     own = length - (places - 1) * made.along
     assert 0 < made.middle < own and made.middle % 128 == made.along % 128 == 0
-    assert min(made.middle, own - made.middle) >= length // 512 * 128 - 128, "as long as the transfer beside it"
+    assert min(made.middle, own - made.middle) >= length // 512 * 128 - 128, (
+        "as long as the transfer beside it"
+    )
 
 
 def test_a_ring_of_four_takes_guests_along_for_wan_at_480p() -> None:
     made = divided(8190, 128, 40, 4, 132)
     assert made == kv_block.Shares(33 * 128, 2 * 128)
     assert (rounds_of(kv_block.halves(8190), 8190, 40, 4), rounds_of(made, 8190, 40, 4)) == (80, 78)
-    assert divided(18900, 128, 40, 4, 132) == kv_block.Shares(69 * 128)  # 720p: no launch but those of halves gains
+    assert divided(18900, 128, 40, 4, 132) == kv_block.Shares(
+        69 * 128
+    )  # 720p: no launch but those of halves gains
 
 
 @pytest.mark.parametrize("places", [2, 4, 8])
@@ -203,20 +236,35 @@ def test_guests_do_not_change_what_is_computed(
     jax.clear_caches()  # what was traced with other shares
     for module in (gpu, gpu_full_mask):
         monkeypatch.setattr(module, "shares_of", lambda *_: kv_block.Shares(middle, along))
-    case = {name: values[0] for name, values in AXES.items()} | {"mask": "none", "size": places, "length": "96"}
+    case = {name: values[0] for name, values in AXES.items()} | {
+        "mask": "none",
+        "size": places,
+        "length": "96",
+    }
     rng = np.random.default_rng(5)
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 12 * places, 4, 8)), jnp.float32) for _ in range(4))
+    q, k, v, dout = (
+        jnp.asarray(rng.normal(size=(1, 12 * places, 4, 8)), jnp.float32) for _ in range(4)
+    )
     plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
 
     def both(q, k, v):
-        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, Full().bind(12 * places, 12 * places), mesh)[0], q, k, v)
+        out, vjp = jax.vjp(
+            lambda *x: run(plan, *x, None, Full().bind(12 * places, 12 * places), mesh)[0], q, k, v
+        )
         return out, *vjp(dout)
 
     want = attention64(q, k, v, dout=dout)
     got = jax.jit(both)(q, k, v)
-    assert max(error(g, w) for g, w in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True)) < 2e-5
-    blocks = {v.aval.shape[2] for e in equations(jax.make_jaxpr(both)(q, k, v).jaxpr) for v in e.outvars
-              if e.primitive.name == "ppermute"}  # fmt: skip
+    assert (
+        max(error(g, w) for g, w in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True))
+        < 2e-5
+    )
+    blocks = {
+        v.aval.shape[2]
+        for e in equations(jax.make_jaxpr(both)(q, k, v).jaxpr)
+        for v in e.outvars
+        if e.primitive.name == "ppermute"
+    }
     jax.clear_caches()
     assert blocks == {12 + along}, "guests have room in what travels"
 
@@ -230,7 +278,12 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str)
     rng = np.random.default_rng(3)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
     want = attention64(q, k, v, dout=dout)
-    rows = jnp.asarray(want.out, jnp.float32), jnp.asarray(want.lse, jnp.float32), dout, jnp.zeros((2, 2, 33))
+    rows = (
+        jnp.asarray(want.out, jnp.float32),
+        jnp.asarray(want.lse, jnp.float32),
+        dout,
+        jnp.zeros((2, 2, 33)),
+    )
     made = dq_accumulator.sums_of(DenseLibrary(8**-0.5), q, k, rows)
     parts = []
     for keys in jnp.split(kv_block.as_one(k, v), blocks, 2):

@@ -1,6 +1,8 @@
-"""Every kernel inside every context strategy: float32 against float64, bfloat16 against the kernel on one device.
+"""Every kernel inside every context strategy: float32 against float64, bfloat16 against the kernel
+on one device.
 
-`make test` runs pairs with the Pallas kernels, in interpret mode; `make test-all` the product with all four kernels.
+`make test` runs pairs with the Pallas kernels, in interpret mode; `make test-all` the product with
+all four kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from tests.reference import mean_error
 
 KERNELS: dict[str, dict[str, Any]] = {
     "dot_product": {},
-    "memory_efficient": {"use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24},
+    "memory_efficient": {
+        "use_memory_efficient_attention": True,
+        "query_chunk_size": 8,
+        "key_chunk_size": 24,
+    },
     "flash": {},
     "tokamax_flash": {},
 }
@@ -40,7 +46,9 @@ PRODUCT = {
     "dtype": ["float32"],
 }
 LENGTHS = PRODUCT | {"length": ["odd", "64", "cross", "short"], "dtype": ["float32", "bfloat16"]}
-NO_LLVM = {"xla_backend_optimization_level": 0}  # the interpreter's long programs compile in half the time
+NO_LLVM = {
+    "xla_backend_optimization_level": 0
+}  # the interpreter's long programs compile in half the time
 
 
 def legal(case: dict) -> bool:
@@ -59,10 +67,12 @@ def name(case: dict) -> str:
 def config(case: dict, context: int) -> ma.AttentionConfig:
     kernel = "dot_product" if case["kernel"] == "memory_efficient" else case["kernel"]
     return ma.AttentionConfig(
-        attention=kernel, context_parallel=case["strategy"] if context > 1 else "auto",
-        ici_data_parallelism=8 // case["size"] if context > 1 else 1, ici_context_parallelism=context,
+        attention=kernel,
+        context_parallel=case["strategy"] if context > 1 else "auto",
+        ici_data_parallelism=8 // case["size"] if context > 1 else 1,
+        ici_context_parallelism=context,
         **KERNELS[case["kernel"]],
-    )  # fmt: skip
+    )
 
 
 def check(case: dict) -> None:

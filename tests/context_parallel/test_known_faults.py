@@ -1,7 +1,8 @@
-"""Faults that other libraries had on a mesh (reference/maxdiffusion.md), as tests that maxattn passes.
+"""Faults that other libraries had on a mesh (reference/maxdiffusion.md), as tests that maxattn
+passes.
 
-Padded keys that are attended to, self-attention of SDXL and Flux that stays within a shard, and causality that is lost
-on the way.
+Padded keys that are attended to, self-attention of SDXL and Flux that stays within a shard, and
+causality that is lost on the way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def mesh_of(c: ma.AttentionConfig) -> jax.sharding.Mesh:
 
 
 def qkv(length: int, heads: int = 4, shift: float = 0.0) -> tuple[jax.Array, ...]:
-    q, k, v = (jax.random.normal(key, (1, length, heads, 16)) for key in jax.random.split(jax.random.key(3), 3))
+    q, k, v = (
+        jax.random.normal(key, (1, length, heads, 16))
+        for key in jax.random.split(jax.random.key(3), 3)
+    )
     # Queries and keys that point away from each other: every score is about -shift.
     direction = jnp.zeros(16).at[0].set(shift**0.5 * 2)
     return q + direction, k - direction, v
@@ -66,7 +70,13 @@ def test_self_attention_sees_all_shards(
 
     def module(c: ma.AttentionConfig, mesh: jax.sharding.Mesh | None) -> ma.FlaxAttention:
         return ma.FlaxAttention(
-            query_dim=width, heads=heads, dim_head=dim_head, qk_norm=norm, config=c, mesh=mesh, rngs=nnx.Rngs(0)
+            query_dim=width,
+            heads=heads,
+            dim_head=dim_head,
+            qk_norm=norm,
+            config=c,
+            mesh=mesh,
+            rngs=nnx.Rngs(0),
         )
 
     one, spread = module(ma.AttentionConfig(), None), module(c, mesh)
@@ -75,24 +85,34 @@ def test_self_attention_sees_all_shards(
     np.testing.assert_allclose(got, want, atol=2e-5 * float(jnp.abs(want).max()))
     # Attention within a shard alone is something else: the test can tell.
     shards = [one(part) for part in jnp.split(x, context, axis=1)]
-    assert float(jnp.abs(jnp.concatenate(shards, axis=1) - want).max()) > 0.01 * float(jnp.abs(want).max())
+    assert float(jnp.abs(jnp.concatenate(shards, axis=1) - want).max()) > 0.01 * float(
+        jnp.abs(want).max()
+    )
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"attention": "dot_product"}, {"attention": "dot_product", "use_memory_efficient_attention": True},
-        {"attention": "flash"}, {"attention": "flash", "flash_min_seq_length": 4096}, {"attention": "tokamax_flash"},
-        {"attention": "cudnn", "fallback": "allow"}, {"attention": "tokamax_ring"},
+        {"attention": "dot_product"},
+        {"attention": "dot_product", "use_memory_efficient_attention": True},
+        {"attention": "flash"},
+        {"attention": "flash", "flash_min_seq_length": 4096},
+        {"attention": "tokamax_flash"},
+        {"attention": "cudnn", "fallback": "allow"},
+        {"attention": "tokamax_ring"},
     ],
     ids=lambda s: "-".join(map(str, s.values())),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("strategy", [None, "ring", "all_gather"])
 def test_causality_is_kept_everywhere(settings: dict[str, Any], strategy: str | None) -> None:
     """A change of the last key and value reaches the last query alone."""
     if "tokamax" in settings["attention"]:
         pytest.importorskip("tokamax")
-    named = {} if strategy is None or settings["attention"] == "tokamax_ring" else {"context_parallel": strategy}
+    named = (
+        {}
+        if strategy is None or settings["attention"] == "tokamax_ring"
+        else {"context_parallel": strategy}
+    )
     c = config(1 if strategy is None else 2, **settings, **named)
     mesh = mesh_of(c)
     q, k, v = qkv(37, heads=2)

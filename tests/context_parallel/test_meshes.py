@@ -1,4 +1,6 @@
-"""Attention on meshes of 8 CPU devices equals float64 on one, forward and gradients, at lengths that do not divide."""
+"""Attention on meshes of 8 CPU devices equals float64 on one, forward and gradients, at lengths
+that do not divide.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ MESHES = {
 KERNELS = {
     "dense": {"attention": "dot_product"},
     "blockwise": {
-        "attention": "dot_product", "use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24,
+        "attention": "dot_product",
+        "use_memory_efficient_attention": True,
+        "query_chunk_size": 8,
+        "key_chunk_size": 24,
     },
-}  # fmt: skip
+}
 STRATEGIES = ["all_gather", "ring", "ulysses", "ulysses_ring"]
 AXES = {
     "mesh": list(MESHES),
@@ -46,7 +51,9 @@ FIXED = {"dtype": "float32", "head_dim": 16, "batch": 8}
 
 
 def legal(case: dict) -> bool:
-    """Every mask, length and head count works on every mesh, but Ulysses needs heads that divide: 8 here always do."""
+    """Every mask, length and head count works on every mesh, but Ulysses needs heads that divide: 8
+    here always do.
+    """
     return True
 
 
@@ -55,10 +62,15 @@ def name(case: dict) -> str:
 
 
 def make_config(case: dict) -> ma.AttentionConfig:
-    sizes = {f"ici_{axis}_parallelism": size for axis, size in ({"data": 1} | MESHES[case["mesh"]]).items()}
+    sizes = {
+        f"ici_{axis}_parallelism": size
+        for axis, size in ({"data": 1} | MESHES[case["mesh"]]).items()
+    }
     kernel = KERNELS[case["kernel"]]
     if case["role"] == "cross":
-        kernel = {k: v for k, v in kernel.items() if k != "attention"} | {"cross_attention": "dot_product"}
+        kernel = {k: v for k, v in kernel.items() if k != "attention"} | {
+            "cross_attention": "dot_product"
+        }
     strategy = {} if case["role"] == "cross" else {"context_parallel": case["strategy"]}
     return ma.AttentionConfig(**sizes, **kernel, **strategy)
 
@@ -96,7 +108,9 @@ def qkv(batch: int = 8, heads: int = 4, length: int = 37) -> tuple[jax.Array, ja
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_fsdp_parallelism=4).make_mesh()
-    with pytest.raises(MeshError, match=r"batch: 3\n.*multiple of 8.*data=2 x fsdp=4\n.*batch of 8"):
+    with pytest.raises(
+        MeshError, match=r"batch: 3\n.*multiple of 8.*data=2 x fsdp=4\n.*batch of 8"
+    ):
         ma.attention(*qkv(batch=3), mesh=mesh)
 
 
@@ -107,14 +121,23 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_heads_that_ulysses_cannot_exchange_are_refused_with_those_that_work() -> None:
-    config = ma.AttentionConfig(attention="ulysses", ici_data_parallelism=1, ici_context_parallelism=8)
-    with pytest.raises(Unsupported, match=r"attention: ulysses\n.*6 heads.*multiple of 8.*\n.*among 1, 2, 3, 6.*ring"):
+    config = ma.AttentionConfig(
+        attention="ulysses", ici_data_parallelism=1, ici_context_parallelism=8
+    )
+    with pytest.raises(
+        Unsupported,
+        match=r"attention: ulysses\n.*6 heads.*multiple of 8.*\n.*among 1, 2, 3, 6.*ring",
+    ):
         ma.attention(*qkv(heads=6), config=config, mesh=config.make_mesh())
 
 
 def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
-    """Ulysses runs, equal to one device; a strategy that is named wins; heads that do not divide are refused."""
-    config = ma.AttentionConfig(attention_sharding_uniform=False, ici_data_parallelism=1, ici_context_parallelism=8)
+    """Ulysses runs, equal to one device; a strategy that is named wins; heads that do not divide
+    are refused.
+    """
+    config = ma.AttentionConfig(
+        attention_sharding_uniform=False, ici_data_parallelism=1, ici_context_parallelism=8
+    )
     mesh, (q, k, v) = config.make_mesh(), qkv(heads=8)
     out = ma.attention(q, k, v, config=config, mesh=mesh)
     assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
@@ -123,13 +146,18 @@ def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
     named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
     assert named.context.name == "ring"
     assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
-    with pytest.raises(Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"):
+    with pytest.raises(
+        Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"
+    ):
         ma.attention(*qkv(heads=6), config=config.replace(fallback="error"), mesh=mesh)
 
 
 def test_collectives_of_the_plan_are_those_of_the_program() -> None:
     config = ma.AttentionConfig(
-        ici_data_parallelism=1, ici_context_parallelism=8, attention="dot_product", context_parallel="all_gather"
+        ici_data_parallelism=1,
+        ici_context_parallelism=8,
+        attention="dot_product",
+        context_parallel="all_gather",
     )
     mesh, (q, k, v) = config.make_mesh(), qkv()
 
@@ -160,10 +188,14 @@ def test_replicated_keys_of_cross_attention_are_summed_once() -> None:
 
 
 def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> None:
-    """A module's training step at 61 tokens over 8 devices: the ring's sends and one sum of the gradients, no more."""
+    """A module's training step at 61 tokens over 8 devices: the ring's sends and one sum of the
+    gradients, no more.
+    """
     config = ma.AttentionConfig(attention="ring", ici_data_parallelism=1, ici_context_parallelism=8)
     mesh = config.make_mesh()
-    module = ma.FlaxAttention(query_dim=64, heads=4, dim_head=16, config=config, mesh=mesh, rngs=nnx.Rngs(0))
+    module = ma.FlaxAttention(
+        query_dim=64, heads=4, dim_head=16, config=config, mesh=mesh, rngs=nnx.Rngs(0)
+    )
     place(module, mesh)
     graph, state = nnx.split(module)
     x = jax.device_put(jnp.ones((2, 61, 64)), batch_sharding(mesh, 3))
@@ -172,10 +204,17 @@ def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> Non
     assert found == {"ppermute", "psum"}
 
 
-@pytest.mark.parametrize("enter", [jax.set_mesh, lambda mesh: mesh], ids=["jax.set_mesh(mesh)", "with mesh:"])
-def test_the_surrounding_mesh_is_used_when_none_is_given(enter: Callable[[jax.sharding.Mesh], Any]) -> None:
+@pytest.mark.parametrize(
+    "enter", [jax.set_mesh, lambda mesh: mesh], ids=["jax.set_mesh(mesh)", "with mesh:"]
+)
+def test_the_surrounding_mesh_is_used_when_none_is_given(
+    enter: Callable[[jax.sharding.Mesh], Any],
+) -> None:
     config = ma.AttentionConfig(
-        ici_data_parallelism=1, ici_context_parallelism=8, context_parallel="all_gather", attention="dot_product"
+        ici_data_parallelism=1,
+        ici_context_parallelism=8,
+        context_parallel="all_gather",
+        attention="dot_product",
     )
     q, k, v = qkv()
     with enter(config.make_mesh()):
@@ -184,7 +223,9 @@ def test_the_surrounding_mesh_is_used_when_none_is_given(enter: Callable[[jax.sh
         grad = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=config) ** 2).sum()))(q, k, v)
     assert "all_gather[" in text
     assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
-    assert jnp.allclose(grad, jax.grad(lambda *x: (ma.attention(*x) ** 2).sum())(q, k, v), atol=1e-4)
+    assert jnp.allclose(
+        grad, jax.grad(lambda *x: (ma.attention(*x) ** 2).sum())(q, k, v), atol=1e-4
+    )
 
 
 def test_inside_a_users_shard_map_the_arrays_are_local() -> None:
@@ -193,8 +234,11 @@ def test_inside_a_users_shard_map_the_arrays_are_local() -> None:
     spec = jax.sharding.PartitionSpec("data")
     local = jax.shard_map(
         lambda q, k, v: ma.attention(q, k, v, mask=ma.masks.Causal(), mesh=mesh),
-        mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=spec,
+        check_vma=False,
+    )
     want = ma.attention(q, k, v, mask=ma.masks.Causal())
     assert jnp.allclose(jax.jit(local)(q, k, v), want, atol=1e-5)
 

@@ -18,12 +18,18 @@ from tests.test_attention import array_sizes
 
 N = 8
 CONFIG = ma.AttentionConfig(
-    attention="ring", attention_kernel="dot_product", ici_data_parallelism=1, ici_context_parallelism=N
+    attention="ring",
+    attention_kernel="dot_product",
+    ici_data_parallelism=1,
+    ici_context_parallelism=N,
 )
 
 
 def qkv(length: int = 64, heads: int = 2) -> tuple[jax.Array, ...]:
-    return tuple(jax.random.normal(key, (1, length, heads, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    return tuple(
+        jax.random.normal(key, (1, length, heads, 16))
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
 
 
 def sends(mask: M.Mask | None, length: int = 64) -> tuple[int, int]:
@@ -50,7 +56,9 @@ def test_hops_that_are_empty_everywhere_are_not_made() -> None:
     assert sends(M.BlockSlidingWindow(8, 1)) == (0, 0)
 
 
-@pytest.mark.parametrize("mask", [None, M.Causal(), M.BlockSlidingWindow(8, 3), M.LocalWindow(4, 4)])
+@pytest.mark.parametrize(
+    "mask", [None, M.Causal(), M.BlockSlidingWindow(8, 3), M.LocalWindow(4, 4)]
+)
 @pytest.mark.parametrize("length", [64, 61])
 def test_the_plan_names_every_send(mask: M.Mask | None, length: int) -> None:
     x = qkv(length)
@@ -65,12 +73,19 @@ def test_the_plan_names_every_send(mask: M.Mask | None, length: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "mask", "last"),
-    [(4, None, True), (2, None, False), (4, M.BlockSlidingWindow(8, 2), True), (4, M.BlockSlidingWindow(8, 1), False)],
+    [
+        (4, None, True),
+        (2, None, False),
+        (4, M.BlockSlidingWindow(8, 2), True),
+        (4, M.BlockSlidingWindow(8, 1), False),
+    ],
 )
 def test_own_keys_are_computed_before_the_others_and_after_them(
     heads: int, mask: M.Mask | None, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By halves of the heads, the second beside the last gradients on their way home; not where nothing is sent."""
+    """By halves of the heads, the second beside the last gradients on their way home; not where
+    nothing is sent.
+    """
     order, backward = [], head_halves.backward
 
     def noted(kernel, part, *x):
@@ -96,12 +111,18 @@ def test_own_keys_are_computed_before_the_others_and_after_them(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "mask", "biased", "may"),
     [
-        (4, 4, M.Full(), False, True), (6, 6, M.Full(), False, False), (8, 2, M.Causal(), False, True),
-        (8, 1, M.Full(), False, False), (4, 4, M.Full(), True, False),
-        (4, 4, M.Dense(np.ones((8, 8), bool)), False, True), (4, 4, M.Dense(np.ones((1, 4, 8, 8), bool)), False, False),
+        (4, 4, M.Full(), False, True),
+        (6, 6, M.Full(), False, False),
+        (8, 2, M.Causal(), False, True),
+        (8, 1, M.Full(), False, False),
+        (4, 4, M.Full(), True, False),
+        (4, 4, M.Dense(np.ones((8, 8), bool)), False, True),
+        (4, 4, M.Dense(np.ones((1, 4, 8, 8), bool)), False, False),
     ],
-)  # fmt: skip
-def test_which_heads_are_halved(heads: int, kv_heads: int, mask: M.Mask, biased: bool, may: bool) -> None:
+)
+def test_which_heads_are_halved(
+    heads: int, kv_heads: int, mask: M.Mask, biased: bool, may: bool
+) -> None:
     assert head_halves.may_halve(heads, kv_heads, mask, biased) == may
 
 
@@ -127,7 +148,9 @@ def test_a_whole_shard_masked_and_rows_with_nothing() -> None:
     flags[1] = False
 
     def run(q, k, v):
-        return ma.attention(q, k, v, mask=M.KeyPadding(flags), config=CONFIG, mesh=mesh, return_lse=True)
+        return ma.attention(
+            q, k, v, mask=M.KeyPadding(flags), config=CONFIG, mesh=mesh, return_lse=True
+        )
 
     (out, lse), vjp = jax.vjp(jax.jit(run), q, k, v)
     grads = vjp((jnp.ones_like(out), jnp.zeros_like(lse)))
@@ -152,11 +175,14 @@ def test_merging_parts_is_attention_over_all() -> None:
     parts = [attention64(q, k[:, s], v[:, s]) for s in (slice(0, 5), slice(5, 40), slice(40, 64))]
     out, lse = jnp.zeros_like(q), jnp.full((1, 2, 64), -jnp.inf)
     for part in parts:
-        out, lse = merge((out, lse), (jnp.asarray(part.out, jnp.float32), jnp.asarray(part.lse, jnp.float32)))
+        out, lse = merge(
+            (out, lse), (jnp.asarray(part.out, jnp.float32), jnp.asarray(part.lse, jnp.float32))
+        )
     np.testing.assert_allclose(out, whole.out, atol=1e-6)
     np.testing.assert_allclose(lse, whole.lse, atol=1e-6)
     nothing = merge(
-        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)), (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf))
+        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)),
+        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)),
     )
     assert (nothing[1] == -jnp.inf).all()
     assert (nothing[0] == 0).all()

@@ -1,4 +1,6 @@
-"""A TPU's kernel is refused inside a `shard_map` that leaves an axis to the compiler, whatever the size of the axis."""
+"""A TPU's kernel is refused inside a `shard_map` that leaves an axis to the compiler, whatever the
+size of the axis.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from maxattn.plan import Call, Target, plan
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
 def test_flash_lowers_for_a_tpu_on_a_mesh_with_axes_of_one_device(strategy):
-    config = AttentionConfig(attention="flash", context_parallel=strategy, ici_context_parallelism=4)
+    config = AttentionConfig(
+        attention="flash", context_parallel=strategy, ici_context_parallelism=4
+    )
     mesh = config.make_mesh(jax.devices()[:4])
     assert mesh.axis_names == ("data", "fsdp", "context", "tensor")
     q = jax.ShapeDtypeStruct((1, 1024, 4, 128), "bfloat16")

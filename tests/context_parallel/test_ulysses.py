@@ -19,20 +19,29 @@ def config(strategy: str, context: int = 8, **more) -> ma.AttentionConfig:
     return ma.AttentionConfig(attention=strategy, attention_kernel="dot_product", **sizes, **more)
 
 
-def qkv(batch: int = 1, length: int = 64, heads: int = 16, kv_heads: int = 16) -> tuple[jax.Array, ...]:
+def qkv(
+    batch: int = 1, length: int = 64, heads: int = 16, kv_heads: int = 16
+) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
     return tuple(
-        jax.random.normal(key, (batch, length, n, 8)) for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+        jax.random.normal(key, (batch, length, n, 8))
+        for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
     )
 
 
 CASES = {
     "ulysses": (config("ulysses"), 1),
     "ulysses, 2 groups of heads": (config("ulysses", ulysses_attention_chunks=2), 1),
-    "ulysses, more groups asked than heads allow": (config("ulysses", ulysses_attention_chunks=5), 1),
+    "ulysses, more groups asked than heads allow": (
+        config("ulysses", ulysses_attention_chunks=5),
+        1,
+    ),
     "2 x 4": (config("ulysses_ring", ulysses_shards=4), 1),
     "4 x 2": (config("ulysses_ring", ulysses_shards=2), 1),
-    "4 x 2 in 2 groups of heads": (config("ulysses_ring", ulysses_shards=2, ulysses_attention_chunks=2), 1),
+    "4 x 2 in 2 groups of heads": (
+        config("ulysses_ring", ulysses_shards=2, ulysses_attention_chunks=2),
+        1,
+    ),
     "8 x 1, a plain ring": (config("ulysses_ring", ulysses_shards=1), 1),
     "2 x 2 beside data": (config("ulysses_ring", context=4, ulysses_shards=2), 2),
 }
@@ -45,7 +54,9 @@ def test_the_plan_names_every_transfer(name: str) -> None:
     plan = ma.plan(ma.Call.of(x[0], x[1]), cfg, mesh)
 
     def train(*x):
-        return jax.value_and_grad(lambda *x: (ma.attention(*x, config=cfg, mesh=mesh) ** 2).sum(), (0, 1, 2))(*x)
+        return jax.value_and_grad(
+            lambda *x: (ma.attention(*x, config=cfg, mesh=mesh) ** 2).sum(), (0, 1, 2)
+        )(*x)
 
     jaxpr = jax.make_jaxpr(train)(*x).jaxpr
     named = {"all_to_all": 0, "ppermute": 0}
@@ -57,7 +68,9 @@ def test_the_plan_names_every_transfer(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_masks_with_heads_and_a_full_bias(name: str) -> None:
-    """Each device attends with some heads over some queries: it must take that part of a table and of a bias."""
+    """Each device attends with some heads over some queries: it must take that part of a table and
+    of a bias.
+    """
     cfg, batch = CASES[name]
     q, k, v = qkv(batch, length=37, kv_heads=4)
     rng = np.random.default_rng(0)
@@ -66,7 +79,9 @@ def test_masks_with_heads_and_a_full_bias(name: str) -> None:
     mesh = cfg.make_mesh()
 
     def run(q, k, v, bias):
-        return ma.attention(q, k, v, mask=M.Dense(table) & M.Causal(), bias=bias, config=cfg, mesh=mesh)
+        return ma.attention(
+            q, k, v, mask=M.Dense(table) & M.Causal(), bias=bias, config=cfg, mesh=mesh
+        )
 
     out, vjp = jax.vjp(jax.jit(run), q, k, v, bias)
     want = attention64(q, k, v, table & np.tri(37, dtype=bool), bias, dout=np.ones(out.shape))
@@ -77,14 +92,20 @@ def test_masks_with_heads_and_a_full_bias(name: str) -> None:
 def test_groups_that_do_not_divide_are_refused() -> None:
     cfg = config("ulysses_ring", ulysses_shards=4)
     q, k, _ = qkv(heads=6, kv_heads=6)
-    with pytest.raises(Unsupported, match=r"6 heads must be a multiple of 4.*\n.*among 1, 2, 3, 6 devices"):
+    with pytest.raises(
+        Unsupported, match=r"6 heads must be a multiple of 4.*\n.*among 1, 2, 3, 6 devices"
+    ):
         ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
-    with pytest.raises(Unsupported, match=r"ulysses_shards=4 must divide the context axis, 6\n.*1, 2, 3, 6"):
+    with pytest.raises(
+        Unsupported, match=r"ulysses_shards=4 must divide the context axis, 6\n.*1, 2, 3, 6"
+    ):
         ma.plan(ma.Call.of(*qkv()[:2]), config("ulysses_ring", ulysses_shards=4), {"context": 6})
 
 
 def test_groups_on_a_mesh_of_the_users_own() -> None:
-    cfg = ma.AttentionConfig(attention="dot_product", context_parallel="ulysses_ring", ulysses_shards=2)
+    cfg = ma.AttentionConfig(
+        attention="dot_product", context_parallel="ulysses_ring", ulysses_shards=2
+    )
     mesh = config("ulysses_ring").make_mesh()
     q, k, v = qkv()
     assert "4 groups of 2" in ma.plan(ma.Call.of(q, k), cfg, mesh).explain()

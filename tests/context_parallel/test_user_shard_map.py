@@ -1,4 +1,6 @@
-"""Inside a user's `shard_map` the arrays are local, whether or not it checks what varies over its axes."""
+"""Inside a user's `shard_map` the arrays are local, whether or not it checks what varies over its
+axes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from maxattn import masks as M
 KERNELS = {
     "dense": ma.AttentionConfig(attention="dot_product"),
     "blockwise": ma.AttentionConfig(
-        attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=5, key_chunk_size=4
+        attention="dot_product",
+        use_memory_efficient_attention=True,
+        query_chunk_size=5,
+        key_chunk_size=4,
     ),
 }
 
@@ -27,7 +32,9 @@ def operands() -> tuple[jax.Array, ...]:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("axes", [{"data"}, {"data", "context"}], ids=["context is left to us", "all are the user's"])
+@pytest.mark.parametrize(
+    "axes", [{"data"}, {"data", "context"}], ids=["context is left to us", "all are the user's"]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
@@ -38,10 +45,16 @@ def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> No
     def local(q, k, v, bias):
         return ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS[kernel], mesh=mesh)
 
-    # Unchecked, jax does not sum the gradient of what is shared: there every device has its own k and v.
+    # Unchecked, jax does not sum the gradient of what is shared: there every device has its own k
+    # and v.
     shared = whole if checked else spec
     mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec, shared, shared, whole), out_specs=spec, axis_names=axes, check_vma=checked
+        local,
+        mesh=mesh,
+        in_specs=(spec, shared, shared, whole),
+        out_specs=spec,
+        axis_names=axes,
+        check_vma=checked,
     )
 
     def loss(q, k, v):
@@ -49,7 +62,9 @@ def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> No
 
     def same(q, k, v):
         k, v = (jnp.concatenate([x, x]) for x in (k, v))
-        return (ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS["dense"]) ** 2).sum()
+        return (
+            ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS["dense"]) ** 2
+        ).sum()
 
     got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (loss, same))
     assert jnp.allclose(got[0], want[0], rtol=1e-5)

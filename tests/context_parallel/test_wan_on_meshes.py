@@ -32,7 +32,9 @@ PROMPTS = ["a seven moving left", "an eight moving up"] * 4
 
 
 def settings(sizes: dict[str, int], attention: dict[str, Any] | None = None) -> Settings:
-    axes: dict[str, Any] = {f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}
+    axes: dict[str, Any] = {
+        f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()
+    }
     return Settings(**axes, **attention or {})
 
 
@@ -48,7 +50,9 @@ def results(config: Settings, mesh: jax.sharding.Mesh | None):
     if mesh is not None:
         video, words = (jax.device_put(x, batch_sharding(mesh, x.ndim)) for x in (video, words))
     out = nnx.jit(lambda m, v, w: m(v, jnp.full(8, 0.3), w))(model, video, words)
-    step = nnx.jit(nnx.value_and_grad(lambda m: loss_of(m, video, words, jax.random.key(2), config.training)))
+    step = nnx.jit(
+        nnx.value_and_grad(lambda m: loss_of(m, video, words, jax.random.key(2), config.training))
+    )
     loss, grads = step(model)
     return out, loss, nnx.to_pure_dict(grads), model
 
@@ -65,9 +69,13 @@ def test_output_loss_and_gradients_are_those_of_one_device(name: str, one_device
     want_out, want_loss, want_grads, _ = one_device
     np.testing.assert_allclose(out, want_out, atol=2e-5 * float(jnp.abs(want_out).max()))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
+    ):
         scale = max(float(jnp.abs(want).max()), 1e-3)
         np.testing.assert_allclose(got, want, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
     if "fsdp" in MESHES[name]:
         kernel = model.blocks[0].attn1.to_q.kernel.get_value()
-        assert kernel.sharding.shard_shape(kernel.shape)[0] == kernel.shape[0] // MESHES[name]["fsdp"]
+        assert (
+            kernel.sharding.shard_shape(kernel.shape)[0] == kernel.shape[0] // MESHES[name]["fsdp"]
+        )

@@ -1,4 +1,6 @@
-"""Zig-zag: the work is even, the numbers are those of one device, and the plan says why it was or was not taken."""
+"""Zig-zag: the work is even, the numbers are those of one device, and the plan says why it was or
+was not taken.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TPU = ma.Target.named("TPU v5p")
 
 @pytest.fixture
 def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let permutes cost nothing on a CPU, so that every uneven mask is dealt out, at test lengths too."""
+    """Let permutes cost nothing on a CPU, so that every uneven mask is dealt out, at test lengths
+    too.
+    """
     free = maxattn_devices.MACHINES["cpu"]._replace(exchange=1e30)
     monkeypatch.setitem(maxattn_devices.MACHINES, "cpu", free)
     monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
@@ -34,18 +38,23 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def config(context: int, strategy: str = "ring", **more: Any) -> ma.AttentionConfig:
     sizes = {"ici_data_parallelism": 8 // context, "ici_context_parallelism": context}
-    return ma.AttentionConfig(attention=strategy, **{"attention_kernel": "dot_product"} | more, **sizes)
+    return ma.AttentionConfig(
+        attention=strategy, **{"attention_kernel": "dot_product"} | more, **sizes
+    )
 
 
-# ---- the work --------------------------------------------------------------------------------------------------------
+# ---- the work ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [4, 8])
 def test_causal_work_of_every_device_is_equal_in_every_hop(n: int) -> None:
     length = 64 * n
     causal = M.Causal().bind(length, length)
-    contiguous, dealt = (Layout(n, runs).work(causal, length, length).sum(axis=(2, 3)) for runs in (1, 2))
-    # [device, hop]: no two devices differ in a hop, where in contiguous order the first has nothing to do after hop 0.
+    contiguous, dealt = (
+        Layout(n, runs).work(causal, length, length).sum(axis=(2, 3)) for runs in (1, 2)
+    )
+    # [device, hop]: no two devices differ in a hop, where in contiguous order the first has nothing
+    # to do after hop 0.
     assert (dealt == dealt[0]).all()
     assert (contiguous[0, 1:] == 0).all()
     assert (contiguous[-1, 1:] == 64 * 64).all()
@@ -59,10 +68,12 @@ def test_every_device_computes_two_of_four_pieces_after_its_own(n: int) -> None:
     assert (pieces[:, 1:].sum(axis=(2, 3)) == 2).all()
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
-def decided(mask: M.Mask | None, length: int, context: int = 8, target: ma.Target = TPU, **more: Any) -> ma.Plan:
+def decided(
+    mask: M.Mask | None, length: int, context: int = 8, target: ma.Target = TPU, **more: Any
+) -> ma.Plan:
     x = jax.ShapeDtypeStruct((8, length, 8, 128), "bfloat16")
     asked = ma.AttentionConfig(attention="ring", **more)
     return ma.plan(ma.Call.of(x, x, mask=mask), asked, {"context": context}, target)
@@ -74,7 +85,9 @@ def test_it_is_chosen_for_long_causal_work_and_said() -> None:
     assert "ring over 8, zig-zag" in plan.explain()
     assert "2 x 2048 queries" in plan.explain()
     (note,) = plan.notes
-    assert note.startswith("zig-zag: the slowest devices' work is 1.00 of the mean, in contiguous order 1.87;")
+    assert note.startswith(
+        "zig-zag: the slowest devices' work is 1.00 of the mean, in contiguous order 1.87;"
+    )
     assert "not measured by us" in note
 
 
@@ -82,10 +95,16 @@ def test_it_is_chosen_for_long_causal_work_and_said() -> None:
     ("mask", "length", "why"),
     [
         (M.Causal(), 64, "its permutes cost"),
-        (M.BlockSlidingWindow(1560, 7), 32760, "no zig-zag: with it the slowest devices' work is 1.78 of the mean"),
+        (
+            M.BlockSlidingWindow(1560, 7),
+            32760,
+            "no zig-zag: with it the slowest devices' work is 1.78 of the mean",
+        ),
     ],
 )
-def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(mask: M.Mask, length: int, why: str) -> None:
+def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(
+    mask: M.Mask, length: int, why: str
+) -> None:
     plan = decided(mask, length)
     assert plan.context.runs == 1
     (note,) = plan.notes
@@ -103,13 +122,17 @@ def test_lengths_are_padded_to_two_runs_of_every_device() -> None:
     assert decided(None, 32760).q_len == 32760
 
 
-# ---- the numbers -----------------------------------------------------------------------------------------------------
+# ---- the numbers ---------------------------------------------------------------------------------
 
 AXES = {
     "strategy": ["ring", "2 x ring 2"],
     "context": [4],
     "kernel": ["dense", "flash"],
-    "mask": [m for m in MASKS if "causal" in m or m in ("window", "window | sink", "not segments", "rows empty")],
+    "mask": [
+        m
+        for m in MASKS
+        if "causal" in m or m in ("window", "window | sink", "not segments", "rows empty")
+    ],
     "heads": ["8 of 8", "8 of 2"],
     "length": ["odd", "64", "cross", "short"],
     "bias": list(BIASES),
@@ -117,7 +140,11 @@ AXES = {
 }
 KERNELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "blockwise": {"use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24},
+    "blockwise": {
+        "use_memory_efficient_attention": True,
+        "query_chunk_size": 8,
+        "key_chunk_size": 24,
+    },
     "flash": {"attention_kernel": "flash"},
 }
 
@@ -136,7 +163,12 @@ def check(case: dict) -> None:
     shards = {} if case["strategy"] == "ring" else {"ulysses_shards": 2}
     asked = config(case["context"], "ulysses_ring" if shards else "ring", **kernel, **shards)
     case = case | {"head_dim": 16, "batch": 8}
-    judge(case, run_case(case, asked, asked.make_mesh(), compiler_options={"xla_backend_optimization_level": 0}))
+    judge(
+        case,
+        run_case(
+            case, asked, asked.make_mesh(), compiler_options={"xla_backend_optimization_level": 0}
+        ),
+    )
 
 
 FEW = {
@@ -151,7 +183,9 @@ def test_against_one_device_in_float64(case: dict, free_permutes: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES | {"context": [4, 8], "kernel": list(KERNELS)}, legal), ids=name)
+@pytest.mark.parametrize(
+    "case", pairwise(AXES | {"context": [4, 8], "kernel": list(KERNELS)}, legal), ids=name
+)
 def test_against_one_device_in_float64_on_eight(case: dict, free_permutes: None) -> None:
     check(case)
 
@@ -166,16 +200,22 @@ def test_those_cases_are_dealt_out(free_permutes: None) -> None:
 def test_the_plan_names_every_permute(free_permutes: None) -> None:
     asked = config(8)
     mesh, rng = asked.make_mesh(), np.random.default_rng(0)
-    q, k, v = (jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3)
+    )
     ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, 64)), 1), jnp.int32)
     for mask, bias in (
-        (M.Causal(), None), (M.Causal() & M.Segments(ids, ids), None), (M.Causal(), jnp.ones((1, 4, 64, 64))),
+        (M.Causal(), None),
+        (M.Causal() & M.Segments(ids, ids), None),
+        (M.Causal(), jnp.ones((1, 4, 64, 64))),
         (M.Causal() & M.KeyPadding(np.array([50])), jnp.ones((1, 1, 1, 64))),
-    ):  # fmt: skip
+    ):
 
         def step(q, k, v, bias, mask=mask):
             def loss(q, k, v, bias):
-                return (ma.attention(q, k, v, mask=mask, bias=bias, config=asked, mesh=mesh) ** 2).sum()
+                return (
+                    ma.attention(q, k, v, mask=mask, bias=bias, config=asked, mesh=mesh) ** 2
+                ).sum()
 
             return jax.grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
 

@@ -1,4 +1,6 @@
-"""Puts `examples/` on the path, as it is for a user who runs a script in it, and a model small enough to test with."""
+"""Puts `examples/` on the path, as it is for a user who runs a script in it, and a model small
+enough to test with.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +42,10 @@ def small(tmp_path: Path) -> Settings:
     """A model of one narrow block, three steps of training, and a folder of its own."""
     training = SHORT | {"output_dir": str(tmp_path / "run")}
     return Settings.model_validate(
-        {"model": SMALL, "data": {"held_out": HELD_OUT}, "training": training, "sampling": {"num_inference_steps": 2}}
+        {
+            "model": SMALL,
+            "data": {"held_out": HELD_OUT},
+            "training": training,
+            "sampling": {"num_inference_steps": 2},
+        }
     )

@@ -23,7 +23,9 @@ def fixture(case: str) -> Tensors:
 
 
 def part(tensors: Tensors, prefix: str) -> Tensors:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+    }
 
 
 def channels_last(x: np.ndarray) -> jax.Array:
@@ -35,7 +37,9 @@ def channels_second(x: Any) -> np.ndarray:
 
 
 def compare(
-    model: nnx.Module, theirs: Tensors, call: Callable[[Any, jax.Array, dict[str, jax.Array]], jax.Array]
+    model: nnx.Module,
+    theirs: Tensors,
+    call: Callable[[Any, jax.Array, dict[str, jax.Array]], jax.Array],
 ) -> None:
     """Hold output (2e-5 of its scale) and all gradients (1e-4 of each one's) against theirs.
 

@@ -1,4 +1,6 @@
-"""Folders in diffusers' format, made of fixtures without diffusers, and the commands that draw from them."""
+"""Folders in diffusers' format, made of fixtures without diffusers, and the commands that draw from
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ FIXTURES = Path(runs.__file__).parent
 SIZES: dict[str, dict[str, Any]] = {
     "wan": made.MODEL | {"_class_name": "WanTransformer3DModel"},
     "wan_i2v": made.MODEL | made.IMAGE | {"_class_name": "WanTransformer3DModel"},
-    "sdxl": made.UNET | {
-        "_class_name": "UNet2DConditionModel", "addition_embed_type": "text_time", "use_linear_projection": True
+    "sdxl": made.UNET
+    | {
+        "_class_name": "UNet2DConditionModel",
+        "addition_embed_type": "text_time",
+        "use_linear_projection": True,
     },
-}  # fmt: skip
+}
 VAES = {"sdxl": {"block_out_channels": [4, 4]}}
 # float32 all through, as the fixtures are.
 EXACT = (
@@ -44,7 +49,9 @@ def pipeline(path: Path, name: str, which: str) -> Path:
     (model / "config.json").write_text(json.dumps(SIZES[name]))
     kind, options = runs.SCHEDULERS[name][which]
     (path / "scheduler").mkdir()
-    (path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": kind} | options))
+    (path / "scheduler" / "scheduler_config.json").write_text(
+        json.dumps({"_class_name": kind} | options)
+    )
     if name in VAES:
         (path / "vae").mkdir()
         (path / "vae" / "config.json").write_text(json.dumps(VAES[name]))
@@ -55,14 +62,23 @@ def told(path: Path, name: str) -> tuple[dict[str, np.ndarray], list[str]]:
     """Write the embeddings and noise of a fixture; return it, and the options that name them."""
     held = load_file(FIXTURES / f"diffusers_run_{name}.safetensors")
     save_file({"noise": held["noise"]}, path / "noise.safetensors")
-    arrays = {key: value for key, value in held.items() if key != "noise" and not key.startswith("out.")}
+    arrays = {
+        key: value for key, value in held.items() if key != "noise" and not key.startswith("out.")
+    }
     save_file(arrays, path / "told.safetensors")
-    return held, ["--embeddings", str(path / "told.safetensors"), "--noise", str(path / "noise.safetensors")]
+    return held, [
+        "--embeddings",
+        str(path / "told.safetensors"),
+        "--noise",
+        str(path / "noise.safetensors"),
+    ]
 
 
 def sizes_of(name: str) -> list[str]:
     """Name the size of a fixture's samples."""
-    return [f"{'frames' if key == 'num_frames' else key}={value}" for key, value in SIZE[name].items()]
+    return [
+        f"{'frames' if key == 'num_frames' else key}={value}" for key, value in SIZE[name].items()
+    ]
 
 
 def draw(name: str, *arguments: str) -> None:
@@ -73,7 +89,12 @@ def draw(name: str, *arguments: str) -> None:
     import generate_wan
     from generate.command import arguments_of
 
-    config = {"wan": "wan_1_3b.yml", "wan_i2v": "wan_i2v_14b.yml", "sdxl": "sdxl.yml", "demo": "wan_tiny.yml"}[name]
+    config = {
+        "wan": "wan_1_3b.yml",
+        "wan_i2v": "wan_i2v_14b.yml",
+        "sdxl": "sdxl.yml",
+        "demo": "wan_tiny.yml",
+    }[name]
     sizes = [] if name in ("sdxl", "demo") else ["model.sizes=null", "sampling.timestep_shift=null"]
     command = generate_sdxl if name == "sdxl" else generate_wan
     command.main(arguments_of("", [str(ROOT / "configs" / config), *sizes, *map(str, arguments)]))

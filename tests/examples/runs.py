@@ -1,4 +1,6 @@
-"""Runs the training command as a user does, in processes of its own; one device each, unless more are asked for."""
+"""Runs the training command as a user does, in processes of its own; one device each, unless more
+are asked for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import numpy as np
 from .conftest import HELD_OUT, ROOT, SMALL
 
 COMMAND = (sys.executable, str(ROOT / "examples" / "train_wan.py"))
-# How long a run may say nothing: it imports and compiles in silence, and the machine may be busy with other things.
+# How long a run may say nothing: it imports and compiles in silence, and the machine may be busy
+# with other things.
 SILENCE = 600.0
 
 
@@ -28,7 +31,13 @@ def config(folder: Path, **training: Any) -> Path:
     values = {
         "model": SMALL,
         "data": {"held_out": HELD_OUT},
-        "training": {"batch_size": 8, "warmup_steps": 2, "output_dir": str(folder / "run"), "log_every": 1} | training,
+        "training": {
+            "batch_size": 8,
+            "warmup_steps": 2,
+            "output_dir": str(folder / "run"),
+            "log_every": 1,
+        }
+        | training,
         "sampling": {"per_prompt": 0},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +74,9 @@ def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> li
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     who = ("--coordinator", f"localhost:{port}", "--num-processes", str(processes), "--process-id")
-    return finish_all([start(path, *overrides, *who, str(i), devices=devices) for i in range(processes)])
+    return finish_all(
+        [start(path, *overrides, *who, str(i), devices=devices) for i in range(processes)]
+    )
 
 
 def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
@@ -81,7 +92,8 @@ def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
 def lines(*started: subprocess.Popen[str]) -> Iterator[tuple[int, str]]:
     """Yield each line that processes print, and which printed it, until all have ended.
 
-    Time limits are on progress: where none prints a line for `SILENCE` seconds, all are killed, and this fails.
+    Time limits are on progress: where none prints a line for `SILENCE` seconds, all are killed, and
+    this fails.
     """
     heard: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
@@ -118,4 +130,7 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
         # As numpy, whatever devices wrote it.
         how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
         tree = reader.restore(path, restore_args=how)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -31,7 +31,9 @@ def test_a_video_in_pictures():
     scan = np.zeros((8, 8), np.uint8)
     scan[0, 0] = 1
     data = DataSettings(frames=3, canvas=10, lane_spread=0)
-    seen = {d: [tuple(np.argwhere(f)[0]) for f in digits.move(scan, d, 1, 0, data)] for d in DIRECTIONS}
+    seen = {
+        d: [tuple(np.argwhere(f)[0]) for f in digits.move(scan, d, 1, 0, data)] for d in DIRECTIONS
+    }
     assert seen == {
         "left": [(1, 2), (1, 1), (1, 0)],
         "right": [(1, 0), (1, 1), (1, 2)],

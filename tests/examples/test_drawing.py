@@ -66,7 +66,9 @@ def test_all_forty_are_drawn_judged_and_written(
         assert gif.n_frames == 5
 
 
-def test_one_prompt_is_drawn_and_named(small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]):
+def test_one_prompt_is_drawn_and_named(
+    small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]
+):
     assert len(draw_prompt(model, "a seven moving left", small)) == 10
     folder = Path(small.training.output_dir)
     assert (folder / "a_seven_moving_left.png").exists()
@@ -127,14 +129,37 @@ def test_a_loss_curve_of_any_length(count: int, tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "overrides", "words"),
     [
-        ("train_wan.py", ["attention=cudn"], ("error: override 1: attention: cudn", "did you mean 'cudnn'?")),
-        ("generate_wan.py", ["output_dir=nowhere"], ("error: training.output_dir: nowhere", "train_wan.py")),
-        ("generate_wan.py", ["output_dir=nowhere", "per_prompt=0"], ("error: sampling.per_prompt: 0", "use 1 or more")),
-        ("generate_wan.py", ["output_dir=nowhere", "prompt=a cat"], ("error: prompt: 'a cat'", "use the words a, an")),
+        (
+            "train_wan.py",
+            ["attention=cudn"],
+            ("error: override 1: attention: cudn", "did you mean 'cudnn'?"),
+        ),
+        (
+            "generate_wan.py",
+            ["output_dir=nowhere"],
+            ("error: training.output_dir: nowhere", "train_wan.py"),
+        ),
+        (
+            "generate_wan.py",
+            ["output_dir=nowhere", "per_prompt=0"],
+            ("error: sampling.per_prompt: 0", "use 1 or more"),
+        ),
+        (
+            "generate_wan.py",
+            ["output_dir=nowhere", "prompt=a cat"],
+            ("error: prompt: 'a cat'", "use the words a, an"),
+        ),
     ],
 )
-def test_a_mistake_ends_with_a_message_and_no_traceback(script: str, overrides: list[str], words: tuple[str, ...]):
-    command = [sys.executable, str(ROOT / "examples" / script), str(ROOT / "configs" / "wan_tiny.yml"), *overrides]
+def test_a_mistake_ends_with_a_message_and_no_traceback(
+    script: str, overrides: list[str], words: tuple[str, ...]
+):
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / script),
+        str(ROOT / "configs" / "wan_tiny.yml"),
+        *overrides,
+    ]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "Traceback" not in found.stderr

@@ -22,7 +22,9 @@ def real() -> tuple[np.ndarray, list[str]]:
     """Two hundred videos of digits that the judge was not fitted on."""
     source = digits.DigitVideos(DATA, "test")
     chosen = range(0, 7180, 36)
-    return np.stack([source.frames(i) for i in chosen]).astype(float), [source.prompt(i) for i in chosen]
+    return np.stack([source.frames(i) for i in chosen]).astype(float), [
+        source.prompt(i) for i in chosen
+    ]
 
 
 def test_real_digits_are_named(judge: Judge):
@@ -45,7 +47,10 @@ def test_upright_is_not_lying(judge: Judge, real: tuple[np.ndarray, list[str]]):
 
 def test_another_prompt_is_wrong(judge: Judge, real: tuple[np.ndarray, list[str]]):
     videos, prompts = real
-    other = [f"a{'n' if word == 'eight' else ''} {word} moving {way}" for word, way in map(next_of, prompts)]
+    other = [
+        f"a{'n' if word == 'eight' else ''} {word} moving {way}"
+        for word, way in map(next_of, prompts)
+    ]
     found = judge.score(videos, other)
     assert found.direction == 0
     assert found.digit < 0.05 * len(videos)
@@ -67,7 +72,9 @@ def test_noise_is_named_by_chance(judge: Judge, real: tuple[np.ndarray, list[str
 
 
 def test_an_empty_video_is_no_error(judge: Judge):
-    assert judge.score(np.zeros((2, 5, 12, 12)), ["a one moving up", "a one moving left"]).videos == 2
+    assert (
+        judge.score(np.zeros((2, 5, 12, 12)), ["a one moving up", "a one moving left"]).videos == 2
+    )
 
 
 def test_the_centre_of_ink():

@@ -26,7 +26,9 @@ class Oracle(nnx.Module):
     def encode(self, words: jax.Array) -> None:
         """Nothing to precompute."""
 
-    def __call__(self, video: jax.Array, t: jax.Array, words: jax.Array, kv: None = None) -> jax.Array:
+    def __call__(
+        self, video: jax.Array, t: jax.Array, words: jax.Array, kv: None = None
+    ) -> jax.Array:
         empty = (words == text.PAD).all(-1)[:, None, None, None, None]
         meant = jnp.where(empty, self.untold[...], self.told[...])
         return (video - meant) / t[:, None, None, None, None]
@@ -46,7 +48,9 @@ def test_shifted_times_keep_their_ends_and_order():
 @pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
 def test_a_straight_path_is_walked_to_its_end(steps: int, shift: float, scale: float):
     oracle, noise = Oracle(), jax.random.normal(jax.random.key(0), SHAPE)
-    sampling = SamplingSettings(num_inference_steps=steps, guidance_scale=scale, timestep_shift=shift)
+    sampling = SamplingSettings(
+        num_inference_steps=steps, guidance_scale=scale, timestep_shift=shift
+    )
     found = sample(oracle, WORDS, noise, sampling)
     told, untold = oracle.told[...], oracle.untold[...]
     wanted = untold + scale * (told - untold)
@@ -68,9 +72,9 @@ def test_the_loss_of_a_constant_is_what_theory_says():
     video, training = jnp.ones((64, 5, 12, 12, 1)), TrainingSettings()
     words = jnp.zeros((64, 4), jnp.int32)
     for value, wanted in ((-1.0, 1.0), (0.0, 2.0), (1.0, 5.0)):
-        assert float(loss_of(Remembers(value), video, words, jax.random.key(0), training)) == pytest.approx(
-            wanted, 0.03
-        )
+        assert float(
+            loss_of(Remembers(value), video, words, jax.random.key(0), training)
+        ) == pytest.approx(wanted, 0.03)
 
 
 class Sees(nnx.Module):

@@ -1,4 +1,6 @@
-"""Flux's double block with diffusers' weights: diffusers' numbers, on one device and over context."""
+"""Flux's double block with diffusers' weights: diffusers' numbers, on one device and over
+context.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DENSE = ma.AttentionConfig(attention="dot_product")
 
 
 def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> None:
-    """Hold text and picture against theirs to 2e-5 of their scale, all gradients to 1e-4 of each one's."""
+    """Hold text and picture against theirs to 2e-5 of their scale, all gradients to 1e-4 of each
+    one's.
+    """
     given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
     block = nnx.eval_shape(lambda: FluxBlock(32, made.FLUX_HEADS, config, mesh, rngs=nnx.Rngs(0)))
     weights.load_diffusers(block, part(theirs, "weights."), mesh=mesh)
@@ -61,9 +65,11 @@ def test_the_block_is_diffusers() -> None:
 def test_over_context_it_is_the_same(context: int, strategy: str) -> None:
     # 17 tokens in all: no number of devices divides them.
     config = ma.AttentionConfig(
-        attention="dot_product", context_parallel=strategy,  # type: ignore[arg-type]
-        ici_data_parallelism=1, ici_context_parallelism=context,
-    )  # fmt: skip
+        attention="dot_product",
+        context_parallel=strategy,  # type: ignore[arg-type]
+        ici_data_parallelism=1,
+        ici_context_parallelism=context,
+    )
     compare(fixture("flux_block"), config, config.make_mesh(jax.devices()[:context]))
 
 
@@ -73,7 +79,10 @@ def test_live() -> None:
 
 def test_a_mask_hides_tokens_of_the_text_from_both() -> None:
     block = ma.JointAttention(16, 12, heads=2, dim_head=8, config=DENSE, rngs=nnx.Rngs(0))
-    x, text = jax.random.normal(jax.random.key(0), (2, 6, 16)), jax.random.normal(jax.random.key(1), (2, 4, 12))
+    x, text = (
+        jax.random.normal(jax.random.key(0), (2, 6, 16)),
+        jax.random.normal(jax.random.key(1), (2, 4, 12)),
+    )
     seen = jnp.arange(10)[None] != 3
     mask = ma.masks.KeyPadding(jnp.broadcast_to(seen, (2, 10)))
     moved = text.at[:, 3].add(1.0)

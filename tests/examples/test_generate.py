@@ -1,4 +1,6 @@
-"""Sampling from folders: whole runs are diffusers' pipelines; on meshes, with LoRA, in one call or two, the same."""
+"""Sampling from folders: whole runs are diffusers' pipelines; on meshes, with LoRA, in one call or
+two, the same.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,20 @@ def test_a_whole_run_is_diffusers(name: str, which: str, tmp_path: Path) -> None
 
 def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
     held, options = told(tmp_path, "wan")
-    mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=4", "ici_tensor_parallelism=2", "attention=ring")
+    mesh = (
+        "ici_fsdp_parallelism=1",
+        "ici_context_parallelism=4",
+        "ici_tensor_parallelism=2",
+        "attention=ring",
+    )
     got = run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, *mesh, "guidance_batched=false")
     check(got, held["out.unipc"])
 
 
 def lora(path: Path, model: Path) -> dict[str, np.ndarray]:
-    """Write LoRA weights for one layer of a Wan model and one of another part; return the model's weights with them."""
+    """Write LoRA weights for one layer of a Wan model and one of another part; return the model's
+    weights with them.
+    """
     draw_numbers, layer = np.random.default_rng(0), "blocks.1.attn1.to_q"
     down, up = (draw_numbers.standard_normal(shape, np.float32) for shape in ((2, 24), (24, 2)))
     tensors = {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
@@ -59,17 +68,30 @@ def lora(path: Path, model: Path) -> dict[str, np.ndarray]:
     return weights | {f"{layer}.weight": weights[f"{layer}.weight"] + 0.5 * up @ down}
 
 
-def test_samples_of_their_own_and_merged_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_their_own_and_merged_lora(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
     merged = lora(tmp_path / "lora.safetensors", folder)
     no_noise = options[:2]
     many = run(
-        folder, "wan", *no_noise, "--lora", tmp_path / "lora.safetensors", "--lora-scale", 0.5, "--per-prompt", 9
+        folder,
+        "wan",
+        *no_noise,
+        "--lora",
+        tmp_path / "lora.safetensors",
+        "--lora-scale",
+        0.5,
+        "--per-prompt",
+        9,
     )
     said = capsys.readouterr().out
     assert "9 samples in 24 rows of the model, 6 of them to fill up the 8 devices" in said
-    assert "LoRA weights of 1 layers merged, times 0.5; 1 tensors for other parts than transformer are not" in said
+    assert (
+        "LoRA weights of 1 layers merged, times 0.5; 1 tensors for other parts than transformer"
+        " are not" in said
+    )
     assert many.shape == (9, 4, 3, 4, 6)
     assert len({sample.tobytes() for sample in many}) == 9, "each from noise of its own"
     (tmp_path / "trained").mkdir()
@@ -79,11 +101,20 @@ def test_samples_of_their_own_and_merged_lora(tmp_path: Path, capsys: pytest.Cap
 
 def test_what_a_run_says_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, options = told(tmp_path, "wan")
-    run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, "guidance_scale=1", "ici_context_parallelism=8")
+    run(
+        pipeline(tmp_path, "wan", "unipc"),
+        "wan",
+        *options,
+        "guidance_scale=1",
+        "ici_context_parallelism=8",
+    )
     said = capsys.readouterr().out
     for line in (
         "self-attention  B=1 T=S=18 N=2 H=12 f32   mesh context=8",
-        "sampler   unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/",
+        (
+            "sampler   unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction"
+            " (scheduler/"
+        ),
         "guidance  none",
         "latents   [4, 3, 4, 6]",
         "rows      1 samples in 1 rows of the model\n",
@@ -96,13 +127,16 @@ def test_what_a_run_says_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert file.metadata() == {"model": str(tmp_path), "scaled": "true"}
 
 
-# ---- what cannot be drawn is said before anything is read ------------------------------------------------------------
+# ---- what cannot be drawn is said before anything is read ----------------------------------------
 
 
 def spoiled(folder: Path, **arrays: np.ndarray | None) -> None:
     """Change arrays of the embeddings file; None leaves one out."""
     held = load_file(folder / "told.safetensors") | arrays
-    save_file({key: value for key, value in held.items() if value is not None}, folder / "told.safetensors")
+    save_file(
+        {key: value for key, value in held.items() if value is not None},
+        folder / "told.safetensors",
+    )
 
 
 OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
@@ -116,19 +150,32 @@ WRONG = {
     "image_unwanted": ("wan", (*PROMPT, *OUT, "--image", "first.png")),
     "file_for_another_model": ("wan_i2v", (*TOLD, *OUT)),
     "file_missing": ("wan", ("--embeddings", "gone.safetensors", *OUT)),
-    "noise_of_another_size": ("wan", (*TOLD, *OUT, "--noise", "noise.safetensors", "--width", "64")),
-    "nowhere_to_write": ("wan", (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors")),
+    "noise_of_another_size": (
+        "wan",
+        (*TOLD, *OUT, "--noise", "noise.safetensors", "--width", "64"),
+    ),
+    "nowhere_to_write": (
+        "wan",
+        (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors"),
+    ),
     "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_drawn_is_said_first(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_drawn_is_said_first(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, arguments = WRONG[case]
     told(tmp_path, "wan" if case == "file_for_another_model" else name)
     pipeline(tmp_path, name, next(iter(runs.SCHEDULERS[name])))
     if case == "file_for_another_model":
-        spoiled(tmp_path, text=np.ones((3, 7, 9), np.float32), negative_text=None, pooled=np.ones((2, 5), np.float32))
+        spoiled(
+            tmp_path,
+            text=np.ones((3, 7, 9), np.float32),
+            negative_text=None,
+            pooled=np.ones((2, 5), np.float32),
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("generate.checks.find_spec", lambda name: object())
     with pytest.raises(ConfigError) as error:
@@ -137,7 +184,9 @@ def test_what_cannot_be_drawn_is_said_first(case: str, tmp_path: Path, monkeypat
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_without_torch_both_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_both_ways_out_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline(tmp_path, "wan", "unipc")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("generate.checks.find_spec", lambda name: None)
@@ -146,7 +195,9 @@ def test_without_torch_both_ways_out_are_named(tmp_path: Path, monkeypatch: pyte
     check_golden("generate/without_torch", str(error.value))
 
 
-def test_embed_and_decode_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embed_and_decode_say_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import decode
     import embed
 
@@ -156,7 +207,11 @@ def test_embed_and_decode_say_what_they_need(tmp_path: Path, monkeypatch: pytest
     Path("vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     save_file({"latents": np.ones((1, 4, 3, 4, 6), np.float32)}, "latents.safetensors")
     asked = {
-        "embed": (embed, "StableDiffusionXLPipeline", ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"]),
+        "embed": (
+            embed,
+            "StableDiffusionXLPipeline",
+            ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"],
+        ),
         "embed_other": (embed, "FluxPipeline", ["--prompt", "a fox", "--to", "file"]),
         "decode": (decode, "StableDiffusionXLPipeline", ["latents.safetensors", "--out", "out"]),
     }
@@ -167,7 +222,9 @@ def test_embed_and_decode_say_what_they_need(tmp_path: Path, monkeypatch: pytest
         check_golden(f"generate/{name}", str(error.value))
 
 
-def test_decode_and_embed_say_all_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_and_embed_say_all_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import decode
     import embed
 
@@ -186,23 +243,45 @@ def test_decode_and_embed_say_all_that_is_not_there(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["wan", "sdxl"])
 def test_a_model_s_folder_that_is_not_there(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"):
+    with pytest.raises(
+        ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"
+    ):
         draw(name, "--model", tmp_path / "nowhere", *PROMPT, "--out", tmp_path / "out")
 
 
-def test_models_that_are_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(tmp_path, "wan")
     pipeline(tmp_path, "wan", "unipc")
     monkeypatch.chdir(tmp_path)
-    two = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    two = {
+        "_class_name": "WanPipeline",
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        "boundary_ratio": 0.9,
+    }
     Path("model_index.json").write_text(json.dumps(two))
     with pytest.raises(ConfigError) as error:
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
     check_golden("generate/two_transformers", str(error.value))
     Path("model_index.json").unlink()
-    with pytest.raises(ConfigError, match=r"sampling\.compiler_options: xla_none=1\n.*No such compile option"):
-        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT, "sampling.compiler_options=[xla_none=1]")
-    two_images = json.loads(Path("transformer/config.json").read_text()) | made.IMAGE | {"pos_embed_seq_len": 10}
+    with pytest.raises(
+        ConfigError, match=r"sampling\.compiler_options: xla_none=1\n.*No such compile option"
+    ):
+        draw(
+            "wan",
+            "--model",
+            ".",
+            *sizes_of("wan"),
+            *TOLD,
+            *OUT,
+            "sampling.compiler_options=[xla_none=1]",
+        )
+    two_images = (
+        json.loads(Path("transformer/config.json").read_text())
+        | made.IMAGE
+        | {"pos_embed_seq_len": 10}
+    )
     Path("transformer/config.json").write_text(json.dumps(two_images))
     with pytest.raises(ConfigError, match="first and last frame"):
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)

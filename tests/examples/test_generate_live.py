@@ -1,4 +1,6 @@
-"""From a prompt to pixels, beside diffusers' own pipelines: where torch, diffusers and transformers are installed."""
+"""From a prompt to pixels, beside diffusers' own pipelines: where torch, diffusers and transformers
+are installed.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,31 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
         pixels = np.random.default_rng(4).integers(0, 255, (20, 30, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "first.png")
         told["image"] = Image.open(folder / "first.png").convert("RGB")
-    told |= {"num_inference_steps": runs.STEPS, "guidance_scale": runs.GUIDANCE, "return_dict": False}
-    latents, pixels = (pipe(latents=torch.from_numpy(noise), output_type=kind, **told)[0] for kind in ("latent", "np"))
+    told |= {
+        "num_inference_steps": runs.STEPS,
+        "guidance_scale": runs.GUIDANCE,
+        "return_dict": False,
+    }
+    latents, pixels = (
+        pipe(latents=torch.from_numpy(noise), output_type=kind, **told)[0]
+        for kind in ("latent", "np")
+    )
     return latents.numpy(), np.asarray(pixels)[0] * 255
 
 
 def ours(name: str, folder: Path, *told: str) -> np.ndarray:
     """Draw with our command; return the latents."""
     file = folder / "latents.safetensors"
-    paths = ("--model", folder, "--noise", folder / "noise.safetensors", "--latents", file, "--out", folder / "out")
+    paths = (
+        "--model",
+        folder,
+        "--noise",
+        folder / "noise.safetensors",
+        "--latents",
+        file,
+        "--out",
+        folder / "out",
+    )
     draw(name, *paths, *told, *EXACT, *sizes_of(name))
     return load_file(file)["latents"]
 
@@ -65,7 +83,8 @@ def options(name: str, folder: Path, negative: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "negative"), [("wan", NEGATIVE), ("wan_i2v", NEGATIVE), ("sdxl", None), ("sdxl", NEGATIVE)]
+    ("name", "negative"),
+    [("wan", NEGATIVE), ("wan_i2v", NEGATIVE), ("sdxl", None), ("sdxl", NEGATIVE)],
 )
 def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) -> None:
     latents, pixels = theirs(name, tmp_path, negative)
@@ -83,9 +102,13 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
     import decode
 
     decode.main(
-        decode.arguments_of([str(tmp_path), str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "2")])
+        decode.arguments_of(
+            [str(tmp_path), str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "2")]
+        )
     )
-    files, again = (sorted(path for path in (tmp_path / of).rglob("*") if path.is_file()) for of in ("out", "2"))
+    files, again = (
+        sorted(path for path in (tmp_path / of).rglob("*") if path.is_file()) for of in ("out", "2")
+    )
     assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again], (
         "from a latents file the same"
     )
@@ -101,9 +124,17 @@ def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     import embed
 
-    size = [x for key, value in runs.VIDEO.items() for x in (f"--{key.removeprefix('num_')}", str(value))]
+    size = [
+        x
+        for key, value in runs.VIDEO.items()
+        for x in (f"--{key.removeprefix('num_')}", str(value))
+    ]
     file = tmp_path / "told.safetensors"
-    embed.main(embed.arguments_of([str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, "--to", str(file)]))
+    embed.main(
+        embed.arguments_of(
+            [str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, "--to", str(file)]
+        )
+    )
     got = ours(name, tmp_path, "--embeddings", str(file))
     hold(f"{name}, latents", {"": got}, {"": latents}, 1e-4)
 
@@ -115,7 +146,14 @@ def test_prompts_of_a_file_are_a_batch(tmp_path: Path) -> None:
 
     (tmp_path / "prompts.txt").write_text(f"a cat\n\n{PROMPT}\n")
     file = tmp_path / "told.safetensors"
-    how = ["--prompts", str(tmp_path / "prompts.txt"), "--negative-prompt", NEGATIVE, "--to", str(file)]
+    how = [
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--negative-prompt",
+        NEGATIVE,
+        "--to",
+        str(file),
+    ]
     embed.main(embed.arguments_of([str(tmp_path), *how]))
     assert load_file(file)["text"].shape == (2, 512, 8)
     noise = load_file(tmp_path / "noise.safetensors")["noise"]

@@ -1,4 +1,6 @@
-"""Several processes as one: which rows each loads, that they learn what one process learns, and who speaks."""
+"""Several processes as one: which rows each loads, that they learn what one process learns, and who
+speaks.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ STEPS = 20
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    return ma.AttentionConfig(**{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}).make_mesh()
+    return ma.AttentionConfig(
+        **{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}
+    ).make_mesh()
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def test_a_process_loads_the_rows_it_is_asked_for():
@@ -44,7 +48,9 @@ def test_a_process_loads_the_rows_it_is_asked_for():
     assert whole.get_state() == some.get_state(), "a checkpoint tells every process the same place"
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "context": 4}, {"context": 8}, {"data": 2, "fsdp": 4}])
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"data": 2, "context": 4}, {"context": 8}, {"data": 2, "fsdp": 4}]
+)
 def test_a_batch_lies_on_the_mesh_as_it_was(sizes: dict[str, int]):
     mesh, batch = mesh_of(**sizes), np.arange(48).reshape(16, 3)
     rows = hosts.rows_here(16, mesh)
@@ -55,7 +61,7 @@ def test_a_batch_lies_on_the_mesh_as_it_was(sizes: dict[str, int]):
     assert {shard.data.shape for shard in placed.addressable_shards} == {(16 // ways, 3)}
 
 
-# ---- joining ---------------------------------------------------------------------------------------------------------
+# ---- joining -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,8 +69,14 @@ def test_a_batch_lies_on_the_mesh_as_it_was(sizes: dict[str, int]):
     [
         (["--process-id", "0"], ("--coordinator: not given", "--num-processes N")),
         (["--coordinator", "localhost:1", "--process-id", "0"], ("--num-processes: not given",)),
-        (["--coordinator", "here", "--num-processes", "2", "--process-id", "0"], ("--coordinator: here", "HOST:PORT")),
-        (["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"], ("--process-id: 2", "0 to 1")),
+        (
+            ["--coordinator", "here", "--num-processes", "2", "--process-id", "0"],
+            ("--coordinator: here", "HOST:PORT"),
+        ),
+        (
+            ["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"],
+            ("--process-id: 2", "0 to 1"),
+        ),
     ],
 )
 def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...], tmp_path: Path):
@@ -75,7 +87,7 @@ def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...]
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------
+# ---- two processes -------------------------------------------------------------------------------
 
 
 def losses(folder: Path, steps: int = STEPS) -> np.ndarray:
@@ -96,7 +108,8 @@ def of_gloo(line: str) -> bool:
 
 # The sequence over the four devices of a process, the batch over both processes.
 SPREAD = ("ici_data_parallelism=1", "ici_fsdp_parallelism=2", "ici_context_parallelism=4")
-# The demo's own warm-up: a large rate at once would blow up the last bits, in which sums over devices differ.
+# The demo's own warm-up: a large rate at once would blow up the last bits, in which sums over
+# devices differ.
 HOW = {"steps": STEPS, "checkpoint_every": 10, "warmup_steps": 50}
 
 
@@ -130,4 +143,6 @@ def test_two_processes_go_on_from_what_one_wrote(tmp_path: Path):
     more = ("steps=24", "ici_data_parallelism=1", "ici_context_parallelism=8", "attention=ring")
     assert f"going on from step {STEPS} of 24" in finish_many(two, *more, processes=2, devices=4)[0]
     finish(alone, "steps=24")
-    np.testing.assert_allclose(losses(tmp_path / "two", 24), losses(tmp_path / "alone", 24), rtol=5e-6)
+    np.testing.assert_allclose(
+        losses(tmp_path / "two", 24), losses(tmp_path / "alone", 24), rtol=5e-6
+    )

@@ -1,4 +1,6 @@
-"""Twenty kills at random moments, in training and while a checkpoint is being written: every resume is exact."""
+"""Twenty kills at random moments, in training and while a checkpoint is being written: every resume
+is exact.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from .runs import arrays, config, finish, lines, start
 from .test_resume import saved
 
 KILLS, STEPS, EVERY = 20, 160, 2
-SELDOM = 10  # steps between the checkpoints of every fourth life: most kills then come between two of them
+# steps between the checkpoints of every fourth life: most kills then come between two of them
+SELDOM = 10
 AFTER = 9  # steps of a life, at most, before its kill is due
 SAVING = 0.1  # seconds: the files of a checkpoint are being written so long, or longer
 
 
 def losses_at(folder: Path, step: int) -> list[float]:
     """Read the losses up to a checkpoint."""
-    return json.loads((folder / "run" / "checkpoints" / str(step) / "facts" / "metadata").read_text())["losses"]
+    return json.loads(
+        (folder / "run" / "checkpoints" / str(step) / "facts" / "metadata").read_text()
+    )["losses"]
 
 
 def unfinished(folder: Path, since: float = 0.0) -> list[str]:
@@ -30,14 +35,18 @@ def unfinished(folder: Path, since: float = 0.0) -> list[str]:
     found = []
     for path in (folder / "run" / "checkpoints").glob("*"):
         with suppress(FileNotFoundError):  # finished between the listing and here, and so renamed
-            found += [path.name] if not path.name.isdigit() and path.stat().st_ctime >= since else []
+            found += (
+                [path.name] if not path.name.isdigit() and path.stat().st_ctime >= since else []
+            )
     return found
 
 
 def live_and_die(path: Path, chance: random.Random, life: int) -> str:
-    """Run until a random step is done, and then on to a random moment; kill; return what was printed.
+    """Run until a random step is done, and then on to a random moment; kill; return what was
+    printed.
 
-    Every second life ends while a checkpoint is being written: so soon after its temporary folder has appeared.
+    Every second life ends while a checkpoint is being written: so soon after its temporary folder
+    has appeared.
     """
     every = EVERY if life % 4 else SELDOM
     born, process = time.time(), start(path, f"training.checkpoint_every={every}")
@@ -72,12 +81,17 @@ def test_every_resume_is_exact(tmp_path: Path) -> None:
         assert (f"going on from step {reached[-1]} of {STEPS}" in said) == bool(reached[-1]), said
         halves.append(len(unfinished(folder, born)))
         reached.append(max(saved(folder), default=0))
-        print(f"life {life}: last whole checkpoint {reached[-1]}, {halves[-1]} half-written", flush=True)
+        print(
+            f"life {life}: last whole checkpoint {reached[-1]}, {halves[-1]} half-written",
+            flush=True,
+        )
         # The last one is what the next life loads; an older one may be half deleted.
         if reached[-1]:
             assert losses_at(folder, reached[-1]) == right[: reached[-1]], life
     assert 0 < reached[-1] < STEPS
-    assert KILLS // 4 <= sum(halves) < KILLS, "kills came while a checkpoint was being written, and at other moments"
+    assert KILLS // 4 <= sum(halves) < KILLS, (
+        "kills came while a checkpoint was being written, and at other moments"
+    )
     assert f"going on from step {reached[-1]} of {STEPS}" in finish(killed)
     assert losses_at(folder, STEPS) == right
     # The last arrays hang on every step before: one inexact resume, and they differ.
@@ -86,4 +100,7 @@ def test_every_resume_is_exact(tmp_path: Path) -> None:
     for name, array in ours.items():
         assert array.dtype == theirs[name].dtype and array.tobytes() == theirs[name].tobytes(), name
     assert not unfinished(folder), "what was half-written is gone"
-    print(f"{KILLS} kills, last whole checkpoints {reached[1:]}, half-written ones found and never loaded: {halves}")
+    print(
+        f"{KILLS} kills, last whole checkpoints {reached[1:]}, half-written ones found and never"
+        f" loaded: {halves}"
+    )

@@ -1,4 +1,6 @@
-"""A folder of latents: what is written is what is read, in a seeded order that resumes, and what is refused."""
+"""A folder of latents: what is written is what is read, in a seeded order that resumes, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ SCALED = {"scaled": "true"}
 
 def test_what_is_written_is_read_whatever_the_shards(tmp_path: Path):
     examples = drawn("i2v", 8)
-    parts = [{name: array[i:j] for name, array in examples.items()} for i, j in ((0, 1), (1, 6), (6, 8))]
+    parts = [
+        {name: array[i:j] for name, array in examples.items()} for i, j in ((0, 1), (1, 6), (6, 8))
+    ]
     made = shards.write(tmp_path / "made", parts, per_shard=3)
-    assert [len(load_file(path)["latents"]) for path in sorted(made.folder.glob("latents-*"))] == [3, 3, 2]
+    assert [len(load_file(path)["latents"]) for path in sorted(made.folder.glob("latents-*"))] == [
+        3,
+        3,
+        2,
+    ]
     assert len(made) == 8
     for i in range(8):
         for name, array in made[i].items():
@@ -44,15 +52,23 @@ def test_bfloat16_stays_what_it_is(tmp_path: Path):
 
 def test_the_order_is_the_seeds_and_goes_on_from_its_place(tmp_path: Path):
     source = LatentFolder(folder(tmp_path / "made", "wan", count=7))
-    first, again, other = batches(source, 2, seed=1), batches(source, 2, seed=1), batches(source, 2, seed=2)
+    first, again, other = (
+        batches(source, 2, seed=1),
+        batches(source, 2, seed=1),
+        batches(source, 2, seed=2),
+    )
     some = batches(source, 2, seed=1, rows=np.array([1]))
     seen, others = [], []
     for _ in range(7):
         batch, part = next(first), next(some)
         seen.append(batch["latents"])
         others.append(next(other)["latents"])
-        np.testing.assert_array_equal(part["latents"], batch["latents"][1:])  # what a second process would load
-    assert len({row.tobytes() for batch in seen for row in batch}) == 7, "two epochs, each example in both"
+        np.testing.assert_array_equal(
+            part["latents"], batch["latents"][1:]
+        )  # what a second process would load
+    assert len({row.tobytes() for batch in seen for row in batch}) == 7, (
+        "two epochs, each example in both"
+    )
     assert not np.array_equal(np.stack(seen), np.stack(others))
     for _ in range(3):
         next(again)
@@ -63,27 +79,45 @@ def test_the_order_is_the_seeds_and_goes_on_from_its_place(tmp_path: Path):
 
 def test_the_empty_text_is_what_the_folder_says_or_zeros(tmp_path: Path):
     said = LatentFolder(folder(tmp_path / "said", "sdxl"))
-    assert {name: float(array.mean()) for name, array in said.empty.items()} == {"text": 0.5, "pooled": 0.5}
+    assert {name: float(array.mean()) for name, array in said.empty.items()} == {
+        "text": 0.5,
+        "pooled": 0.5,
+    }
     assert said.note == ""
     silent = LatentFolder(folder(tmp_path / "silent", "sdxl", empty=False))
-    assert {name: array.shape for name, array in silent.empty.items()} == {"text": (3, 6), "pooled": (5,)}
+    assert {name: array.shape for name, array in silent.empty.items()} == {
+        "text": (3, 6),
+        "pooled": (5,),
+    }
     assert not any(array.any() for array in silent.empty.values())
     assert "replaced by zeros" in silent.note
 
 
 def test_data_is_told_apart_by_what_it_is_not_where(tmp_path: Path):
-    one, same, more = (folder(tmp_path / name, "wan", count=n) for name, n in (("one", 4), ("same", 4), ("more", 5)))
-    assert LatentFolder(one).fingerprint == LatentFolder(same).fingerprint != LatentFolder(more).fingerprint
+    one, same, more = (
+        folder(tmp_path / name, "wan", count=n)
+        for name, n in (("one", 4), ("same", 4), ("more", 5))
+    )
+    assert (
+        LatentFolder(one).fingerprint
+        == LatentFolder(same).fingerprint
+        != LatentFolder(more).fingerprint
+    )
 
 
 @pytest.mark.parametrize("kind", ["wan", "i2v", "sdxl"])
 def test_digits_come_back_out_of_their_latents(kind: digit_latents.Kind, tmp_path: Path):
 
-    make_latents.main([str(tmp_path / "digits"), "--digits", kind, "--count", "3", "--text-dim", "8"])
+    make_latents.main(
+        [str(tmp_path / "digits"), "--digits", kind, "--count", "3", "--text-dim", "8"]
+    )
     made = LatentFolder(str(tmp_path / "digits"))
     assert (len(made), made.kind) == (3, "digits")
     videos = DigitVideos(DataSettings(frames=5, canvas=digit_latents.CANVAS, lane_spread=2))
-    known = {from_model(videos[i]["video"]).tobytes() for i in np.random.default_rng(0).permutation(len(videos))[:3]}
+    known = {
+        from_model(videos[i]["video"]).tobytes()
+        for i in np.random.default_rng(0).permutation(len(videos))[:3]
+    }
     for i in range(3):
         latents = made[i]["latents"]
         ink = digit_latents.decode(latents if latents.ndim == 4 else latents[:, None])
@@ -108,10 +142,12 @@ def test_files_become_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "4 examples" in capsys.readouterr().out
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
-def shard(path: Path, number: int = 0, metadata: dict[str, str] = SCALED, **arrays: np.ndarray) -> None:
+def shard(
+    path: Path, number: int = 0, metadata: dict[str, str] = SCALED, **arrays: np.ndarray
+) -> None:
     path.mkdir(exist_ok=True)
     save_file(arrays, path / f"latents-{number:05}.safetensors", metadata=metadata)
 
@@ -137,7 +173,13 @@ def unlike_shards(path: Path) -> None:
 
 
 def everything(path: Path) -> None:
-    shard(path, metadata={}, latents=zeros(2, 4, 2, 4, 4), text=zeros(3, 3, 6), prompt=np.zeros(2, np.int64))
+    shard(
+        path,
+        metadata={},
+        latents=zeros(2, 4, 2, 4, 4),
+        text=zeros(3, 3, 6),
+        prompt=np.zeros(2, np.int64),
+    )
 
 
 def other_empty(path: Path) -> None:
@@ -161,10 +203,19 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path):
     there, a, b = (str(tmp_path / name) for name in ("there", "a.safetensors", "b.safetensors"))
     Path(there).mkdir()
     for arguments in (
-        [there, "--digits", "wan"], [there], [f"{there}/../a.safetensors/new", "--digits", "wan"],
-        [there, "--from", f"{there}.safetensors", f"{there}-*.safetensors", "--empty", f"{there}.none"],
+        [there, "--digits", "wan"],
+        [there],
+        [f"{there}/../a.safetensors/new", "--digits", "wan"],
+        [
+            there,
+            "--from",
+            f"{there}.safetensors",
+            f"{there}-*.safetensors",
+            "--empty",
+            f"{there}.none",
+        ],
         [f"{there}3", "--from", a, b],
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError) as error:
             make_latents.main(arguments)
         texts.append(str(error.value).replace(str(tmp_path), "."))

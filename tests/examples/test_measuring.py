@@ -14,7 +14,9 @@ from wan21.sizes import Sizes
 import maxattn as ma
 from tests.fixtures import make_diffusers as made
 
-CONFIG = ma.AttentionConfig(attention="dot_product", cross_attention="dot_product", remat_policy="SAVE_ATTENTION")
+CONFIG = ma.AttentionConfig(
+    attention="dot_product", cross_attention="dot_product", remat_policy="SAVE_ATTENTION"
+)
 
 
 def wan() -> workloads.Workload:
@@ -32,7 +34,8 @@ def test_wan_work_is_what_its_sizes_say() -> None:
     tokens, width, layers = 2 * 2 * 3, 24, 2
     assert work.tokens == 2 * tokens
     assert count.attention == layers * 2 * 4 * tokens * width * (tokens + 7)
-    # Self-attention's four projections, two of cross-attention (its keys and values are there), two of the ffn.
+    # Self-attention's four projections, two of cross-attention (its keys and values are there), two
+    # of the ffn.
     inner = layers * (6 * width * width + 2 * width * 32)
     around = 4 * 4 * width * 2  # patches in and out: four latents of four channels
     time = 16 * width + width * width + 6 * width * width
@@ -48,7 +51,10 @@ def test_a_step_runs_and_changes_what_it_carries(make, kind, tmp_path: Path) -> 
     before = jax.tree.map(jnp.copy, carry)
     after = step.run(carry, fixed)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(after))
-    changed = [bool((a != b).any()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    changed = [
+        bool((a != b).any())
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    ]
     assert all(changed)
 
 
@@ -56,10 +62,15 @@ def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     found = clock.measure(steps.denoising(wan(), jnp.float32), rounds=2, steps=2, profile=tmp_path)
     assert len(found.ms) == 2 and found.median > 0
     kinds = breakdown.by_kind(found.kernels)
-    assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(sum(k.ms for k in found.kernels))
+    assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(
+        sum(k.ms for k in found.kernels)
+    )
     assert kinds["attention"] > 0, "dense attention is matrix products inside of ours"
     assert breakdown.kind_of("flash_fwd_sm90") == "attention"
-    assert breakdown.kind_of("kernel_cutlass_kernel_maxattnkernelsfa4_partsparts_classlocalsInParts") == "attention"
+    assert (
+        breakdown.kind_of("kernel_cutlass_kernel_maxattnkernelsfa4_partsparts_classlocalsInParts")
+        == "attention"
+    )
     assert breakdown.kind_of("nvjet_tst_128", "jit(step)/jit(_run)/dot_general") == "attention"
     assert breakdown.kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
     assert breakdown.kind_of("loop_convert_fusion") == "rest"

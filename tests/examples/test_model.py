@@ -1,4 +1,6 @@
-"""The transformer: shapes, what its output depends on, and the same numbers on every mesh and under every remat."""
+"""The transformer: shapes, what its output depends on, and the same numbers on every mesh and under
+every remat.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def loss_and_gradient(settings: Settings, mesh: Any = None) -> tuple[jax.Array, 
 
     @nnx.jit
     def both(model: WanTransformer) -> tuple[jax.Array, jax.Array, Any]:
-        loss, gradient = nnx.value_and_grad(loss_of)(model, video, words, jax.random.key(3), settings.training)
+        loss, gradient = nnx.value_and_grad(loss_of)(
+            model, video, words, jax.random.key(3), settings.training
+        )
         return model(video, t, words), loss, gradient
 
     return both(model)
@@ -117,15 +121,23 @@ def on_one_device() -> Any:
     return loss_and_gradient(Settings.model_validate({"model": SMALL}))
 
 
-@pytest.mark.parametrize("overrides", [{"remat_policy": "FULL"}, {"use_memory_efficient_attention": True}], ids=str)
-def test_the_keys_of_attention_change_no_number(overrides: dict[str, Any], small: Settings, on_one_device: Any):
+@pytest.mark.parametrize(
+    "overrides", [{"remat_policy": "FULL"}, {"use_memory_efficient_attention": True}], ids=str
+)
+def test_the_keys_of_attention_change_no_number(
+    overrides: dict[str, Any], small: Settings, on_one_device: Any
+):
     assert_same(loss_and_gradient(small.replace(**overrides)), on_one_device)
 
 
 # tests/context_parallel/test_wan_on_meshes.py compares the same with gradients on every run.
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str)
-def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], small: Settings, on_one_device: Any):
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 8}, {"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str
+)
+def test_every_mesh_gives_the_same_numbers(
+    axes: dict[str, int], small: Settings, on_one_device: Any
+):
     from maxattn import sharding
 
     settings = small.replace(**{f"ici_{axis}_parallelism": size for axis, size in axes.items()})
@@ -136,7 +148,9 @@ def test_every_mesh_gives_the_same_numbers(axes: dict[str, int], small: Settings
 
     @nnx.jit
     def both(model: WanTransformer) -> tuple[jax.Array, jax.Array, Any]:
-        loss, gradient = nnx.value_and_grad(loss_of)(model, video, words, jax.random.key(3), settings.training)
+        loss, gradient = nnx.value_and_grad(loss_of)(
+            model, video, words, jax.random.key(3), settings.training
+        )
         return model(video, t, words), loss, gradient
 
     assert_same(both(model), on_one_device)

@@ -18,7 +18,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path):
     killed = config(tmp_path / "killed", steps=STEPS, checkpoint_every=3)
     process = start(killed)
     assert process.stdout is not None
-    # A checkpoint is begun every third step, so the kill comes while one is being written or just has been.
+    # A checkpoint is begun every third step, so the kill comes while one is being written or just
+    # has been.
     reached = next(line for line in process.stdout if line.startswith("step 15/"))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, reached
@@ -39,7 +40,9 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path):
 
 def saved(folder: Path) -> list[int]:
     """List the whole checkpoints of a run."""
-    return [int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    return [
+        int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit()
+    ]
 
 
 def losses(folder: Path) -> list[float]:

@@ -1,4 +1,6 @@
-"""Our samplers are diffusers' schedulers, step by step: what the model is told, what it sees, every sample."""
+"""Our samplers are diffusers' schedulers, step by step: what the model is told, what it sees, every
+sample.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ from tests.golden_text import check_golden
 
 CASES = made.cases()
 KINDS = sorted({name.partition(".")[0] for name in CASES})
-# Where sigma is 4096, diffusers' float32 keeps three digits of x - x0; in float64 it gives our numbers to 5e-7.
+# Where sigma is 4096, diffusers' float32 keeps three digits of x - x0; in float64 it gives our
+# numbers to 5e-7.
 TOLERANCE = {"euler_v": 5e-4, "euler_linspace": 2e-5}
-WAN = {"_class_name": "UniPCMultistepScheduler", "_diffusers_version": "0.33.0", **made.WAN, "flow_shift": 3.0}
+WAN = {
+    "_class_name": "UniPCMultistepScheduler",
+    "_diffusers_version": "0.33.0",
+    **made.WAN,
+    "flow_shift": 3.0,
+}
 
 
 def folder_of(path: Path, **said: object) -> Path:
@@ -56,7 +64,9 @@ def compare(name: str, path: Path, noise: np.ndarray, theirs: dict[str, np.ndarr
     print(f"{name}: at most {max(off):.1e} of the scale")
     if CASES[name].steps != 4:
         return
-    scanned = jax.jit(lambda n: sample(lambda x, t: made.model(x, t, jnp), n, schedule))(jnp.asarray(noise))
+    scanned = jax.jit(lambda n: sample(lambda x, t: made.model(x, t, jnp), n, schedule))(
+        jnp.asarray(noise)
+    )
     np.testing.assert_allclose(scanned, state.x, rtol=1e-5, atol=1e-6)
 
 
@@ -65,7 +75,11 @@ def test_every_step_is_diffusers(kind: str, tmp_path: Path) -> None:
     theirs = load_file(Path(made.__file__).parent / "diffusers_samplers.safetensors")
     for steps in made.STEPS:
         name = f"{kind}.{steps}"
-        parts = {key.removeprefix(f"{name}."): value for key, value in theirs.items() if key.startswith(f"{name}.")}
+        parts = {
+            key.removeprefix(f"{name}."): value
+            for key, value in theirs.items()
+            if key.startswith(f"{name}.")
+        }
         compare(name, tmp_path, theirs["noise"], parts)
 
 
@@ -83,24 +97,55 @@ def test_every_step_is_diffusers_live(kind: str, tmp_path: Path) -> None:
 
 def test_the_files_of_real_models_are_read(tmp_path: Path) -> None:
     wan = WAN | {
-        "beta_end": 0.02, "beta_schedule": "linear", "beta_start": 0.0001, "disable_corrector": [],
-        "dynamic_thresholding_ratio": 0.995, "final_sigmas_type": "zero", "lower_order_final": True,
-        "num_train_timesteps": 1000, "predict_x0": True, "rescale_betas_zero_snr": False, "sample_max_value": 1.0,
-        "solver_order": 2, "solver_p": None, "solver_type": "bh2", "steps_offset": 0, "thresholding": False,
-        "timestep_spacing": "linspace", "trained_betas": None, "use_beta_sigmas": False,
-        "use_exponential_sigmas": False, "use_karras_sigmas": False,
-    }  # fmt: skip
+        "beta_end": 0.02,
+        "beta_schedule": "linear",
+        "beta_start": 0.0001,
+        "disable_corrector": [],
+        "dynamic_thresholding_ratio": 0.995,
+        "final_sigmas_type": "zero",
+        "lower_order_final": True,
+        "num_train_timesteps": 1000,
+        "predict_x0": True,
+        "rescale_betas_zero_snr": False,
+        "sample_max_value": 1.0,
+        "solver_order": 2,
+        "solver_p": None,
+        "solver_type": "bh2",
+        "steps_offset": 0,
+        "thresholding": False,
+        "timestep_spacing": "linspace",
+        "trained_betas": None,
+        "use_beta_sigmas": False,
+        "use_exponential_sigmas": False,
+        "use_karras_sigmas": False,
+    }
     found = read(folder_of(tmp_path, **wan), "flow")
-    assert str(found).startswith("unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/")
+    assert str(found).startswith(
+        "unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/"
+    )
     assert read(tmp_path, "flow", flow_shift=5.0).options["flow_shift"] == 5.0
     euler = read(tmp_path, "flow", "flow_euler")
-    assert (euler.name, euler.options["shift"]) == ("flow_euler", 3.0), "the shift of another class' name"
+    assert (euler.name, euler.options["shift"]) == (
+        "flow_euler",
+        3.0,
+    ), "the shift of another class' name"
     sdxl = {
-        "_class_name": "EulerDiscreteScheduler", "beta_end": 0.012, "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085, "clip_sample": False, "interpolation_type": "linear", "num_train_timesteps": 1000,
-        "prediction_type": "epsilon", "sample_max_value": 1.0, "set_alpha_to_one": False, "skip_prk_steps": True,
-        "steps_offset": 1, "timestep_spacing": "leading", "trained_betas": None, "use_karras_sigmas": False,
-    }  # fmt: skip
+        "_class_name": "EulerDiscreteScheduler",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "interpolation_type": "linear",
+        "num_train_timesteps": 1000,
+        "prediction_type": "epsilon",
+        "sample_max_value": 1.0,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "timestep_spacing": "leading",
+        "trained_betas": None,
+        "use_karras_sigmas": False,
+    }
     assert read(folder_of(tmp_path, **sdxl), "discrete").name == "euler"
     assert read(tmp_path, "discrete", "ddim").options["set_alpha_to_one"] is False
 
@@ -118,16 +163,24 @@ WRONG = {
     "named_for_another_family": (WAN, "flow", {"sampler": "euler"}),
     "misspelt": (WAN, "flow", {"sampler": "unpic"}),
     "option_unknown": (WAN | {"flow_shfit": 3.0}, "flow", {}),
-    "options_unsupported": (WAN | {"use_karras_sigmas": True, "solver_order": 4, "flow_shift": "3"}, "flow", {}),
+    "options_unsupported": (
+        WAN | {"use_karras_sigmas": True, "solver_order": 4, "flow_shift": "3"},
+        "flow",
+        {},
+    ),
     "default_unsupported": ({"_class_name": "DDIMScheduler"}, "discrete", {}),
     "zero_snr_of_noise": (
-        {"_class_name": "DDIMScheduler", "clip_sample": False, "rescale_betas_zero_snr": True}, "discrete", {},
+        {"_class_name": "DDIMScheduler", "clip_sample": False, "rescale_betas_zero_snr": True},
+        "discrete",
+        {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_supported_is_said(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_supported_is_said(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said, family, how = WRONG[case]
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path, **said)

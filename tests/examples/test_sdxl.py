@@ -1,4 +1,6 @@
-"""The SDXL UNet at small sizes, with diffusers' weights: diffusers' numbers, on one device and on a mesh."""
+"""The SDXL UNet at small sizes, with diffusers' weights: diffusers' numbers, on one device and on a
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def loaded(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> UNe
 
 
 def call(model: UNet, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
-    return model(x, jnp.asarray(made.TIMES), given["text"], given["pooled"], jnp.asarray(made.PICTURE))
+    return model(
+        x, jnp.asarray(made.TIMES), given["text"], given["pooled"], jnp.asarray(made.PICTURE)
+    )
 
 
 def test_the_whole_unet_is_diffusers() -> None:
@@ -72,18 +76,32 @@ def test_real_size() -> None:
 
 def test_what_does_not_fit_is_said(tmp_path) -> None:
     model = nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), rngs=nnx.Rngs(0)))
-    good = {"latents": jnp.ones((2, 8, 8, 4)), "pooled": jnp.ones((2, 5)), "picture": jnp.ones((2, 6))}
-    for wrong in ({"latents": jnp.ones((2, 8, 6, 4))}, {"pooled": jnp.ones((2, 4))}, {"picture": jnp.ones((1, 6))}):
+    good = {
+        "latents": jnp.ones((2, 8, 8, 4)),
+        "pooled": jnp.ones((2, 5)),
+        "picture": jnp.ones((2, 6)),
+    }
+    for wrong in (
+        {"latents": jnp.ones((2, 8, 6, 4))},
+        {"pooled": jnp.ones((2, 4))},
+        {"picture": jnp.ones((1, 6))},
+    ):
         with pytest.raises(InputError, match=next(iter(wrong))):
-            nnx.eval_shape(lambda m, w=wrong: m(t=jnp.ones(2), text=jnp.ones((2, 5, 6)), **(good | w)), model)
+            nnx.eval_shape(
+                lambda m, w=wrong: m(t=jnp.ones(2), text=jnp.ones((2, 5, 6)), **(good | w)), model
+            )
     wrong = {"exactly one of text and kv": (None, None), "0 of them": (None, ())}
     for words, (text, kv) in wrong.items():
         with pytest.raises(InputError, match=words):
-            nnx.eval_shape(lambda m, text=text, kv=kv: m(t=jnp.ones(2), text=text, kv=kv, **good), model)
+            nnx.eval_shape(
+                lambda m, text=text, kv=kv: m(t=jnp.ones(2), text=text, kv=kv, **good), model
+            )
     with pytest.raises(WeightsError, match=r"config\.json"):
         Sizes.of_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"addition_embed_type": null}')
     with pytest.raises(WeightsError, match="text_time"):
         Sizes.of_folder(tmp_path)
-    (tmp_path / "config.json").write_text('{"block_out_channels": [320, 640, 1280], "sample_size": 128}')
+    (tmp_path / "config.json").write_text(
+        '{"block_out_channels": [320, 640, 1280], "sample_size": 128}'
+    )
     assert Sizes.of_folder(tmp_path) == Sizes()

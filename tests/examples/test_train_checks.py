@@ -47,8 +47,12 @@ def sdxl_shapes(path: Path) -> Any:
 
 
 def undivided_batch(path: Path) -> Any:
-    config = wan(path, WAN, folder(path / "data", "wan"), batch_size=6, gradient_accumulation_steps=2)
-    return begin(config, ma.AttentionConfig(ici_fsdp_parallelism=4, ici_data_parallelism=2).make_mesh())
+    config = wan(
+        path, WAN, folder(path / "data", "wan"), batch_size=6, gradient_accumulation_steps=2
+    )
+    return begin(
+        config, ma.AttentionConfig(ici_fsdp_parallelism=4, ici_data_parallelism=2).make_mesh()
+    )
 
 
 def few_examples(path: Path) -> Any:
@@ -71,9 +75,19 @@ def no_model_sdxl(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [no_folder, no_such_folder, missing_tensors, shapes_of_another_model, sdxl_shapes, undivided_batch, few_examples,
-     sizes_of_a_folder, no_model, no_model_sdxl],
-)  # fmt: skip
+    [
+        no_folder,
+        no_such_folder,
+        missing_tensors,
+        shapes_of_another_model,
+        sdxl_shapes,
+        undivided_batch,
+        few_examples,
+        sizes_of_a_folder,
+        no_model,
+        no_model_sdxl,
+    ],
+)
 def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: Path):
     with pytest.raises((ConfigError, WeightsError)) as error:
         case(tmp_path / "run")
@@ -85,8 +99,14 @@ def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: 
     ("make", "said"),
     [
         (lambda path: wan(path, {"sizes": None}), ("sizes: null", "wan-2.1-t2v-1.3b")),
-        (lambda path: wan(path, {"folder": "x", "num_layers": 2}), ("num_layers: 2", "sizes is null")),
-        (lambda path: wan(path, gradient_accumulation_steps=3), ("gradient_accumulation_steps: 3", "1, 2, 4")),
+        (
+            lambda path: wan(path, {"folder": "x", "num_layers": 2}),
+            ("num_layers: 2", "sizes is null"),
+        ),
+        (
+            lambda path: wan(path, gradient_accumulation_steps=3),
+            ("gradient_accumulation_steps: 3", "1, 2, 4"),
+        ),
         (lambda path: wan(path, lora_alpha=8.0), ("lora_alpha: 8.0", "lora_rank is 0")),
         (lambda path: wan(path, lora_rank=2, lora_targets=[]), ("lora_targets: []",)),
         (lambda path: wan(path, lora_rank=2, lora_targets=["to_x"]), ("lora_targets", "to_q")),
@@ -98,7 +118,9 @@ def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: 
         ),
     ],
 )
-def test_settings_that_cannot_be_meant(make: Callable[[Path], Any], said: tuple[str, ...], tmp_path: Path):
+def test_settings_that_cannot_be_meant(
+    make: Callable[[Path], Any], said: tuple[str, ...], tmp_path: Path
+):
     with pytest.raises(ConfigError) as error:
         make(tmp_path)
     assert all(word in str(error.value) for word in said), str(error.value)
@@ -120,14 +142,19 @@ def test_where_nothing_can_be_written_nothing_is_trained(tmp_path: Path):
     ],
 )
 def test_options_that_the_compiler_does_not_know(option: str, said: str, tmp_path: Path):
-    settings = wan(tmp_path / "run", WAN, folder(tmp_path / "data", "wan"), compiler_options=[option])
+    settings = wan(
+        tmp_path / "run", WAN, folder(tmp_path / "data", "wan"), compiler_options=[option]
+    )
     with pytest.raises(ConfigError, match=r"training\.compiler_options") as error:
         begin(settings)
     assert said in str(error.value) and not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_options_for_the_samples_along_the_way_are_asked_for_too(tmp_path: Path):
-    data, wrong = folder(tmp_path / "data", "wan"), {"compiler_options": ["xla_gpu_no_such_thing=1"]}
+    data, wrong = (
+        folder(tmp_path / "data", "wan"),
+        {"compiler_options": ["xla_gpu_no_such_thing=1"]},
+    )
 
     def settings(picture_every: int) -> Any:
         said = wan(tmp_path / "run", WAN, data, picture_every=picture_every)
@@ -139,7 +166,9 @@ def test_options_for_the_samples_along_the_way_are_asked_for_too(tmp_path: Path)
 
 
 def test_a_real_model_needs_no_array_to_be_checked(tmp_path: Path):
-    data = folder(tmp_path / "data", "wan", latents=(16, 21, 60, 104), text=(512, 4096), count=1, empty=False)
+    data = folder(
+        tmp_path / "data", "wan", latents=(16, 21, 60, 104), text=(512, 4096), count=1, empty=False
+    )
     started = begin(wan(tmp_path, {"sizes": "wan-2.1-t2v-1.3b"}, data, batch_size=1))
     assert started.task.tokens(started.shapes) == 32760
     assert {role: (plan.call.q_len, plan.call.kv_len) for role, plan in started.plans.items()} == {

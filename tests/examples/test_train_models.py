@@ -1,4 +1,6 @@
-"""Wan 2.1 and SDXL, tiny, trained by the commands: what is learned, resumed, averaged, adapted and exported."""
+"""Wan 2.1 and SDXL, tiny, trained by the commands: what is learned, resumed, averaged, adapted and
+exported.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ from maxattn.remat import POLICIES
 from .made import I2V, WAN, folder, sdxl, wan
 from .runs import arrays
 
-LORA = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["to_q", "to_v", "to_out", "add_k_proj"], "ema_decay": 0.0}
+LORA = {
+    "lora_rank": 2,
+    "lora_alpha": 6.0,
+    "lora_targets": ["to_q", "to_v", "to_out", "add_k_proj"],
+    "ema_decay": 0.0,
+}
 STEPS = 16
 
 
@@ -44,7 +51,9 @@ def train(settings: Any, mesh: Any = None) -> Any:
 
 
 def losses(path: Path, step: int) -> list[float]:
-    return json.loads((path / "checkpoints" / str(step) / "facts" / "metadata").read_text())["losses"]
+    return json.loads((path / "checkpoints" / str(step) / "facts" / "metadata").read_text())[
+        "losses"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +66,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a stop, its last checkpoints kept; tests may read it, not change it."""
     path = tmp_path_factory.mktemp("whole") / "run"
-    more = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 3, "tensorboard": True, "export": True}
+    more = {
+        "steps": STEPS,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 3,
+        "tensorboard": True,
+        "export": True,
+    }
     train(wan(path, WAN, data, **more))
     return path
 
 
-# ---- Wan 2.1 ---------------------------------------------------------------------------------------------------------
+# ---- Wan 2.1 -------------------------------------------------------------------------------------
 
 
 def test_the_loss_goes_down(whole: Path):
@@ -78,10 +93,16 @@ def test_a_run_that_stopped_ends_with_the_same_bits(
     train(wan(path, WAN, data, steps=STEPS, **more).replace(cross_attention="dot_product"))
     said = capsys.readouterr().out
     assert f"going on from step 3 of {STEPS}" in said
-    assert "cross-attention changed: asked: cross_attention: auto -> cross_attention: dot_product" in said, said
+    assert (
+        "cross-attention changed: asked: cross_attention: auto -> cross_attention: dot_product"
+        in said
+    ), said
     assert losses(path, STEPS) == losses(whole, STEPS)
     ours, theirs = arrays(tmp_path, STEPS), arrays(whole.parent, STEPS)
-    assert ours.keys() == theirs.keys() and {name.split("'")[1] for name in ours} > {"trained", "average"}
+    assert ours.keys() == theirs.keys() and {name.split("'")[1] for name in ours} > {
+        "trained",
+        "average",
+    }
     for name, array in ours.items():
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
@@ -112,7 +133,9 @@ def test_what_is_exported_is_the_average_as_diffusers_reads_it(whole: Path, data
     model = state.build(WanTask.of(again), None)
     assert isinstance(model, WanTransformer3D)
     np.testing.assert_array_equal(model.blocks.attn1.to_q.kernel[...], average)
-    assert json.loads((whole / "scheduler" / "scheduler_config.json").read_text())["flow_shift"] == 3.0
+    assert (
+        json.loads((whole / "scheduler" / "scheduler_config.json").read_text())["flow_shift"] == 3.0
+    )
 
 
 def test_scalars_are_there_for_tensorboard(whole: Path):
@@ -144,7 +167,9 @@ def test_a_checkpoint_of_another_training_is_refused(
 def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Path):
     found = []
     for parts in (1, 2):
-        task = WanTask.of(wan(tmp_path, WAN | {"num_layers": 1}, data, gradient_accumulation_steps=parts))
+        task = WanTask.of(
+            wan(tmp_path, WAN | {"num_layers": 1}, data, gradient_accumulation_steps=parts)
+        )
         model = state.build(task, None)
         how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
         step = Step(task, how, fixed, {}, None)
@@ -158,7 +183,7 @@ def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Pat
     np.testing.assert_array_equal(rows, [[0, 3], [1, 4], [2, 5]])
 
 
-# ---- LoRA, image to video --------------------------------------------------------------------------------------------
+# ---- LoRA, image to video ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -169,20 +194,30 @@ def test_lora_learns_alone_and_merges_to_the_same_model(tmp_path: Path):
     adapted, _ = train(settings)
     assert losses(path, 8)[-1] != losses(path, 8)[0]
     held = arrays(tmp_path, 8)
-    assert held and all("lora_" in name or "count" in name or "step" in name for name in held), list(held)
+    assert held and all("lora_" in name or "count" in name or "step" in name for name in held), (
+        list(held)
+    )
 
     base = state.build(WanTask.of(wan(path, I2V, data)), None)
     frozen = nnx.to_flat_state(nnx.state(base))
     now = {where: variable.get_value() for where, variable in nnx.to_flat_state(nnx.state(adapted))}
-    assert all((now[where] == variable.get_value()).all() for where, variable in frozen), "nothing else has moved"
+    assert all((now[where] == variable.get_value()).all() for where, variable in frozen), (
+        "nothing else has moved"
+    )
     assert sum(isinstance(module, lora.Adapted) for _, module in nnx.iter_modules(adapted)) == 3 + 4
 
     given = {name: jnp.asarray(array)[None] for name, array in LatentFolder(data)[0].items()}
     x = jnp.concatenate([given["latents"], given["condition"]], axis=1)
-    call = nnx.jit(lambda m: m(jnp.moveaxis(x, 1, -1), jnp.array([500.0]), given["text"], given["image"]))
+    call = nnx.jit(
+        lambda m: m(jnp.moveaxis(x, 1, -1), jnp.array([500.0]), given["text"], given["image"])
+    )
     before, wanted = call(base), call(adapted)
-    lora.merge(adapted, merged := nnx.eval_shape(lambda: WanTask.of(settings).build(None, nnx.Rngs(0))))
-    layers = weights.merge_lora(base, path / "pytorch_lora_weights.safetensors", prefix="transformer.")
+    lora.merge(
+        adapted, merged := nnx.eval_shape(lambda: WanTask.of(settings).build(None, nnx.Rngs(0)))
+    )
+    layers = weights.merge_lora(
+        base, path / "pytorch_lora_weights.safetensors", prefix="transformer."
+    )
     assert len(layers) == 2 * (3 + 4)
     scale = float(jnp.abs(wanted).max())
     assert float(jnp.abs(wanted - before).max()) > 1e-3 * scale, "it has learned something"
@@ -195,22 +230,36 @@ def test_a_change_is_nothing_at_first_and_scaled_by_alpha():
     adapted, x = lora.Adapted(linear, 2, 3.0, rngs=nnx.Rngs(1)), jnp.ones((1, 4))
     np.testing.assert_array_equal(adapted(x), linear(x))
     adapted.lora_B[...] = jnp.ones((2, 3))
-    np.testing.assert_allclose(adapted(x), linear(x) + 3.0 * (x @ adapted.lora_A[...]) @ jnp.ones((2, 3)), rtol=1e-6)
-    np.testing.assert_allclose(lora.change(adapted), 3.0 * adapted.lora_A[...] @ jnp.ones((2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(
+        adapted(x), linear(x) + 3.0 * (x @ adapted.lora_A[...]) @ jnp.ones((2, 3)), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        lora.change(adapted), 3.0 * adapted.lora_A[...] @ jnp.ones((2, 3)), rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("kind", "warmup", "wanted"), [
-    ("constant", 0, [1, 1, 1]), ("constant", 2, [0, 0.5, 1]),
-    ("cosine", 0, [1, 0.505, 0.01]), ("cosine", 1, [0, 1, 0.01]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "warmup", "wanted"),
+    [
+        ("constant", 0, [1, 1, 1]),
+        ("constant", 2, [0, 0.5, 1]),
+        ("cosine", 0, [1, 0.505, 0.01]),
+        ("cosine", 1, [0, 1, 0.01]),
+    ],
+)
 def test_the_learning_rate_warms_up(kind: Any, warmup: int, wanted: list[float]):
     steps = 2
-    said = {"learning_rate": 1.0, "learning_rate_schedule": kind, "warmup_steps": warmup, "steps": steps}
+    said = {
+        "learning_rate": 1.0,
+        "learning_rate_schedule": kind,
+        "warmup_steps": warmup,
+        "steps": steps,
+    }
     rate = schedule(TrainingSettings(**said))
     np.testing.assert_allclose([float(rate(i)) for i in range(3)], wanted, rtol=1e-6)
 
 
-# ---- what is drawn for a step ----------------------------------------------------------------------------------------
+# ---- what is drawn for a step --------------------------------------------------------------------
 
 
 def test_flow_is_a_straight_line():
@@ -226,10 +275,17 @@ def test_flow_is_a_straight_line():
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_what_the_unet_should_say_gives_the_picture_back(prediction: Any):
-    betas, clean = Betas(prediction_type=prediction), jax.random.normal(jax.random.key(0), (64, 2, 2, 3))
+    betas, clean = (
+        Betas(prediction_type=prediction),
+        jax.random.normal(jax.random.key(0), (64, 2, 2, 3)),
+    )
     drawn = noise.noised(clean, jax.random.key(1), betas)
     a, s = (x[:, None, None, None] for x in noise.signal_and_noise(drawn.times, betas))
-    found = (drawn.mixed - s * drawn.target) / a if prediction == "epsilon" else a * drawn.mixed - s * drawn.target
+    found = (
+        (drawn.mixed - s * drawn.target) / a
+        if prediction == "epsilon"
+        else a * drawn.mixed - s * drawn.target
+    )
     np.testing.assert_allclose(found, clean, atol=1e-3)
     ratio = np.asarray(a / s).squeeze() ** 2
     weights = noise.weights(drawn.times, 5.0, betas)
@@ -249,12 +305,14 @@ def test_some_texts_are_dropped(data: str, tmp_path: Path):
 
 
 def test_a_picture_of_channels_has_every_channel_of_some_frames():
-    picture = channels(np.random.default_rng(0).standard_normal((2, 16, 9, 6, 10)).astype(np.float32))
+    picture = channels(
+        np.random.default_rng(0).standard_normal((2, 16, 9, 6, 10)).astype(np.float32)
+    )
     assert picture.shape == (2 * (4 * 6 + 4), 6 * (4 * 10 + 4))
     assert picture.dtype == np.uint8
 
 
-# ---- longer ----------------------------------------------------------------------------------------------------------
+# ---- longer --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -286,10 +344,16 @@ def test_every_remat_policy_gives_the_same_gradients(data: str, tmp_path: Path):
         source = LatentFolder(data)
         batch = {name: jnp.stack([source[i][name] for i in range(4)]) for name in source.shapes}
         examples = task.noised(batch, jax.tree.map(jnp.asarray, source.empty), jax.random.key(0))
-        found[policy] = jax.jit(Step(task, how, fixed, {}, None).gradients)(trained, fixed, examples)
+        found[policy] = jax.jit(Step(task, how, fixed, {}, None).gradients)(
+            trained, fixed, examples
+        )
     for policy, gradients in found.items():
-        for one, other in zip(jax.tree.leaves(found["NONE"]), jax.tree.leaves(gradients), strict=True):
-            np.testing.assert_allclose(other, one, atol=1e-5 * max(1e-3, np.abs(one).max()), err_msg=policy)
+        for one, other in zip(
+            jax.tree.leaves(found["NONE"]), jax.tree.leaves(gradients), strict=True
+        ):
+            np.testing.assert_allclose(
+                other, one, atol=1e-5 * max(1e-3, np.abs(one).max()), err_msg=policy
+            )
 
 
 @pytest.mark.slow
@@ -302,8 +366,11 @@ def test_samples_are_drawn_along_the_way(kind: str, tmp_path: Path):
     make_latents.main([str(tmp_path / "digits"), "--digits", kind, *dims])
     path, more = tmp_path / "run", {"picture_every": 2, "steps": 2}
     model = WAN | {"in_channels": 16, "out_channels": 16}
-    made = (wan(path, model, str(tmp_path / "digits"), **more) if kind == "wan"
-            else sdxl(path, str(tmp_path / "digits"), **more))  # fmt: skip
+    made = (
+        wan(path, model, str(tmp_path / "digits"), **more)
+        if kind == "wan"
+        else sdxl(path, str(tmp_path / "digits"), **more)
+    )
     sampling = made.sampling.replace(num_inference_steps=2, count=2, guidance_scale=2.0)
     train(made.replace(sampling=sampling))
     assert Image.open(path / "samples" / "0000002.png").size[0] > 50

@@ -32,8 +32,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """A run of three steps that is complete; tests may read its folder, not change it."""
     training = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
     folder = str(tmp_path_factory.mktemp("done") / "run")
-    values = {"model": SMALL, "data": {"held_out": HELD_OUT}, "training": training | {"output_dir": folder}}
-    settings = Settings.model_validate(values | {"enable_profiler": True, "profiler_steps": 1} | skip(1))
+    values = {
+        "model": SMALL,
+        "data": {"held_out": HELD_OUT},
+        "training": training | {"output_dir": folder},
+    }
+    settings = Settings.model_validate(
+        values | {"enable_profiler": True, "profiler_steps": 1} | skip(1)
+    )
     train(settings)
     return settings
 
@@ -51,7 +57,9 @@ def last(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> State:
 
 
 def test_the_loss_goes_down(small: Settings):
-    _, losses = train(with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2, checkpoint_every=60))
+    _, losses = train(
+        with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2, checkpoint_every=60)
+    )
     # An untrained model predicts 0: its loss is mean |noise - x|^2, about 1.9.
     assert np.mean(losses[:3]) == pytest.approx(1.9, abs=0.2)
     assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:3])
@@ -82,7 +90,9 @@ def test_what_is_planned_is_what_runs(
     assert announced == {plan.explain() for plan in task.plans(task.source().shapes, None).values()}
 
 
-def test_a_complete_run_says_so_and_takes_no_step(done: Settings, capsys: pytest.CaptureFixture[str]):
+def test_a_complete_run_says_so_and_takes_no_step(
+    done: Settings, capsys: pytest.CaptureFixture[str]
+):
     _, losses = train(done)
     printed = capsys.readouterr().out
     assert "training is complete: 3 of 3 steps" in printed
@@ -93,8 +103,12 @@ def test_a_complete_run_says_so_and_takes_no_step(done: Settings, capsys: pytest
 def test_plans_are_told_before_the_first_step(small: Settings, capsys: pytest.CaptureFixture[str]):
     train(small)
     lines = capsys.readouterr().out.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.startswith(("self-attention", "cross-attention"))]
-    begun = next(i for i, line in enumerate(lines) if line.startswith("training 3 steps from the start"))
+    heads = [
+        i for i, line in enumerate(lines) if line.startswith(("self-attention", "cross-attention"))
+    ]
+    begun = next(
+        i for i, line in enumerate(lines) if line.startswith("training 3 steps from the start")
+    )
     assert len(heads) == 2
     assert max(heads) < begun
     assert sum("runs    dot_product" in line for line in lines) == 2
@@ -122,7 +136,8 @@ def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
 def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
     spread = done.replace(ici_fsdp_parallelism=8)
     kernels = [
-        state.trained["blocks"][0]["ffn"]["up"]["kernel"] for state in (last(spread, spread.make_mesh()), last(done))
+        state.trained["blocks"][0]["ffn"]["up"]["kernel"]
+        for state in (last(spread, spread.make_mesh()), last(done))
     ]
     assert kernels[0].addressable_shards[0].data.size == kernels[0].size // 8
     np.testing.assert_array_equal(*kernels)
@@ -159,7 +174,9 @@ def test_a_checkpoint_of_other_settings_is_refused(
     for begin in (train, trained):
         with pytest.raises(ConfigError) as error:
             begin(other)
-        assert all(word in str(error.value) for word in (*words, done.training.output_dir)), str(error.value)
+        assert all(word in str(error.value) for word in (*words, done.training.output_dir)), str(
+            error.value
+        )
     assert len(train(done)[1]) == 3, "nothing was lost"
 
 
@@ -169,7 +186,9 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
     assert begun in capsys.readouterr().out
     left_over = Path(small.training.output_dir) / "checkpoints" / "2"
     assert left_over.is_dir()
-    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed, start_again=True) as checkpoints:
+    with Checkpoints(
+        small, DemoTask(small).training, DemoTask.fixed, start_again=True
+    ) as checkpoints:
         assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
     _, again = train(with_training(small, resume=False))
     assert begun in capsys.readouterr().out
@@ -203,13 +222,15 @@ def test_no_profile_unless_asked(small: Settings):
     assert not (Path(small.training.output_dir) / "profile").exists()
 
 
-# ---- progress --------------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 
 
 def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
     training = DemoTask(with_training(small, steps=250, log_every=100)).training
     losses = [1.0] * 90
-    with Progress(training, Cost(tokens=160), 90, Console(file=StringIO(), force_terminal=False)) as progress:
+    with Progress(
+        training, Cost(tokens=160), 90, Console(file=StringIO(), force_terminal=False)
+    ) as progress:
         for _ in range(160):
             losses.append(0.5)
             progress.advance(losses)
@@ -223,7 +244,9 @@ def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.Captur
 def test_a_bar_where_there_is_one(small: Settings, capsys: pytest.CaptureFixture[str]):
     screen = StringIO()
     training = DemoTask(with_training(small, steps=4)).training
-    with Progress(training, Cost(tokens=160), 0, Console(file=screen, force_terminal=True, width=120)) as progress:
+    with Progress(
+        training, Cost(tokens=160), 0, Console(file=screen, force_terminal=True, width=120)
+    ) as progress:
         for step in range(1, 5):
             progress.advance([0.25] * step)
     assert "4/4" in screen.getvalue()

@@ -1,4 +1,6 @@
-"""Wan 2.1 at small sizes, with diffusers' weights: diffusers' numbers, on one device and on a mesh."""
+"""Wan 2.1 at small sizes, with diffusers' weights: diffusers' numbers, on one device and on a
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ from tests.weights.test_diffusers import live
 from .parity import channels_last, compare, fixture, part
 
 CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE}
-CONFIGS = {"plain": ma.AttentionConfig(), "remat": ma.AttentionConfig(remat_policy="SAVE_ATTENTION")}
+CONFIGS = {
+    "plain": ma.AttentionConfig(),
+    "remat": ma.AttentionConfig(remat_policy="SAVE_ATTENTION"),
+}
 
 
-def loaded(case: str, theirs: dict[str, np.ndarray], config: ma.AttentionConfig, mesh: Any = None) -> WanTransformer3D:
+def loaded(
+    case: str, theirs: dict[str, np.ndarray], config: ma.AttentionConfig, mesh: Any = None
+) -> WanTransformer3D:
     sizes = Sizes(**(made.MODEL | CASES[case]))
     model = nnx.eval_shape(lambda: WanTransformer3D(sizes, config, mesh, rngs=nnx.Rngs(0)))
-    found = part(theirs, "weights.") | {"blocks.0.attn2.norm_added_q.weight": np.zeros(24, np.float32)}
+    found = part(theirs, "weights.") | {
+        "blocks.0.attn2.norm_added_q.weight": np.zeros(24, np.float32)
+    }
     weights.load_diffusers(model, found, mesh=mesh)
     return model
 
@@ -50,13 +59,20 @@ def test_the_whole_model_is_diffusers_live(case: str) -> None:
 
 def test_on_a_mesh_it_is_the_same() -> None:
     config = ma.AttentionConfig(
-        ici_data_parallelism=1, ici_fsdp_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2,
+        ici_data_parallelism=1,
+        ici_fsdp_parallelism=2,
+        ici_context_parallelism=2,
+        ici_tensor_parallelism=2,
         attention="ring",
-    )  # fmt: skip
+    )
     theirs = fixture("wan_t2v")
     model = loaded("wan_t2v", theirs, config, config.make_mesh())
     kernel = model.blocks.attn1.to_q.kernel[...]
-    assert kernel.sharding.shard_shape(kernel.shape) == (2, 12, 12), "layers whole; [in, out] over fsdp and tensor"
+    assert kernel.sharding.shard_shape(kernel.shape) == (
+        2,
+        12,
+        12,
+    ), "layers whole; [in, out] over fsdp and tensor"
     compare(model, theirs, call)
 
 
@@ -66,14 +82,17 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     kv = nnx.jit(lambda m: m.encode(jnp.asarray(given["text"]), jnp.asarray(given["image"])))(model)
     assert kv.k.shape == (2, 2, 512, 2, 12)
     assert kv.image_k.shape == (2, 2, 5, 2, 12)
-    out = nnx.jit(lambda m, x, kv: m(x, jnp.asarray(made.TIMES), kv=kv))(model, channels_last(given["x"]), kv)
+    out = nnx.jit(lambda m, x, kv: m(x, jnp.asarray(made.TIMES), kv=kv))(
+        model, channels_last(given["x"]), kv
+    )
     np.testing.assert_allclose(
         np.moveaxis(np.asarray(out), -1, 1), theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max()
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("wan-2.1-t2v-1.3b", 1.42), ("wan-2.1-t2v-14b", 14.29), ("wan-2.1-i2v-14b", 16.4)]
+    ("name", "billions"),
+    [("wan-2.1-t2v-1.3b", 1.42), ("wan-2.1-t2v-14b", 14.29), ("wan-2.1-i2v-14b", 16.4)],
 )
 def test_real_sizes(name: str, billions: float) -> None:
     model = nnx.eval_shape(lambda: WanTransformer3D(SIZES[name], rngs=nnx.Rngs(0)))
@@ -98,5 +117,7 @@ def test_what_does_not_fit_is_said(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     with pytest.raises(WeightsError, match="WanTransformer3DModel"):
         Sizes.of_folder(tmp_path)
-    (tmp_path / "config.json").write_text('{"num_layers": 7, "patch_size": [1, 2, 2], "rope_max_seq_len": 1024}')
+    (tmp_path / "config.json").write_text(
+        '{"num_layers": 7, "patch_size": [1, 2, 2], "rope_max_seq_len": 1024}'
+    )
     assert Sizes.of_folder(tmp_path) == Sizes(num_layers=7)

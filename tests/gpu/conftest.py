@@ -19,4 +19,6 @@ def _turned(gpus: list[str], worker: str) -> list[str]:
 
 
 if os.environ.get("PYTEST_XDIST_WORKER") and len(_gpus()) > 1:  # before jax starts its backend
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_turned(_gpus(), os.environ["PYTEST_XDIST_WORKER"]))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        _turned(_gpus(), os.environ["PYTEST_XDIST_WORKER"])
+    )

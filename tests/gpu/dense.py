@@ -1,4 +1,6 @@
-"""A library of one dense function with the contract of the GPU libraries, so that what is around them runs anywhere."""
+"""A library of one dense function with the contract of the GPU libraries, so that what is around
+them runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ HIGHEST = "highest"
 
 @dataclass(frozen=True)
 class DenseLibrary(Fused):
-    """Compute rectangles densely in float32; rows without keys come out as garbage, as a library may leave them."""
+    """Compute rectangles densely in float32; rows without keys come out as garbage, as a library
+    may leave them.
+    """
 
     name: ClassVar[str] = "dense library"
 
@@ -22,7 +26,9 @@ class DenseLibrary(Fused):
         s = self._scores(q, k, piece, lengths)
         top = s.max(-1)
         p = jnp.exp(s - top[..., None])
-        out = jnp.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), _heads(v, q), precision=HIGHEST)
+        out = jnp.einsum(
+            "bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), _heads(v, q), precision=HIGHEST
+        )
         return out.astype(q.dtype), top + jnp.log(p.sum(-1))
 
     def piece_backward(self, q, k, v, out, lse, dout, piece, lengths):
@@ -32,7 +38,9 @@ class DenseLibrary(Fused):
         delta = (dout32 * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         ds = p * (dp - delta[..., None])
         dq = self.scale * jnp.einsum("bnts,bsnh->btnh", ds, kh, precision=HIGHEST)
-        dk = self.scale * jnp.einsum("bnts,btnh->bsnh", ds, q.astype(jnp.float32), precision=HIGHEST)
+        dk = self.scale * jnp.einsum(
+            "bnts,btnh->bsnh", ds, q.astype(jnp.float32), precision=HIGHEST
+        )
         dv = jnp.einsum("bnts,btnh->bsnh", p, dout32, precision=HIGHEST)
         return dq.astype(q.dtype), _fold(dk, k).astype(k.dtype), _fold(dv, v).astype(v.dtype)
 
@@ -42,7 +50,9 @@ class DenseLibrary(Fused):
         ok = ok if piece.left is None else ok & (key >= row - piece.left)
         ok = ok if piece.right is None else ok & (key <= row + piece.right)
         ok = ok if lengths is None else ok & (key[None] < lengths[:, None, None])
-        scores = self.scale * jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _heads(k, q), precision=HIGHEST)
+        scores = self.scale * jnp.einsum(
+            "btnh,bsnh->bnts", q.astype(jnp.float32), _heads(k, q), precision=HIGHEST
+        )
         return jnp.where(ok[:, None], scores, -1e4)
 
 

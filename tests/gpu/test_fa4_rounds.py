@@ -1,4 +1,6 @@
-"""FlashAttention-4's backward over all pairs, whose last rows, or all of them, are launched in parts of the queries."""
+"""FlashAttention-4's backward over all pairs, whose last rows, or all of them, are launched in
+parts of the queries.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
 
-# [B, T, S, N, H]: some tiles of keys, or all of them; batch rows; keys and queries that end within a tile.
+# [B, T, S, N, H]: some tiles of keys, or all of them; batch rows; keys and queries that end within
+# a tile.
 CASES = [
     (1, 1500, 1530, 12, 128), (2, 700, 900, 11, 128), (1, 3000, 2000, 11, 40), (1, 900, 77, 5, 64),
     (3, 1000, 77, 5, 64), (1, 1111, 300, 4, 128), (2, 640, 129, 3, 96), (1, 800, 1, 2, 128),
 ]  # fmt: skip
 
 
-def operands(batch: int, t: int, s: int, n: int, h: int, seed: int = 0, dtype: str = "bfloat16") -> tuple:
+def operands(
+    batch: int, t: int, s: int, n: int, h: int, seed: int = 0, dtype: str = "bfloat16"
+) -> tuple:
     rng = np.random.default_rng(seed)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(batch, x, n, h)), dtype) for x in (t, s, s, t))
     want = attention64(q, k, v, dout=dout)
@@ -42,7 +47,9 @@ def test_against_float64(case: tuple[int, ...], dtype: str) -> None:
     got = jax.jit(partial(split_queries.backward, scale=case[-1] ** -0.5))(*x)
     names, wanted = ("dq", "dk", "dv"), (want.dq, want.dk, want.dv)
     errors = {n: error(g, w) for n, g, w in zip(names, got, wanted, strict=True)}
-    if case[2] == 1:  # of one key no score matters: dq and dk are 0, and what they have is rounding alone
+    if (
+        case[2] == 1
+    ):  # of one key no score matters: dq and dk are 0, and what they have is rounding alone
         assert max(float(jnp.abs(x).max()) for x in got[:2]) < 1e-3
         errors = {"dv": errors["dv"]}
     judge({"dtype": dtype}, errors)

@@ -1,4 +1,6 @@
-"""FlashAttention-4's backward block by block, each block and its gradients one array, whole or in halves."""
+"""FlashAttention-4's backward block by block, each block and its gradients one array, whole or in
+halves.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,33 @@ from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
 
-CUTS = {"whole": ((0, None),), "halves": ((0, 256), (256, None)), "three": ((0, 128), (256, None), (128, -144))}
+CUTS = {
+    "whole": ((0, None),),
+    "halves": ((0, 256), (256, None)),
+    "three": ((0, 128), (256, None), (128, -144)),
+}
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_against_float64(cuts: str, head_dim: int) -> None:
-    """Three blocks of 400 keys, which end between tiles, and a batch of two, so that K's rows and V's stand apart."""
+    """Three blocks of 400 keys, which end between tiles, and a batch of two, so that K's rows and
+    V's stand apart.
+    """
     skip_unless_there("flash")
     rng = np.random.default_rng(7)
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, t, 3, head_dim)), "bfloat16") for t in (500, 1200, 1200, 500))
+    q, k, v, dout = (
+        jnp.asarray(rng.normal(size=(2, t, 3, head_dim)), "bfloat16")
+        for t in (500, 1200, 1200, 500)
+    )
     want = attention64(q, k, v, dout=dout)
     out, lse = jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32)
     blocks = jnp.split(kv_block.as_one(k, v), 3, 2)
 
     @jax.jit
     def gradients(stacked, blocks, rows):
-        # XLA hands slices over without a copy, and would then forget which results share memory with which operands.
+        # XLA hands slices over without a copy, and would then forget which results share memory
+        # with which operands.
         q, dout = stacked[0], stacked[1]
         rows = (*rows[:2], dout, rows[2])
         made = dq_accumulator.sums_of(Fa4(head_dim**-0.5), q, k[:, :400], rows)
@@ -46,4 +58,7 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
     dq, dk, dv, ours = gradients(jnp.stack([q, dout]), blocks, (out, lse, jnp.zeros_like(lse)))
     assert ours, "the launches of fa4-jax are not where they are looked for"
     got, wanted = (dq, dk, dv), (want.dq, want.dk, want.dv)
-    judge({"dtype": "bfloat16"}, {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)})
+    judge(
+        {"dtype": "bfloat16"},
+        {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True)},
+    )

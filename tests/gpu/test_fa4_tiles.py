@@ -14,13 +14,19 @@ from maxattn.kernels.fa4.tile_sizes import Tile
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (1, 0, None)])
-def test_a_mapped_axis_becomes_part_of_the_batch(axes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapped_axis_becomes_part_of_the_batch(
+    axes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches = []
 
-    def forward(q: Any, k: Any, v: Any, lists: Any, test: Any, arrays: Any, scale: float, tile: Tile) -> Any:
+    def forward(
+        q: Any, k: Any, v: Any, lists: Any, test: Any, arrays: Any, scale: float, tile: Tile
+    ) -> Any:
         launches.append((q.shape, k.shape, lists, test, arrays, tile))
         scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(
+            scores, axis=-1
+        )
 
     monkeypatch.setattr(block_sparse, "forward", forward)
     rng, tile = np.random.default_rng(0), Tile(192, 128)
@@ -35,7 +41,9 @@ def test_a_mapped_axis_becomes_part_of_the_batch(axes: tuple[Any, ...], monkeypa
     q, k, *rest = launches[-1]  # the first is a trace for the rule, of which nothing is left
     assert (q[0], k[0]) == (6, 6) and rest == [None, None, (), tile]
     for i in range(3):
-        want = run(*(y if a is None else jnp.take(y, i, axis=a) for y, a in zip(x, axes, strict=True)))
+        want = run(
+            *(y if a is None else jnp.take(y, i, axis=a) for y, a in zip(x, axes, strict=True))
+        )
         for one, other in zip(got, want, strict=True):
             np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-6)
     twice = jax.vmap(jax.vmap(run))(*(jnp.ones((2, 3, *s)) for s in shapes))

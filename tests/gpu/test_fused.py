@@ -1,4 +1,6 @@
-"""What is around the GPU libraries, on a CPU: rectangles of a mask, merging, lengths, flags, the LSE's gradient."""
+"""What is around the GPU libraries, on a CPU: rectangles of a mask, merging, lengths, flags, the
+LSE's gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ from tests.reference import attention64, error
 
 TAKEN = ["full", "causal", "window", "lengths", "flags", "causal & lengths", "nothing"]
 AXES = {
-    "mask": TAKEN, "heads": ["mha", "gqa"], "length": ["64", "odd", "cross", "one"], "head_dim": [20], "batch": [3],
-    "traced": [False, True], "bias": ["none"], "dtype": ["float32"],
-}  # fmt: skip
+    "mask": TAKEN,
+    "heads": ["mha", "gqa"],
+    "length": ["64", "odd", "cross", "one"],
+    "head_dim": [20],
+    "batch": [3],
+    "traced": [False, True],
+    "bias": ["none"],
+    "dtype": ["float32"],
+}
 
 
 def legal(case: dict) -> bool:
@@ -31,28 +39,41 @@ def legal(case: dict) -> bool:
     return not case["traced"] or mask is None or fits_shards(masks.split(mask.bind(t, s)), t, s)
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize(
+    "case", pairwise(AXES, legal), ids=lambda c: "-".join(map(str, c.values()))
+)
 def test_around_a_dense_library(case: dict) -> None:
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
     ok = allowed(x["mask"], t, s)
     dlse = jnp.where(True if ok is None else ok.any(-1), x["dlse"], 0.0)
-    mask = Full() if x["mask"] is None else x["mask"].bind(t, s, case["batch"], HEADS[case["heads"]][0])
+    mask = (
+        Full()
+        if x["mask"] is None
+        else x["mask"].bind(t, s, case["batch"], HEADS[case["heads"]][0])
+    )
     kernel = DenseLibrary(case["head_dim"] ** -0.5, lse_gradient=True)
 
     @partial(jax.jit, static_argnums=() if case["traced"] else 0)
     def both(offset, q, k, v, mask):
         out, lse = kernel.forward(q, k, v, None, mask, offset, 0)
-        return out, lse, *kernel.backward(q, k, v, None, mask, offset, 0, out, lse, x["dout"], dlse)[:3]
+        return (
+            out,
+            lse,
+            *kernel.backward(q, k, v, None, mask, offset, 0, out, lse, x["dout"], dlse)[:3],
+        )
 
     got = both(0, x["q"], x["k"], x["v"], mask)
     want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=dlse)
-    errors = {n: error(g, w) for n, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)}
+    errors = {
+        n: error(g, w) for n, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)
+    }
     assert BIASES[case["bias"]] is None and max(errors.values()) < 2e-5, errors
 
 
 @pytest.mark.parametrize(
-    "band", [masks.Band(), masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(2, None)]
+    "band",
+    [masks.Band(), masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(2, None)],
 )
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (9, 6), (1, 7)])
 def test_pieces_say_the_band_at_every_shift(band: masks.Band, lengths: tuple[int, int]) -> None:
@@ -63,11 +84,15 @@ def test_pieces_say_the_band_at_every_shift(band: masks.Band, lengths: tuple[int
         for p in pieces(band, shift, t, s):
             assert p.left is None or p.left >= 0
             assert p.right is None or p.right >= 0
-            got[p.q0 : p.q1, p.k0 : p.k1] += _band(masks.Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0)
+            got[p.q0 : p.q1, p.k0 : p.k1] += _band(
+                masks.Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0
+            )
         assert (got == want).all(), (band, shift, pieces(band, shift, t, s))
 
 
-@pytest.mark.parametrize("band", [masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(None, 0, 7)])
+@pytest.mark.parametrize(
+    "band", [masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(None, 0, 7)]
+)
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (12, 4)])
 def test_shifts_hold_every_distance_of_shards(band: masks.Band, lengths: tuple[int, int]) -> None:
     t, s = lengths

@@ -1,4 +1,6 @@
-"""FlashAttention-4 over lists of tiles on an NVIDIA GPU, against float64: tiles of each kind, and parts of a ring."""
+"""FlashAttention-4 over lists of tiles on an NVIDIA GPU, against float64: tiles of each kind, and
+parts of a ring.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ MASKS: dict[str, tuple[M.Mask, int, int]] = {
     "sinks, all": (M.VideoMask(12, 130, 3), 1560, 1560),
     "two intervals": (M.LocalWindow(200, 100) | M.KeyLimit(140), 1100, 1100),
     "rows empty": (~M.Causal() & M.KeyLimit(600), 1100, 1100),
-    "lengths": (M.BlockSlidingWindow(300, 2) & M.KeyPadding(np.array([900, 1201], np.int32)), 1300, 1300),
+    "lengths": (
+        M.BlockSlidingWindow(300, 2) & M.KeyPadding(np.array([900, 1201], np.int32)),
+        1300,
+        1300,
+    ),
     "block causal": (M.BlockCausal(390), 1560, 1560),
 }
 CASES = [
@@ -41,9 +47,11 @@ CASES = [
     *(("sink", "float16", h, (2, 1)) for h in (40, 96, 160, 256)),
     *(("odd", "bfloat16", h, (2, 2)) for h in (20, 80, 136, 192, 256)),
 ]
-# Rows of tiles of many heads, so that threads that stay take several rows each, and among them rows without a tile.
+# Rows of tiles of many heads, so that threads that stay take several rows each, and among them rows
+# without a tile.
 CASES += [
-    (name, "bfloat16", 64, (24, 12)) for name in ("block window", "rows empty", "before the keys", "lengths", "no mask")
+    (name, "bfloat16", 64, (24, 12))
+    for name in ("block window", "rows empty", "before the keys", "lengths", "no mask")
 ]
 CASES += [("no mask", "bfloat16", 128, (24, 12))]
 MASKS["no mask"] = (M.Full(), 1337, 700)
@@ -61,7 +69,10 @@ def skip_without_lists() -> None:
 def operands(t: int, s: int, head_dim: int, heads: tuple[int, int], dtype: str) -> dict[str, Any]:
     rng = np.random.default_rng(5)
     shapes = {"q": (t, heads[0]), "k": (s, heads[1]), "v": (s, heads[1]), "dout": (t, heads[0])}
-    made = {name: jnp.asarray(rng.normal(size=(2, *shape, head_dim)), dtype) for name, shape in shapes.items()}
+    made = {
+        name: jnp.asarray(rng.normal(size=(2, *shape, head_dim)), dtype)
+        for name, shape in shapes.items()
+    }
     return made | {"dlse": jnp.asarray(rng.normal(size=(2, heads[0], t)), "float32")}
 
 
@@ -85,7 +96,9 @@ def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int,
 
     got = both(x["q"], x["k"], x["v"])
     want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=dlse)
-    errors = {n: error(g, w) for n, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)}
+    errors = {
+        n: error(g, w) for n, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=False)
+    }
     assert max(errors.values()) < TOLERANCE[dtype], errors
     hidden = ~ok.any(-1)
     if hidden.any():
@@ -98,21 +111,29 @@ def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int,
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", ["block window", "sink", "two intervals", "rows empty", "lengths"])
 def test_parts_of_a_ring(name: str, traced: bool) -> None:
-    """Half of the queries with each half of the keys: outputs merged by LSE, gradients from the LSE of all keys."""
+    """Half of the queries with each half of the keys: outputs merged by LSE, gradients from the LSE
+    of all keys.
+    """
     skip_without_lists()
     mask, t, s = MASKS[name]
     x = operands(t, s, 64, (2, 2), "bfloat16")
     mask = mask.bind(t, s, 2, 2)
     ok = np.asarray(mask.allowed(np.arange(t), np.arange(s)))
-    kernel = Fa4.build(ma.Call.of(x["q"], x["k"], mask), ma.AttentionConfig(attention="flash"), H200)
+    kernel = Fa4.build(
+        ma.Call.of(x["q"], x["k"], mask), ma.AttentionConfig(attention="flash"), H200
+    )
     assert kernel.lists
     half, cut = t // 2, s // 2
     want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"])
     out, lse = (jnp.asarray(want[0], "bfloat16"), jnp.asarray(want[1], "float32"))
 
-    def part(q_from: Any, k_from: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
+    def part(
+        q_from: Any, k_from: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any
+    ) -> Any:
         here = kernel.forward(q, k, v, None, mask, q_from, k_from)
-        grads = kernel.backward(q, k, v, None, mask, q_from, k_from, out, lse, dout, jnp.zeros_like(lse))
+        grads = kernel.backward(
+            q, k, v, None, mask, q_from, k_from, out, lse, dout, jnp.zeros_like(lse)
+        )
         return *here, *grads[:3]
 
     run = jax.jit(part, static_argnums=() if traced else (0, 1))
@@ -125,7 +146,10 @@ def test_parts_of_a_ring(name: str, traced: bool) -> None:
             dk[:, c] += np.asarray(found[-1][3], np.float64)
             dv[:, c] += np.asarray(found[-1][4], np.float64)
         assert error(_merged(found), np.asarray(want[0])[:, r]) < 2e-2
-        assert error(sum(np.asarray(f[2], np.float64) for f in found), np.asarray(want[2])[:, r]) < 2e-2
+        assert (
+            error(sum(np.asarray(f[2], np.float64) for f in found), np.asarray(want[2])[:, r])
+            < 2e-2
+        )
     assert error(dk, want[3]) < 2e-2
     assert error(dv, want[4]) < 2e-2
 
@@ -133,6 +157,11 @@ def test_parts_of_a_ring(name: str, traced: bool) -> None:
 def _merged(parts: list[Any]) -> np.ndarray:
     outs, lses = ([np.asarray(p[i], np.float64) for p in parts] for i in (0, 1))
     total = np.logaddexp(*lses)
-    weights = [np.where(np.isneginf(total), 0.0, np.exp(lse - np.where(np.isneginf(total), 0, total))) for lse in lses]
-    first, second = (w.swapaxes(1, 2)[..., None] * out for w, out in zip(weights, outs, strict=True))
+    weights = [
+        np.where(np.isneginf(total), 0.0, np.exp(lse - np.where(np.isneginf(total), 0, total)))
+        for lse in lses
+    ]
+    first, second = (
+        w.swapaxes(1, 2)[..., None] * out for w, out in zip(weights, outs, strict=True)
+    )
     return first + second

@@ -1,4 +1,6 @@
-"""How masks are written for FlashAttention-4 and tokamax: bands, intervals and ids that allow what the mask allows."""
+"""How masks are written for FlashAttention-4 and tokamax: bands, intervals and ids that allow what
+the mask allows.
+"""
 
 from __future__ import annotations
 

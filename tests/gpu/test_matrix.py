@@ -1,4 +1,6 @@
-"""The matrix on an NVIDIA GPU (`make test-gpu`): every fused kernel against float64, or refused by name."""
+"""The matrix on an NVIDIA GPU (`make test-gpu`): every fused kernel against float64, or refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize(
+    "case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
+)
 def test_pairs(case: dict, record_property) -> None:
     skip_unless_there(case["kernel"])
     config = ma.AttentionConfig(attention=case["kernel"])

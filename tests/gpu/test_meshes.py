@@ -1,7 +1,7 @@
 """Context strategies over the GPU kernels, on two and on four GPUs, against float64.
 
-A ring cuts hops into full and diagonal; where all is full and no gradient of the LSE is asked for, dQ stays in one
-float32 sum over all hops.
+A ring cuts hops into full and diagonal; where all is full and no gradient of the LSE is asked for,
+dQ stays in one float32 sum over all hops.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ AXES = {
 FIXED = {"dtype": "bfloat16", "head_dim": 64, "batch": 2, "heads": "mha", "bias": "none"}
 
 
-@pytest.mark.parametrize("case", product(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize(
+    "case", product(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
+)
 def test_two_gpus(case: dict, record_property) -> None:
     skip_unless_there(case["kernel"], devices=2)
     config = ma.AttentionConfig(
-        attention=case["kernel"], context_parallel=case["strategy"], ici_context_parallelism=2, ici_data_parallelism=1
+        attention=case["kernel"],
+        context_parallel=case["strategy"],
+        ici_context_parallelism=2,
+        ici_data_parallelism=1,
     )
     case = case | FIXED
     try:
@@ -57,9 +62,13 @@ def test_two_gpus(case: dict, record_property) -> None:
 def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> None:
     """600 or 1,200 tokens a device, so that halves of a block are no whole tiles."""
     skip_unless_there(kernel, devices=devices)
-    config = ma.AttentionConfig(attention=kernel, context_parallel="ring", ici_context_parallelism=devices)
+    config = ma.AttentionConfig(
+        attention=kernel, context_parallel="ring", ici_context_parallelism=devices
+    )
     mesh, rng, (n, k) = config.make_mesh(jax.devices()[:devices]), np.random.default_rng(5), heads
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 2400, m, 128)), "bfloat16") for m in (n, k, k, n))
+    q, k, v, dout = (
+        jnp.asarray(rng.normal(size=(1, 2400, m, 128)), "bfloat16") for m in (n, k, k, n)
+    )
     mask = (M.Full() if order == "full" else M.Causal()).bind(2400, 2400)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
     # At this length the deal would cost more than it saves.
@@ -70,18 +79,29 @@ def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> 
         out, vjp = jax.vjp(lambda *x: run(plan, *x, None, mask, mesh)[0], q, k, v)
         return out, *vjp(dout)
 
-    want = attention64(q, k, v, None if order == "full" else np.tril(np.ones((2400, 2400), bool)), dout=dout)
+    want = attention64(
+        q, k, v, None if order == "full" else np.tril(np.ones((2400, 2400), bool)), dout=dout
+    )
     names, wanted = ("out", "dq", "dk", "dv"), (want.out, want.dq, want.dk, want.dv)
-    judge({"dtype": "bfloat16"}, {m: error(g, w) for m, g, w in zip(names, both(q, k, v, dout), wanted, strict=True)})
+    judge(
+        {"dtype": "bfloat16"},
+        {m: error(g, w) for m, g, w in zip(names, both(q, k, v, dout), wanted, strict=True)},
+    )
 
 
 @pytest.mark.parametrize("devices, length, heads", [(2, 1260, 54), (4, 3032, 46)])
 def test_own_keys_that_go_along(devices: int, length: int, heads: int) -> None:
-    """Rows of these sizes end within a round of 132: blocks have room for some of a place's own keys."""
+    """Rows of these sizes end within a round of 132: blocks have room for some of a place's own
+    keys.
+    """
     skip_unless_there("flash", devices=devices)
-    config = ma.AttentionConfig(attention="flash", context_parallel="ring", ici_context_parallelism=devices)
+    config = ma.AttentionConfig(
+        attention="flash", context_parallel="ring", ici_context_parallelism=devices
+    )
     mesh, rng = config.make_mesh(jax.devices()[:devices]), np.random.default_rng(6)
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, length, heads, 64)), "bfloat16") for _ in range(4))
+    q, k, v, dout = (
+        jnp.asarray(rng.normal(size=(1, length, heads, 64)), "bfloat16") for _ in range(4)
+    )
     mask = M.Full().bind(length, length)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
     assert plan.context.room > 0  # type: ignore[attr-defined]
@@ -93,4 +113,6 @@ def test_own_keys_that_go_along(devices: int, length: int, heads: int) -> None:
 
     got, want = both(q, k, v, dout), attention64(q, k, v, dout=dout)
     names, wanted = ("out", "dq", "dk", "dv"), (want.out, want.dq, want.dk, want.dv)
-    judge({"dtype": "bfloat16"}, {m: error(g, w) for m, g, w in zip(names, got, wanted, strict=True)})
+    judge(
+        {"dtype": "bfloat16"}, {m: error(g, w) for m, g, w in zip(names, got, wanted, strict=True)}
+    )

@@ -1,4 +1,6 @@
-"""Norm and rotary embedding in one kernel on an NVIDIA GPU, against the same steps of XLA in float32."""
+"""Norm and rotary embedding in one kernel on an NVIDIA GPU, against the same steps of XLA in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 def judged(row: Row, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> Any:
     """Return the errors of the result and of all gradients."""
-    x, dy, vectors, tables = jnp.asarray(x, dtype), jnp.asarray(dy, dtype), float32(vectors), float32(tables)
+    x, dy, vectors, tables = (
+        jnp.asarray(x, dtype),
+        jnp.asarray(dy, dtype),
+        float32(vectors),
+        float32(tables),
+    )
     got, pull = jax.vjp(lambda *of: norm_rope._on_shard(row, False, *of), x, vectors, tables)
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
     steps = jax.vjp(
-        lambda x, v: norm_rope._in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(x.shape),
-        x.astype(jnp.float32), vectors,
-    )  # fmt: skip
+        lambda x, v: norm_rope._in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(
+            x.shape
+        ),
+        x.astype(jnp.float32),
+        vectors,
+    )
     wanted = steps[0], *steps[1](dy.astype(jnp.float32))
     return jax.tree.map(error, float32((got, *pull(dy)[:2])), wanted)
 
@@ -48,12 +58,22 @@ def test_a_module_uses_it() -> None:
     skip_unless_there("dot_product")
     config = ma.AttentionConfig(attention="dot_product")
     module = ma.FlaxAttention(
-        256, 4, None, 64, bias=True, qk_norm="rms_norm_across_heads", config=config, dtype=jnp.bfloat16,
-        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
-    )  # fmt: skip
+        256,
+        4,
+        None,
+        64,
+        bias=True,
+        qk_norm="rms_norm_across_heads",
+        config=config,
+        dtype=jnp.bfloat16,
+        mesh=config.make_mesh(jax.devices()[:1]),
+        rngs=nnx.Rngs(0),
+    )
     x, rotary = jax.random.normal(jax.random.key(0), (2, 77, 256), jnp.bfloat16), ma.rope_1d(64, 77)
     run = jax.jit(lambda x: module(x, rotary_emb=rotary))
     assert "xla.gpu.triton" in run.lower(x).as_text()
     with ma.Target.named("cpu").assumed():
         want = jax.jit(lambda x: module(x, rotary_emb=rotary))(x)
-    np.testing.assert_allclose(float32(run(x)), float32(want), atol=2e-2 * float(jnp.max(jnp.abs(want))))
+    np.testing.assert_allclose(
+        float32(run(x)), float32(want), atol=2e-2 * float(jnp.max(jnp.abs(want)))
+    )

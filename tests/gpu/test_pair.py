@@ -1,4 +1,6 @@
-"""A pair of kernels: the forward of one and the backward of the other are those of the same softmax."""
+"""A pair of kernels: the forward of one and the backward of the other are those of the same
+softmax.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from tests.cases import allowed, arrays
 from tests.gpu.dense import DenseLibrary
 from tests.reference import attention64, error
 
-CASE = {"dtype": "float32", "heads": "gqa", "length": "odd", "head_dim": 16, "bias": "none", "batch": 2}
+CASE = {
+    "dtype": "float32",
+    "heads": "gqa",
+    "length": "odd",
+    "head_dim": 16,
+    "bias": "none",
+    "batch": 2,
+}
 
 
 @pytest.mark.parametrize("mask", ["full", "causal & lengths"])
@@ -25,7 +34,13 @@ def test_pair(mask: str, turned: bool) -> None:
     pair = Pair(*(kernels[::-1] if turned else kernels))
     out, lse = pair.forward(x["q"], x["k"], x["v"], None, bound, 0, 0)
     dlse = jnp.where(jnp.isfinite(lse), x["dlse"], 0.0)
-    got = (out, lse, *pair.backward(x["q"], x["k"], x["v"], None, bound, 0, 0, out, lse, x["dout"], dlse)[:3])
-    want = attention64(x["q"], x["k"], x["v"], allowed(x["mask"], t, s), scale=0.25, dout=x["dout"], dlse=dlse)
+    got = (
+        out,
+        lse,
+        *pair.backward(x["q"], x["k"], x["v"], None, bound, 0, 0, out, lse, x["dout"], dlse)[:3],
+    )
+    want = attention64(
+        x["q"], x["k"], x["v"], allowed(x["mask"], t, s), scale=0.25, dout=x["dout"], dlse=dlse
+    )
     assert max(error(g, w) for g, w in zip(got, want, strict=False)) < 2e-5
     assert pair.name == "/".join(k.name for k in (pair.first, pair.second))

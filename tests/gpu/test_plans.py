@@ -1,4 +1,6 @@
-"""Plans for NVIDIA GPUs, made anywhere: what runs, what is lost without an extra, what is refused; as golden files."""
+"""Plans for NVIDIA GPUs, made anywhere: what runs, what is lost without an extra, what is refused;
+as golden files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ A100 = ma.Target("gpu", "NVIDIA A100", EXTRAS)
 OLD_TOKAMAX = ma.Target("gpu", "NVIDIA H200", (("tokamax", "0.0.12"),))
 
 
-def call(t: int = 4096, s: int | None = None, h: int = 64, dtype: str = "bfloat16", **rest) -> ma.Call:
+def call(
+    t: int = 4096, s: int | None = None, h: int = 64, dtype: str = "bfloat16", **rest
+) -> ma.Call:
     shape = jax.ShapeDtypeStruct
     return ma.Call.of(shape((2, t, 8, h), dtype), shape((2, s or t, 8, h), dtype), **rest)
 
@@ -47,7 +51,9 @@ EXPLAINED = {
     ),
     "flash_no_extras": lambda: plan("flash", BARE, call()),
     "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
-    "ring_over_cudnn": lambda: plan("cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="ring"),
+    "ring_over_cudnn": lambda: plan(
+        "cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="ring"
+    ),
     "ring_over_flash": lambda: plan(
         "flash", H200, SHAPES["wan-14b-480p"].call(), {"context": 4}, context_parallel="ring"
     ),
@@ -67,13 +73,17 @@ REFUSED = {
     "tokamax_missing": lambda: plan("tokamax_flash", BARE, call()),
     "tokamax_old": lambda: plan("tokamax_flash", OLD_TOKAMAX, call()),
     "tokamax_a100": lambda: plan("tokamax_flash", A100, call()),
-    "tokamax_two_intervals": lambda: plan("tokamax_flash", H200, call(mask=M.Causal() | M.KeyLimit(3))),
+    "tokamax_two_intervals": lambda: plan(
+        "tokamax_flash", H200, call(mask=M.Causal() | M.KeyLimit(3))
+    ),
     "head_dim_512": lambda: plan("flash", H200, call(h=512)),
     "head_dim_512_cudnn": lambda: plan("cudnn", BARE, call(h=512)),
     "head_dim_256_a100": lambda: plan("cudnn", A100, call(h=256)),
     "float32": lambda: plan("cudnn", BARE, call(dtype="float32")),
     "bias": lambda: plan("cudnn", BARE, call(bias=jax.ShapeDtypeStruct((4096, 4096), "float32"))),
-    "te_block_window": lambda: plan("cudnn_flash_te", H200, call(mask=M.BlockSlidingWindow(256, 4))),
+    "te_block_window": lambda: plan(
+        "cudnn_flash_te", H200, call(mask=M.BlockSlidingWindow(256, 4))
+    ),
     "te_dense": lambda: plan("cudnn_flash_te", H200, call(mask=M.Dense(TABLE))),
     "te_flags_and_causal": lambda: plan(
         "cudnn_flash_te", H200, call(mask=M.Causal() & M.KeyPadding(np.ones((2, 4096), bool)))
@@ -84,7 +94,7 @@ REFUSED = {
         "cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
     ),
     "deterministic": lambda: plan("cudnn", BARE, call(), deterministic=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -101,7 +111,9 @@ def test_the_table_names_kernels_and_every_time_is_one() -> None:
             assert all(ms > 0 for _, ms in (*entry.forward, *entry.backward))
 
 
-@pytest.mark.parametrize("name", ["sdxl-cross", "sdxl-32", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p"])
+@pytest.mark.parametrize(
+    "name", ["sdxl-cross", "sdxl-32", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p"]
+)
 def test_auto_takes_the_fastest_of_the_measured_shape(name: str) -> None:
     shape = SHAPES[name]
     entry = gpu.nearest(shape.call(), gpu.read_tables()["NVIDIA H200"])

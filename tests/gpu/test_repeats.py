@@ -1,4 +1,6 @@
-"""Calls that follow each other give the same numbers: a kernel whose threads race gives others now and then."""
+"""Calls that follow each other give the same numbers: a kernel whose threads race gives others now
+and then.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "full": Case(), "causal": Case(M.Causal()), "lengths": Case(M.KeyPadding(np.array([3000]))),
-    "window": Case(M.LocalWindow(200, 9)), "blocks": Case(M.BlockSlidingWindow(512, 3)), "a text": Case(keys=512),
-    "a short text": Case(keys=77, head_dim=64), "64 channels": Case(head_dim=64), "shared keys": Case(kv_heads=2),
-}  # fmt: skip
+    "full": Case(),
+    "causal": Case(M.Causal()),
+    "lengths": Case(M.KeyPadding(np.array([3000]))),
+    "window": Case(M.LocalWindow(200, 9)),
+    "blocks": Case(M.BlockSlidingWindow(512, 3)),
+    "a text": Case(keys=512),
+    "a short text": Case(keys=77, head_dim=64),
+    "64 channels": Case(head_dim=64),
+    "shared keys": Case(kv_heads=2),
+}
 
 
 def most_apart(case: Case, config: ma.AttentionConfig) -> dict[str, float]:
-    """Return how far out, dq, dk and dv of later calls are from the first, relative to the largest entry."""
+    """Return how far out, dq, dk and dv of later calls are from the first, relative to the largest
+    entry.
+    """
     rng = np.random.default_rng(7)
     sizes = (QUERIES, 4), (case.keys, case.kv_heads), (case.keys, case.kv_heads), (QUERIES, 4)
     x = tuple(jnp.asarray(rng.normal(size=(1, *size, case.head_dim)), "bfloat16") for size in sizes)
@@ -52,14 +62,18 @@ def most_apart(case: Case, config: ma.AttentionConfig) -> dict[str, float]:
         return jnp.abs(got - want).max() / jnp.abs(want).max()
 
     step = jax.jit(gradients)  # one program: another one may add up in another order
-    compare = jax.jit(lambda got, want: jnp.stack([apart(*pair) for pair in zip(got, want, strict=True)]))
+    compare = jax.jit(
+        lambda got, want: jnp.stack([apart(*pair) for pair in zip(got, want, strict=True)])
+    )
     first = step(*x)
     most = np.max([compare(step(*x), first) for _ in range(CALLS)], axis=0)
     return dict(zip(("out", "dq", "dk", "dv"), most.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash", "dot_product"])
+@pytest.mark.parametrize(
+    "kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash", "dot_product"]
+)
 def test_every_call_gives_what_the_first_gave(kernel: str, name: str, record_property) -> None:
     skip_unless_there(kernel)
     x = jax.ShapeDtypeStruct((1, QUERIES, 4, 128), "bfloat16")

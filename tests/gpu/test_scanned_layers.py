@@ -1,4 +1,6 @@
-"""In a scan over layers whose backward keeps attention's results, every attention runs forward once."""
+"""In a scan over layers whose backward keeps attention's results, every attention runs forward
+once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lists of tiles against the dense mask, and the test of pairs that the kernels run in mixed tiles."""
+"""Lists of tiles against the dense mask, and the test of pairs that the kernels run in mixed
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ FRAMES = {
     "1560x7": (M.BlockSlidingWindow(156, 7), 3276, 3276),
     "256x16": (M.BlockSlidingWindow(256, 3), 1500, 1500),
     "later queries": (M.BlockSlidingWindow(156, 3), 700, 1500),
-    "sink, first alone": (M.VideoMask(9, 130, 2, window=2, sink=2, first_frame_alone=True), 1170, 1170),
+    "sink, first alone": (
+        M.VideoMask(9, 130, 2, window=2, sink=2, first_frame_alone=True),
+        1170,
+        1170,
+    ),
     "no window": (M.VideoMask(9, 130, 3), 1170, 1170),
 }
 
@@ -31,8 +37,12 @@ def visited(lists: TileLists) -> list[tuple[list[int], list[int]]]:
     return [(mixed[:m].tolist(), full[:f].tolist()) for m, mixed, f, full in each]
 
 
-def check(lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool, past: bool = False) -> None:
-    """Hold the lists of `ok` [rows, columns] against it, tile by tile; `past`: a row past the end is tested."""
+def check(
+    lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool, past: bool = False
+) -> None:
+    """Hold the lists of `ok` [rows, columns] against it, tile by tile; `past`: a row past the end
+    is tested.
+    """
     for i, (mixed, full) in enumerate(visited(lists)):
         rows = ok[i * tile[0] : (i + 1) * tile[0]]
         parts = [rows[:, j : j + tile[1]] for j in range(0, ok.shape[1], tile[1])]
@@ -46,10 +56,14 @@ def check(lists: TileLists, ok: np.ndarray, tile: tuple[int, ...], exact: bool, 
             assert some == {*mixed, *full} and (tested or not any(parts[j].all() for j in mixed))
 
 
-def check_both(mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, int] = (0, 0)) -> None:
+def check_both(
+    mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, int] = (0, 0)
+) -> None:
     ok = np.asarray(mask.allowed(np.arange(t), np.arange(s), *offsets))[0, 0]
     if traced:
-        lists = jax.jit(lambda a, b: tiling(mask, *TILES, (t, s), (a, b), False))(*map(jnp.int32, offsets))
+        lists = jax.jit(lambda a, b: tiling(mask, *TILES, (t, s), (a, b), False))(
+            *map(jnp.int32, offsets)
+        )
     else:
         lists = tiling(mask, *TILES, (t, s), offsets, False)
     exact = not traced and offsets == (0, 0)
@@ -76,7 +90,10 @@ def test_lists_of_frames(name: str) -> None:
     check_both(mask, t, s, traced=False)
     count = tally(mask, TILES[0], (t, s))
     lists = tiling(mask, *TILES, (t, s), (0, 0), False)
-    assert (count.full, count.mixed) == (lists.forward.full_count.sum(), lists.forward.mixed_count.sum())
+    assert (count.full, count.mixed) == (
+        lists.forward.full_count.sum(),
+        lists.forward.mixed_count.sum(),
+    )
     assert sum(count) == -(-t // TILES[0][0]) * -(-s // TILES[0][1])
 
 
@@ -94,7 +111,9 @@ def test_pairs_pass_as_the_mask_says(name: str, traced: bool) -> None:
     t, s = LENGTHS["cross"]
     plain = MASKS[name.removesuffix(" & window")](3, 2, t, s)
     assert plain is not None
-    mask = (plain & M.BlockSlidingWindow(9, 4) if name.endswith(" & window") else plain).bind(t, s, 3, 2)
+    mask = (plain & M.BlockSlidingWindow(9, 4) if name.endswith(" & window") else plain).bind(
+        t, s, 3, 2
+    )
     q, k, offset = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8)), jnp.int32(0) if traced else 0
     _, pairs = mask_inputs.listed(mask, q, k, offset, 0)
     arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
@@ -119,23 +138,35 @@ def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
-    """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the forward."""
+    """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the
+    forward.
+    """
     tile, width = tile_sizes.forward_tile(head_dim), -(-head_dim // 16) * 16
     scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0  # there P is stored beside them
-    results = tile.queries * width if tile_sizes.stays(head_dim, 4) else 0  # else they take the place of Q
+    results = (
+        tile.queries * width if tile_sizes.stays(head_dim, 4) else 0
+    )  # else they take the place of Q
     numbers = tile.queries * width + 4 * tile.keys * width + scores + results
     assert 2 * numbers + 1024 <= 227 * 1024
 
 
 def test_smaller_tiles_where_they_skip_more() -> None:
-    """Blocks of 256 are two tiles of 128; the more of them are seen, the less do tiles of 192 visit in vain."""
+    """Blocks of 256 are two tiles of 128; the more of them are seen, the less do tiles of 192 visit
+    in vain.
+    """
     for block, window, want in ((256, 2, (128, 128)), (256, 16, (192, 128)), (1560, 4, (192, 128))):
         mask = M.BlockSlidingWindow(block, window).bind(12 * block, 12 * block)
-        tile = tile_sizes.forward_tile(64, lambda tile, mask=mask, n=12 * block: visited_pairs(mask, tile, (n, n)))
+        tile = tile_sizes.forward_tile(
+            64, lambda tile, mask=mask, n=12 * block: visited_pairs(mask, tile, (n, n))
+        )
         assert tile == want
     assert tile_sizes.forward_tile(64) == (192, 128)
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:
-    assert tile_sizes.takes_lists("0.1.0", "NVIDIA H200") and tile_sizes.takes_lists("0.1.3", "NVIDIA H100 80GB HBM3")
-    assert not tile_sizes.takes_lists("0.2.0", "NVIDIA H200") and not tile_sizes.takes_lists("0.1.0", "NVIDIA B200")
+    assert tile_sizes.takes_lists("0.1.0", "NVIDIA H200") and tile_sizes.takes_lists(
+        "0.1.3", "NVIDIA H100 80GB HBM3"
+    )
+    assert not tile_sizes.takes_lists("0.2.0", "NVIDIA H200") and not tile_sizes.takes_lists(
+        "0.1.0", "NVIDIA B200"
+    )

@@ -1,4 +1,6 @@
-"""The order in which rows of tiles are started: each once, the light ones last, and the chip idle for less."""
+"""The order in which rows of tiles are started: each once, the light ones last, and the chip idle
+for less.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_what_is_known_on_the_device_alone_keeps_its_order() -> None:
 
 
 def busy(work: np.ndarray, order: Order, lanes: int) -> float:
-    """Return the part of the processors' time that is used, where each takes the next row when it is free."""
+    """Return the part of the processors' time that is used, where each takes the next row when it
+    is free.
+    """
     free = [0.0] * PROCESSORS
     for row, _ in started(order, len(work), lanes):
         heapq.heapreplace(free, free[0] + float(work[row]))
@@ -83,7 +87,7 @@ def test_the_chip_idles_less_under_a_block_window(block: int, window: int, lengt
         assert busy(work, order, 12) > busy(work, order._replace(light=0), 12) + 0.005
 
 
-# ---- threads that stay -----------------------------------------------------------------------------------------------
+# ---- threads that stay ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 78, 114, 132])
@@ -101,7 +105,11 @@ def test_staying_threads_take_every_place_once(blocks: int, total: int) -> None:
 
 
 def test_every_other_turn_goes_backwards() -> None:
-    assert [at_turn(turn, np.arange(3), 3, np).tolist() for turn in (0, 1, 2)] == [[0, 1, 2], [5, 4, 3], [6, 7, 8]]
+    assert [at_turn(turn, np.arange(3), 3, np).tolist() for turn in (0, 1, 2)] == [
+        [0, 1, 2],
+        [5, 4, 3],
+        [6, 7, 8],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ import pytest
 
 import maxattn as ma
 
-PACKAGE = {"flash": "fa4-jax", "cudnn_flash_te": "transformer-engine-jax", "tokamax_flash": "tokamax"}
+PACKAGE = {
+    "flash": "fa4-jax",
+    "cudnn_flash_te": "transformer-engine-jax",
+    "tokamax_flash": "tokamax",
+}
 
 
 def skip_unless_there(kernel: str, devices: int = 1) -> None:

@@ -1,4 +1,6 @@
-"""Cross-attention to texts of every length that the models have: forward and gradients, and the TPU's own compiler."""
+"""Cross-attention to texts of every length that the models have: forward and gradients, and the
+TPU's own compiler.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,25 @@ from tests.reference import attention64
 
 LENGTHS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
 FAST = {"xla_backend_optimization_level": 0}
-needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
+needs_tokamax = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
+)
 KERNELS = ["flash", pytest.param("tokamax_flash", marks=needs_tokamax)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forward_and_gradients(kernel: str, length: int) -> None:
-    """77 queries of a text of `length` tokens, of which the second row of the batch has two thirds."""
+    """77 queries of a text of `length` tokens, of which the second row of the batch has two
+    thirds.
+    """
     rng = np.random.default_rng(length)
     q, dout = (jnp.asarray(rng.normal(size=(2, 77, 2, 64)), "float32") for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(2, length, 2, 64)), "float32") for _ in range(2))
     lengths = np.array([length, -(-2 * length // 3)], np.int32)
-    config = ma.AttentionConfig(cross_attention=kernel, flash_block_sizes={"block_kv": 512, "block_kv_compute": 256})
+    config = ma.AttentionConfig(
+        cross_attention=kernel, flash_block_sizes={"block_kv": 512, "block_kv_compute": 256}
+    )
 
     @partial(jax.jit, compiler_options=FAST)
     def both(q, k, v):
@@ -52,16 +60,29 @@ def compiler() -> Iterator[Compiler]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="neither libtpu here nor MAXATTN_TPU_PYTHON: the TPU's compiler")
+@pytest.mark.skipif(
+    PYTHON is None, reason="neither libtpu here nor MAXATTN_TPU_PYTHON: the TPU's compiler"
+)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6e"])
 @pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_tpus_compiler_takes_it(length: int, kernel: str, kind: str, training: bool, compiler: Compiler) -> None:
+def test_the_tpus_compiler_takes_it(
+    length: int, kernel: str, kind: str, training: bool, compiler: Compiler
+) -> None:
     case = {
-        "kind": kind, "topology": TOPOLOGIES[kind], "kernel": kernel, "training": training, "role": "cross",
-        "batch": 1, "q_len": 4096, "kv_len": length, "heads": 2, "head_dim": 128, "dtype": "bfloat16",
+        "kind": kind,
+        "topology": TOPOLOGIES[kind],
+        "kernel": kernel,
+        "training": training,
+        "role": "cross",
+        "batch": 1,
+        "q_len": 4096,
+        "kv_len": length,
+        "heads": 2,
+        "head_dim": 128,
+        "dtype": "bfloat16",
         "mask": "padding",
-    }  # fmt: skip
+    }
     answer = compiler.compile(case)
     assert answer["ok"], answer["message"]

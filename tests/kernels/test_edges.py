@@ -1,4 +1,6 @@
-"""Where the blockwise kernel's padding and index arithmetic could show: ragged chunks, wide integers, strict ranks."""
+"""Where the blockwise kernel's padding and index arithmetic could show: ragged chunks, wide
+integers, strict ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from maxattn import masks as M
 from tests.reference import attention64, error
 
 RAGGED = ma.AttentionConfig(
-    attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=16, key_chunk_size=8
+    attention="dot_product",
+    use_memory_efficient_attention=True,
+    query_chunk_size=16,
+    key_chunk_size=8,
 )
 DENSE = ma.AttentionConfig(attention="dot_product")
 
@@ -22,7 +27,9 @@ DENSE = ma.AttentionConfig(attention="dot_product")
 def qkv(t: int = 37, s: int = 41) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(2), 3)
     shapes = ((2, t, 4, 16), (2, s, 2, 16), (2, s, 2, 16))
-    return tuple(jax.random.normal(key, shape, "float32") for key, shape in zip(keys, shapes, strict=True))
+    return tuple(
+        jax.random.normal(key, shape, "float32") for key, shape in zip(keys, shapes, strict=True)
+    )
 
 
 def gradients(config: ma.AttentionConfig, bias: Any, mask: Any = None) -> tuple[jax.Array, ...]:
@@ -33,7 +40,9 @@ def gradients(config: ma.AttentionConfig, bias: Any, mask: Any = None) -> tuple[
 
 
 @pytest.mark.parametrize("level", [-200.0, 200.0])
-def test_a_large_bias_of_keys_does_not_overflow_in_the_rows_that_fill_the_last_chunk(level: float) -> None:
+def test_a_large_bias_of_keys_does_not_overflow_in_the_rows_that_fill_the_last_chunk(
+    level: float,
+) -> None:
     bias = jnp.full((1, 1, 1, 41), level)
     want = attention64(*qkv(), bias=bias, dout=np.ones((2, 37, 4, 16)))
     for got, exact in zip(gradients(RAGGED, bias), (want.dq, want.dk, want.dv), strict=False):
@@ -55,5 +64,7 @@ def test_64_bit_indexes_and_ids_change_nothing(config: ma.AttentionConfig) -> No
 def test_where_promotion_is_forbidden(config: ma.AttentionConfig) -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        out = jax.jit(lambda *x: ma.attention(*x, mask=M.Causal(), config=config, mesh=mesh))(*qkv())
+        out = jax.jit(lambda *x: ma.attention(*x, mask=M.Causal(), config=config, mesh=mesh))(
+            *qkv()
+        )
     assert jnp.allclose(out, ma.attention(*qkv(), mask=M.Causal(), config=config), atol=1e-5)

@@ -1,4 +1,6 @@
-"""What is splash's own: codes of masks, schedules of tiles, offsets that are traced, a given LSE, what is refused."""
+"""What is splash's own: codes of masks, schedules of tiles, offsets that are traced, a given LSE,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ FUSED = BlockSizes(128, 128, 128, 128, 256, 128, use_fused_bwd_kernel=True)
 UNFUSED = BlockSizes(128, 256, 128, 128, 128, 128, 128, 256, False)
 VIDEO = M.VideoMask(8, 32, 2, window=2, sink=1, offset=0)
 POSITIONS = {
-    "full": M.Full(), "causal": M.Causal(0), "window": M.LocalWindow(20, 9, 0), "from": M.LocalWindow(9, None, 0),
-    "blocks": M.BlockSlidingWindow(24, 3, 0), "limit": M.BlockCausal(24, 0) & M.KeyLimit(200), "video": VIDEO,
-    "hole": ~M.LocalWindow(20, 30, 0), "either": M.BlockSlidingWindow(24, 2, 0) | M.KeyLimit(9), "none": M.Empty(),
-}  # fmt: skip
+    "full": M.Full(),
+    "causal": M.Causal(0),
+    "window": M.LocalWindow(20, 9, 0),
+    "from": M.LocalWindow(9, None, 0),
+    "blocks": M.BlockSlidingWindow(24, 3, 0),
+    "limit": M.BlockCausal(24, 0) & M.KeyLimit(200),
+    "video": VIDEO,
+    "hole": ~M.LocalWindow(20, 30, 0),
+    "either": M.BlockSlidingWindow(24, 2, 0) | M.KeyLimit(9),
+    "none": M.Empty(),
+}
 CODES = {
     "video": (Positions, Shards),
     "hole": (Positions, Shards),
@@ -44,7 +53,9 @@ CODES = {
 LENGTH, SHARD = 256, 128
 
 
-def call(t: int = 256, s: int | None = None, n: int = 4, h: int = 64, dtype: str = "bfloat16", **rest) -> ma.Call:
+def call(
+    t: int = 256, s: int | None = None, n: int = 4, h: int = 64, dtype: str = "bfloat16", **rest
+) -> ma.Call:
     shape = jax.ShapeDtypeStruct
     return ma.Call.of(shape((1, t, n, h), dtype), shape((1, s or t, n, h), dtype), **rest)
 
@@ -60,7 +71,9 @@ def test_a_code_says_what_the_mask_says(name: str, traced: bool) -> None:
         assert isinstance(rows.code, kind)
         # Keys past the real ones are padding, and never allowed.
         kv = np.broadcast_to(np.arange(kv_len + 40, dtype=np.int32), (100, kv_len + 40))
-        got = np.asarray(rows.code(jnp.broadcast_to(rows.values[:, None], kv.shape), jnp.asarray(kv)))
+        got = np.asarray(
+            rows.code(jnp.broadcast_to(rows.values[:, None], kv.shape), jnp.asarray(kv))
+        )
         want = np.asarray(mask.allowed(np.arange(100), np.arange(kv_len), q_offset, kv_offset))
         assert (got[:, :kv_len] == np.broadcast_to(want[0, 0], (100, kv_len))).all()
         assert not got[:, kv_len:].any()
@@ -82,7 +95,9 @@ def test_a_schedule_visits_each_tile_once(density: float) -> None:
         flat, on = data.reshape(-1), runs.reshape(-1)
         for step in range(flat.shape[0]):
             ahead = np.flatnonzero(on[step:])
-            assert not ahead.size or flat[step] == flat[step + ahead[0]], "a step that idles fetches what comes next"
+            assert not ahead.size or flat[step] == flat[step + ahead[0]], (
+                "a step that idles fetches what comes next"
+            )
     traced = jax.jit(partial(schedule, shrink=True))(jnp.asarray(visited))
     for mine, theirs in zip(schedule(visited, shrink=False), traced, strict=True):
         assert (mine == np.asarray(theirs)).all()
@@ -96,8 +111,8 @@ def test_mask_info_of_75600_tokens_takes_no_second(block: int) -> None:
         kinds = tile_kinds(mask, 512, 512, n, n, 0, 0)
         return kinds, mask_info(kinds, rows_of(mask, kinds, n, n, True, 0, 0), 148 * 512)
 
-    # As in use: the lists of tiles are made while tracing, the codes of the rows are left to the device. The time of
-    # this thread, since other work on the machine is not its own.
+    # As in use: the lists of tiles are made while tracing, the codes of the rows are left to the
+    # device. The time of this thread, since other work on the machine is not its own.
     seconds = []
     for _ in range(2):
         start = time.thread_time()
@@ -111,19 +126,25 @@ def test_mask_info_of_75600_tokens_takes_no_second(block: int) -> None:
 
 
 def whole(mask: M.Mask, kernel: Splash) -> tuple:
-    """Compute attention of 2 x 2 shards with traced offsets: merged forward, then a backward given the merge."""
+    """Compute attention of 2 x 2 shards with traced offsets: merged forward, then a backward given
+    the merge.
+    """
     rng = np.random.default_rng(5)
     q, dout = (jnp.asarray(rng.normal(size=(1, LENGTH, 4, 64)), "float32") for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), "float32") for _ in range(2))
     ok = np.asarray(mask.allowed(np.arange(LENGTH), np.arange(LENGTH)))
     dlse = jnp.where(ok.any(-1), jnp.asarray(rng.normal(size=(1, 4, LENGTH)), "float32"), 0.0)
     forward = jax.jit(lambda q, k, v, i, j: kernel.forward(q, k, v, None, mask, i, j))
-    backward = jax.jit(lambda q, k, v, i, j, *rows: kernel.backward(q, k, v, None, mask, i, j, *rows)[:3])
+    backward = jax.jit(
+        lambda q, k, v, i, j, *rows: kernel.backward(q, k, v, None, mask, i, j, *rows)[:3]
+    )
     cut = [slice(0, SHARD), slice(SHARD, LENGTH)]
     grads = [jnp.zeros_like(x) for x in (q, k, v)]
     outs, lses = [], []
     for i, mine in enumerate(cut):
-        parts = [forward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD) for j, c in enumerate(cut)]
+        parts = [
+            forward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD) for j, c in enumerate(cut)
+        ]
         out, lse = merge(*parts)
         outs, lses = [*outs, out], [*lses, lse]
         rows = out, lse, dout[:, mine], dlse[:, :, mine]
@@ -135,7 +156,9 @@ def whole(mask: M.Mask, kernel: Splash) -> tuple:
     return got, attention64(q, k, v, ok, None, dout=dout, dlse=dlse)
 
 
-@pytest.mark.parametrize(("name", "fused"), [("full", True), ("blocks", False), ("blocks", True), ("video", False)])
+@pytest.mark.parametrize(
+    ("name", "fused"), [("full", True), ("blocks", False), ("blocks", True), ("video", False)]
+)
 def test_shards_with_traced_offsets_and_a_merged_lse(name: str, fused: bool) -> None:
     got, want = whole(POSITIONS[name], Flash(64**-0.5, FUSED if fused else UNFUSED, interpret=True))
     errors = [error(g, w) for g, w in zip(got, want, strict=False)]
@@ -155,7 +178,9 @@ def test_very_negative_scores_and_rows_with_nothing() -> None:
     q, k = jnp.abs(q) * 1e3, -jnp.abs(k) * 1e3
     mask = M.LocalWindow(0, 8, 0) & ~M.KeyLimit(20)  # the first 12 queries see nothing
     config = ma.AttentionConfig(attention="flash")
-    grads = jax.grad(lambda *x: ma.attention(*x, mask=mask, config=config).sum(), argnums=(0, 1, 2))(q, k, v)
+    grads = jax.grad(
+        lambda *x: ma.attention(*x, mask=mask, config=config).sum(), argnums=(0, 1, 2)
+    )(q, k, v)
     out, lse = ma.attention(q, k, v, mask=mask, config=config, return_lse=True)
     want = attention64(q, k, v, np.asarray(mask.allowed(np.arange(40), np.arange(40))), None)
     assert error(out, want[0]) < 2e-5
@@ -244,34 +269,52 @@ from maxattn import masks as M
 from maxattn.attention import run
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
-place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices[:1]), "x"), jax.sharding.PartitionSpec())
+mesh = jax.sharding.Mesh(np.array(devices[:1]), "x")
+place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 spec = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 q, kv, lengths = spec(2, 300, 4, 72), spec(2, 300, 2, 72), spec(2, dtype="int32")
-mask = ((M.BlockSlidingWindow(60, 2, 0) | M.KeyLimit(9)) & M.KeyPadding(lengths)).bind(300, 300, 2, 4)
-plan = ma.plan(ma.Call.of(q, kv, mask=mask), ma.AttentionConfig(attention="flash"), target=ma.Target.named("TPU v5p"))
+mask = (M.BlockSlidingWindow(60, 2, 0) | M.KeyLimit(9)) & M.KeyPadding(lengths)
+mask = mask.bind(300, 300, 2, 4)
+config = ma.AttentionConfig(attention="flash")
+plan = ma.plan(ma.Call.of(q, kv, mask=mask), config, target=ma.Target.named("TPU v5p"))
 loss = lambda q, k, v, mask: run(plan, q, k, v, None, mask)[0].astype(jnp.float32).sum()
-jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv, mask).lower(lowering_platforms=("tpu",)).compile()
+traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv, mask)
+traced.lower(lowering_platforms=("tpu",)).compile()
 print("compiled")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: the TPU's compiler")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: the TPU's compiler"
+)
 def test_the_tpus_compiler_takes_it() -> None:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_inside_a_strategy(strategy: str) -> None:
-    """Traced positions, hops that are empty for some devices, gradients that travel: against float64."""
-    mesh = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=4).make_mesh(jax.devices()[:4])
+    """Traced positions, hops that are empty for some devices, gradients that travel: against
+    float64.
+    """
+    mesh = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=4).make_mesh(
+        jax.devices()[:4]
+    )
     config = ma.AttentionConfig(attention="flash", context_parallel=strategy)
     rng, n = np.random.default_rng(2), 203
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(3))
     mask = M.BlockSlidingWindow(30, 2) & M.KeyPadding(np.array([n, 61], np.int32))
     both = jax.jit(
-        jax.value_and_grad(lambda *x: ma.attention(*x, mask=mask, config=config, mesh=mesh).sum(), (0, 1, 2))
+        jax.value_and_grad(
+            lambda *x: ma.attention(*x, mask=mask, config=config, mesh=mesh).sum(), (0, 1, 2)
+        )
     )
     ok = np.asarray(mask.bind(n, n).allowed(np.arange(n), np.arange(n)))
     want = attention64(q, k, v, ok, None, dout=jnp.ones_like(q), dlse=jnp.zeros((2, 2, n)))

@@ -1,4 +1,6 @@
-"""The matrix: every kernel against float64, forward, dq, dk, dv, dbias and the gradient of the LSE."""
+"""The matrix: every kernel against float64, forward, dq, dk, dv, dbias and the gradient of the
+LSE.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from tests.pairwise import pairwise, product
 BLOCKWISE = {"attention": "dot_product", "use_memory_efficient_attention": True}
 KERNELS = {
     "dense": {"attention": "dot_product"},
-    "dense folded": {"attention": "dot_product", "split_head_dim": False, "float32_qk_product": True},
+    "dense folded": {
+        "attention": "dot_product",
+        "split_head_dim": False,
+        "float32_qk_product": True,
+    },
     "blockwise": BLOCKWISE,
     "blockwise 16x24": BLOCKWISE | {"query_chunk_size": 16, "key_chunk_size": 24},
 }
@@ -45,7 +51,9 @@ def test_pairs(case: dict) -> None:
 
 
 # The issue's own list in full: kernels x masks x heads x dtypes at an odd length.
-PRODUCT = product(AXES | {"length": ["odd"], "head_dim": [64], "bias": ["none"], "batch": [3]}, legal)
+PRODUCT = product(
+    AXES | {"length": ["odd"], "head_dim": [64], "bias": ["none"], "batch": [3]}, legal
+)
 
 
 @pytest.mark.slow
@@ -55,28 +63,49 @@ def test_product(case: dict) -> None:
     judge(case, run_case(case, config))
 
 
-# Splash in interpret mode is slow, so each has a selection of its own, of what it does not refuse (their tests do).
+# Splash in interpret mode is slow, so each has a selection of its own, of what it does not refuse
+# (their tests do).
 FLASH = {
     "flash": {"attention": "flash"},
-    "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True, "block_kv_compute": 128}},
+    "flash fused": {
+        "attention": "flash",
+        "flash_block_sizes": {"use_fused_bwd_kernel": True, "block_kv_compute": 128},
+    },
     "flash float32": {"attention": "flash", "float32_qk_product": True},
 }
 SMALL = {"block_q": 128, "block_kv": 128}  # several tiles at these lengths
 TOKAMAX = {
     "tokamax_flash": {"attention": "tokamax_flash", "flash_block_sizes": SMALL},
     "tokamax_flash exp2": {"attention": "tokamax_flash", "use_base2_exp": True},
-    "tokamax_flash exp2 float32": {"attention": "tokamax_flash", "use_base2_exp": True, "float32_qk_product": True},
+    "tokamax_flash exp2 float32": {
+        "attention": "tokamax_flash",
+        "use_base2_exp": True,
+        "float32_qk_product": True,
+    },
 }
-SPLASH = {"mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")], "bias": ["none"]}
+SPLASH = {
+    "mask": [m for m in MASKS if m not in ("dense", "dense heads", "not segments")],
+    "bias": ["none"],
+}
 FLASH_AXES = AXES | SPLASH | {"kernel": list(FLASH), "head_dim": [40, 72, 80, 128, 160, 256]}
-TOKAMAX_AXES = AXES | SPLASH | {
-    "kernel": list(TOKAMAX), "length": ["odd", "one", "cross", "short"], "head_dim": [40, 72, 128, 256],
-}  # fmt: skip
-needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
+TOKAMAX_AXES = (
+    AXES
+    | SPLASH
+    | {
+        "kernel": list(TOKAMAX),
+        "length": ["odd", "one", "cross", "short"],
+        "head_dim": [40, 72, 128, 256],
+    }
+)
+needs_tokamax = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
+)
 
 
 def judge_splash(case: dict) -> None:
-    """Run a case; the interpreter's long programs compile in half the time without LLVM's optimizations."""
+    """Run a case; the interpreter's long programs compile in half the time without LLVM's
+    optimizations.
+    """
     config = ma.AttentionConfig(**(FLASH | TOKAMAX)[case["kernel"]])
     judge(case, run_case(case, config, compiler_options={"xla_backend_optimization_level": 0}))
 
@@ -92,7 +121,8 @@ def test_tokamax_pairs(case: dict) -> None:
     judge_splash(case)
 
 
-# Kernels x masks x heads x dtypes, at 129 queries (two tiles of 128) and a head dim that is no whole register.
+# Kernels x masks x heads x dtypes, at 129 queries (two tiles of 128) and a head dim that is no
+# whole register.
 SPLASH_FEW = {"length": ["short"], "head_dim": [96], "batch": [2]}
 SPLASH_PRODUCT = product(AXES | SPLASH | SPLASH_FEW | {"kernel": [*FLASH, *TOKAMAX]}, legal)
 

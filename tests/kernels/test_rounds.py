@@ -1,4 +1,6 @@
-"""Rows of a backward that do not fill a GPU's processors: launched in parts, or along with a ring's blocks."""
+"""Rows of a backward that do not fill a GPU's processors: launched in parts, or along with a ring's
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def ends(rows: list[int], processors: int) -> int:
 
 
 def played(tail: Tail | None, tiles: int, rows: int, steps: int, processors: int) -> int:
-    """Return when a backward ends, row by row: of what is launched whole, then of what is in parts."""
+    """Return when a backward ends, row by row: of what is launched whole, then of what is in
+    parts.
+    """
     whole = ends([steps + START] * ((tiles - (tail.tiles if tail else 0)) * rows), processors)
     if tail is None:
         return whole
@@ -74,7 +78,11 @@ def test_what_is_in_parts(sizes: tuple[int, int, int], tail: Tail | None) -> Non
 
 def test_the_chosen_tail_is_the_best() -> None:
     for sizes in ((256, 12, 410), (36, 48, 58), (64, 40, 103), (5, 30, 90)):
-        ways = [Tail(n, p) for n in range(1, min(sizes[0], 24) + 1) for p in range(2, min(16, sizes[2]) + 1)]
+        ways = [
+            Tail(n, p)
+            for n in range(1, min(sizes[0], 24) + 1)
+            for p in range(2, min(16, sizes[2]) + 1)
+        ]
         best = min(played(x, *sizes, 132) for x in ways)
         assert played(tail_of(*sizes), *sizes, 132) <= 1.01 * best
 
@@ -83,13 +91,26 @@ def test_only_heads_of_their_own_keys_are_in_parts() -> None:
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
     assert tail_for(q, k) == Tail(4, 11)
     assert tail_for(q, (1, 512, 4, 128)) is None, "query heads that share keys add dK up in float32"
-    assert tail_for((*q[:3], 192), (*k[:3], 192)) is None and tail_for((*q[:3], 100), (*k[:3], 100)) is None
+    assert (
+        tail_for((*q[:3], 192), (*k[:3], 192)) is None
+        and tail_for((*q[:3], 100), (*k[:3], 100)) is None
+    )
     assert tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == Tail(3, 5)
-    assert tail_for((16, 4096, 10, 64), (16, 77, 10, 64)) == Tail(1, 4) != tail_for((1, 4096, 10, 64), (1, 77, 10, 64))
+    assert (
+        tail_for((16, 4096, 10, 64), (16, 77, 10, 64))
+        == Tail(1, 4)
+        != tail_for((1, 4096, 10, 64), (1, 77, 10, 64))
+    )
 
 
 def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
-    kinds = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H20"
+    kinds = (
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H20",
+    )
     assert [processors(kind) for kind in kinds] == [132, 132, 132, 114, 78]
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
     assert tail_for(q, k, 78) != tail_for(q, k)
@@ -114,14 +135,21 @@ def test_a_plan_knows_for_what_blocks_have_room(shape: str, config: dict, room: 
     assert {c.bytes for c in made.collectives} == {3 * size}
 
 
-@pytest.mark.parametrize("why", ["lengths", "bias", "one place", "gradient of the LSE", "TPU", "A100"])
+@pytest.mark.parametrize(
+    "why", ["lengths", "bias", "one place", "gradient of the LSE", "TPU", "A100"]
+)
 def test_blocks_have_no_room_where_their_ring_takes_none_along(why: str) -> None:
     x = jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16")
     mask = ma.masks.KeyPadding(np.array([32000])) if why == "lengths" else None
     bias = jax.ShapeDtypeStruct((1, 1, 32760, 32760), "float32") if why == "bias" else None
     call = ma.Call.of(x, x, mask, bias, return_lse=why == "gradient of the LSE")
-    target = {"TPU": ma.Target.named("TPU v5p"), "A100": replace(H200, device_kind="NVIDIA A100-SXM4-80GB")}
-    asked = ma.AttentionConfig(attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring")
+    target = {
+        "TPU": ma.Target.named("TPU v5p"),
+        "A100": replace(H200, device_kind="NVIDIA A100-SXM4-80GB"),
+    }
+    asked = ma.AttentionConfig(
+        attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring"
+    )
     made = ma.plan(call, asked, {"context": 1 if why == "one place" else 4}, target.get(why, H200))
     assert getattr(made.context, "room", 0) == 0
 
@@ -162,14 +190,28 @@ class Launches:
         whole, steps, found = [], -(-q.shape[1] // self.tile.queries), []
         if start:
             add, *grads = self._grads(q, k[:, :start], v[:, :start], dout, lse, delta)
-            dq, whole = dq + add, [jnp.full(k.shape, jnp.nan).at[:, :start].set(x).astype(k.dtype) for x in grads]
+            dq, whole = (
+                dq + add,
+                [jnp.full(k.shape, jnp.nan).at[:, :start].set(x).astype(k.dtype) for x in grads],
+            )
         for part in range(parts):
             i, j = (p * steps // parts * self.tile.queries for p in (part, part + 1))
             assert i < min(j, q.shape[1]), "every part has queries"
-            rows = q[:, i:j], k[:, start:], v[:, start:], dout[:, i:j], lse[:, :, i:j], delta[:, :, i:j]
+            rows = (
+                q[:, i:j],
+                k[:, start:],
+                v[:, start:],
+                dout[:, i:j],
+                lse[:, :, i:j],
+                delta[:, :, i:j],
+            )
             add, *grads = self._grads(*rows)
             dq, found = dq.at[:, i:j].add(add), [*found, grads]
-        return [dq, *whole, *(jnp.concatenate([x[i] for x in found]).astype(k.dtype) for i in (0, 1))]
+        return [
+            dq,
+            *whole,
+            *(jnp.concatenate([x[i] for x in found]).astype(k.dtype) for i in (0, 1)),
+        ]
 
     def last(self, dq, q):
         return (self.scale * dq).astype(q.dtype)
@@ -187,7 +229,9 @@ SIZES = [(1, 700, 530, 12, 128), (2, 300, 400, 13, 64), (3, 700, 77, 5, 64), (2,
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda x: "x".join(map(str, x)))
 @pytest.mark.parametrize("mapped", [False, True])
-def test_parts_of_a_backward_are_put_together(sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_backward_are_put_together(
+    sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (b, t, s, n, h), rng, whole = sizes, np.random.default_rng(0), []
     q, k, v, dout = (jnp.asarray(rng.normal(size=(b, x, n, h)), "bfloat16") for x in (t, s, s, t))
     want, tail = attention64(q, k, v, dout=dout), tail_for(q.shape, k.shape) or Tail(1, 2)
@@ -213,7 +257,9 @@ def test_parts_of_a_backward_are_put_together(sizes: tuple, mapped: bool, monkey
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_only_kernels_that_we_launch_are_in_parts(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kernels_that_we_launch_are_in_parts(
+    launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def parts(*x):
@@ -222,7 +268,10 @@ def test_only_kernels_that_we_launch_are_in_parts(launched: bool, monkeypatch: p
 
     monkeypatch.setattr(split_queries, "backward", parts)
     monkeypatch.setattr(primitives, "fa4_backward", lambda *x: x[:3])
-    kernel, x = Fa4(1.0, launched=launched, processors=78), jnp.zeros((1, 4096, 12, 128), "bfloat16")
+    kernel, x = (
+        Fa4(1.0, launched=launched, processors=78),
+        jnp.zeros((1, 4096, 12, 128), "bfloat16"),
+    )
     whole, causal = Piece(0, 4096, 0, 4096), Piece(0, 4096, 0, 4096, None, 0)
     kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, whole, None)
     kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, causal, None)
@@ -233,8 +282,11 @@ def test_auto_asks_whether_a_call_is_in_parts() -> None:
     cross = SHAPES["wan-cross"].call()
     extras = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"))
     target = replace(H200, packages=extras)
-    padded = ma.Call.of(*(jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512)),
-                        ma.masks.KeyPadding(np.array([77])), role="cross")  # fmt: skip
+    padded = ma.Call.of(
+        *(jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512)),
+        ma.masks.KeyPadding(np.array([77])),
+        role="cross",
+    )
     shared = replace(cross, kv_heads=4)
     kernels = [ma.plan(call, target=target).kernel.name for call in (cross, padded, shared)]
     assert kernels == ["flash", "flash/tokamax_flash", "flash/tokamax_flash"]

@@ -1,4 +1,6 @@
-"""What surrounds the splash attentions: 64-bit mode, no promotion, a user's `shard_map`, two runs of the same."""
+"""What surrounds the splash attentions: 64-bit mode, no promotion, a user's `shard_map`, two runs
+of the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.golden_text import check_golden
 from tests.reference import error
 
 FAST = {"xla_backend_optimization_level": 0}
-needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
+needs_tokamax = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
+)
 NAMES = ["flash", "flash fused", pytest.param("tokamax_flash", marks=needs_tokamax)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "flash": {"attention": "flash"},
@@ -33,10 +37,15 @@ MASK = M.BlockSlidingWindow(24, 3) & M.KeyPadding(np.array([150, 90], np.int64))
 
 def qkv(dtype: str = "float32") -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(2), 3)
-    return tuple(jax.random.normal(key, (2, 150, n, 32), dtype) for key, n in zip(keys, (4, 2, 2), strict=True))
+    return tuple(
+        jax.random.normal(key, (2, 150, n, 32), dtype)
+        for key, n in zip(keys, (4, 2, 2), strict=True)
+    )
 
 
-def gradients(config: ma.AttentionConfig, q: Any, k: Any, v: Any, **more: Any) -> tuple[jax.Array, ...]:
+def gradients(
+    config: ma.AttentionConfig, q: Any, k: Any, v: Any, **more: Any
+) -> tuple[jax.Array, ...]:
     attend = partial(ma.attention, mask=MASK, config=config, return_lse=True, **more)
 
     @partial(jax.jit, compiler_options=FAST)
@@ -58,7 +67,9 @@ def test_64_bit_mode_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_promotion_is_forbidden(name: str) -> None:
-    mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=2).make_mesh(jax.devices()[:4])
+    mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=2).make_mesh(
+        jax.devices()[:4]
+    )
     config = ma.AttentionConfig(**SETTINGS[name], context_parallel="ring")
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         got = gradients(config, *qkv(), mesh=mesh)
@@ -72,7 +83,9 @@ def test_the_backward_repeats_bit_for_bit(name: str) -> None:
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, again, strict=True))
     x = jax.ShapeDtypeStruct((1, 64, 2, 32), "float32")
     config = ma.AttentionConfig(attention=CONFIGS[name].attention, deterministic=True)
-    assert ma.plan(ma.Call.of(x, x), config, target=ma.Target.here()).kernel.name == config.attention
+    assert (
+        ma.plan(ma.Call.of(x, x), config, target=ma.Target.here()).kernel.name == config.attention
+    )
 
 
 def test_every_kernel_says_whether_it_repeats() -> None:
@@ -93,17 +106,25 @@ def test_deterministic_refuses_a_kernel_that_does_not_repeat() -> None:
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_a_users_shard_map(name: str, checked: bool) -> None:
-    """Over some of the axes it works, checked or not; over all of them, checked, the message is ours."""
+    """Over some of the axes it works, checked or not; over all of them, checked, the message is
+    ours.
+    """
     mesh = ma.AttentionConfig(ici_data_parallelism=2).make_mesh(jax.devices()[:2])
     q, k, v = qkv()
     attend = partial(ma.attention, mask=M.Causal(), config=CONFIGS[name], mesh=mesh)
     some = {"data", "context"}
     spec = PartitionSpec("data")
-    mapped = partial(jax.shard_map, attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=checked)
-    loss = partial(jax.jit, compiler_options=FAST)(jax.grad(lambda *x: (mapped(axis_names=some)(*x) ** 2).sum()))
+    mapped = partial(
+        jax.shard_map, attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=checked
+    )
+    loss = partial(jax.jit, compiler_options=FAST)(
+        jax.grad(lambda *x: (mapped(axis_names=some)(*x) ** 2).sum())
+    )
     want = jax.grad(lambda *x: (ma.attention(*x, mask=M.Causal()) ** 2).sum())(q, k, v)
     assert error(loss(q, k, v), want) < 2e-5
     if checked:
         with pytest.raises(MeshError) as caught:
             mapped(axis_names=set(mesh.axis_names))(q, k, v)
-        check_golden("inputs/checked_shard_map", str(caught.value).replace(CONFIGS[name].attention, "KERNEL"))
+        check_golden(
+            "inputs/checked_shard_map", str(caught.value).replace(CONFIGS[name].attention, "KERNEL")
+        )

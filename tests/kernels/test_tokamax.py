@@ -1,4 +1,6 @@
-"""What is tokamax's own: its schedule of tiles, its exp2 and base-2 LSE, rings over it, what is unused or refused."""
+"""What is tokamax's own: its schedule of tiles, its exp2 and base-2 LSE, rings over it, what is
+unused or refused.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_the_steps_are_the_tiles_that_are_not_empty(density: float) -> None:
     assert static == (want or [(0, 0, 1)])
 
 
-@pytest.mark.parametrize(("name", "base2"), [("full", True), ("blocks", False), ("blocks", True), ("video", True)])
+@pytest.mark.parametrize(
+    ("name", "base2"), [("full", True), ("blocks", False), ("blocks", True), ("video", True)]
+)
 def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> None:
     got, want = whole(POSITIONS[name], kernel(base2))
     errors = [error(g, w) for g, w in zip(got, want, strict=False)]
@@ -58,11 +62,16 @@ def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> 
     ],
 )
 def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
-    """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and gradients."""
+    """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and
+    gradients.
+    """
     config = ma.AttentionConfig(
-        attention="ring", attention_kernel="tokamax_flash", use_base2_exp=base2, ici_data_parallelism=1,
+        attention="ring",
+        attention_kernel="tokamax_flash",
+        use_base2_exp=base2,
+        ici_data_parallelism=1,
         ici_context_parallelism=8,
-    )  # fmt: skip
+    )
     rng, n = np.random.default_rng(2), 300
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(4))
     dlse = jnp.asarray(rng.normal(size=(2, 2, n)), "float32")
@@ -128,7 +137,10 @@ def test_refused(name: str) -> None:
 def test_explain(name: str, target: ma.Target) -> None:
     sizes = {"block_kv": 1024, "block_kv_compute": 512, "block_q_dq": 512, "block_kv_dq": 512}
     config = ma.AttentionConfig(
-        attention="tokamax_flash", flash_block_sizes=sizes, use_base2_exp=True, use_experimental_scheduler=True
+        attention="tokamax_flash",
+        flash_block_sizes=sizes,
+        use_base2_exp=True,
+        use_experimental_scheduler=True,
     )
     wan = call(32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7))
     check_golden(f"explain/tokamax_{name}", ma.plan(wan, config, target=target).explain())

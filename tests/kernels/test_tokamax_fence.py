@@ -1,4 +1,6 @@
-"""The fence is where tokamax's kernel of dK and dV ends its reads of shared memory, in our instance of it alone."""
+"""The fence is where tokamax's kernel of dK and dV ends its reads of shared memory, in our instance
+of it alone.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq"
 
 def primitives(kernels) -> list[str]:
     """Trace the backward, and list what its kernels do, in order."""
-    x, rows = jax.ShapeDtypeStruct((256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 256), jnp.float32)
+    x, rows = (
+        jax.ShapeDtypeStruct((256, 2, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 256), jnp.float32),
+    )
     run = partial(
-        kernels.flash_attention_vjp_kernel, is_causal=False, logits_scale=1.0, logits_soft_cap=None, ds_dtype=None,
+        kernels.flash_attention_vjp_kernel,
+        is_causal=False,
+        logits_scale=1.0,
+        logits_soft_cap=None,
+        ds_dtype=None,
         config=kernels.Config(**BLOCKS),
-    )  # fmt: skip
+    )
     traced = jax.make_jaxpr(lambda q, k, v, r, o, d: run(q, k, v, r, o, d, None, None, None, None))
     return [e.primitive.name for e in equations(traced(x, x, x, (rows, rows), x, x).jaxpr)]
 
@@ -32,7 +41,9 @@ def test_one_fence_before_places_are_free_again() -> None:
     except PackageNotFoundError:
         pytest.skip("tokamax is not installed")
     if _numbers(found) < NEEDS:
-        pytest.skip(f"tokamax {found} has another backward for GPUs; maxattn takes it from 0.0.17 on")
+        pytest.skip(
+            f"tokamax {found} has another backward for GPUs; maxattn takes it from 0.0.17 on"
+        )
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as theirs
 
     from maxattn.kernels.fused.tokamax_fence import backward_module

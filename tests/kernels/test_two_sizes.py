@@ -1,4 +1,6 @@
-"""A forward that is never differentiated does not pay the rules of the backward, and says which sizes it runs with."""
+"""A forward that is never differentiated does not pay the rules of the backward, and says which
+sizes it runs with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from maxattn.kernels.base import inference_kernel
 from tests.golden_text import check_golden
 
 CPU, V6E = ma.Target.named("cpu"), ma.Target.named("TPU v6e")
-SIZES = {"block_q": 72, "block_kv": 256, "block_kv_compute": 192}  # 72 is legal in inference, 192 nowhere
+SIZES = {
+    "block_q": 72,
+    "block_kv": 256,
+    "block_kv_compute": 192,
+}  # 72 is legal in inference, 192 nowhere
 
 
 CONFIG = ma.AttentionConfig(cross_attention="flash", flash_block_sizes=SIZES)
@@ -24,7 +30,9 @@ CONFIG = ma.AttentionConfig(cross_attention="flash", flash_block_sizes=SIZES)
 
 def wan(sizes: dict[str, Any], role: str = "self", kv_len: int = 75_600) -> ma.Plan:
     q, k = (jax.ShapeDtypeStruct((1, n, 12, 128), "bfloat16") for n in (75_600, kv_len))
-    settings = ma.AttentionConfig(attention="flash", cross_attention="flash", flash_block_sizes=sizes)
+    settings = ma.AttentionConfig(
+        attention="flash", cross_attention="flash", flash_block_sizes=sizes
+    )
     return ma.plan(ma.Call.of(q, k, role=role), settings, target=V6E)
 
 
@@ -53,7 +61,10 @@ def loss(x: jax.Array) -> jax.Array:
 def test_what_runs_has_the_sizes_that_the_plan_names() -> None:
     plan = ma.plan(ma.Call.of(X, X, role="cross"), CONFIG, target=CPU)
     assert (plan.kernel.blocks.block_q, inference_kernel(plan.kernel).blocks.block_q) == (128, 72)
-    for f, tile, other in ((loss, "f32[72,64]", "f32[128,64]"), (jax.grad(loss), "f32[128,64]", "f32[72,64]")):
+    for f, tile, other in (
+        (loss, "f32[72,64]", "f32[128,64]"),
+        (jax.grad(loss), "f32[128,64]", "f32[72,64]"),
+    ):
         kernels = str(jax.make_jaxpr(f)(X))
         assert tile in kernels
         assert other not in kernels
@@ -68,13 +79,17 @@ RUNS: dict[str, Callable[[Callable, jax.Array], Any]] = {
     "grad of jit": lambda f, x: jax.grad(jax.jit(f))(x),
     "jit of grad": lambda f, x: jax.jit(jax.grad(f))(x),
     "remat": lambda f, x: jax.grad(jax.checkpoint(f))(x),
-    "scan of layers": lambda f, x: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, length=2)[0])(x),
+    "scan of layers": lambda f, x: jax.grad(
+        lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, length=2)[0]
+    )(x),
 }
 INFERENCE = ("forward", "jit", "scan", "vmap")
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
     """Return what was said of block sizes since the last question."""
     monkeypatch.setattr(announce, "_said", set())
     caplog.set_level(logging.INFO, logger="maxattn")

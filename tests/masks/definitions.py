@@ -1,7 +1,8 @@
-"""What each mask means, one pair at a time, in plain Python; and hypothesis strategies that draw masks.
+"""What each mask means, one pair at a time, in plain Python; and hypothesis strategies that draw
+masks.
 
-Nothing here uses intervals or anything else of maxattn's own: a mask is an expression of nested tuples, `meaning` looks
-at one query and one key, and `build` makes the mask that should agree.
+Nothing here uses intervals or anything else of maxattn's own: a mask is an expression of nested
+tuples, `meaning` looks at one query and one key, and `build` makes the mask that should agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Spec = tuple[Any, ...]
 
 
 def meaning(spec: Spec, q: int, k: int, shift: int) -> bool:
-    """Tell whether the query at index q may attend to key k; `shift` is kv_len - q_len, the offset that None means."""
+    """Tell whether the query at index q may attend to key k; `shift` is kv_len - q_len, the offset
+    that None means.
+    """
     kind, *rest = spec
     if kind == "and":
         return all(meaning(s, q, k, shift) for s in rest)
@@ -36,7 +39,9 @@ def _causal(q: int, k: int, shift: int, offset: int | None) -> bool:
     return k <= _at(q, shift, offset)
 
 
-def _local(q: int, k: int, shift: int, left: int | None, right: int | None, offset: int | None) -> bool:
+def _local(
+    q: int, k: int, shift: int, left: int | None, right: int | None, offset: int | None
+) -> bool:
     p = _at(q, shift, offset)
     return (left is None or p - k <= left) and (right is None or k - p <= right)
 
@@ -111,7 +116,10 @@ def build(spec: Spec) -> M.Mask:
 
 def table(spec: Spec, q_len: int, kv_len: int) -> np.ndarray:
     """Ask for every pair: bool [q_len, kv_len]."""
-    return np.array([[meaning(spec, q, k, kv_len - q_len) for k in range(kv_len)] for q in range(q_len)], dtype=bool)
+    return np.array(
+        [[meaning(spec, q, k, kv_len - q_len) for k in range(kv_len)] for q in range(q_len)],
+        dtype=bool,
+    )
 
 
 def leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:

@@ -73,17 +73,21 @@ def test_bind_is_idempotent(spec: tuple, q_len: int) -> None:
 
 A, B, C = M.KeyPadding([2, 5]), M.KeyPadding([4, 3]), M.Causal(0)
 SAME_STRUCTURE = {
-    "and of ors": ((A | B) & (B | A), A | B), "or of ands": ((A & B) | (B & A), A & B),
-    "three": ((C & A & B) | (C & B & A), C & A & B), "through not": (~(~A & ~B) & (B | A), A | B),
-    "one absorbs two": ((A | B) & (B | A) & A, A), "a third stays": ((A | B) & (B | A) & C, (A | B) & C),
-}  # fmt: skip
+    "and of ors": ((A | B) & (B | A), A | B),
+    "or of ands": ((A & B) | (B & A), A & B),
+    "three": ((C & A & B) | (C & B & A), C & A & B),
+    "through not": (~(~A & ~B) & (B | A), A | B),
+    "one absorbs two": ((A | B) & (B | A) & A, A),
+    "a third stays": ((A | B) & (B | A) & C, (A | B) & C),
+}
 
 
 @pytest.mark.parametrize("name", SAME_STRUCTURE)
 def test_masks_of_one_structure_in_another_order(name: str) -> None:
     """Arrays have no order: `a | b` and `b | a` are two values, and one of them must stay."""
     got, want = (
-        np.broadcast_to(x.bind(6, 6, 2).allowed(np.arange(6), np.arange(6)), (2, 1, 6, 6)) for x in SAME_STRUCTURE[name]
+        np.broadcast_to(x.bind(6, 6, 2).allowed(np.arange(6), np.arange(6)), (2, 1, 6, 6))
+        for x in SAME_STRUCTURE[name]
     )
     assert (got == want).all()
 
@@ -99,7 +103,10 @@ def test_kinds_that_are_another_kind() -> None:
 def test_masks_with_arrays() -> None:
     x, y = M.KeyPadding(np.array([1, 2])), M.KeyPadding(np.array([1, 2]))
     assert x & x == x and x != y, "arrays are equal when they are the same array"
-    assert (x & y).parts() == (x, y) and (y & x).parts() == (y, x), "equal structures keep the order given"
+    assert (x & y).parts() == (x, y) and (y & x).parts() == (
+        y,
+        x,
+    ), "equal structures keep the order given"
     assert x & M.Causal() == M.Causal() & x
     assert x & ~x == M.Empty()
     assert x.form() == y.form() and (x & M.Causal()).form() == (M.Causal() & y).form()
@@ -141,4 +148,6 @@ def test_repr_is_the_call() -> None:
         M.VideoMask(21, 1560, 3, window=4, sink=2, first_frame_alone=True),
     ):
         assert eval(repr(mask), space) == mask
-    assert repr(M.KeyPadding(np.zeros(2, np.int32)) & M.Causal()) == "Causal() & KeyPadding(int32[2])"
+    assert (
+        repr(M.KeyPadding(np.zeros(2, np.int32)) & M.Causal()) == "Causal() & KeyPadding(int32[2])"
+    )

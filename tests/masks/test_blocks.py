@@ -1,4 +1,6 @@
-"""Block maps and counts: exact against the definition, conservative with data, quick at the length of a video."""
+"""Block maps and counts: exact against the definition, conservative with data, quick at the length
+of a video.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tests.masks.definitions import Spec, build, cases, table
 
 def _blocks_of(pairs: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
     rows = range(0, pairs.shape[0], block_q)
-    return np.array([[_kind(pairs[i : i + block_q, j : j + block_kv]) for j in _starts(pairs, block_kv)] for i in rows])
+    return np.array(
+        [
+            [_kind(pairs[i : i + block_q, j : j + block_kv]) for j in _starts(pairs, block_kv)]
+            for i in rows
+        ]
+    )
 
 
 def _starts(pairs: np.ndarray, block_kv: int) -> range:
@@ -57,13 +64,19 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
     st.integers(1, 9),
     st.integers(0, 99),
 )
-def test_conservative_with_data(case: tuple[Spec, int, int], kind: str, join: str, block: int, seed: int) -> None:
-    """Bounds hold the truth between them, whatever the arrays; a form, which has no arrays, gives the same bounds."""
+def test_conservative_with_data(
+    case: tuple[Spec, int, int], kind: str, join: str, block: int, seed: int
+) -> None:
+    """Bounds hold the truth between them, whatever the arrays; a form, which has no arrays, gives
+    the same bounds.
+    """
     spec, q_len, kv_len = case
     data = _data(kind, q_len, kv_len, seed)
     data = ~data if "not" in join else data
     mask = (build(spec) & data if "and" in join else build(spec) | data).bind(q_len, kv_len)
-    truth = np.broadcast_to(mask.allowed(np.arange(q_len), np.arange(kv_len)), (2, 3, q_len, kv_len))
+    truth = np.broadcast_to(
+        mask.allowed(np.arange(q_len), np.arange(kv_len)), (2, 3, q_len, kv_len)
+    )
     assert not (truth & ~_inside(mask.intervals(np.arange(q_len)), kv_len)).any()
     assert not (_inside(mask.intervals_lower(np.arange(q_len)), kv_len) & ~truth).any()
     assert mask.allowed_pairs(q_len, kv_len) >= truth.sum(axis=(2, 3)).max()
@@ -82,16 +95,22 @@ def _inside(intervals: tuple, kv_len: int) -> np.ndarray:
 
 def test_positions_still_decide_beside_data() -> None:
     mask = M.Causal() & M.KeyPadding([5])
-    np.testing.assert_array_equal(mask.block_map(2, 2, 4, 4), [[M.MIXED, M.EMPTY], [M.MIXED, M.MIXED]])
+    np.testing.assert_array_equal(
+        mask.block_map(2, 2, 4, 4), [[M.MIXED, M.EMPTY], [M.MIXED, M.MIXED]]
+    )
     mask = M.Causal() | M.KeyPadding([5])
-    np.testing.assert_array_equal(mask.block_map(2, 2, 4, 4), [[M.MIXED, M.MIXED], [M.FULL, M.MIXED]])
+    np.testing.assert_array_equal(
+        mask.block_map(2, 2, 4, 4), [[M.MIXED, M.MIXED], [M.FULL, M.MIXED]]
+    )
 
 
 LONG = {
     "window of blocks": M.BlockSlidingWindow(1560, 7),
     "window of blocks that no block divides": M.BlockSlidingWindow(3599, 5),
     "video": M.VideoMask(21, 3600, 3, window=2, sink=1),
-    "a combination": M.VideoMask(21, 3600, 3, 2, 1) & ~M.LocalWindow(5, 5) | M.KeyPadding([3]) | M.KeyLimit(9),
+    "a combination": M.VideoMask(21, 3600, 3, 2, 1) & ~M.LocalWindow(5, 5)
+    | M.KeyPadding([3])
+    | M.KeyLimit(9),
 }
 
 
@@ -110,7 +129,14 @@ def test_quick_and_small_at_75600_tokens(name: str, block: int) -> None:
 
 
 def test_visited_blocks_follow_the_window_at_32760_tokens() -> None:
-    """21 frames of 1560 tokens: each row of blocks sees its own and up to six before it, all of them full."""
+    """21 frames of 1560 tokens: each row of blocks sees its own and up to six before it, all of
+    them full.
+    """
     got = M.BlockSlidingWindow(1560, 7).block_map(1560, 1560, 32_760, 32_760)
-    assert (got == M.FULL).sum() == sum(min(i + 1, 7) for i in range(21)) and (got == M.MIXED).sum() == 0
-    assert M.BlockSlidingWindow(1560, 7).allowed_pairs(32_760, 32_760) == (got == M.FULL).sum() * 1560**2
+    assert (got == M.FULL).sum() == sum(min(i + 1, 7) for i in range(21)) and (
+        got == M.MIXED
+    ).sum() == 0
+    assert (
+        M.BlockSlidingWindow(1560, 7).allowed_pairs(32_760, 32_760)
+        == (got == M.FULL).sum() * 1560**2
+    )

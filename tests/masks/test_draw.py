@@ -26,7 +26,10 @@ SHOWN: dict[str, tuple[M.Mask, tuple[int, int, int]]] = {
     "long_causal": (M.Causal(), (1000, 1000, 32)),
     "long_blocks": (M.BlockSlidingWindow(1560, 7), (75_600, 75_600, 64)),
     "long_video": (M.VideoMask(21, 3600, 3, window=4, sink=2), (75_600, 75_600, 42)),
-    "long_segments": (M.Segments([[0] * 100 + [1] * 200], [[0] * 100 + [1] * 180 + [-1] * 20]), (300, 300, 30)),
+    "long_segments": (
+        M.Segments([[0] * 100 + [1] * 200], [[0] * 100 + [1] * 180 + [-1] * 20]),
+        (300, 300, 30),
+    ),
 }
 
 
@@ -59,7 +62,9 @@ def test_sampled_density_is_the_share_of_pairs() -> None:
     exact = table.reshape(12, 8, 10, 8).mean(axis=(1, 3))
     np.testing.assert_allclose(density(mask, 8, 8, 96, 80), exact)
     steps = (M.Causal() & M.Dense(np.ones((1, 1), bool))).bind(960, 960)
-    np.testing.assert_allclose(density(steps, 96, 96, 960, 960), density(M.Causal(0), 96, 96, 960, 960), atol=0.1)
+    np.testing.assert_allclose(
+        density(steps, 96, 96, 960, 960), density(M.Causal(0), 96, 96, 960, 960), atol=0.1
+    )
 
 
 def test_cells_without_an_allowed_pair_are_the_only_blank_ones() -> None:
@@ -94,7 +99,9 @@ def test_plot_shows_the_mask(tmp_path: Path) -> None:
     assert middle[5, -5] > 0.9
 
 
-def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:

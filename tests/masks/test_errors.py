@@ -17,7 +17,9 @@ from maxattn.errors import InputError
 GOLDEN = Path(__file__).parent.parent / "golden" / "masks"
 BAD: dict[str, Callable[[], object]] = {
     "causal_more_queries_than_keys": lambda: M.Causal().bind(8, 4),
-    "below_connectives_more_queries_than_keys": lambda: (M.KeyPadding([3]) & ~M.BlockCausal(2)).bind(8, 4),
+    "below_connectives_more_queries_than_keys": lambda: (
+        M.KeyPadding([3]) & ~M.BlockCausal(2)
+    ).bind(8, 4),
     "unbound_allowed": lambda: M.Causal().allowed(np.arange(3), np.arange(5)),
     "window_negative": lambda: M.LocalWindow(-1, 0),
     "window_float": lambda: M.LocalWindow(2, 1.5),  # pyright: ignore[reportArgumentType]
@@ -26,7 +28,9 @@ BAD: dict[str, Callable[[], object]] = {
     "limit_beyond_positions": lambda: M.KeyLimit(2**31),
     "block_zero": lambda: M.BlockCausal(0),
     "block_bool": lambda: M.BlockCausal(True),
-    "offset_traced": lambda: jax.jit(lambda o: M.Causal(offset=o).allowed(jnp.arange(2), jnp.arange(2)))(1),
+    "offset_traced": lambda: jax.jit(
+        lambda o: M.Causal(offset=o).allowed(jnp.arange(2), jnp.arange(2))
+    )(1),
     "sink_beyond_budget": lambda: M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=4),
     "video_wrong_length": lambda: M.VideoMask(21, 1560).bind(32_760, 32_768),
     "lengths_float": lambda: M.KeyPadding(np.array([3.0, 4.0])),
@@ -35,12 +39,16 @@ BAD: dict[str, Callable[[], object]] = {
     "flags_4d": lambda: M.KeyPadding(np.ones((2, 1, 1, 5), bool)),
     "flags_wrong_length": lambda: M.KeyPadding(np.ones((2, 5), bool)).bind(4, 6),
     "flags_of_one_key": lambda: M.KeyPadding(np.ones((2, 1), bool)).bind(4, 6),
-    "segments_of_one_key": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 1), int)).bind(4, 6),
+    "segments_of_one_key": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 1), int)).bind(
+        4, 6
+    ),
     "lengths_wrong_batch": lambda: M.KeyPadding(np.array([3, 4])).bind(4, 6, batch=3),
     "segments_float": lambda: M.Segments(np.zeros((2, 4)), np.zeros((2, 6), int)),
     "segments_beyond_int32": lambda: M.Segments(np.array([[2**32, 0]]), np.array([[0, 0]])),
     "segments_1d": lambda: M.Segments(np.zeros((2, 4), int), np.zeros(6, int)),
-    "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(6, 4),
+    "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(
+        6, 4
+    ),
     "dense_float": lambda: M.Dense(jnp.zeros((4, 6))),
     "dense_integers": lambda: M.Dense(np.ones((4, 6), int)),
     "dense_1d": lambda: M.Dense(np.ones(6, bool)),
@@ -75,7 +83,9 @@ def test_a_message_keeps_its_parts() -> None:
         M.VideoMask(21, 1560, window=2, sink=3)
     error = caught.value
     assert (
-        (error.setting, error.value) == ("VideoMask.sink", 3) and "2 frames" in error.rule and "larger" in error.remedy
+        (error.setting, error.value) == ("VideoMask.sink", 3)
+        and "2 frames" in error.rule
+        and "larger" in error.remedy
     )
 
 

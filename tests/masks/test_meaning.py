@@ -62,24 +62,33 @@ WIDE = {
     "a length past int32 is no limit": (M.KeyPadding(np.array([2**40, 2])), [9, 2]),
     "nor is one past int64": (M.KeyPadding(np.array([2**63 + 1, 1], np.uint64)), [9, 1]),
     "a length far below 0 is none": (M.KeyPadding(np.array([-(2**40), 3])), [0, 3]),
-    "ids far below 0 are padding": (M.Segments(np.array([[1] * 9] * 2), np.array([[1] * 9, [-(2**32)] * 9])), [9, 0]),
+    "ids far below 0 are padding": (
+        M.Segments(np.array([[1] * 9] * 2), np.array([[1] * 9, [-(2**32)] * 9])),
+        [9, 0],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_integers_wider_than_the_kernels(name: str) -> None:
-    """A mask is computed in int32: what it says must not depend on which integers it was given in."""
+    """A mask is computed in int32: what it says must not depend on which integers it was given
+    in.
+    """
     mask, keys = WIDE[name]
     q = jax.random.normal(jax.random.key(0), (2, 9, 1, 8))
     allowed = np.broadcast_to(mask.bind(9, 9, 2).allowed(np.arange(9), np.arange(9)), (2, 1, 9, 9))
     assert allowed.sum(-1)[:, 0, 0].tolist() == keys
-    np.testing.assert_array_equal(ma.attention(q, q, q, mask=mask), ma.attention(q, q, q, mask=M.Dense(allowed)))
+    np.testing.assert_array_equal(
+        ma.attention(q, q, q, mask=mask), ma.attention(q, q, q, mask=M.Dense(allowed))
+    )
 
 
 ENDS = {
-    "blocks": M.BlockCausal(2**29, offset=2**29), "to the right": M.LocalWindow(None, 2**29, offset=2**29),
-    "both": M.LocalWindow(2**29, 2**29, offset=0), "causal": M.Causal(offset=2**29),
-}  # fmt: skip
+    "blocks": M.BlockCausal(2**29, offset=2**29),
+    "to the right": M.LocalWindow(None, 2**29, offset=2**29),
+    "both": M.LocalWindow(2**29, 2**29, offset=0),
+    "causal": M.Causal(offset=2**29),
+}
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -87,7 +96,10 @@ def test_the_largest_numbers_stay_in_int32(name: str) -> None:
     q, efficient = (
         jax.random.normal(jax.random.key(0), (1, 5, 2, 8)),
         ma.AttentionConfig(
-            attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=2, key_chunk_size=2
+            attention="dot_product",
+            use_memory_efficient_attention=True,
+            query_chunk_size=2,
+            key_chunk_size=2,
         ),
     )
     assert ENDS[name].allowed(np.arange(5), np.arange(5)).all()
@@ -115,7 +127,9 @@ def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
     mask = build(spec).bind(q_len, kv_len)
     got = mask.allowed(np.arange(q_len), np.arange(kv_len))
-    np.testing.assert_array_equal(np.broadcast_to(got[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len))
+    np.testing.assert_array_equal(
+        np.broadcast_to(got[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,15 +161,23 @@ def test_jax_agrees_with_numpy(spec: Spec) -> None:
     mask = build(spec).bind(q_len, kv_len)
     got = mask.allowed(jnp.arange(q_len), jnp.arange(kv_len))
     assert not isinstance(got, np.ndarray)
-    np.testing.assert_array_equal(np.broadcast_to(np.asarray(got)[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len))
-    for mine, theirs in zip(mask.intervals(jnp.arange(q_len), jnp), mask.intervals(np.arange(q_len)), strict=True):
+    np.testing.assert_array_equal(
+        np.broadcast_to(np.asarray(got)[0, 0], (q_len, kv_len)), table(spec, q_len, kv_len)
+    )
+    for mine, theirs in zip(
+        mask.intervals(jnp.arange(q_len), jnp), mask.intervals(np.arange(q_len)), strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_block_window_is_the_seed_definition() -> None:
-    """Forbidden is the block matrix with ones above the diagonal and from `window` below it, repeated per token."""
+    """Forbidden is the block matrix with ones above the diagonal and from `window` below it,
+    repeated per token.
+    """
     for block, blocks, window in ((1, 5, 2), (3, 4, 1), (4, 5, 3), (2, 3, 7)):
-        forbidden = np.triu(np.ones((blocks, blocks)), 1) + np.tril(np.ones((blocks, blocks)), -window)
+        forbidden = np.triu(np.ones((blocks, blocks)), 1) + np.tril(
+            np.ones((blocks, blocks)), -window
+        )
         want = np.kron(forbidden, np.ones((block, block))) == 0
         n = block * blocks
         got = M.BlockSlidingWindow(block, window).bind(n, n).allowed(np.arange(n), np.arange(n))
@@ -163,7 +185,9 @@ def test_block_window_is_the_seed_definition() -> None:
 
 
 def test_no_query_of_a_video_sees_more_than_the_budget() -> None:
-    """Long enough for the window to have moved past the sink, where counting the sink twice would show."""
+    """Long enough for the window to have moved past the sink, where counting the sink twice would
+    show.
+    """
     mask = M.VideoMask(21, 3, frames_per_block=3, window=3, sink=2).bind(63, 63)
     seen = mask.allowed(np.arange(63), np.arange(63))[0, 0].sum(axis=1)
     assert seen.max() == 9 * 3 and (seen[27:] == 9 * 3).all()
@@ -174,7 +198,9 @@ def test_data_masks_keep_batch_rows_and_heads_apart() -> None:
     heads = np.arange(2 * 3 * 2 * 3).reshape(2, 3, 2, 3) % 2 == 0
     q, kv = np.arange(2), np.arange(3)
     np.testing.assert_array_equal(M.KeyPadding(flags).allowed(q, kv), flags[:, None, None, :])
-    np.testing.assert_array_equal(M.KeyPadding(np.array([1, 3])).allowed(q, kv)[:, 0, 0], [[1, 0, 0], [1, 1, 1]])
+    np.testing.assert_array_equal(
+        M.KeyPadding(np.array([1, 3])).allowed(q, kv)[:, 0, 0], [[1, 0, 0], [1, 1, 1]]
+    )
     np.testing.assert_array_equal(M.Dense(heads).bind(2, 3, 2, 3).allowed(q, kv), heads)
     np.testing.assert_array_equal(M.Dense(heads[:, 0]).bind(2, 3).allowed(q, kv), heads[:, :1])
     both = M.Dense(heads) & M.KeyPadding(flags)
@@ -182,11 +208,15 @@ def test_data_masks_keep_batch_rows_and_heads_apart() -> None:
 
 
 def test_leaves_are_indexed_and_lengths_are_positions() -> None:
-    """On a shard of the keys, flags and ids are the shard's own; lengths stay those of the whole sequence."""
+    """On a shard of the keys, flags and ids are the shard's own; lengths stay those of the whole
+    sequence.
+    """
     q, kv = np.arange(2), np.arange(3)
     flags = np.array([[True, False, True]])
     np.testing.assert_array_equal(M.KeyPadding(flags).allowed(q, kv, 0, 100)[0, 0, 0], flags[0])
-    np.testing.assert_array_equal(M.KeyPadding([101]).allowed(q, kv, 0, 100)[0, 0, 0], [True, False, False])
+    np.testing.assert_array_equal(
+        M.KeyPadding([101]).allowed(q, kv, 0, 100)[0, 0, 0], [True, False, False]
+    )
     ids = M.Segments([[5, 6]], [[6, 6, 5]])
     np.testing.assert_array_equal(ids.allowed(q, kv, 40, 80), ids.allowed(q, kv))
 

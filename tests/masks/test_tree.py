@@ -25,7 +25,8 @@ MASKS = {
     "flags": M.KeyPadding(FLAGS),
     "segments": M.Segments(IDS, KV_IDS),
     "dense": M.Dense(TABLE),
-    "all of it": (M.Causal() | ~M.KeyPadding(LENGTHS)) & M.Segments(IDS, KV_IDS) & M.Dense(TABLE) | M.KeyLimit(1),
+    "all of it": (M.Causal() | ~M.KeyPadding(LENGTHS)) & M.Segments(IDS, KV_IDS) & M.Dense(TABLE)
+    | M.KeyLimit(1),
 }
 
 
@@ -51,7 +52,10 @@ def test_form_is_a_key(name: str) -> None:
 
 
 def test_forms_differ_where_they_should() -> None:
-    forms = [MASKS[n].bind(4, 6).form() for n in MASKS] + [M.Causal(offset=1), M.KeyPadding(LENGTHS[:1]).form()]
+    forms = [MASKS[n].bind(4, 6).form() for n in MASKS] + [
+        M.Causal(offset=1),
+        M.KeyPadding(LENGTHS[:1]).form(),
+    ]
     assert len(set(forms)) == len(forms)
 
 
@@ -72,7 +76,9 @@ def test_axes_of_leaves() -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_axes_have_the_dims_of_the_leaves(name: str) -> None:
     mask, sizes = MASKS[name].bind(4, 6), {"B": 2, "T": 4, "S": 6, "1": 1}
-    shapes = jax.tree.map(lambda x, axes: x.shape == tuple(sizes[a] for a in axes), mask, mask.leaf_axes())
+    shapes = jax.tree.map(
+        lambda x, axes: x.shape == tuple(sizes[a] for a in axes), mask, mask.leaf_axes()
+    )
     assert all(jax.tree.leaves(shapes))
 
 
@@ -99,7 +105,9 @@ def test_traced_positions() -> None:
     mask = MASKS["all of it"].bind(4, 6)
 
     def bounds(offset: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves((mask.intervals(jnp.arange(4) + offset, jnp), mask.intervals_lower(jnp.arange(4), jnp)))
+        return jax.tree.leaves(
+            (mask.intervals(jnp.arange(4) + offset, jnp), mask.intervals_lower(jnp.arange(4), jnp))
+        )
 
     want = jax.tree.leaves((mask.intervals(np.arange(4) + 2), mask.intervals_lower(np.arange(4))))
     for got, expected in zip(jax.jit(bounds)(jnp.int32(2)), want, strict=True):

@@ -1,4 +1,6 @@
-"""The modules again, written apart from them: dense, naive, in numpy float64, or in jax where autodiff is wanted."""
+"""The modules again, written apart from them: dense, naive, in numpy float64, or in jax where
+autodiff is wanted.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ def params_of(module: nnx.Module, dtype: Any = np.float64) -> dict[str, Any]:
 
 
 def randomise(module: nnx.Module, seed: int = 0) -> None:
-    """Give every parameter random values, so that scales of 1 and biases of 0 cannot hide a mistake."""
+    """Give every parameter random values, so that scales of 1 and biases of 0 cannot hide a
+    mistake.
+    """
     rng = np.random.default_rng(seed)
     for _, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         noise = 0.3 * rng.standard_normal(param.get_value().shape)
-        param.set_value((np.asarray(param.get_value(), np.float32) + noise).astype(param.get_value().dtype))
+        param.set_value(
+            (np.asarray(param.get_value(), np.float32) + noise).astype(param.get_value().dtype)
+        )
 
 
 def linear(p: dict[str, Any], x: Any) -> Any:
@@ -33,7 +39,9 @@ def linear(p: dict[str, Any], x: Any) -> Any:
     return y + p["bias"] if "bias" in p else y
 
 
-def norm(kind: str | None, p: dict[str, Any] | None, x: Any, heads: int, eps: float, xp: Any = np) -> Any:
+def norm(
+    kind: str | None, p: dict[str, Any] | None, x: Any, heads: int, eps: float, xp: Any = np
+) -> Any:
     """Norm and split: [B, T, N*H] -> [B, T, N, H]."""
     b, t, inner = x.shape
     if kind == "rms_norm_across_heads":
@@ -55,9 +63,17 @@ def turn(x: Any, angles: Any, xp: Any = np) -> Any:
 
 
 def attend(
-    q: Any, k: Any, v: Any, allowed: Any = None, bias: Any = None, scale: float | None = None, xp: Any = np
+    q: Any,
+    k: Any,
+    v: Any,
+    allowed: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    xp: Any = np,
 ) -> Any:
-    """Attend densely: query head n reads key head n // (N / K); a row with no allowed key gives 0."""
+    """Attend densely: query head n reads key head n // (N / K); a row with no allowed key gives
+    0.
+    """
     share = q.shape[2] // k.shape[2]
     k, v = xp.repeat(k, share, axis=2), xp.repeat(v, share, axis=2)
     s = xp.einsum("btnh,bsnh->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -81,13 +97,17 @@ def self_attention(
     return linear(p["to_out"], out.reshape(*out.shape[:2], -1))
 
 
-def cross_attention(p: dict, x: Any, text: Any, m: Any, image: Any = None, allowed: Any = None, xp: Any = np) -> Any:
+def cross_attention(
+    p: dict, x: Any, text: Any, m: Any, image: Any = None, allowed: Any = None, xp: Any = np
+) -> Any:
     q = norm(m.qk_norm, p.get("norm_q"), linear(p["to_q"], x), m.heads, m.eps, xp)
     k = norm(m.qk_norm, p.get("norm_k"), linear(p["to_k"], text), m.kv_heads, m.eps, xp)
     v = norm(None, None, linear(p["to_v"], text), m.kv_heads, m.eps, xp)
     out = attend(q, k, v, allowed, None, m.scale, xp)
     if image is not None:
-        ik = norm(m.qk_norm, p.get("norm_added_k"), linear(p["add_k_proj"], image), m.kv_heads, m.eps, xp)
+        ik = norm(
+            m.qk_norm, p.get("norm_added_k"), linear(p["add_k_proj"], image), m.kv_heads, m.eps, xp
+        )
         iv = norm(None, None, linear(p["add_v_proj"], image), m.kv_heads, m.eps, xp)
         out = out + attend(q, ik, iv, None, None, m.scale, xp)
     return linear(p["to_out"], out.reshape(*out.shape[:2], -1))

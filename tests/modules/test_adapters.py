@@ -1,4 +1,6 @@
-"""`attention_fn` inside `nnx.MultiHeadAttention`, against flax's own attention: outputs, gradients, cache, weights."""
+"""`attention_fn` inside `nnx.MultiHeadAttention`, against flax's own attention: outputs, gradients,
+cache, weights.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,35 @@ from maxattn.modules import adapters, attention_fn
 
 C, N, T = 16, 4, 7
 X = jax.random.normal(jax.random.key(0), (2, T, C))
-DENSE, EFFICIENT = AttentionConfig(attention="dot_product"), AttentionConfig(use_memory_efficient_attention=True)
+DENSE, EFFICIENT = (
+    AttentionConfig(attention="dot_product"),
+    AttentionConfig(use_memory_efficient_attention=True),
+)
 
 
 def mha(fn: Any, decode: bool = False, **how: Any) -> nnx.MultiHeadAttention:
-    return nnx.MultiHeadAttention(num_heads=N, in_features=C, attention_fn=fn, decode=decode, rngs=nnx.Rngs(0), **how)
+    return nnx.MultiHeadAttention(
+        num_heads=N, in_features=C, attention_fn=fn, decode=decode, rngs=nnx.Rngs(0), **how
+    )
 
 
-def pair(config: AttentionConfig = DENSE, **how: Any) -> tuple[nnx.MultiHeadAttention, nnx.MultiHeadAttention]:
+def pair(
+    config: AttentionConfig = DENSE, **how: Any
+) -> tuple[nnx.MultiHeadAttention, nnx.MultiHeadAttention]:
     return mha(attention_fn(config), **how), mha(nnx.dot_product_attention, **how)
 
 
 BUILDS = {"plain": {}, "gqa": {"num_kv_heads": 2}, "normed": {"normalize_qk": True}}
 CALLS = {
-    "full": {}, "causal": {"is_causal": True}, "float_mask": {"mask": nnx.make_causal_mask(jnp.ones((2, T)))},
+    "full": {},
+    "causal": {"is_causal": True},
+    "float_mask": {"mask": nnx.make_causal_mask(jnp.ones((2, T)))},
     "padding": {"mask": (jnp.arange(T) < jnp.asarray([[3], [T]]))[:, None, None]},
-    "both": {"mask": (jnp.arange(T) < jnp.asarray([[3], [T]]))[:, None, None] & jnp.ones((T, 1), bool),
-             "is_causal": True},
-}  # fmt: skip
+    "both": {
+        "mask": (jnp.arange(T) < jnp.asarray([[3], [T]]))[:, None, None] & jnp.ones((T, 1), bool),
+        "is_causal": True,
+    },
+}
 
 
 @pytest.mark.parametrize("config", [DENSE, EFFICIENT], ids=["dense", "efficient"])
@@ -52,7 +65,9 @@ def test_gradients_are_flaxs(build: str, call: str) -> None:
     def loss(module: nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(module(x, **CALLS[call])) * jnp.arange(C))
 
-    ours, theirs = (nnx.jit(nnx.grad(loss, argnums=(0, 1)))(m, X) for m in pair(EFFICIENT, **BUILDS[build]))
+    ours, theirs = (
+        nnx.jit(nnx.grad(loss, argnums=(0, 1)))(m, X) for m in pair(EFFICIENT, **BUILDS[build])
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), ours, theirs)
 
 
@@ -67,7 +82,9 @@ def test_any_number_of_batch_axes(shape: tuple[int, ...]) -> None:
 
 def test_a_mask_may_lack_or_share_batch_axes() -> None:
     fn, q = attention_fn(DENSE), jax.random.normal(jax.random.key(2), (2, 3, T, N, 4))
-    full = jnp.broadcast_to(jax.random.bernoulli(jax.random.key(3), 0.7, (3, 1, T, T)), (2, 3, 1, T, T))
+    full = jnp.broadcast_to(
+        jax.random.bernoulli(jax.random.key(3), 0.7, (3, 1, T, T)), (2, 3, 1, T, T)
+    )
     want = fn(q, q, q, mask=full)
     for mask in (full[0], full[:1], full[:, :, :, :, :].astype(jnp.int32)):
         np.testing.assert_array_equal(fn(q, q, q, mask=mask), want)
@@ -89,7 +106,9 @@ def test_dtype_and_precision_are_honoured() -> None:
     module = mha(attention_fn(DENSE), dtype=jnp.bfloat16, precision="highest")
     assert module(X).dtype == jnp.bfloat16
     q = jax.random.normal(jax.random.key(4), (1, T, N, 8))
-    assert attention_fn(DENSE)(q.astype(jnp.bfloat16), q, q).dtype == jnp.float32  # promoted, as flax does
+    assert (
+        attention_fn(DENSE)(q.astype(jnp.bfloat16), q, q).dtype == jnp.float32
+    )  # promoted, as flax does
     assert attention_fn(DENSE)(q, q, q, dtype=jnp.float16).dtype == jnp.float16
     text = str(jax.make_jaxpr(lambda q: attention_fn(DENSE)(q, q, q, precision="default"))(q))
     assert text.count("Precision.HIGHEST") >= 2  # never less than asked: float32 products are whole
@@ -102,7 +121,9 @@ def sown(module: nnx.MultiHeadAttention, mask: Any) -> tuple[jax.Array, jax.Arra
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_weights_are_sown_and_said_to_be_dense(kv_heads: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_sown_and_said_to_be_dense(
+    kv_heads: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     adapters._say_dense.cache_clear()
     mask = nnx.make_causal_mask(jnp.ones((2, T)))
     with caplog.at_level(logging.WARNING, logger="maxattn"):
@@ -122,7 +143,10 @@ def test_sown_weights_of_a_query_without_keys_are_zero() -> None:
 
 
 def test_the_role_chooses_the_setting() -> None:
-    q, k = jax.random.normal(jax.random.key(5), (1, T, N, 8)), jax.random.normal(jax.random.key(6), (1, 3, N, 8))
+    q, k = (
+        jax.random.normal(jax.random.key(5), (1, T, N, 8)),
+        jax.random.normal(jax.random.key(6), (1, 3, N, 8)),
+    )
     config = AttentionConfig(cross_attention="dot_product")
     want = attention(q, k, k, config=config, role="cross")
     np.testing.assert_array_equal(attention_fn(config, role="cross")(q, k, k), want)
@@ -130,7 +154,9 @@ def test_the_role_chooses_the_setting() -> None:
 
 def test_equal_settings_make_equal_functions_and_trace_once() -> None:
     again = AttentionConfig(attention="dot_product")
-    assert attention_fn(DENSE) == attention_fn(again) and hash(attention_fn(DENSE)) == hash(attention_fn(again))
+    assert attention_fn(DENSE) == attention_fn(again) and hash(attention_fn(DENSE)) == hash(
+        attention_fn(again)
+    )
     traces = []
 
     @nnx.jit
@@ -148,7 +174,9 @@ def test_dropout_on_probabilities_is_refused_unless_deterministic() -> None:
     with pytest.raises(Unsupported) as caught:
         module(X, deterministic=False, rngs=nnx.Rngs(dropout=0))
     assert caught.value.setting == "dropout_rate"
-    np.testing.assert_allclose(module(X, deterministic=True), mha(nnx.dot_product_attention)(X), atol=2e-6)
+    np.testing.assert_allclose(
+        module(X, deterministic=True), mha(nnx.dot_product_attention)(X), atol=2e-6
+    )
 
 
 def test_operands_and_masks_that_do_not_fit_are_refused() -> None:

@@ -1,6 +1,8 @@
-"""The gradients of an input that is projected several times: each sum takes a matmul's result first.
+"""The gradients of an input that is projected several times: each sum takes a matmul's result
+first.
 
-XLA has cuBLASLt add in its matmul where the matmul is the first operand of a sum; else a pass of its own adds.
+XLA has cuBLASLt add in its matmul where the matmul is the first operand of a sum; else a pass of
+its own adds.
 """
 
 from __future__ import annotations
@@ -31,13 +33,19 @@ def made_by(jaxpr: Any, variable: Any) -> str:
 def sums(function: Any, *inputs: Any) -> list[tuple[str, ...]]:
     """List what the sums of gradients of the inputs' size are made of."""
     jaxpr = jax.make_jaxpr(function)(*inputs).jaxpr
-    found = [e for e in jaxpr.eqns if e.primitive.name == "add_any" and e.invars[0].aval.size == inputs[0].size]
+    found = [
+        e
+        for e in jaxpr.eqns
+        if e.primitive.name == "add_any" and e.invars[0].aval.size == inputs[0].size
+    ]
     return [tuple(made_by(jaxpr, v) for v in e.invars) for e in found]
 
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_sums_begin_with_a_matmul(joint: bool) -> None:
-    module = (ma.JointAttention if joint else ma.FlaxAttention)(16, heads=2, dim_head=8, rngs=nnx.Rngs(0))
+    module = (ma.JointAttention if joint else ma.FlaxAttention)(
+        16, heads=2, dim_head=8, rngs=nnx.Rngs(0)
+    )
     x = jnp.ones((1, 6, 16))
 
     def gradients(x: Any) -> Any:
@@ -45,7 +53,9 @@ def test_sums_begin_with_a_matmul(joint: bool) -> None:
         return vjp(out)
 
     found = sums(gradients, x)
-    assert sorted(found) == sorted([("dot_general", "dot_general"), ("dot_general", "add_any")] * (1 + joint))
+    assert sorted(found) == sorted(
+        [("dot_general", "dot_general"), ("dot_general", "add_any")] * (1 + joint)
+    )
 
 
 def test_apart_is_the_identity() -> None:

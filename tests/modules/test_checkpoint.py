@@ -1,4 +1,6 @@
-"""A module saved on one mesh loads on another, its parameters laid out for the new one, with the same output."""
+"""A module saved on one mesh loads on another, its parameters laid out for the new one, with the
+same output.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,21 @@ MESHES = {
 
 
 def config(name: str) -> ma.AttentionConfig:
-    return ma.AttentionConfig(**{f"ici_{a}_parallelism": n for a, n in ({"data": 1} | MESHES[name]).items()})
+    return ma.AttentionConfig(
+        **{f"ici_{a}_parallelism": n for a, n in ({"data": 1} | MESHES[name]).items()}
+    )
 
 
 def module(cfg: ma.AttentionConfig, mesh: jax.sharding.Mesh | None, seed: int) -> ma.FlaxAttention:
     return ma.FlaxAttention(
-        32, heads=4, dim_head=8, bias=True, qk_norm="rms_norm_across_heads", config=cfg, mesh=mesh, rngs=nnx.Rngs(seed)
+        32,
+        heads=4,
+        dim_head=8,
+        bias=True,
+        qk_norm="rms_norm_across_heads",
+        config=cfg,
+        mesh=mesh,
+        rngs=nnx.Rngs(seed),
     )
 
 
@@ -46,13 +57,17 @@ def test_saved_on_one_mesh_loads_on_another(saved: str, loaded: str, tmp_path: P
         state = nnx.state(new)
         abstract = jax.tree.map(
             lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s),
-            nnx.to_pure_dict(state), nnx.to_pure_dict(parameter_shardings(state, new_mesh)),
-        )  # fmt: skip
+            nnx.to_pure_dict(state),
+            nnx.to_pure_dict(parameter_shardings(state, new_mesh)),
+        )
         nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "model", abstract))
     nnx.update(new, state)
     kernel = new.to_q.kernel.get_value()
     shards = dict(MESHES[loaded])
-    assert kernel.sharding.shard_shape(kernel.shape) == (32 // shards.get("fsdp", 1), 32 // shards.get("tensor", 1))
+    assert kernel.sharding.shard_shape(kernel.shape) == (
+        32 // shards.get("fsdp", 1),
+        32 // shards.get("tensor", 1),
+    )
     np.testing.assert_array_equal(kernel, old.to_q.kernel.get_value())
     want = module(config(saved), None, seed=0)(x)
     for m in (old, new):

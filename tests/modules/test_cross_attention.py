@@ -1,4 +1,6 @@
-"""`CrossAttention` against the module written again in numpy float64; `compute_kv` against the direct call."""
+"""`CrossAttention` against the module written again in numpy float64; `compute_kv` against the
+direct call.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ from tests.modules.reference import cross_attention, params_of, randomise, turn
 
 RNG = np.random.default_rng(3)
 B, T, S, I, C, D, E, N, H = 2, 13, 7, 5, 20, 11, 9, 4, 6
-X, TEXT, IMAGE = (RNG.standard_normal(shape).astype(np.float32) for shape in ((B, T, C), (B, S, D), (B, I, E)))
+X, TEXT, IMAGE = (
+    RNG.standard_normal(shape).astype(np.float32) for shape in ((B, T, C), (B, S, D), (B, I, E))
+)
 
 
 def built(image: bool = False, **how: Any) -> CrossAttention:
     how = {"bias": True, "eps": 1e-3, **how}
-    module = CrossAttention(C, D, heads=N, dim_head=H, added_kv_proj_dim=E if image else None, rngs=nnx.Rngs(0), **how)
+    module = CrossAttention(
+        C, D, heads=N, dim_head=H, added_kv_proj_dim=E if image else None, rngs=nnx.Rngs(0), **how
+    )
     randomise(module)
     return module
 
 
 @pytest.mark.parametrize(("image", "kv_heads"), [(False, None), (True, 2)])
 @pytest.mark.parametrize("qk_norm", [None, "rms_norm", "rms_norm_across_heads", "layer_norm"])
-def test_forward_is_the_numpy_module(qk_norm: str | None, image: bool, kv_heads: int | None) -> None:
+def test_forward_is_the_numpy_module(
+    qk_norm: str | None, image: bool, kv_heads: int | None
+) -> None:
     module = built(image, qk_norm=qk_norm, kv_heads=kv_heads)
     picture = IMAGE if image else None
     want = cross_attention(params_of(module), np.float64(X), np.float64(TEXT), module, picture)
@@ -44,7 +52,9 @@ def test_keys_and_values_made_once_give_the_same(image: bool) -> None:
     kv = module.compute_kv(jnp.asarray(TEXT), picture)
     assert kv.k.shape == kv.v.shape == (B, S, 2, H)
     assert (kv.image_k is not None and kv.image_k.shape == (B, I, 2, H)) == image
-    np.testing.assert_array_equal(module(X, kv=kv), module(X, TEXT, encoder_hidden_states_image=picture))
+    np.testing.assert_array_equal(
+        module(X, kv=kv), module(X, TEXT, encoder_hidden_states_image=picture)
+    )
     np.testing.assert_array_equal(jax.jit(lambda kv: kv)(kv).k, kv.k)  # a pytree
 
 
@@ -59,8 +69,12 @@ def test_the_kept_keys_are_normed() -> None:
 def test_the_text_mask_leaves_the_image_alone() -> None:
     module, lengths = built(True), np.asarray([3, 0])
     allowed = np.arange(S)[None, None, None] < lengths[:, None, None, None]
-    want = cross_attention(params_of(module), np.float64(X), np.float64(TEXT), module, IMAGE, allowed)
-    got = module(X, TEXT, encoder_hidden_states_image=IMAGE, mask=masks.KeyPadding(jnp.asarray(lengths)))
+    want = cross_attention(
+        params_of(module), np.float64(X), np.float64(TEXT), module, IMAGE, allowed
+    )
+    got = module(
+        X, TEXT, encoder_hidden_states_image=IMAGE, mask=masks.KeyPadding(jnp.asarray(lengths))
+    )
     np.testing.assert_allclose(got, want, atol=5e-6)
     assert np.abs(got[1]).max() > 0.1  # no text at all, and the image is still seen
 
@@ -112,7 +126,9 @@ def test_gradients_are_those_of_dense_autodiff() -> None:
 
 
 def test_parameters_have_the_names_and_shapes_of_checkpoints() -> None:
-    shapes = jax.tree.map(lambda a: a.shape, params_of(built(True, qk_norm="rms_norm_across_heads", bias=False)))
+    shapes = jax.tree.map(
+        lambda a: a.shape, params_of(built(True, qk_norm="rms_norm_across_heads", bias=False))
+    )
     assert shapes == {
         "to_q": {"kernel": (20, 24)}, "to_k": {"kernel": (11, 24)}, "to_v": {"kernel": (11, 24)},
         "to_out": {"kernel": (24, 20), "bias": (20,)},

@@ -26,7 +26,16 @@ def attn(**how: Any) -> FlaxAttention:
 
 
 def cross(**how: Any) -> CrossAttention:
-    return CrossAttention(**{"query_dim": 12, "cross_attention_dim": 8, "heads": 2, "dim_head": 4, "rngs": RNGS, **how})
+    return CrossAttention(
+        **{
+            "query_dim": 12,
+            "cross_attention_dim": 8,
+            "heads": 2,
+            "dim_head": 4,
+            "rngs": RNGS,
+            **how,
+        }
+    )
 
 
 def joint(**how: Any) -> JointAttention:
@@ -71,8 +80,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "cross_batch": lambda: cross()(X, TEXT[:1]),
     "cross_image_missing": lambda: cross(added_kv_proj_dim=6)(X, TEXT),
     "cross_image_unasked": lambda: cross()(X, TEXT, encoder_hidden_states_image=IMAGE),
-    "cross_image_batch": lambda: cross(added_kv_proj_dim=6)(X, TEXT, encoder_hidden_states_image=IMAGE[:1]),
-    "cross_image_width": lambda: cross(added_kv_proj_dim=6)(X, TEXT, encoder_hidden_states_image=TEXT),
+    "cross_image_batch": lambda: cross(added_kv_proj_dim=6)(
+        X, TEXT, encoder_hidden_states_image=IMAGE[:1]
+    ),
+    "cross_image_width": lambda: cross(added_kv_proj_dim=6)(
+        X, TEXT, encoder_hidden_states_image=TEXT
+    ),
     "cross_dropout_without_rngs": lambda: cross(dropout=0.1)(X, TEXT, deterministic=False),
     "kv_type": lambda: cross()(X, kv=(TEXT, TEXT)),
     "kv_batch": lambda: cross()(X, kv=cross().compute_kv(TEXT[:1])),
@@ -85,9 +98,13 @@ BAD: dict[str, Callable[[], Any]] = {
     "rngs_number": lambda: cross(rngs=0),
     "rngs_without_params": lambda: attn(rngs=nnx.Rngs(dropout=0)),
     "dropout_rngs_number": lambda: attn(dropout=0.1)(X, deterministic=False, rngs=0),
-    "dropout_rngs_without_dropout": lambda: attn(dropout=0.1)(X, deterministic=False, rngs=nnx.Rngs(params=1)),
+    "dropout_rngs_without_dropout": lambda: attn(dropout=0.1)(
+        X, deterministic=False, rngs=nnx.Rngs(params=1)
+    ),
     "dropout_after_train": lambda: train(attn(dropout=0.1))(X),
-    "dropout_after_train_without_dropout": lambda: train(cross(dropout=0.1))(X, TEXT, rngs=nnx.Rngs(params=1)),
+    "dropout_after_train_without_dropout": lambda: train(cross(dropout=0.1))(
+        X, TEXT, rngs=nnx.Rngs(params=1)
+    ),
     "dropout_text": lambda: attn(dropout="0.1"),
     "eps_text": lambda: attn(eps="1e-5"),
     "dtype_short": lambda: attn(dtype="bf16"),
@@ -99,7 +116,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "precision_number": lambda: joint(precision=3),
     "mesh_text": lambda: attn(mesh="x"),
     "mesh_sizes": lambda: attn(mesh={"context": 4}),
-    "mesh_of_other_axes": lambda: cross(mesh=jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])),
+    "mesh_of_other_axes": lambda: cross(
+        mesh=jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+    ),
     "attention_fn_mesh": lambda: attention_fn(mesh="x"),  # type: ignore[arg-type]
     "attention_fn_role": lambda: attention_fn(role="joint"),  # type: ignore[arg-type]
     "swap_mesh": lambda: swap(attn(), mesh={"context": 4}),  # type: ignore[arg-type]
@@ -113,13 +132,18 @@ def test_bad_input_is_refused_with_setting_value_rule_and_remedy(name: str) -> N
     check_golden(name, str(caught.value))
 
 
-@pytest.mark.parametrize("precision", ["default", "highest", jax.lax.Precision.HIGH, ("high", "default"), None])
+@pytest.mark.parametrize(
+    "precision", ["default", "highest", jax.lax.Precision.HIGH, ("high", "default"), None]
+)
 def test_what_jax_takes_as_a_precision_is_taken(precision: Any) -> None:
     assert attn(precision=precision)(X).shape == X.shape
 
 
 def test_nothing_is_computed_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, text_kv = {"attn": attn(), "odd": attn(dim_head=5), "cross": cross()}, cross().compute_kv(TEXT)
+    made, text_kv = (
+        {"attn": attn(), "odd": attn(dim_head=5), "cross": cross()},
+        cross().compute_kv(TEXT),
+    )
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a projection ran")

@@ -1,4 +1,6 @@
-"""Norm and rotary embedding in one kernel: interpreted, against float64; where it is used, and where not."""
+"""Norm and rotary embedding in one kernel: interpreted, against float64; where it is used, and
+where not.
+"""
 
 from __future__ import annotations
 
@@ -35,26 +37,39 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def made(case: tuple[Any, ...]) -> tuple[Row, dict[str, np.ndarray], dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+def made(
+    case: tuple[Any, ...],
+) -> tuple[Row, dict[str, np.ndarray], dict[str, np.ndarray], tuple[np.ndarray, ...]]:
     n, h, norm, style, b, t, own, bias = case
     arrays = {name: RNG.standard_normal((b, t, n, h)) for name in ("x", "dy")}
     vectors = {"bias": RNG.standard_normal((n, h))} if bias else {}
     if norm:
         vectors["scale"] = 1 + 0.3 * RNG.standard_normal((n, h))
     angles = RNG.uniform(0, 6, (b if own else 1, t, h // 2))
-    return Row(n, h, norm, EPS, style), arrays, vectors, (np.cos(angles), np.sin(angles)) if style else ()
+    return (
+        Row(n, h, norm, EPS, style),
+        arrays,
+        vectors,
+        (np.cos(angles), np.sin(angles)) if style else (),
+    )
 
 
 def exact(row: Row, x: Any, vectors: dict[str, Any], tables: Any) -> Any:
     """Norm and turn pairs as complex numbers, in the dtype of x."""
     z = x + vectors.get("bias", 0.0)
     if row.norm:
-        z = z / jnp.sqrt(jnp.mean(z * z, (2, 3) if row.norm == "across" else 3, keepdims=True) + row.eps)
+        z = z / jnp.sqrt(
+            jnp.mean(z * z, (2, 3) if row.norm == "across" else 3, keepdims=True) + row.eps
+        )
     z = z * vectors.get("scale", 1.0)
     if not row.style:
         return z
     last = row.style == "interleaved"
-    pairs = z.reshape(*z.shape[:3], -1, 2) if last else jnp.moveaxis(z.reshape(*z.shape[:3], 2, -1), 3, 4)
+    pairs = (
+        z.reshape(*z.shape[:3], -1, 2)
+        if last
+        else jnp.moveaxis(z.reshape(*z.shape[:3], 2, -1), 3, 4)
+    )
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (tables[0] + 1j * tables[1])[:, :, None]
     return jnp.stack((turned.real, turned.imag), -1 if last else 3).reshape(z.shape)
 
@@ -109,12 +124,16 @@ def test_vectors_are_read_as_they_are(style: str) -> None:
         "scale": jnp.asarray(vectors["scale"][:1], jnp.float32),
     }
     exactly = {name: np.asarray(v, np.float64) for name, v in given.items()}
-    _, pull = jax.vjp(lambda v: norm_rope._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given)
+    _, pull = jax.vjp(
+        lambda v: norm_rope._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given
+    )
     got = pull(float32(arrays["dy"]))[0]
     with jax.enable_x64(True):
         _, pull = jax.vjp(lambda v: exact(row, arrays["x"], v, tables), exactly)
         want = pull(jnp.asarray(arrays["dy"]))[0]
-    assert {name: (v.shape, v.dtype) for name, v in got.items()} == {n: (v.shape, v.dtype) for n, v in given.items()}
+    assert {name: (v.shape, v.dtype) for name, v in got.items()} == {
+        n: (v.shape, v.dtype) for n, v in given.items()
+    }
     assert error(got["bias"], want["bias"]) < 4e-3 and error(got["scale"], want["scale"]) < 2e-6
 
 
@@ -122,7 +141,10 @@ def test_vectors_are_read_as_they_are(style: str) -> None:
 def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> None:
     row, x = Row(4, 16, norm, EPS, None), jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32)
     _, r = norm_rope_triton.forward(row, x, {}, (), keep=True, interpret=True)
-    assert norm_rope_triton.forward(row, x, {}, (), interpret=True)[1] is None and (r is not None) == kept
+    assert (
+        norm_rope_triton.forward(row, x, {}, (), interpret=True)[1] is None
+        and (r is not None) == kept
+    )
     assert (norm_rope._fused_fwd(row, True, x, {}, ())[1][1] is not None) == kept
     if r is not None:
         np.testing.assert_allclose(r, np.mean(np.asarray(x) ** 2, (1, 2)) ** -0.5, rtol=1e-5)
@@ -130,24 +152,28 @@ def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> Non
 
 def test_programs_are_not_more_than_rows() -> None:
     row, x = Row(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
-    jaxpr = jax.make_jaxpr(lambda x, r: norm_rope_triton.backward(row, x, x, r, {}, (), interpret=True))(x, x[:, 0, 0])
+    jaxpr = jax.make_jaxpr(
+        lambda x, r: norm_rope_triton.backward(row, x, x, r, {}, (), interpret=True)
+    )(x, x[:, 0, 0])
     (call,) = of_primitive(jaxpr.jaxpr, "pallas_call")
     assert call.params["grid_mapping"].grid == (7,) and row.programs > 7
 
 
-# ---- in modules ------------------------------------------------------------------------------------------------------
+# ---- in modules ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let modules believe that they are on an NVIDIA GPU, and count the interpreted kernels that they then run."""
+    """Let modules believe that they are on an NVIDIA GPU, and count the interpreted kernels that
+    they then run.
+    """
     runs: list[Row] = []
 
     def interpreted(row: Row, *args: Any) -> Any:
         runs.append(row)
         return norm_rope.norm_rotary(row, *args, interpret=True)
 
-    monkeypatch.setattr(_compat, "triton_there", lambda: True)
+    monkeypatch.setattr(norm_rope, "triton_there", lambda: True)
     monkeypatch.setattr(norm_rope, "_devices", lambda: 1)
     monkeypatch.setattr("maxattn.modules.base.norm_rotary", interpreted)
     with ma.Target.named("NVIDIA H200").assumed():
@@ -157,12 +183,24 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def module(qk_norm: str | None, mesh: Any = None, policy: Any = "NONE") -> ma.FlaxAttention:
     config = ma.AttentionConfig(attention="dot_product", remat_policy=policy)
     made = ma.FlaxAttention(
-        24, 4, 2, 32, bias=True, qk_norm=qk_norm, config=config, mesh=mesh, rngs=nnx.Rngs(0),
+        24,
+        4,
+        2,
+        32,
+        bias=True,
+        qk_norm=qk_norm,
+        config=config,
+        mesh=mesh,
+        rngs=nnx.Rngs(0),
         bias_init=nnx.initializers.normal(),
-    )  # fmt: skip
+    )
     for norm in (made.norm_q, made.norm_k):
         if norm is not None and norm.scale is not None:
-            norm.scale.set_value(jnp.asarray(1 + 0.3 * RNG.standard_normal(norm.scale.get_value().shape), jnp.float32))
+            norm.scale.set_value(
+                jnp.asarray(
+                    1 + 0.3 * RNG.standard_normal(norm.scale.get_value().shape), jnp.float32
+                )
+            )
     return made
 
 
@@ -171,13 +209,17 @@ ROTARY = ma.rope_1d(32, 8)
 
 
 def gradients(module: ma.FlaxAttention) -> Any:
-    """Return the loss and its gradients, through a scan over two layers with the module's policy."""
+    """Return the loss and its gradients, through a scan over two layers with the module's
+    policy.
+    """
     graph, state = nnx.split(module)
     assert module.config is not None
     policy = remat_policy(module.config.remat_policy) or jax.checkpoint_policies.everything_saveable
 
     def loss(state: Any, x: jax.Array) -> jax.Array:
-        layer = jax.checkpoint(lambda s, x: x + nnx.merge(graph, s)(x, rotary_emb=ROTARY), policy=policy)
+        layer = jax.checkpoint(
+            lambda s, x: x + nnx.merge(graph, s)(x, rotary_emb=ROTARY), policy=policy
+        )
         x, _ = jax.lax.scan(lambda x, _: (layer(state, x), None), x, length=2)
         return jnp.sum(x * x)
 
@@ -201,9 +243,14 @@ def test_modules_give_the_same_with_it(qk_norm: str | None, policy: str, on_gpu:
 
 @pytest.mark.parametrize(
     ("qk_norm", "axes"),
-    [("rms_norm", {"data": 2, "context": 2, "tensor": 2}), ("rms_norm_across_heads", {"fsdp": 2, "context": 4})],
+    [
+        ("rms_norm", {"data": 2, "context": 2, "tensor": 2}),
+        ("rms_norm_across_heads", {"fsdp": 2, "context": 4}),
+    ],
 )
-def test_on_a_mesh_every_device_takes_its_rows(qk_norm: str, axes: dict[str, int], on_gpu: list[Row]) -> None:
+def test_on_a_mesh_every_device_takes_its_rows(
+    qk_norm: str, axes: dict[str, int], on_gpu: list[Row]
+) -> None:
     mesh = auto_mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
     graph, state = nnx.split(module(qk_norm, mesh))
 
@@ -220,12 +267,16 @@ def test_on_a_mesh_every_device_takes_its_rows(qk_norm: str, axes: dict[str, int
 
 def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
     mesh = auto_mesh(np.array(jax.devices()[:2]), ("tensor",))
-    row = norm_rope.fused_row("rms_norm_across_heads", module("rms_norm_across_heads").norm_q, ROTARY, 4, 32)
+    row = norm_rope.fused_row(
+        "rms_norm_across_heads", module("rms_norm_across_heads").norm_q, ROTARY, 4, 32
+    )
     assert row is not None and norm_rope.runs_here(row, X, None)
     assert not norm_rope.runs_here(row, X, mesh)  # the statistic spans devices
     assert not norm_rope.runs_here(row, X.astype(jnp.int32), None)
     by_token = auto_mesh(np.array(jax.devices()), ("context",))
-    assert norm_rope.runs_here(row, X, by_token) and not norm_rope.runs_here(row, X[:, :7], by_token)
+    assert norm_rope.runs_here(row, X, by_token) and not norm_rope.runs_here(
+        row, X[:, :7], by_token
+    )
     with ma.Target.named("TPU v5p").assumed():
         assert not norm_rope.runs_here(row, X, None)
     assert norm_rope.fused_row("layer_norm", module("layer_norm").norm_q, ROTARY, 4, 32) is None
@@ -238,7 +289,9 @@ def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
     assert norm_rope.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
 
 
-def test_without_a_mesh_on_several_devices_xla_does_it(on_gpu: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mesh_on_several_devices_xla_does_it(
+    on_gpu: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inputs may be spread over them: XLA would gather what the kernel reads."""
     one = module("rms_norm", ma.AttentionConfig().make_mesh(jax.devices()[:1]))
     monkeypatch.setattr(norm_rope, "_devices", lambda: 2)
@@ -249,9 +302,12 @@ def test_without_a_mesh_on_several_devices_xla_does_it(on_gpu: list[Row], monkey
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "fits"), [(12, 128, True), (40, 128, True), (30, 64, False), (25, 128, False)]
+    ("heads", "head_dim", "fits"),
+    [(12, 128, True), (40, 128, True), (30, 64, False), (25, 128, False)],
 )
-def test_rows_that_leave_too_much_to_a_thread_are_left(heads: int, head_dim: int, fits: bool) -> None:
+def test_rows_that_leave_too_much_to_a_thread_are_left(
+    heads: int, head_dim: int, fits: bool
+) -> None:
     assert Row(heads, head_dim, "across", EPS, "interleaved").fits() == fits
 
 
@@ -267,15 +323,22 @@ def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("checked", "kernels"), [(True, 0), (False, 2)])
-def test_a_shard_map_that_checks_what_varies_goes_without(checked: bool, kernels: int, on_gpu: list[Row]) -> None:
+def test_a_shard_map_that_checks_what_varies_goes_without(
+    checked: bool, kernels: int, on_gpu: list[Row]
+) -> None:
     mesh = auto_mesh(np.array(jax.devices()[:2]), ("model",))
     graph, state = nnx.split(module("rms_norm"))
     both = jax.tree.map(lambda a: jnp.stack((a, 2 * a)), state)
 
-    def layer(states: Any, x: jax.Array) -> jax.Array:  # x is the same on both devices, and the parameters are not
+    def layer(
+        states: Any, x: jax.Array
+    ) -> jax.Array:  # x is the same on both devices, and the parameters are not
         return nnx.merge(graph, jax.tree.map(lambda a: a[0], states))(x, rotary_emb=ROTARY)[None]
 
-    places = {"in_specs": (PartitionSpec("model"), PartitionSpec()), "out_specs": PartitionSpec("model")}
+    places = {
+        "in_specs": (PartitionSpec("model"), PartitionSpec()),
+        "out_specs": PartitionSpec("model"),
+    }
     got = jax.jit(jax.shard_map(layer, mesh=mesh, check_vma=checked, **places))(both, X)
     assert len(on_gpu) == kernels
     with ma.Target.named("cpu").assumed():

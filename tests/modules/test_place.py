@@ -31,7 +31,9 @@ REFUSED: dict[str, Callable[[], None]] = {
     "mesh_text": lambda: place(layer(), "fsdp"),  # type: ignore[arg-type]
     "mesh_sizes": lambda: place(layer(), {"fsdp": 8}),  # type: ignore[arg-type]
     "mesh_without_devices": lambda: place(layer(), ABSTRACT),  # type: ignore[arg-type]
-    "mesh_of_other_axes": lambda: place(layer(), jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])),
+    "mesh_of_other_axes": lambda: place(
+        layer(), jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+    ),
 }
 
 

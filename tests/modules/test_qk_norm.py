@@ -29,7 +29,9 @@ def expected(kind: str, norm: nnx.RMSNorm | nnx.LayerNorm, x: np.ndarray, eps: f
     scale = np.asarray(norm.scale.get_value(), np.float64)  # type: ignore[union-attr]
     if kind == "layer_norm":
         bias = np.asarray(norm.bias.get_value(), np.float64)  # type: ignore[union-attr]
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * scale + bias
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(
+            x.var(-1, keepdims=True) + eps
+        ) * scale + bias
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
@@ -42,13 +44,18 @@ def inputs(kind: str, size: float = 1.0, mean: float = 0.0) -> np.ndarray:
 @pytest.mark.parametrize("kind", QK_NORMS)
 def test_each_norm_is_its_formula_and_honours_eps(kind: str, eps: float) -> None:
     norm, x = made(kind, eps), inputs(kind)
-    np.testing.assert_allclose(normalise(norm, jnp.asarray(x)), expected(kind, norm, x, eps), atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(
+        normalise(norm, jnp.asarray(x)), expected(kind, norm, x, eps), atol=2e-6, rtol=2e-6
+    )
 
 
 @pytest.mark.parametrize("kind", QK_NORMS)
 @pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
 def test_low_precision_loses_one_rounding_only(kind: str, dtype: jnp.dtype, step: float) -> None:
-    norm, x = made(kind), jnp.asarray(inputs(kind, size=300.0)).astype(dtype)  # 300^2 overflows float16
+    norm, x = (
+        made(kind),
+        jnp.asarray(inputs(kind, size=300.0)).astype(dtype),
+    )  # 300^2 overflows float16
     y = normalise(norm, x)
     want = expected(kind, norm, np.asarray(x, np.float64), 1e-6)
     assert y.dtype == dtype
@@ -57,7 +64,9 @@ def test_low_precision_loses_one_rounding_only(kind: str, dtype: jnp.dtype, step
 
 def test_layer_norm_survives_a_mean_far_from_zero() -> None:
     norm, x = made("layer_norm"), inputs("layer_norm", mean=1000.0)
-    np.testing.assert_allclose(normalise(norm, jnp.asarray(x)), expected("layer_norm", norm, x, 1e-6), atol=2e-3)
+    np.testing.assert_allclose(
+        normalise(norm, jnp.asarray(x)), expected("layer_norm", norm, x, 1e-6), atol=2e-3
+    )
 
 
 @pytest.mark.parametrize("kind", QK_NORMS)
@@ -68,9 +77,15 @@ def test_a_row_of_zeros_stays_finite(kind: str) -> None:
 
 def test_widths_and_mesh_axes_of_the_parameters() -> None:
     across, per_head, layer = (made(k) for k in ("rms_norm_across_heads", "rms_norm", "layer_norm"))
-    assert across.scale.get_value().shape == (N * H,) and across.scale.get_metadata()["out_sharding"] == ("tensor",)
-    assert per_head.scale.get_value().shape == (H,) and per_head.scale.get_metadata()["out_sharding"] == (None,)
-    assert layer.bias.get_value().shape == (H,) and layer.bias.get_metadata()["out_sharding"] == (None,)
+    assert across.scale.get_value().shape == (N * H,) and across.scale.get_metadata()[
+        "out_sharding"
+    ] == ("tensor",)
+    assert per_head.scale.get_value().shape == (H,) and per_head.scale.get_metadata()[
+        "out_sharding"
+    ] == (None,)
+    assert layer.bias.get_value().shape == (H,) and layer.bias.get_metadata()["out_sharding"] == (
+        None,
+    )
 
 
 def test_no_norm_changes_nothing() -> None:

@@ -1,4 +1,6 @@
-"""`FlaxAttention` against the whole module written again in numpy float64, and its gradients against dense autodiff."""
+"""`FlaxAttention` against the whole module written again in numpy float64, and its gradients
+against dense autodiff.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_sizes_scale_and_biases_are_those_asked_for() -> None:
     assert set(params_of(module)) == {"to_q", "to_k", "to_v", "to_out"}
     assert all(set(p) == {"kernel"} for p in params_of(module).values())
     x = states()
-    np.testing.assert_allclose(module(x), self_attention(params_of(module), np.float64(x), module), atol=5e-6)
+    np.testing.assert_allclose(
+        module(x), self_attention(params_of(module), np.float64(x), module), atol=5e-6
+    )
 
 
 def test_parameters_have_the_names_and_shapes_of_checkpoints() -> None:
@@ -125,10 +129,14 @@ def test_wans_spelling_of_positions() -> None:
     np.testing.assert_array_equal(module(x, frequencies), module(x, table))
 
 
-@pytest.mark.parametrize(("qk_norm", "kernel"), [("rms_norm_across_heads", "dot_product"), ("layer_norm", "efficient")])
+@pytest.mark.parametrize(
+    ("qk_norm", "kernel"), [("rms_norm_across_heads", "dot_product"), ("layer_norm", "efficient")]
+)
 def test_gradients_are_those_of_dense_autodiff(qk_norm: str, kernel: str) -> None:
     efficient = {"use_memory_efficient_attention": True, "query_chunk_size": 4, "key_chunk_size": 8}
-    config = AttentionConfig(attention="dot_product", **(efficient if kernel == "efficient" else {}))
+    config = AttentionConfig(
+        attention="dot_product", **(efficient if kernel == "efficient" else {})
+    )
     module, x = built(qk_norm=qk_norm, kv_heads=2, bias=True, config=config), jnp.asarray(states())
     weight = jnp.asarray(RNG.standard_normal((B, T, C)), jnp.float32)
     table, causal = rope_1d(H, T), MASKS["causal"]
@@ -141,7 +149,11 @@ def test_gradients_are_those_of_dense_autodiff(qk_norm: str, kernel: str) -> Non
 
     got_p, got_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, x)
     want_p, want_x = jax.jit(jax.grad(dense, argnums=(0, 1)))(params_of(module, np.float32), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4), nnx.to_pure_dict(got_p), want_p)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4),
+        nnx.to_pure_dict(got_p),
+        want_p,
+    )
     np.testing.assert_allclose(got_x, want_x, atol=5e-5, rtol=1e-4)
 
 

@@ -1,4 +1,6 @@
-"""`swap` on whole models: same outputs and gradients, same parameters, and a reason for all that is left."""
+"""`swap` on whole models: same outputs and gradients, same parameters, and a reason for all that is
+left.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from maxattn.modules.adapters import AttentionFn
 from tests.golden_text import check_golden
 
 C, HEADS = 16, 4
-BLOCKWISE = ma.AttentionConfig(use_memory_efficient_attention=True, query_chunk_size=4, key_chunk_size=4)
+BLOCKWISE = ma.AttentionConfig(
+    use_memory_efficient_attention=True, query_chunk_size=4, key_chunk_size=4
+)
 
 
 class Block(nnx.Module):
@@ -22,7 +26,9 @@ class Block(nnx.Module):
         how = {"decode": False, "rngs": rngs}
         self.norm = nnx.LayerNorm(C, rngs=rngs)
         self.attn = nnx.MultiHeadAttention(HEADS, C, **how)
-        self.cross = nnx.MultiHeadAttention(HEADS, C, in_kv_features=8, num_kv_heads=2, normalize_qk=True, **how)
+        self.cross = nnx.MultiHeadAttention(
+            HEADS, C, in_kv_features=8, num_kv_heads=2, normalize_qk=True, **how
+        )
 
     def __call__(self, x: jax.Array, text: jax.Array) -> jax.Array:
         x = x + self.attn(self.norm(x), is_causal=True)
@@ -37,7 +43,9 @@ class HandMadeAttention(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = nnx.List([Block(rngs)])
-        self.stacked = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(7), 2))
+        self.stacked = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(7), 2)
+        )
 
     def __call__(self, x: jax.Array, text: jax.Array) -> jax.Array:
         for block in self.blocks:
@@ -57,7 +65,9 @@ class Odd(nnx.Module):
         self.hand_made = HandMadeAttention(rngs)
         self.own = ma.FlaxAttention(query_dim=C, heads=2, dim_head=8, rngs=rngs)
         self.told = nnx.MultiHeadAttention(HEADS, C, attention_fn=mine, decode=False, rngs=rngs)
-        self.quiet = nnx.MultiHeadAttention(HEADS, C, dropout_rate=0.1, deterministic=True, decode=False, rngs=rngs)
+        self.quiet = nnx.MultiHeadAttention(
+            HEADS, C, dropout_rate=0.1, deterministic=True, decode=False, rngs=rngs
+        )
 
 
 X = jax.random.normal(jax.random.key(0), (2, 9, C))
@@ -90,7 +100,10 @@ def test_the_config_is_the_one_that_runs():
     model = Model(nnx.Rngs(0))
     ma.swap(model, BLOCKWISE)
     assert "scan" in str(jax.make_jaxpr(lambda x: model.blocks[0](x, TEXT))(X)), "chunk by chunk"
-    roles = [block.role for block in (model.blocks[0].attn.attention_fn, model.blocks[0].cross.attention_fn)]
+    roles = [
+        block.role
+        for block in (model.blocks[0].attn.attention_fn, model.blocks[0].cross.attention_fn)
+    ]
     assert roles == ["self", "cross"]
     ma.swap(model, ma.AttentionConfig(attention="dot_product"))
     fn = model.stacked.attn.attention_fn

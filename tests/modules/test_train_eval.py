@@ -1,4 +1,6 @@
-"""`train()` turns a module's dropout on and `eval()` off; a call's `deterministic` goes before both."""
+"""`train()` turns a module's dropout on and `eval()` off; a call's `deterministic` goes before
+both.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class Block(nnx.Module):
         self.kind, self.attn = kind, KINDS[kind]()
 
     def __call__(self, x: Any, rngs: Any = None, **how: Any) -> Any:
-        y = self.attn(x, rngs=rngs, **how) if self.kind == "self" else self.attn(x, x, rngs=rngs, **how)
+        y = (
+            self.attn(x, rngs=rngs, **how)
+            if self.kind == "self"
+            else self.attn(x, x, rngs=rngs, **how)
+        )
         return y[0] if self.kind == "joint" else y
 
 

@@ -35,7 +35,7 @@ def cross(**how: Any) -> CrossAttention:
     return CrossAttention(C, heads=N, dim_head=H, rngs=nnx.Rngs(0), **how)
 
 
-# ---- jit and the static side -----------------------------------------------------------------------------------------
+# ---- jit and the static side ---------------------------------------------------------------------
 
 
 def test_a_second_call_traces_nothing() -> None:
@@ -55,7 +55,9 @@ def test_a_second_call_traces_nothing() -> None:
 
 
 def test_the_static_side_is_hashed_quickly() -> None:
-    config = AttentionConfig.from_overrides(["attention=dot_product", "flash_block_sizes.block_q=1024"])
+    config = AttentionConfig.from_overrides(
+        ["attention=dot_product", "flash_block_sizes.block_q=1024"]
+    )
     graphdef, _ = nnx.split(attn(config=config, mesh=jax.make_mesh((8,), ("fsdp",))))
     hash(graphdef)
     start = time.perf_counter()
@@ -73,12 +75,14 @@ def test_jit_agrees_with_eager() -> None:
     )
 
 
-# ---- vmap, scan, remat -----------------------------------------------------------------------------------------------
+# ---- vmap, scan, remat ---------------------------------------------------------------------------
 
 
 def test_vmap_over_inputs_and_over_modules() -> None:
     module, xs = attn(), X.reshape(2, 4, T, C)
-    np.testing.assert_allclose(jax.vmap(lambda x: module(x, ROPE))(xs).reshape(X.shape), module(X, ROPE), atol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(lambda x: module(x, ROPE))(xs).reshape(X.shape), module(X, ROPE), atol=1e-5
+    )
 
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs: nnx.Rngs) -> FlaxAttention:
@@ -104,7 +108,9 @@ def test_layers_in_a_scan_are_layers_in_a_loop(policy: str) -> None:
     layers = build(nnx.Rngs(jax.random.split(jax.random.key(0), 3)))
     assert layers.to_q.kernel.get_metadata()["out_sharding"] == (None, "fsdp", "tensor")
 
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+    @nnx.scan(
+        in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None}
+    )
     def scanned(x: jax.Array, layer: FlaxAttention) -> jax.Array:
         return remat(lambda m, x: x + m(x, ROPE), config)(layer, x)
 
@@ -126,7 +132,7 @@ def test_layers_in_a_scan_are_layers_in_a_loop(policy: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-3, rtol=1e-3)
 
 
-# ---- state -----------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 def test_state_goes_out_and_comes_back() -> None:
@@ -139,17 +145,27 @@ def test_state_goes_out_and_comes_back() -> None:
     call = {"encoder_hidden_states_image": TEXT}
     np.testing.assert_array_equal(target(X, TEXT, **call), source(X, TEXT, **call))
     assert set(saved) == {
-        "to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj", "norm_q", "norm_k", "norm_added_k"
-    }  # fmt: skip
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out",
+        "add_k_proj",
+        "add_v_proj",
+        "norm_q",
+        "norm_k",
+        "norm_added_k",
+    }
 
 
 def test_abstract_modules_need_no_memory() -> None:
-    abstract = nnx.eval_shape(lambda: FlaxAttention(1 << 14, heads=128, dim_head=128, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(
+        lambda: FlaxAttention(1 << 14, heads=128, dim_head=128, rngs=nnx.Rngs(0))
+    )
     assert abstract.to_q.kernel.get_value().shape == (1 << 14, 1 << 14)
     assert isinstance(abstract.to_q.kernel.get_value(), jax.ShapeDtypeStruct)
 
 
-# ---- meshes ----------------------------------------------------------------------------------------------------------
+# ---- meshes --------------------------------------------------------------------------------------
 
 
 def test_parameters_say_where_they_go() -> None:
@@ -163,10 +179,16 @@ def test_parameters_say_where_they_go() -> None:
     }  # fmt: skip
 
 
-MESHES = {"fsdp8": {"fsdp": 8}, "context8": {"context": 8}, "all2": {"tensor": 2, "context": 2, "fsdp": 2}}
+MESHES = {
+    "fsdp8": {"fsdp": 8},
+    "context8": {"context": 8},
+    "all2": {"tensor": 2, "context": 2, "fsdp": 2},
+}
 
 
-def loss_and_gradients(config: AttentionConfig, mesh: jax.sharding.Mesh | None) -> tuple[Any, nnx.List]:
+def loss_and_gradients(
+    config: AttentionConfig, mesh: jax.sharding.Mesh | None
+) -> tuple[Any, nnx.List]:
     modules = nnx.List([attn(config=config, mesh=mesh), cross(config=config, mesh=mesh)])
     sharding.place(modules, mesh)
 
@@ -187,10 +209,14 @@ def on_one_device() -> Any:
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_changes_neither_output_nor_gradients(name: str) -> None:
-    config = AttentionConfig.from_overrides([f"ici_{axis}_parallelism={n}" for axis, n in MESHES[name].items()])
+    config = AttentionConfig.from_overrides(
+        [f"ici_{axis}_parallelism={n}" for axis, n in MESHES[name].items()]
+    )
     mesh = config.make_mesh()
     got, modules = loss_and_gradients(config, mesh)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), got, on_one_device())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), got, on_one_device()
+    )
     sizes, kernel = dict(mesh.shape), modules[0].to_q.kernel.get_value()
     assert kernel.addressable_shards[0].data.shape == (C // sizes["fsdp"], N * H // sizes["tensor"])
 
@@ -199,7 +225,9 @@ def test_flaxs_own_module_on_a_mesh() -> None:
     config = AttentionConfig.from_overrides(["ici_context_parallelism=4", "ici_fsdp_parallelism=2"])
 
     def mha(fn: Any) -> nnx.MultiHeadAttention:
-        return nnx.MultiHeadAttention(num_heads=N, in_features=C, attention_fn=fn, decode=False, rngs=nnx.Rngs(0))
+        return nnx.MultiHeadAttention(
+            num_heads=N, in_features=C, attention_fn=fn, decode=False, rngs=nnx.Rngs(0)
+        )
 
     ours, theirs = mha(attention_fn(config, config.make_mesh())), mha(nnx.dot_product_attention)
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(ours, X), theirs(X), atol=1e-5)
@@ -207,11 +235,17 @@ def test_flaxs_own_module_on_a_mesh() -> None:
 
 def test_inside_a_shard_map_of_the_users_own() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    module, whole, spec = attn(mesh=mesh), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(("data", "fsdp"))
+    module, whole, spec = (
+        attn(mesh=mesh),
+        jax.sharding.PartitionSpec(),
+        jax.sharding.PartitionSpec(("data", "fsdp")),
+    )
     graphdef, state = nnx.split(module)
 
     def local(state: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, state)(x, ROPE)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, spec), out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(whole, spec), out_specs=spec, check_vma=False
+    )
     np.testing.assert_allclose(jax.jit(mapped)(state, X), attn()(X, ROPE), atol=1e-5)

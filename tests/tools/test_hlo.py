@@ -1,4 +1,6 @@
-"""Collectives read off compiled programs: committed texts of the TPU's compiler, written ones, and this machine's."""
+"""Collectives read off compiled programs: committed texts of the TPU's compiler, written ones, and
+this machine's.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def read(name: str) -> tuple[Transfer, ...]:
 def test_a_written_program():
     by_kind = {t.kind: t for t in transfers(WRITTEN)}
     gather, scatter, psum = by_kind["all_gather"], by_kind["psum_scatter"], by_kind["psum"]
-    assert (gather.is_async, gather.is_overlapped, gather.kernels, gather.others) == (True, True, ("fusion.1",), 1)
+    assert (gather.is_async, gather.is_overlapped, gather.kernels, gather.others) == (
+        True,
+        True,
+        ("fusion.1",),
+        1,
+    )
     assert gather.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and gather.bytes == 32 * 16 * 2 * 3 // 4
     assert gather.is_backward and not psum.is_backward
     assert (scatter.times, scatter.bytes, scatter.computation) == (3, 4 * 4 * 4, "body")
@@ -58,13 +65,17 @@ def test_a_written_program():
 def test_axes():
     sizes = {"data": 2, "fsdp": 1, "context": 2, "tensor": 2}
     assert {t.kind: axes_of(t, sizes) for t in transfers(WRITTEN)} == {
-        "all_gather": ("data", "context"), "psum_scatter": ("tensor",), "psum": ("data", "context", "tensor"),
-    }  # fmt: skip
+        "all_gather": ("data", "context"),
+        "psum_scatter": ("tensor",),
+        "psum": ("data", "context", "tensor"),
+    }
 
 
 def test_groups_along_axes_of_a_mesh():
     """jax 0.12 writes the mesh itself."""
-    how = "replica_groups=mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}, dimensions={1}"
+    how = (
+        "replica_groups=mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}, dimensions={1}"
+    )
     text = WRITTEN.replace("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", how)
     assert text != WRITTEN
     found = next(t for t in transfers(text) if t.kind == "all_gather")
@@ -73,8 +84,13 @@ def test_groups_along_axes_of_a_mesh():
 
 
 def test_no_groups_are_all_devices():
-    text = "HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
-    text += "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}\n}\n"
+    text = (
+        "HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
+    )
+    text += (
+        "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={},"
+        " dimensions={0}\n}\n"
+    )
     (found,) = transfers(text)
     assert (found.groups, found.bytes) == (((0, 1, 2, 3),), 24)
     assert axes_of(found, {"data": 2, "fsdp": 1, "context": 2}) == ("data", "context")
@@ -85,7 +101,9 @@ def test_a_ring_on_a_tpu():
     assert {t.kind for t in found} == {"ppermute"} and all(t.is_async for t in found)
     assert all(t.groups == ((0, 1), (1, 2), (2, 3), (3, 0)) for t in found)
     forward, backward = [t for t in found if not t.is_backward], [t for t in found if t.is_backward]
-    assert [t.bytes for t in forward] == [4 * MIB] * 6 and [t.bytes for t in backward] == [8 * MIB] * 6 + [4 * MIB] * 2
+    assert [t.bytes for t in forward] == [4 * MIB] * 6 and [t.bytes for t in backward] == [
+        8 * MIB
+    ] * 6 + [4 * MIB] * 2
     assert not any(t.is_overlapped for t in forward) and all(t.is_overlapped for t in backward)
     assert backward[0].kernels == ("splash_mha_dkv_no_residuals.5",)
 
@@ -95,12 +113,16 @@ def test_gathered_keys_on_a_tpu():
     assert [(t.kind, t.is_async, t.bytes) for t in found] == [
         ("all_gather", False, 12 * MIB), ("all_gather", False, 12 * MIB), ("psum", False, 32 * MIB),
     ]  # fmt: skip
-    assert {axes_of(t, {"data": 1, "fsdp": 1, "context": 4, "tensor": 1}) for t in found} == {("context",)}
+    assert {axes_of(t, {"data": 1, "fsdp": 1, "context": 4, "tensor": 1}) for t in found} == {
+        ("context",)
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_what_this_machine_compiles_is_what_the_plan_names(strategy):
-    config = ma.AttentionConfig(attention="dot_product", context_parallel=strategy, ici_context_parallelism=4)
+    config = ma.AttentionConfig(
+        attention="dot_product", context_parallel=strategy, ici_context_parallelism=4
+    )
     mesh = config.make_mesh(jax.devices()[:4])
     q = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
     plan = ma.plan(ma.Call.of(q, q), config, mesh)

@@ -13,17 +13,27 @@ from maxattn.tools.xla_options import xla_options
 
 def test_values_of_every_kind_reach_the_compiler() -> None:
     words = [
-        "xla_gpu_enable_triton_gemm=False", "--xla_gpu_autotune_level=2", "xla_step_marker_location=-1",
-        "xla_gpu_autotune_gemm_rtol=1", "xla_dump_hlo_as_text=true", "xla_gpu_override_gemm_autotuner=a=b",
-    ]  # fmt: skip
+        "xla_gpu_enable_triton_gemm=False",
+        "--xla_gpu_autotune_level=2",
+        "xla_step_marker_location=-1",
+        "xla_gpu_autotune_gemm_rtol=1",
+        "xla_dump_hlo_as_text=true",
+        "xla_gpu_override_gemm_autotuner=a=b",
+    ]
     assert xla_options(words) == {
-        "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "2", "xla_step_marker_location": "-1",
-        "xla_gpu_autotune_gemm_rtol": "1", "xla_dump_hlo_as_text": True, "xla_gpu_override_gemm_autotuner": "a=b",
-    }  # fmt: skip
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_autotune_level": "2",
+        "xla_step_marker_location": "-1",
+        "xla_gpu_autotune_gemm_rtol": "1",
+        "xla_dump_hlo_as_text": True,
+        "xla_gpu_override_gemm_autotuner": "a=b",
+    }
 
 
 def test_a_value_that_flags_spell_otherwise() -> None:
-    """As XLA_FLAGS has it, and as `jax.jit` does, which is what this machine's compiler is asked for."""
+    """As XLA_FLAGS has it, and as `jax.jit` does, which is what this machine's compiler is asked
+    for.
+    """
     name = "xla_gpu_collective_permute_mode"
     for value in ("peer", "COLLECTIVES_PEER_MEMORY"):
         assert xla_options([f"{name}={value}"]) == {name: "COLLECTIVES_PEER_MEMORY"}
@@ -51,5 +61,9 @@ def test_options_of_our_configs_are_known_to_every_compiler() -> None:
     for path in (Path(__file__).parents[2] / "configs").glob("*.yml"):
         said = yaml.safe_load(path.read_text())
         for section in ("training", "sampling"):
-            found += len(xla_options((said.get(section) or {}).get("compiler_options", ()), f"{path.name}: {section}"))
+            found += len(
+                xla_options(
+                    (said.get(section) or {}).get("compiler_options", ()), f"{path.name}: {section}"
+                )
+            )
     assert found >= 10

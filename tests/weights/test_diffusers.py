@@ -1,6 +1,7 @@
 """Our attention with diffusers' weights gives diffusers' numbers: outputs and every gradient.
 
-From committed fixtures everywhere; against diffusers itself where torch and diffusers are installed.
+From committed fixtures everywhere; against diffusers itself where torch and diffusers are
+installed.
 """
 
 from __future__ import annotations
@@ -24,32 +25,48 @@ FOLDER = Path(made.__file__).parent
 CASES = ("wan_self", "wan_cross", "wan_i2v", "sdxl_self", "sdxl_cross")
 CONFIGS = {
     "dense": ma.AttentionConfig(attention="dot_product", cross_attention="dot_product"),
-    "blockwise": ma.AttentionConfig(use_memory_efficient_attention=True, query_chunk_size=8, key_chunk_size=8),
+    "blockwise": ma.AttentionConfig(
+        use_memory_efficient_attention=True, query_chunk_size=8, key_chunk_size=8
+    ),
 }
 
 
 def ours(case: str, config: ma.AttentionConfig) -> nnx.Module:
     """Build the module that a case's weights are for."""
-    how: dict[str, Any] = {"heads": made.HEADS, "dim_head": made.DIM_HEAD, "config": config, "rngs": nnx.Rngs(0)}
+    how: dict[str, Any] = {
+        "heads": made.HEADS,
+        "dim_head": made.DIM_HEAD,
+        "config": config,
+        "rngs": nnx.Rngs(0),
+    }
     if case.startswith("wan"):
         how |= {"qk_norm": "rms_norm_across_heads", "bias": True, "eps": 1e-6}
     if case.endswith("self"):
         return ma.FlaxAttention(made.WIDTH, **how)
     text = made.TEXT if case == "sdxl_cross" else made.WIDTH
-    return ma.CrossAttention(made.WIDTH, text, added_kv_proj_dim=made.WIDTH if case == "wan_i2v" else None, **how)
+    return ma.CrossAttention(
+        made.WIDTH, text, added_kv_proj_dim=made.WIDTH if case == "wan_i2v" else None, **how
+    )
 
 
 def call(module: Any, case: str, given: dict[str, Any]) -> jax.Array:
     if case == "wan_self":
-        return module(given["x"], rotary_emb=ma.rope_3d(made.DIM_HEAD, made.FRAMES, made.HEIGHT, made.ROWS))
+        return module(
+            given["x"], rotary_emb=ma.rope_3d(made.DIM_HEAD, made.FRAMES, made.HEIGHT, made.ROWS)
+        )
     if case == "sdxl_self":
         return module(given["x"])
     return module(given["x"], given["text"], encoder_hidden_states_image=given.get("image"))
 
 
 def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]) -> None:
-    """Hold output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each gradient's."""
-    part = {p: {k.removeprefix(p): v for k, v in theirs.items() if k.startswith(p)} for p in ("weights.", "in.")}
+    """Hold output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
+    gradient's.
+    """
+    part = {
+        p: {k.removeprefix(p): v for k, v in theirs.items() if k.startswith(p)}
+        for p in ("weights.", "in.")
+    }
     module = ours(case, config)
     loaded = ma.weights.load_diffusers(module, part["weights."])
     assert loaded == ma.weights.Loaded()
@@ -63,7 +80,9 @@ def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]
     by_weights, by_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, given["x"])
     nnx.update(module, by_weights)  # so that gradients come out under diffusers' names, too
     got = ma.weights.to_diffusers(module) | {"in.x": np.asarray(by_x)}
-    want = {key.removeprefix("grad."): value for key, value in theirs.items() if key.startswith("grad.")}
+    want = {
+        key.removeprefix("grad."): value for key, value in theirs.items() if key.startswith("grad.")
+    }
     hold(f"{case}, gradients", got, want, 1e-4, least=1e-3)
 
 

@@ -1,4 +1,6 @@
-"""How strong LoRA is, as metadata say: diffusers' header and peft's folder, one factor for each layer, or an error."""
+"""How strong LoRA is, as metadata say: diffusers' header and peft's folder, one factor for each
+layer, or an error.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,18 @@ LAYERS = ("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.10.to_q")
 RANKS = (4, 2, 4, 1)
 FILE, PEFT = "lora.safetensors", "base_model.model."
 SAID: dict[str, Any] = {
-    "r": 4, "lora_alpha": 16, "alpha_pattern": {}, "rank_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_bias": False, "peft_type": "LORA", "target_modules": ["to_q", "to_k"], "loftq_config": {}, "revision": None,
-}  # fmt: skip
+    "r": 4,
+    "lora_alpha": 16,
+    "alpha_pattern": {},
+    "rank_pattern": {},
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "peft_type": "LORA",
+    "target_modules": ["to_q", "to_k"],
+    "loftq_config": {},
+    "revision": None,
+}
 
 
 class Block(nnx.Module):
@@ -48,7 +59,9 @@ def of_part(part: str, **changed: Any) -> dict[str, Any]:
     return {f"{part}.{key}": value for key, value in (SAID | changed).items()}
 
 
-def header(said: dict[str, Any] | str, prefix: str = "transformer.", more: dict[str, Any] | None = None) -> str:
+def header(
+    said: dict[str, Any] | str, prefix: str = "transformer.", more: dict[str, Any] | None = None
+) -> str:
     """Write a file as diffusers' save_lora_weights does; return its path."""
     text = said if isinstance(said, str) else json.dumps(said, indent=2, sort_keys=True)
     save_file(tensors(prefix) | (more or {}), FILE, {"format": "pt", "lora_adapter_metadata": text})
@@ -64,7 +77,9 @@ def peft(said: dict[str, Any] | str, name: str = "adapter_model.safetensors") ->
 
 
 def check_factors(source: Any, prefix: str, *factors: float) -> None:
-    """Fail unless each layer's kernel has moved by its factor times B A, and all others not at all."""
+    """Fail unless each layer's kernel has moved by its factor times B A, and all others not at
+    all.
+    """
     model, plain, given = Model(), weights.to_diffusers(Model()), tensors()
     assert set(weights.check_lora(nnx.eval_shape(Model), source, prefix=prefix)) == set(LAYERS)
     assert set(weights.merge_lora(model, source, 0.5, prefix=prefix)) == set(LAYERS)
@@ -98,7 +113,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-# ---- what is read ----------------------------------------------------------------------------------------------------
+# ---- what is read --------------------------------------------------------------------------------
 
 
 def test_alpha_is_in_the_header_that_diffusers_writes():
@@ -118,7 +133,11 @@ def test_one_part_needs_no_prefix():
 
 
 def test_the_prefix_picks_the_part():
-    said = of_part("text_encoder", lora_alpha=1) | of_part("transformer") | of_part("transformer_2", lora_alpha=2)
+    said = (
+        of_part("text_encoder", lora_alpha=1)
+        | of_part("transformer")
+        | of_part("transformer_2", lora_alpha=2)
+    )
     check_factors(header(said), "transformer.", 4, 8, 4, 16)
 
 
@@ -145,24 +164,29 @@ def test_the_header_counts_before_a_file_beside_it():
     check_factors(Path.cwd(), "", 2, 4, 2, 8)
 
 
-@pytest.mark.parametrize(("patterns", "factors"), [
-    ({"to_k": 2}, (4, 1, 4, 16)),
-    ({"blocks.0.to_q": 2}, (0.5, 8, 4, 16)),
-    ({"0.to_q": 2}, (0.5, 8, 4, 16)),  # not blocks.10: a name begins after a dot
-    ({"o_q": 2}, (4, 8, 4, 16)),
-    ({"blocks.0": 2}, (4, 8, 4, 16)),
-    ({"^to_q": 2}, (4, 8, 4, 16)),
-    ({r"blocks\.\d+\.to_q": 2.5}, (0.625, 8, 0.625, 2.5)),
-    ({"blocks.1.to_q|to_k": 2}, (4, 1, 0.5, 16)),
-    ({"1.to_q": 2, "to_q": 1}, (0.25, 8, 0.5, 1)),  # the first that matches
-    (None, (4, 8, 4, 16)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patterns", "factors"),
+    [
+        ({"to_k": 2}, (4, 1, 4, 16)),
+        ({"blocks.0.to_q": 2}, (0.5, 8, 4, 16)),
+        ({"0.to_q": 2}, (0.5, 8, 4, 16)),  # not blocks.10: a name begins after a dot
+        ({"o_q": 2}, (4, 8, 4, 16)),
+        ({"blocks.0": 2}, (4, 8, 4, 16)),
+        ({"^to_q": 2}, (4, 8, 4, 16)),
+        ({r"blocks\.\d+\.to_q": 2.5}, (0.625, 8, 0.625, 2.5)),
+        ({"blocks.1.to_q|to_k": 2}, (4, 1, 0.5, 16)),
+        ({"1.to_q": 2, "to_q": 1}, (0.25, 8, 0.5, 1)),  # the first that matches
+        (None, (4, 8, 4, 16)),
+    ],
+)
 def test_a_pattern_names_the_end_of_a_layer(patterns: Any, factors: tuple[float, ...]):
     check_factors(peft(SAID | {"alpha_pattern": patterns}), PEFT, *factors)
 
 
 def test_patterns_in_a_header():
-    check_factors(header(of_part("unet", alpha_pattern={"blocks.0.to_q": 4}), "unet."), "unet.", 1, 8, 4, 16)
+    check_factors(
+        header(of_part("unet", alpha_pattern={"blocks.0.to_q": 4}), "unet."), "unet.", 1, 8, 4, 16
+    )
 
 
 def test_rslora_divides_by_the_root_of_the_rank():
@@ -172,7 +196,9 @@ def test_rslora_divides_by_the_root_of_the_rank():
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_alpha_as_a_tensor_wins(rslora: bool):
-    """It is divided by the rank whatever the metadata say: those who write it have rsLoRA's root in it."""
+    """It is divided by the rank whatever the metadata say: those who write it have rsLoRA's root in
+    it.
+    """
     said = of_part("transformer", use_rslora=rslora, alpha_pattern={"to_k": 5})
     path = header(said, more={"transformer.blocks.0.to_k.alpha": np.array(3, np.float32)})
     root = 2 if rslora else 1
@@ -189,7 +215,7 @@ def test_without_metadata_alpha_is_the_rank(said: Any):
     check_factors(tensors(), "", 1, 1, 1, 1)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_dora_is_refused():
@@ -233,11 +259,18 @@ def test_settings_without_alpha_are_refused():
     check_refused(header({"transformer.r": 4}), golden="lora_alpha_missing")
 
 
-@pytest.mark.parametrize(("kind", "patterns"), [
-    ("list", ["to_q"]), ("text", {"to_q": "2"}), ("expression", {"to_(q": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "patterns"),
+    [
+        ("list", ["to_q"]),
+        ("text", {"to_q": "2"}),
+        ("expression", {"to_(q": 2}),
+    ],
+)
 def test_patterns_that_say_nothing_are_refused(kind: str, patterns: Any):
-    check_refused(header(of_part("transformer", alpha_pattern=patterns)), golden=f"lora_pattern_{kind}")
+    check_refused(
+        header(of_part("transformer", alpha_pattern=patterns)), golden=f"lora_pattern_{kind}"
+    )
 
 
 @pytest.mark.parametrize("name", ["use_rslora", "use_dora"])
@@ -259,7 +292,11 @@ def test_files_that_disagree_are_refused():
     names, index = list(tensors()), {}
     for i, some in enumerate((names[:half], names[half:])):
         said = json.dumps(SAID | {"lora_alpha": 2**i})
-        save_file({name: tensors()[name] for name in some}, f"{i}.safetensors", {"lora_adapter_metadata": said})
+        save_file(
+            {name: tensors()[name] for name in some},
+            f"{i}.safetensors",
+            {"lora_adapter_metadata": said},
+        )
         index |= dict.fromkeys(some, f"{i}.safetensors")
     Path("lora.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     check_refused("lora.safetensors.index.json", "", "lora_files_disagree")

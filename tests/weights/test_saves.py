@@ -1,4 +1,6 @@
-"""A save into a folder that holds an earlier one: what is read is what was saved last, also where a save is cut off."""
+"""A save into a folder that holds an earlier one: what is read is what was saved last, also where a
+save is cut off.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ class Killed(BaseException):
 def save(folder: Path, shards: str, value: int) -> set[str]:
     """Save four tensors of one value; return the names of the files."""
     forms = {name: Form((4,), np.dtype("float32")) for name in "abcd"}
-    return {f.name for f in save_tensors(forms, lambda _: np.full(4, value, np.float32), folder, NAME, SHARDS[shards])}
+    return {
+        f.name
+        for f in save_tensors(
+            forms, lambda _: np.full(4, value, np.float32), folder, NAME, SHARDS[shards]
+        )
+    }
 
 
 def read(folder: Path) -> set[float]:
@@ -41,7 +48,12 @@ def read(folder: Path) -> set[float]:
 
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
 def test_what_is_read_is_what_was_saved_last(before: str, after: str, tmp_path: Path) -> None:
-    others = {"config.json", "other.safetensors.txt", f"{NAME}.fp16-00001-of-00002.safetensors", f"{NAME}.bin.old"}
+    others = {
+        "config.json",
+        "other.safetensors.txt",
+        f"{NAME}.fp16-00001-of-00002.safetensors",
+        f"{NAME}.bin.old",
+    }
     tmp_path.joinpath("sub").mkdir()
     save(tmp_path, before, 1)
     for name in others:
@@ -64,12 +76,20 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
         return run
 
-    for owner, name in ((Path, "replace"), (Path, "unlink"), (Path, "write_text"), (Path, "open"), (os, "link")):
+    for owner, name in (
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "write_text"),
+        (Path, "open"),
+        (os, "link"),
+    ):
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
-def test_a_save_that_is_cut_off_leaves_one_whole_save(before: str, after: str, tmp_path: Path) -> None:
+def test_a_save_that_is_cut_off_leaves_one_whole_save(
+    before: str, after: str, tmp_path: Path
+) -> None:
     """Whatever step it does not reach; the next save reads right and leaves nothing behind."""
     seen = []
     for step in count():
@@ -90,7 +110,9 @@ def test_a_save_that_is_cut_off_leaves_one_whole_save(before: str, after: str, t
             assert {f.name for f in folder.iterdir()} == files
         if done:
             break
-    assert all(len(values) == 1 for values in seen)  # never some tensors of one save and some of the other
+    assert all(
+        len(values) == 1 for values in seen
+    )  # never some tensors of one save and some of the other
     assert seen == sorted(seen, key=max) and seen[0] == {1.0} and seen[-1] == {2.0}
 
 
@@ -107,7 +129,9 @@ def test_twice_cut_off(tmp_path: Path) -> None:
             assert len(read(folder)) == 1
 
 
-def test_where_a_file_has_but_one_name_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_file_has_but_one_name_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*args: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -125,7 +149,9 @@ def test_a_tensor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
 
     files = save(tmp_path, "two", 1)
     with pytest.raises(RuntimeError):
-        save_tensors({name: Form((4,), np.dtype("float32")) for name in "abcd"}, fail, tmp_path, NAME, 20)
+        save_tensors(
+            {name: Form((4,), np.dtype("float32")) for name in "abcd"}, fail, tmp_path, NAME, 20
+        )
     assert read(tmp_path) == {1.0} and {f.name for f in tmp_path.iterdir()} == files
 
 
@@ -148,4 +174,6 @@ def refused(kind: str, folder: Path) -> None:
 def test_a_save_that_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as error:
         refused(kind, tmp_path)
-    check_golden(f"weights/save_{kind.replace(' ', '_')}", str(error.value).replace(str(tmp_path), "FOLDER"))
+    check_golden(
+        f"weights/save_{kind.replace(' ', '_')}", str(error.value).replace(str(tmp_path), "FOLDER")
+    )

@@ -29,7 +29,11 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
         # As a transposed view, which is what a layout of another library is.
         return tensors[name].T.copy().T
 
-    write(tmp_path / "x.safetensors", {name: Form(x.shape, x.dtype) for name, x in tensors.items()}, read)
+    write(
+        tmp_path / "x.safetensors",
+        {name: Form(x.shape, x.dtype) for name, x in tensors.items()},
+        read,
+    )
     assert sorted(held) == sorted(tensors)
     back = load_file(tmp_path / "x.safetensors")
     assert back.keys() == tensors.keys()
@@ -42,7 +46,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
 
 def test_other_dtypes_are_refused_before_a_file_is_made(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="complex64"):
-        write(tmp_path / "x", {"a": Form((2,), np.complex64)}, lambda name: np.zeros(2, np.complex64))
+        write(
+            tmp_path / "x", {"a": Form((2,), np.complex64)}, lambda name: np.zeros(2, np.complex64)
+        )
     assert not (tmp_path / "x").exists()
 
 

@@ -1,4 +1,6 @@
-"""Names, layouts, files and LoRA: bit for bit both ways, onto a mesh, and one error for all that does not fit."""
+"""Names, layouts, files and LoRA: bit for bit both ways, onto a mesh, and one error for all that
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ from maxattn import weights
 from maxattn.errors import WeightsError
 from tests.golden_text import check_golden
 
-SIZES: dict[str, Any] = {"query_dim": 16, "heads": 2, "dim_head": 8, "qk_norm": "rms_norm_across_heads", "bias": True}
+SIZES: dict[str, Any] = {
+    "query_dim": 16,
+    "heads": 2,
+    "dim_head": 8,
+    "qk_norm": "rms_norm_across_heads",
+    "bias": True,
+}
 
 
 class Block(nnx.Module):
-    diffusers_names: ClassVar[dict[str, str]] = {"ffn.up": "ffn.net.0.proj", "table": "scale_shift_table"}
+    diffusers_names: ClassVar[dict[str, str]] = {
+        "ffn.up": "ffn.net.0.proj",
+        "table": "scale_shift_table",
+    }
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attn1 = ma.FlaxAttention(**SIZES, rngs=rngs)
@@ -41,7 +52,9 @@ class Model(nnx.Module):
         self.patch = nnx.Conv(3, 16, (1, 2, 4), rngs=rngs)
         self.words = nnx.Embed(5, 16, rngs=rngs)
         self.blocks = nnx.List([Block(rngs), Block(rngs)])
-        self.stacked = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(7), 3))
+        self.stacked = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(7), 3)
+        )
         self.norm = nnx.LayerNorm(16, rngs=rngs)
 
 
@@ -58,14 +71,19 @@ def equal(a: nnx.Module, b: nnx.Module) -> None:
 
 
 def mesh() -> jax.sharding.Mesh:
-    return ma.AttentionConfig(ici_data_parallelism=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2).make_mesh()
+    return ma.AttentionConfig(
+        ici_data_parallelism=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2
+    ).make_mesh()
 
 
-# ---- names and layouts -----------------------------------------------------------------------------------------------
+# ---- names and layouts ---------------------------------------------------------------------------
 
 
 def test_names_and_shapes_are_diffusers():
-    lines = [f"{entry.name} {list(entry.shape)}" for entry in weights.entries(Model(nnx.Rngs(0)), "transformer.")]
+    lines = [
+        f"{entry.name} {list(entry.shape)}"
+        for entry in weights.entries(Model(nnx.Rngs(0)), "transformer.")
+    ]
     check_golden("weights/names", "\n".join(lines))
 
 
@@ -76,7 +94,9 @@ def test_layouts_are_torchs():
     up = model.blocks[0].ffn["up"]
     want = x @ state["blocks.0.ffn.net.0.proj.weight"].T + state["blocks.0.ffn.net.0.proj.bias"]
     np.testing.assert_allclose(up(x), want, atol=1e-6)
-    np.testing.assert_array_equal(state["patch.weight"], np.asarray(model.patch.kernel[...]).transpose(4, 3, 0, 1, 2))
+    np.testing.assert_array_equal(
+        state["patch.weight"], np.asarray(model.patch.kernel[...]).transpose(4, 3, 0, 1, 2)
+    )
     third = np.asarray(model.stacked.attn1.to_out.kernel[...])[2]
     np.testing.assert_array_equal(state["stacked.2.attn1.to_out.0.weight"], third.T)
 
@@ -90,7 +110,9 @@ def test_both_ways_is_bit_for_bit(dtype: str, tmp_path: Path):
     index = json.loads(files[-1].read_text())
     assert len(files) > 3
     assert index["weight_map"].keys() == weights.to_diffusers(one).keys()
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in weights.to_diffusers(one).values())
+    assert index["metadata"]["total_size"] == sum(
+        x.nbytes for x in weights.to_diffusers(one).values()
+    )
     assert not list((tmp_path / "whole").glob("*.partial"))
     assert weights.load_diffusers(other, tmp_path / "whole") == weights.Loaded()
     equal(one, other)
@@ -123,17 +145,22 @@ def test_a_parameter_keeps_its_dtype():
     state = {k: v.astype(ml_dtypes.bfloat16) for k, v in weights.to_diffusers(model).items()}
     weights.load_diffusers(model, state)
     assert {x.dtype for x in values(model).values()} == {np.dtype("float32")}
-    np.testing.assert_array_equal(values(model)["patch.kernel"].transpose(4, 3, 0, 1, 2), state["patch.weight"])
+    np.testing.assert_array_equal(
+        values(model)["patch.kernel"].transpose(4, 3, 0, 1, 2), state["patch.weight"]
+    )
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 def test_everything_that_does_not_fit_is_said_at_once_and_nothing_changes():
     model = Model(nnx.Rngs(0))
     before, state = values(model), weights.to_diffusers(Model(nnx.Rngs(5)))
     del state["norm.bias"], state["stacked.1.attn1.to_q.weight"]
-    state |= {"blocks.2.attn1.to_q.weight": np.zeros((16, 16)), "patch.weight": np.zeros((16, 3, 2, 2, 4), np.float32)}
+    state |= {
+        "blocks.2.attn1.to_q.weight": np.zeros((16, 16)),
+        "patch.weight": np.zeros((16, 3, 2, 2, 4), np.float32),
+    }
     with pytest.raises(WeightsError) as error:
         weights.load_diffusers(model, state)
     check_golden("weights/does_not_fit", str(error.value))
@@ -159,7 +186,9 @@ def test_not_strict_says_what_was_left(caplog: pytest.LogCaptureFixture):
     assert found == weights.Loaded(("norm.bias", "stacked.1.attn1.to_q.weight"), ("more",))
     assert "missing: norm.bias" in caplog.text
     # A stacked parameter is filled whole or not at all.
-    np.testing.assert_array_equal(values(other)["stacked.attn1.to_q.kernel"], before["stacked.attn1.to_q.kernel"])
+    np.testing.assert_array_equal(
+        values(other)["stacked.attn1.to_q.kernel"], before["stacked.attn1.to_q.kernel"]
+    )
     np.testing.assert_array_equal(values(other)["norm.scale"], values(one)["norm.scale"])
 
 
@@ -190,11 +219,15 @@ def test_a_folder_that_cannot_be_read(kind: str, tmp_path: Path):
     folder = broken(tmp_path / "model", kind)
     with pytest.raises(WeightsError) as error:
         weights.load_diffusers(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), folder)
-    said = re.sub(r"\(.*\)", "(...)", str(error.value).replace(str(tmp_path), "FOLDER"))  # safetensors' own words
+    said = re.sub(
+        r"\(.*\)", "(...)", str(error.value).replace(str(tmp_path), "FOLDER")
+    )  # safetensors' own words
     check_golden(f"weights/{kind.replace(' ', '_')}", said)
 
 
-@pytest.mark.parametrize("said", ["{", "{}", "[1]", '{"weight_map": {"weight": 1}}', '{"weight_map": []}'])
+@pytest.mark.parametrize(
+    "said", ["{", "{}", "[1]", '{"weight_map": {"weight": 1}}', '{"weight_map": []}']
+)
 def test_a_broken_index(said: str, tmp_path: Path):
     folder = broken(tmp_path / "model", "sharded")
     next(folder.glob("*.json")).write_text(said)
@@ -215,7 +248,10 @@ NO_WEIGHTS: dict[str, tuple[Any, Any]] = {
     "complex": ("layer", {**LINEAR, "bias": np.ones(4, np.complex64)}),
     "float8": ("layer", {**LINEAR, "bias": np.ones(4, ml_dtypes.float8_e4m3fn)}),
     "too_large": ("float16", {**LINEAR, "bias": np.array([1, -7e4, 2, np.inf], np.float32)}),
-    "bfloat16_too_large": ("float16", {**LINEAR, "bias": np.array([1, -7e4, 2, 3], ml_dtypes.bfloat16)}),
+    "bfloat16_too_large": (
+        "float16",
+        {**LINEAR, "bias": np.array([1, -7e4, 2, 3], ml_dtypes.bfloat16)},
+    ),
 }
 
 
@@ -228,7 +264,9 @@ def test_what_is_no_weights_is_refused_and_nothing_changes(kind: str, way: str, 
             pytest.skip("no file holds it")
         save_file(tensors, tmp_path / "x.safetensors")
         tensors = tmp_path
-    module: Any = what and nnx.Linear(4, 4, param_dtype=what if what == "float16" else "float32", rngs=nnx.Rngs(0))
+    module: Any = what and nnx.Linear(
+        4, 4, param_dtype=what if what == "float16" else "float32", rngs=nnx.Rngs(0)
+    )
     before = values(module) if module else {}
     with pytest.raises(WeightsError) as error:
         weights.load_diffusers(module, tensors)
@@ -241,7 +279,9 @@ def test_the_largest_float16_and_what_is_infinite_already_are_loaded():
     layer = nnx.Linear(4, 4, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     bias = np.array([65504, -65519, np.inf, np.nan], np.float32)
     weights.load_diffusers(layer, {**LINEAR, "bias": bias})
-    np.testing.assert_array_equal(values(layer)["bias"], np.array([65504, -65504, np.inf, np.nan], np.float16))
+    np.testing.assert_array_equal(
+        values(layer)["bias"], np.array([65504, -65504, np.inf, np.nan], np.float16)
+    )
 
 
 def test_integers_are_loaded_where_the_parameter_holds_them():
@@ -261,10 +301,12 @@ def test_weights_of_a_module_without_arrays_are_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-# ---- LoRA ------------------------------------------------------------------------------------------------------------
+# ---- LoRA ----------------------------------------------------------------------------------------
 
 
-def lora(rank: int = 2, alpha: float | None = None, names: tuple[str, str] = ("lora_A", "lora_B")) -> dict[str, Any]:
+def lora(
+    rank: int = 2, alpha: float | None = None, names: tuple[str, str] = ("lora_A", "lora_B")
+) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {}
     for layer in ("blocks.1.attn1.to_q", "blocks.1.attn1.to_out.0", "stacked.2.attn1.to_v"):
@@ -279,13 +321,18 @@ def lora(rank: int = 2, alpha: float | None = None, names: tuple[str, str] = ("l
 def test_lora_is_added_to_its_projections_alone(alpha: float | None, share: float):
     model, plain = Model(nnx.Rngs(0)), weights.to_diffusers(Model(nnx.Rngs(0)))
     change = lora(alpha=alpha)
-    merged = weights.merge_lora(model, {f"transformer.{k}": v for k, v in change.items()}, 0.7, prefix="transformer.")
+    merged = weights.merge_lora(
+        model, {f"transformer.{k}": v for k, v in change.items()}, 0.7, prefix="transformer."
+    )
     assert len(merged) == 3
     for name, array in weights.to_diffusers(model).items():
         layer = name.removesuffix(".weight")
         want = plain[name]
         if layer in merged:
-            want = want + 0.7 * share * change[f"{layer}.lora_B.weight"] @ change[f"{layer}.lora_A.weight"]
+            want = (
+                want
+                + 0.7 * share * change[f"{layer}.lora_B.weight"] @ change[f"{layer}.lora_A.weight"]
+            )
         np.testing.assert_allclose(array, want, atol=1e-5, err_msg=name)
 
 
@@ -349,7 +396,10 @@ def test_a_scale_of_lora_is_a_finite_number(scale: Any):
 def test_a_change_that_the_dtype_does_not_hold_changes_nothing(dtype, size):
     model = Model(nnx.Rngs(0))
     nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
-    before, change = values(model), {name: x * 0 + size for name, x in lora().items() if not name.endswith("alpha")}
+    before, change = (
+        values(model),
+        {name: x * 0 + size for name, x in lora().items() if not name.endswith("alpha")},
+    )
     *_, last = sorted(name for name in change if "lora_A" in name)
     change |= {name: x * 0 for name, x in change.items() if name != last and "lora_A" in name}
     with pytest.raises(WeightsError) as error:
@@ -363,7 +413,9 @@ def test_an_alpha_of_one_axis_is_taken():
     one, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     change = lora(alpha=4.0)
     weights.merge_lora(one, change)
-    weights.merge_lora(other, {k: v.reshape(1) if k.endswith("alpha") else v for k, v in change.items()})
+    weights.merge_lora(
+        other, {k: v.reshape(1) if k.endswith("alpha") else v for k, v in change.items()}
+    )
     equal(one, other)
 
 
@@ -371,5 +423,7 @@ def test_one_linear_layer_is_a_module_too():
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     state = weights.to_diffusers(layer)
     assert {k: v.shape for k, v in state.items()} == {"weight": (2, 3), "bias": (2,)}
-    weights.load_diffusers(layer, {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)})
+    weights.load_diffusers(
+        layer, {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
+    )
     np.testing.assert_array_equal(layer(jnp.ones((1, 3))), [[3, 3]])

@@ -1,4 +1,6 @@
-"""`context_parallel: auto`: the strategy with the shortest step, among those that can run and fit in memory."""
+"""`context_parallel: auto`: the strategy with the shortest step, among those that can run and fit
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
     reasons = {name: strategy.supports(call) for name, strategy in built.items()}
     # One group, or groups of one, are the strategies that have their own line.
-    alone = {name for name, s in built.items() if isinstance(s, UlyssesRing) and name == "ulysses_ring" and _trivial(s)}
+    alone = {
+        name
+        for name, s in built.items()
+        if isinstance(s, UlyssesRing) and name == "ulysses_ring" and _trivial(s)
+    }
     costs = {
         name: cost_of(strategy, _padded(call, strategy), machine)
         for name, strategy in built.items() if reasons[name] is None and name not in alone
@@ -59,7 +65,9 @@ def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
 
 
 def fastest(costs: Mapping[str, Cost], limit: float) -> str:
-    """Return the first name whose step is about the shortest of those within the memory; if none is, the smallest."""
+    """Return the first name whose step is about the shortest of those within the memory; if none
+    is, the smallest.
+    """
     fitting = {name: cost for name, cost in costs.items() if cost.memory <= limit}
     if not fitting:
         return min(costs, key=lambda name: costs[name].memory)
@@ -72,7 +80,11 @@ def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
     fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
     if not fitting:
         return ", which holds least"
-    return "" if costs[name].step == min(fitting) else f", the first within {EQUAL - 1:.0%} of the shortest"
+    return (
+        ""
+        if costs[name].step == min(fitting)
+        else f", the first within {EQUAL - 1:.0%} of the shortest"
+    )
 
 
 def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:
@@ -87,5 +99,9 @@ def _trivial(strategy: UlyssesRing) -> bool:
 def _padded(call: Call, strategy: WholeKeys) -> Call:
     unit = strategy.unit()
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len and not call.mask.is_full else call.mask
+    mask = (
+        call.mask & KeyLimit(call.kv_len)
+        if kv_len > call.kv_len and not call.mask.is_full
+        else call.mask
+    )
     return replace(call, q_len=q_len, kv_len=kv_len, mask=mask)

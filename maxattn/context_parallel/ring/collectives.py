@@ -1,4 +1,6 @@
-"""What a ring sends, as values for the plan: hops of K, V and their gradients, and the deal to zig-zag and back."""
+"""What a ring sends, as values for the plan: hops of K, V and their gradients, and the deal to
+zig-zag and back.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ if TYPE_CHECKING:
 CONTEXT = ("context",)
 
 
-def hops_of(place: Call, sends: int, runs: int, direct: bool = False, room: int = 0) -> tuple[Collective, ...]:
+def hops_of(
+    place: Call, sends: int, runs: int, direct: bool = False, room: int = 0
+) -> tuple[Collective, ...]:
     """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
 
     Args:
         place: the call of one hop.
         sends: hops after the first.
         runs: parts of the sequence that a place holds, each an array of its own.
-        direct: whether K and V are one array, and gradients go straight home in K's dtype, but for a place's own.
+        direct: whether K and V are one array, and gradients go straight home in K's dtype, but for
+            a place's own.
         room: keys more that a block has room for.
     """
     size = 2 * place.batch * (place.kv_len + room) * place.kv_heads * place.head_dim
@@ -55,12 +60,30 @@ def dealt(call: Call, place: Call, shape: MeshShape, ring: Ring) -> tuple[Collec
     shares = _extras(call, shape, ring)
     words = "".join(f",{name}" for name in dict.fromkeys(name for name, _ in shares))
     extra, number = sum(size for _, size in shares), len(shares)
-    dbias = next((2 * size if itemsize(call.dtype) == 2 else size for name, size in shares if name == "bias"), 0)
-    back = ("dQ,dK,dV" + (",dbias" if dbias else ""), "backward", q + 2 * kv + dbias, 3 + bool(dbias))
+    dbias = next(
+        (
+            2 * size if itemsize(call.dtype) == 2 else size
+            for name, size in shares
+            if name == "bias"
+        ),
+        0,
+    )
+    back = (
+        "dQ,dK,dV" + (",dbias" if dbias else ""),
+        "backward",
+        q + 2 * kv + dbias,
+        3 + bool(dbias),
+    )
     moves = (
         ("Q,K,V" + words, "forward", q + 2 * kv + extra, 3 + number, "to"),
         ("out,LSE", "forward", q + lse, 2, "from"),
-        ("Q,K,V,out,dout,LSE,dLSE" + words, "backward", 3 * q + 2 * kv + 2 * lse + extra, 7 + number, "to"),
+        (
+            "Q,K,V,out,dout,LSE,dLSE" + words,
+            "backward",
+            3 * q + 2 * kv + 2 * lse + extra,
+            7 + number,
+            "to",
+        ),
         (*back, "from"),
     )
     return tuple(
@@ -70,7 +93,9 @@ def dealt(call: Call, place: Call, shape: MeshShape, ring: Ring) -> tuple[Collec
 
 
 def _extras(call: Call, shape: MeshShape, ring: Ring) -> list[tuple[str, int]]:
-    """Name what else has a query axis, a bias or the mask's arrays, with this device's bytes of it."""
+    """Name what else has a query axis, a bias or the mask's arrays, with this device's bytes of
+    it.
+    """
     letters = bias_letters(call.bias)
     found = [("bias", _share(call.bias or (), letters, shape, ring) * 4)] if "T" in letters else []
     leaves, axes = jax.tree.leaves(call.mask), jax.tree.leaves(call.mask.leaf_axes())

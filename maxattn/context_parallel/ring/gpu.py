@@ -1,9 +1,11 @@
-"""A ring among GPUs: every device reaches every other at full rate, and one transfer at a time runs beside a kernel.
+"""A ring among GPUs: every device reaches every other at full rate, and one transfer at a time runs
+beside a kernel.
 
-XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K and V travel as one
-array; the gradients of a hop's keys go straight home, in the dtype of K, while the next hop is computed, and are summed
-there in float32. Partial results are kept as the kernel wrote them, and merged or summed in one pass. Where every pair
-is allowed, no transfer of the backward is without a kernel beside it: `gpu_full_mask.py`.
+XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K
+and V travel as one array; the gradients of a hop's keys go straight home, in the dtype of K, while
+the next hop is computed, and are summed there in float32. Partial results are kept as the kernel
+wrote them, and merged or summed in one pass. Where every pair is allowed, no transfer of the
+backward is without a kernel beside it: `gpu_full_mask.py`.
 """
 
 from __future__ import annotations
@@ -31,28 +33,40 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
     for hop in trip.made:
 
         def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.forward(queries[i], *_unpacked(packed, trip.kv_run)[j], *trip.operands(hop, i, j))
+            return kernel.forward(
+                queries[i], *_unpacked(packed, trip.kv_run)[j], *trip.operands(hop, i, j)
+            )
 
         packed, found = in_step(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
         for (i, _), part in found.items():
-            parts[i] = [merge_all(parts[i]), part] if len(parts[i]) >= MOST_PARTS else [*parts[i], part]
+            parts[i] = (
+                [merge_all(parts[i]), part] if len(parts[i]) >= MOST_PARTS else [*parts[i], part]
+            )
     nothing = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
-    out, lse = zip(*(merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)), strict=True)
+    out, lse = zip(
+        *(merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)), strict=True
+    )
     return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(list(lse), 2)
 
 
-def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array, Bias]:
+def backward(
+    trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows
+) -> tuple[Array, Array, Array, Bias]:
     """Return this device's gradients; those of its K and V are complete."""
     if trip.is_dense:
         return *gpu_full_mask.backward(trip, kernel, q, k, v, rows), None
     queries, packed, home = trip.deal.out(q, 1), _packed(trip.keys(k, v)), _Home(trip)
-    dealt: list[Any] = list(zip(*(trip.deal.out(x, a) for x, a in zip(rows, (1, 2, 1, 2), strict=True)), strict=True))
+    dealt: list[Any] = list(
+        zip(*(trip.deal.out(x, a) for x, a in zip(rows, (1, 2, 1, 2), strict=True)), strict=True)
+    )
     dqs: list[list[Array]] = [[] for _ in trip.runs]
     dbs: list[Any] = zeros(trip.biases)
     for hop in trip.made:
 
         def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.backward(queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i])
+            return kernel.backward(
+                queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i]
+            )
 
         found = trip.pieces(hop, gradients, zeros)
         (packed, home.arrived), found = in_step((trip.send_on(hop, packed), home.sent()), found)
@@ -84,7 +98,9 @@ class _Home:
         return None if self.leaving is None else self.trip.send_to_owner(self.hop, self.leaving)
 
     def leave(self, hop: int, grads: Packed) -> None:
-        """Take what has arrived, and gradients that leave next; those of this place's own keys stay."""
+        """Take what has arrived, and gradients that leave next; those of this place's own keys
+        stay.
+        """
         self._take(self.arrived)
         self.arrived, self.leaving, self.hop = None, grads, hop
         if hop == 0:
@@ -102,7 +118,10 @@ class _Home:
 
 def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Packed) -> Packed:
     """Sum over runs of queries, and round to the dtype of K."""
-    sums = [[total([g[p] for (_, j), g in found.items() if j == run], like[0]) for p in (1, 2)] for run in trip.runs]
+    sums = [
+        [total([g[p] for (_, j), g in found.items() if j == run], like[0]) for p in (1, 2)]
+        for run in trip.runs
+    ]
     return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
 
 
@@ -112,4 +131,6 @@ def _packed(keys: Keys, room: int = 0) -> Packed:
 
 
 def _unpacked(packed: Packed, length: int | None = None) -> Keys:
-    return [(packed[i, :, :length], packed[i + 1, :, :length]) for i in range(0, packed.shape[0], 2)]
+    return [
+        (packed[i, :, :length], packed[i + 1, :, :length]) for i in range(0, packed.shape[0], 2)
+    ]

@@ -1,13 +1,17 @@
-"""The backward of a ring among GPUs where every query sees every key: each transfer has a kernel beside it.
+"""The backward of a ring among GPUs where every query sees every key: each transfer has a kernel
+beside it.
 
-From two keys a place, its own are computed in two halves, the first one beside the first transfer and the second one
-beside the last. Another place's are computed in two where both the next keys and the last gradients travel beside them:
+From two keys a place, its own are computed in two halves, the first one beside the first transfer
+and the second one beside the last. Another place's are computed in two where both the next keys and
+the last gradients travel beside them:
 
-    computes    own, first half   hop 1        hop 2, first   hop 2, second   ...   hop n-1          own, second half
-    travels     keys of hop 1     of hop 2     of hop 3       dK,dV of hop 1  ...   dK,dV of n-2     dK,dV of n-1
+    computes    own, first half   hop 1        hop 2, first   hop 2, second   ...   hop n-1
+    own, second half travels     keys of hop 1     of hop 2     of hop 3       dK,dV of hop 1  ...
+    dK,dV of n-2     dK,dV of n-1
 
-Where the processors of a GPU would have nothing to do at the end of a launch, some own keys are computed along
-with each block that comes (kernels/rounds.py): blocks have room for them, and they are put there as a block comes.
+Where the processors of a GPU would have nothing to do at the end of a launch, some own keys are
+computed along with each block that comes (kernels/rounds.py): blocks have room for them, and they
+are put there as a block comes.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ def steps(places: int, shares: Shares) -> Iterator[Step]:
         yield Step(0, shares.rest(places), returns=True)
 
 
-def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> tuple[Array, Array, Array]:
+def backward(
+    trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows
+) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv); the gradients of K and V are complete.
 
     Args:
@@ -76,7 +82,9 @@ def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Row
 
 
 class _Backward:
-    """Hold the keys and gradients that are here, by hop, and the gradients of this place's own keys that came home."""
+    """Hold the keys and gradients that are here, by hop, and the gradients of this place's own keys
+    that came home.
+    """
 
     def __init__(self, trip: Trip, sums: Sums, own: Packed, shares: Shares) -> None:
         self.trip, self.sums, self.shares = trip, sums, shares
@@ -94,9 +102,12 @@ class _Backward:
             leaving = (hop - 1) % self.trip.n  # the hop before this one; before the end, the last
             arriving = self.trip.send_to_owner(leaving, self.grads.pop(leaving))
         self.grads[hop] = self.sums.add(self.keys[hop], step.cut, self.grads.get(hop))
-        # What the next step sends or computes with is there only now, so that this step's kernel covers the transfer.
+        # What the next step sends or computes with is there only now, so that this step's kernel
+        # covers the transfer.
         ours = self.keys, self.grads, self.home, self.sums.state
-        (coming, arriving), (self.keys, self.grads, self.home, self.sums.state) = in_step((coming, arriving), ours)
+        (coming, arriving), (self.keys, self.grads, self.home, self.sums.state) = in_step(
+            (coming, arriving), ours
+        )
         if hop and step.cut.stop is None:
             del self.keys[hop]
             self._part(hop)
@@ -118,10 +129,14 @@ class _Backward:
             self.grads[0] = put(guests, self.grads[0], self.shares.guests(hop, self.length).start)
 
     def of_keys(self) -> tuple[Array, Array]:
-        """Return (dk, dv) of this place's own keys; gradients that have not left yet leave with nothing beside them."""
+        """Return (dk, dv) of this place's own keys; gradients that have not left yet leave with
+        nothing beside them.
+        """
         own = self.grads.pop(0)
         for hop, grads in self.grads.items():
             self.home = added(self.home, self.trip.send_to_owner(hop, grads))
         parts = [x[:, :, : self.length] for x in (own, *self.home)]
-        dk, dv = (total([x[which] for x in parts], parts[0][which]).astype(own.dtype) for which in (0, 1))
+        dk, dv = (
+            total([x[which] for x in parts], parts[0][which]).astype(own.dtype) for which in (0, 1)
+        )
         return dk, dv

@@ -1,6 +1,8 @@
-"""The heads in two halves: a ring computes its own keys for the one before all others', and for the other after them.
+"""The heads in two halves: a ring computes its own keys for the one before all others', and for the
+other after them.
 
-So the first transfer has a kernel beside it, and the last one too, by which the gradients of the own keys come home.
+So the first transfer has a kernel beside it, and the last one too, by which the gradients of the
+own keys come home.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
 
 
 def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
-    """Tell whether the own keys are computed by halves: of an even number of heads, since a TPU's two cores share them.
+    """Tell whether the own keys are computed by halves: of an even number of heads, since a TPU's
+    two cores share them.
 
     Args:
         heads, kv_heads: of one device.
@@ -56,9 +59,20 @@ def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
 
 
 def backward(
-    kernel: Kernel, heads: Heads, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Any, kv_offset: Any,
-    out: Array, lse: Array, dout: Array, dlse: Array,
-) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
+    kernel: Kernel,
+    heads: Heads,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Bias,
+    mask: Mask,
+    q_offset: Any,
+    kv_offset: Any,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+) -> tuple[Array, Array, Array, Bias]:
     """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
     if heads == ALL:
         return kernel.backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)

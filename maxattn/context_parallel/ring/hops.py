@@ -1,7 +1,8 @@
-"""One trip round a ring: whose keys are here, where they go next, and which pieces of attention are computed.
+"""One trip round a ring: whose keys are here, where they go next, and which pieces of attention are
+computed.
 
-Inside `shard_map`. A place holds one run of the sequence, or two under zig-zag; a piece is one run of queries against
-one run of keys, at their own positions.
+Inside `shard_map`. A place holds one run of the sequence, or two under zig-zag; a piece is one run
+of queries against one run of keys, at their own positions.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Keys = list[tuple[Array, Array]]
 def in_step(coming: Any, results: Any) -> Any:
     """Let what comes be used, and what follows be computed, only when these results are there.
 
-    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run the kernel before or
-    after it. With nothing else to put between a transfer's start and its end, the kernel goes there.
+    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run
+    the kernel before or after it. With nothing else to put between a transfer's start and its end,
+    the kernel goes there.
     """
     return jax.lax.optimization_barrier((coming, results))
 
@@ -42,7 +44,9 @@ class Trip:
         bias: the same.
     """
 
-    def __init__(self, layout: Layout, inner: int, q: Array, k: Array, mask: Mask, bias: Bias) -> None:
+    def __init__(
+        self, layout: Layout, inner: int, q: Array, k: Array, mask: Mask, bias: Bias
+    ) -> None:
         self.layout, self.inner, self.n = layout, inner, layout.places
         lengths = self.n * q.shape[1], self.n * k.shape[1]
         self.empty, self.full = layout.empty(mask, *lengths), layout.full(mask, *lengths)
@@ -51,7 +55,9 @@ class Trip:
         self.place = jax.lax.axis_index(CONTEXT) // inner if self.n > 1 else 0
         self.deal = Deal(layout, CONTEXT, inner, self.place)
         self.q_run, self.kv_run = q.shape[1] // layout.runs, k.shape[1] // layout.runs
-        self.tall = bias is not None and bias.shape[2] == q.shape[1]  # else it broadcasts over queries
+        self.tall = (
+            bias is not None and bias.shape[2] == q.shape[1]
+        )  # else it broadcasts over queries
         self.masks, self.biases = self._masks(mask), self._biases(bias)
 
     @property
@@ -62,9 +68,13 @@ class Trip:
     @property
     def is_dense(self) -> bool:
         """Tell whether every query sees every key, with nothing added to the scores."""
-        return self.layout.runs == 1 and all(m.is_full for m in self.masks) and all(b is None for b in self.biases)
+        return (
+            self.layout.runs == 1
+            and all(m.is_full for m in self.masks)
+            and all(b is None for b in self.biases)
+        )
 
-    # ---- what is here --------------------------------------------------------------------------------------------
+    # ---- what is here ----------------------------------------------------------------------------
 
     def keys(self, k: Array, v: Array) -> Keys:
         """Deal out K and V."""
@@ -88,7 +98,11 @@ class Trip:
         return {piece: self._where_seen(hop, piece, compute, nothing) for piece in made}
 
     def _where_seen(
-        self, hop: int, piece: tuple[int, int], compute: Callable[[int, int], Any], nothing: Callable[[Any], Any]
+        self,
+        hop: int,
+        piece: tuple[int, int],
+        compute: Callable[[int, int], Any],
+        nothing: Callable[[Any], Any],
     ) -> Any:
         """Compute a piece on the places that see something in it."""
         idle = self.empty[:, hop, *piece]
@@ -107,21 +121,28 @@ class Trip:
         start = self.first_key(hop, j)
         mask, bias = self.masks[i], self.biases[i]
         if (self.full | self.empty)[:, hop, i, j].all():
-            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not test them.
+            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not
+            # test them.
             mask = joined(term for term in mask.terms() if term.has_data)
-        cut = jax.tree.map(lambda x, a: self._cut(x, a.index("S"), start) if "S" in a else x, mask, mask.leaf_axes())
+        cut = jax.tree.map(
+            lambda x, a: self._cut(x, a.index("S"), start) if "S" in a else x,
+            mask,
+            mask.leaf_axes(),
+        )
         if bias is not None and bias.shape[3] > 1:
             bias = self._cut(bias, 3, start)
         return bias, cut, self.layout.chunk(self.place, i) * self.q_run, start
 
-    # ---- what travels --------------------------------------------------------------------------------------------
+    # ---- what travels ----------------------------------------------------------------------------
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Send K and V to where the next hop computes with them; after the last one they stay."""
         return keys if hop == self.made[-1] else self.sent(keys, self._next(hop) - hop)
 
     def send_home(self, hop: int, grads: Any) -> Any:
-        """Send what belongs to the keys that are here along with them, and home after the last hop."""
+        """Send what belongs to the keys that are here along with them, and home after the last
+        hop.
+        """
         return self.sent(grads, self._next(hop) - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
@@ -136,14 +157,16 @@ class Trip:
         """Send arrays on by so many places."""
         if places % self.n == 0:
             return arrays
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, self.moves(places % self.n)), arrays)
+        return jax.tree.map(
+            lambda x: jax.lax.ppermute(x, CONTEXT, self.moves(places % self.n)), arrays
+        )
 
     def moves(self, places: int) -> list[tuple[int, int]]:
         """List (from, to) of every device, for arrays that move on by so many places."""
         devices = self.n * self.inner
         return [(i, (i + places * self.inner) % devices) for i in range(devices)]
 
-    # ---- masks and biases ----------------------------------------------------------------------------------------
+    # ---- masks and biases ------------------------------------------------------------------------
 
     def add_bias(self, total: Bias, part: Bias, hop: int, j: int) -> Bias:
         """Add the gradient of a piece's bias where it was cut from."""
@@ -156,7 +179,9 @@ class Trip:
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 3)
 
     def whole_bias(self, totals: list[Bias]) -> Bias:
-        """Join the gradients of the runs' biases: in order where each query has its own, summed where it is shared."""
+        """Join the gradients of the runs' biases: in order where each query has its own, summed
+        where it is shared.
+        """
         found = [x for x in totals if x is not None]
         if not found:
             return None
@@ -174,7 +199,11 @@ class Trip:
         return [jax.tree.unflatten(tree, [x[i] for x in dealt]) for i in self.runs]
 
     def _of_queries(self, x: Any, letters: str) -> list[Any]:
-        return self.deal.out(jnp.asarray(x), letters.index("T")) if "T" in letters else [x for _ in self.runs]
+        return (
+            self.deal.out(jnp.asarray(x), letters.index("T"))
+            if "T" in letters
+            else [x for _ in self.runs]
+        )
 
     def _cut(self, x: Any, axis: int, start: Any) -> Array:
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, self.kv_run, axis)

@@ -1,10 +1,12 @@
-"""Ring attention: queries stay, K and V go round the devices of the context axis, one block at a time.
+"""Ring attention: queries stay, K and V go round the devices of the context axis, one block at a
+time.
 
-Hop h brings each device the block of the device h places before it. The next block is on its way while this one is
-computed. Partial results are merged by log-sum-exp in float32. The backward goes round again with the global output and
-LSE, and the gradients of K and V travel with them until they are home, the last way beside half of the place's own keys
-(head_halves.py). Hops that the mask leaves empty on every device are not made, a device skips what is empty for it alone,
-and uneven work is evened by zig-zag (zigzag.py, zigzag_pays.py).
+Hop h brings each device the block of the device h places before it. The next block is on its way
+while this one is computed. Partial results are merged by log-sum-exp in float32. The backward goes
+round again with the global output and LSE, and the gradients of K and V travel with them until they
+are home, the last way beside half of the place's own keys (head_halves.py). Hops that the mask
+leaves empty on every device are not made, a device skips what is empty for it alone, and uneven
+work is evened by zig-zag (zigzag.py, zigzag_pays.py).
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -40,8 +42,9 @@ COPY_ENGINES = (
     f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
 )
 
-# Bytes of a device's queries from which halves of them, of out and of dout are cut out only when they are read: held
-# all the way, they left the TPU's compiler no memory for transfers beside kernels. It covers small ones better without.
+# Bytes of a device's queries from which halves of them, of out and of dout are cut out only when
+# they are read: held all the way, they left the TPU's compiler no memory for transfers beside
+# kernels. It covers small ones better without.
 LARGE = 2**28
 
 
@@ -51,7 +54,8 @@ class Ring(WholeKeys):
 
     Args:
         shape: the mesh's axes.
-        inner: neighbouring devices that act as one place of the ring (they exchange heads: ulysses.py).
+        inner: neighbouring devices that act as one place of the ring (they exchange heads:
+            ulysses.py).
         balance: whether places hold two chunks of the sequence each, and why.
         direct: whether every device reaches every other at full rate, as GPUs do: `gpu.py`.
         told: whether XLA has been told how to move blocks between GPUs.
@@ -73,7 +77,9 @@ class Ring(WholeKeys):
         return cls(shape).balanced(call, target)
 
     def balanced(self, call: Call, target: Target) -> Self:
-        """Deal the sequence out in zig-zag where that saves more than it costs; see whether transfers go straight."""
+        """Deal the sequence out in zig-zag where that saves more than it costs; see whether
+        transfers go straight.
+        """
         even = balance(self.places, self.inner, call, self.shape, target)
         told = MODE in dict(target.env).get("XLA_FLAGS", "")
         return replace(self, balance=even, direct=target.platform == "gpu", told=told)
@@ -83,13 +89,26 @@ class Ring(WholeKeys):
         if self.runs > 1 or self.places == 1 or not call.mask.is_full:
             return self
         one = self.kernel_call(call)
-        q, k = ((one.batch, t, n, one.head_dim) for t, n in ((one.q_len, one.heads), (one.kv_len, one.kv_heads)))
-        return replace(self, summed=in_place(kernel, q, k) is not None, room=shares_of(kernel, q, k, self.places).along)
+        q, k = (
+            (one.batch, t, n, one.head_dim)
+            for t, n in ((one.q_len, one.heads), (one.kv_len, one.kv_heads))
+        )
+        return replace(
+            self,
+            summed=in_place(kernel, q, k) is not None,
+            room=shares_of(kernel, q, k, self.places).along,
+        )
 
     def backward_line(self) -> str:
         """Name the sums block by block, and the keys that go along."""
-        along = f"; {self.room} of the own keys along with each block, so that fewer processors wait"
-        return "the library's own, block by block" + (along if self.room else "") if self.summed else ""
+        along = (
+            f"; {self.room} of the own keys along with each block, so that fewer processors wait"
+        )
+        return (
+            "the library's own, block by block" + (along if self.room else "")
+            if self.summed
+            else ""
+        )
 
     @property
     def places(self) -> int:
@@ -115,7 +134,9 @@ class Ring(WholeKeys):
         return super().label() + (", zig-zag" if self.balance.zigzag else "")
 
     def notes(self) -> tuple[str, ...]:
-        """Say why the order is zig-zag, or why uneven work stays uneven, and what makes transfers cheaper on GPUs."""
+        """Say why the order is zig-zag, or why uneven work stays uneven, and what makes transfers
+        cheaper on GPUs.
+        """
         why = (self.balance.why,) if self.balance.why else ()
         return why + ((COPY_ENGINES,) if self.direct and self.places > 1 and not self.told else ())
 
@@ -133,17 +154,23 @@ class Ring(WholeKeys):
         return replace(place, q_len=place.q_len // self.runs, kv_len=place.kv_len // self.runs)
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the deal to zig-zag and back, the hops of K and V, and of their gradients on the way home."""
+        """Name the deal to zig-zag and back, the hops of K and V, and of their gradients on the way
+        home.
+        """
         place = self.place_call(call)
         sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
         deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
         return (*deals, *hops_of(place, sends, self.runs, self.direct, self.room))
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
-        """List the hops in which at least one device has something to compute; hop 0 is always made."""
+        """List the hops in which at least one device has something to compute; hop 0 is always
+        made.
+        """
         return self.layout.hops(mask, q_len, kv_len)
 
-    def forward(self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Array, Array]:
+    def forward(
+        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
+    ) -> tuple[Array, Array]:
         """Return this device's (out, lse)."""
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
         if self.direct:
@@ -163,10 +190,21 @@ class Ring(WholeKeys):
         return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(lse, 2)
 
     def backward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask,
-        out: Array, lse: Array, dout: Array, dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:  # fmt: skip
-        """Return this device's gradients; those of its K and V have been round the ring and are complete."""
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> tuple[Array, Array, Array, Bias]:
+        """Return this device's gradients; those of its K and V have been round the ring and are
+        complete.
+        """
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
         if self.direct:
             return gpu.backward(trip, kernel, q, k, v, (out, lse, dout, dlse))
@@ -179,7 +217,9 @@ class Ring(WholeKeys):
 
         def computed(hop: int, keys: Keys, heads: Heads = ALL) -> dict[tuple[int, int], Any]:
             def gradients(i: int, j: int) -> Any:
-                return head_halves.backward(kernel, heads, queries[i], *keys[j], *trip.operands(hop, i, j), *rows[i])
+                return head_halves.backward(
+                    kernel, heads, queries[i], *keys[j], *trip.operands(hop, i, j), *rows[i]
+                )
 
             return trip.pieces(hop, gradients, zeros)
 
@@ -190,7 +230,8 @@ class Ring(WholeKeys):
 
         for hop in trip.made:
             parts = computed(hop, here, FIRST if halved and hop == 0 else ALL)
-            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this hop's kernels beside it.
+            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this
+            # hop's kernels beside it.
             (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), parts)
             add(hop, parts)
             here, (dqs, dkvs, dbs, own) = in_step(coming, (dqs, dkvs, dbs, own))

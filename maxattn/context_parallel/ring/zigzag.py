@@ -1,12 +1,14 @@
-"""Zig-zag: each place of a ring of n holds chunk i and chunk 2n-1-i of the sequence, so that causal work is even.
+"""Zig-zag: each place of a ring of n holds chunk i and chunk 2n-1-i of the sequence, so that causal
+work is even.
 
-In contiguous order the last place sees all keys and the first one only its own, and everybody waits for the last. With
-two chunks, an early and a late one, every place computes the same in every hop: of the four pairs of (query chunk, key
-chunk) two are empty. `Layout` is the arithmetic, `Deal` moves arrays from the contiguous order and back, inside
-`shard_map`: two permutes an array and direction.
+In contiguous order the last place sees all keys and the first one only its own, and everybody waits
+for the last. With two chunks, an early and a late one, every place computes the same in every hop:
+of the four pairs of (query chunk, key chunk) two are empty. `Layout` is the arithmetic, `Deal`
+moves arrays from the contiguous order and back, inside `shard_map`: two permutes an array and
+direction.
 
-Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al., Striped Attention (arXiv
-2311.09431), which evens the work token by token.
+Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al.,
+Striped Attention (arXiv 2311.09431), which evens the work token by token.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Layout:
         return place if run == 0 else self.chunks - 1 - place
 
     def empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Say for [place, hop, query run, key run] whether the queries there see nothing of the keys of that hop."""
+        """Say for [place, hop, query run, key run] whether the queries there see nothing of the
+        keys of that hop.
+        """
         c = self.chunks
         return self._by_hop(mask.block_map(q_len // c, kv_len // c, q_len, kv_len) == EMPTY)
 
@@ -64,7 +68,9 @@ class Layout:
         return tuple(h for h in range(self.places) if h == 0 or some[h])
 
     def work(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Count the allowed pairs for [place, hop, query run, key run]; with data masks, an upper bound."""
+        """Count the allowed pairs for [place, hop, query run, key run]; with data masks, an upper
+        bound.
+        """
         c = self.chunks
         return self._by_hop(count(mask, q_len // c, kv_len // c, q_len, kv_len))
 
@@ -101,7 +107,9 @@ class Deal:
         if self.layout.runs == 1:
             return [x]
         first, second = jnp.split(x, 2, axis)
-        first, second = (jax.lax.ppermute(y, self.axis, self._moves(k)) for k, y in enumerate((first, second)))
+        first, second = (
+            jax.lax.ppermute(y, self.axis, self._moves(k)) for k, y in enumerate((first, second))
+        )
         return list(self._by_parity(first, second))
 
     def back(self, runs: list[Array], axis: int) -> Array:
@@ -110,16 +118,22 @@ class Deal:
             return runs[0]
         halves = self._by_parity(*runs)
         home = [[(b, a) for a, b in self._moves(k)] for k in (0, 1)]
-        return jnp.concatenate([jax.lax.ppermute(y, self.axis, h) for y, h in zip(halves, home, strict=True)], axis)
+        return jnp.concatenate(
+            [jax.lax.ppermute(y, self.axis, h) for y, h in zip(halves, home, strict=True)], axis
+        )
 
     def _moves(self, half: int) -> list[tuple[int, int]]:
-        """List where the first or second halves of all shards go: chunk 2i + half goes to the place that holds it."""
+        """List where the first or second halves of all shards go: chunk 2i + half goes to the place
+        that holds it.
+        """
         n = self.layout.places
         chunks = [(place, 2 * place + half) for place in range(n)]
         to = [(place, c if c < n else 2 * n - 1 - c) for place, c in chunks]
         return [(a * self.inner + u, b * self.inner + u) for a, b in to for u in range(self.inner)]
 
     def _by_parity(self, a: Array, b: Array) -> tuple[Array, Array]:
-        """Swap on odd places: their early chunk is odd, and so was the second half of somebody's shard."""
+        """Swap on odd places: their early chunk is odd, and so was the second half of somebody's
+        shard.
+        """
         even = self.place % 2 == 0
         return jnp.where(even, a, b), jnp.where(even, b, a)

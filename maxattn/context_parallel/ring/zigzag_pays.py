@@ -1,12 +1,14 @@
-"""Whether a ring deals the sequence out in zig-zag: the work that this evens out against the permutes that it costs.
+"""Whether a ring deals the sequence out in zig-zag: the work that this evens out against the
+permutes that it costs.
 
-Everybody waits in each hop for the device with most to do, so the ring takes, in pairs of a query and a key,
+Everybody waits in each hop for the device with most to do, so the ring takes, in pairs of a query
+and a key,
 
     sum over hops of max over devices of pairs(device, hop)
 
-counted from the mask, in contiguous order and in zig-zag. The difference, forward and backward, in seconds at the
-target's rate, is what zig-zag saves; moving every operand and result there and back, in seconds at the link's, is what
-it costs. It is taken where it saves more.
+counted from the mask, in contiguous order and in zig-zag. The difference, forward and backward, in
+seconds at the target's rate, is what zig-zag saves; moving every operand and result there and back,
+in seconds at the link's, is what it costs. It is taken where it saves more.
 """
 
 from __future__ import annotations
@@ -68,24 +70,50 @@ def balance(places: int, inner: int, call: Call, shape: MeshShape, target: Targe
         return CONTIGUOUS
     machine = machine_of(target)
     heads = call.heads // (ways("N", shape) * inner)
-    pair = TRAINING * FLOPS_A_PAIR * call.head_dim * heads * -(-call.batch // ways("B", shape)) / machine.flops
-    saved, cost = (plain - dealt) * pair, _bytes(call, shape, places, inner) / machine.exchanged(places * inner)
+    pair = (
+        TRAINING
+        * FLOPS_A_PAIR
+        * call.head_dim
+        * heads
+        * -(-call.batch // ways("B", shape))
+        / machine.flops
+    )
+    saved, cost = (
+        (plain - dealt) * pair,
+        _bytes(call, shape, places, inner) / machine.exchanged(places * inner),
+    )
     cost += 4 * START
-    even = f"the slowest devices' work is {dealt / mean:.2f} of the mean, in contiguous order {plain / mean:.2f}"
+    even = (
+        f"the slowest devices' work is {dealt / mean:.2f} of the mean, in contiguous order"
+        f" {plain / mean:.2f}"
+    )
     if saved <= 0:
         return Balance(why=f"no zig-zag: with it {even}")
-    sums = f"of {plain * pair * 1e3:.3g} ms a step it saves {saved * 1e3:.3g}, its permutes cost {cost * 1e3:.3g}"
-    return Balance(saved > cost, f"{'' if saved > cost else 'no '}zig-zag: {even}; {sums} ({machine.source})")
+    sums = (
+        f"of {plain * pair * 1e3:.3g} ms a step it saves {saved * 1e3:.3g}, its permutes cost"
+        f" {cost * 1e3:.3g}"
+    )
+    return Balance(
+        saved > cost, f"{'' if saved > cost else 'no '}zig-zag: {even}; {sums} ({machine.source})"
+    )
 
 
 def slowest(work: np.ndarray) -> float:
-    """Add up, over hops, the work of the device that has most of it; `work` is [place, hop, ...]."""
+    """Add up, over hops, the work of the device that has most of it; `work` is [place, hop,
+    ...].
+    """
     return float(work.sum(axis=(2, 3)).max(axis=0).sum())
 
 
 def _bytes(call: Call, shape: MeshShape, places: int, inner: int) -> float:
-    """Count what a device receives: q, k, v, out forward; q, k, v, out, dout, dq, dk, dv backward; a bias as well."""
+    """Count what a device receives: q, k, v, out forward; q, k, v, out, dout, dq, dk, dv backward;
+    a bias as well.
+    """
     batch, tensor = -(-call.batch // ways("B", shape)), ways("N", shape)
-    rows = batch * (6 * call.q_len * call.heads + 6 * call.kv_len * call.kv_heads) / (places * inner * tensor)
+    rows = (
+        batch
+        * (6 * call.q_len * call.heads + 6 * call.kv_len * call.kv_heads)
+        / (places * inner * tensor)
+    )
     bias = prod(call.bias or ()) / places if "T" in bias_letters(call.bias) else 0
     return rows * call.head_dim * itemsize(call.dtype) + 12.0 * bias

@@ -1,8 +1,10 @@
-"""What `auto` tries on an NVIDIA GPU: the winners of `table.json`, which `maxattn bench --write-table` measured.
+"""What `auto` tries on an NVIDIA GPU: the winners of `table.json`, which `maxattn bench
+--write-table` measured.
 
-A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the nearest head dim, then
-of the least distance in doublings of T, S and B x N. Forward and backward are chosen apart. GPUs without a table of
-their own take that of the H200 where they are Hopper too, and cuDNN elsewhere, which the plan calls a rule.
+A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the
+nearest head dim, then of the least distance in doublings of T, S and B x N. Forward and backward
+are chosen apart. GPUs without a table of their own take that of the H200 where they are Hopper too,
+and cuDNN elsewhere, which the plan calls a rule.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ class Entry:
 
     Args:
         shape: B, T, S, N, H.
-        mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other mask).
+        mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other
+            mask).
         forward, backward: (kernel, ms), fastest first.
-        whole_rows: ms of flash's backward where it is not launched in parts (split_queries.py); 0 where that is no news.
+        whole_rows: ms of flash's backward where it is not launched in parts (split_queries.py); 0
+            where that is no news.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -55,7 +59,8 @@ class Entry:
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return what to try, in order, and why. "a/b" is the forward of a and the backward of b.
 
-    Kernels that were faster than the first that can run come first too, so that the plan says why they do not.
+    Kernels that were faster than the first that can run come first too, so that the plan says why
+    they do not.
     """
     tables = read_tables()
     device = target.device_kind if target.device_kind in tables else "NVIDIA H200"
@@ -65,16 +70,29 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         usable = tuple(n for n in BY_RULE if n == "cudnn" or _refusal(n, call, target) is None)
         return (*usable, *PLAIN), "a rule, not measured on this GPU: cuDNN first"
     entry = _as_launched(nearest(call, tables[device]), call, target)
-    forward, backward = (tuple(name for name, _ in pairs) for pairs in (entry.forward, entry.backward))
-    best = [next((n for n in names if _usable(n, call, target)), None) for names in (forward, backward)]
+    forward, backward = (
+        tuple(name for name, _ in pairs) for pairs in (entry.forward, entry.backward)
+    )
+    best = [
+        next((n for n in names if _usable(n, call, target)), None) for names in (forward, backward)
+    ]
     if best[0] is None or best[1] is None:
-        return (*forward[:1], *PLAIN), f"plain JAX, since no kernel that was measured on an {device} takes this call"
+        return (
+            *forward[:1],
+            *PLAIN,
+        ), f"plain JAX, since no kernel that was measured on an {device} takes this call"
     first = best[0] if best[0] == best[1] else f"{best[0]}/{best[1]}"
     faster = (*forward[: forward.index(best[0])], *backward[: backward.index(best[1])])
     there = [n for n in (*faster, *_by_total(entry)) if n != "flash" or has_fa4(target)]
     refused = [n for n in there if n in faster and n not in best]
-    lost = "" if "flash" in there or "flash" not in faster else f"; flash would be faster: {install(target)}"
-    return tuple(dict.fromkeys((*refused, first, *there, *PLAIN))), _because(entry, device, target) + lost
+    lost = (
+        ""
+        if "flash" in there or "flash" not in faster
+        else f"; flash would be faster: {install(target)}"
+    )
+    return tuple(dict.fromkeys((*refused, first, *there, *PLAIN))), _because(
+        entry, device, target
+    ) + lost
 
 
 def nearest(call: Call, entries: tuple[Entry, ...]) -> Entry:
@@ -85,14 +103,18 @@ def nearest(call: Call, entries: tuple[Entry, ...]) -> Entry:
 
     def distance(entry: Entry) -> tuple[float, float]:
         b, t, s, n, h = entry.shape
-        apart = [abs(log2(mine / theirs)) for mine, theirs in zip(size, (h, t, s, b * n), strict=True)]
+        apart = [
+            abs(log2(mine / theirs)) for mine, theirs in zip(size, (h, t, s, b * n), strict=True)
+        ]
         return apart[0], sum(apart[1:])
 
     return min(same, key=distance)
 
 
 def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
-    """Take the time of flash's backward as this call gets it: in parts of the queries, or in whole rows."""
+    """Take the time of flash's backward as this call gets it: in parts of the queries, or in whole
+    rows.
+    """
     if not entry.whole_rows or launches_parts(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.whole_rows}
@@ -111,7 +133,10 @@ def mask_kind(call: Call) -> str:
 def read_tables() -> dict[str, tuple[Entry, ...]]:
     """Read the committed tables, by device kind."""
     text = resources.files("maxattn.kernels.auto").joinpath("table.json").read_text()
-    return {device: tuple(_entry(row) for row in rows["entries"]) for device, rows in json.loads(text).items()}
+    return {
+        device: tuple(_entry(row) for row in rows["entries"])
+        for device, rows in json.loads(text).items()
+    }
 
 
 def _entry(row: dict) -> Entry:
@@ -135,7 +160,9 @@ def _refusal(name: str, call: Call, target: Target) -> Reason | None:
 
 
 def _usable(name: str, call: Call, target: Target) -> bool:
-    """Tell whether what was measured under a name is what would run: flash without fa4-jax is cuDNN."""
+    """Tell whether what was measured under a name is what would run: flash without fa4-jax is
+    cuDNN.
+    """
     return _refusal(name, call, target) is None and (name != "flash" or has_fa4(target))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from maxattn.call import Call
 from maxattn.target import Target
 
-# Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that was measured. On the
-# GPU dense is faster beyond this too, but its float32 scores would take more than 4 GB.
+# Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
+# was measured. On the GPU dense is faster beyond this too, but its float32 scores would take more
+# than 4 GB.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
     "gpu": (1e9, "measured on an H200"),
@@ -31,7 +32,11 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if scores <= most:
         return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
     tiled = ("flash",) if target.platform == "tpu" else ()
-    return (*tiled, "memory_efficient", "dot_product"), f"not dense, since {size} > {limit} ({measured})"
+    return (
+        *tiled,
+        "memory_efficient",
+        "dot_product",
+    ), f"not dense, since {size} > {limit} ({measured})"
 
 
 def _millions(n: float) -> str:

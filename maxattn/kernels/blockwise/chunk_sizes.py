@@ -14,11 +14,12 @@ LEAVES_PARTS_EMPTY = {"Causal", "LocalWindow", "BlockSlidingWindow", "BlockCausa
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
-    """Choose (query chunk, key chunk): what the user asked for, cut to the sequence, else by these rules.
+    """Choose (query chunk, key chunk): what the user asked for, cut to the sequence, else by these
+    rules.
 
-    A mask that lets every query see everything: max(T // 64, 128) queries by 16,384 keys. A mask that leaves parts of
-    the square empty: the longest divisor of its period (a frame block) up to 1,024, so that chunks and blocks line
-    up, else 512 by 512.
+    A mask that lets every query see everything: max(T // 64, 128) queries by 16,384 keys. A mask
+    that leaves parts of the square empty: the longest divisor of its period (a frame block) up to
+    1,024, so that chunks and blocks line up, else 512 by 512.
     """
     sparse = _sparse_chunk(call.mask)
     q = query_chunk or sparse or max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK)
@@ -30,10 +31,14 @@ def _sparse_chunk(mask: Mask) -> int | None:
     if not LEAVES_PARTS_EMPTY & set(mask.names()):
         return None
     period = mask.period()
-    return largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK) if period else SPARSE_CHUNK
+    return (
+        largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK) if period else SPARSE_CHUNK
+    )
 
 
 def largest_divisor(n: int, most: int, least: int) -> int:
-    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` where there is none."""
+    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` where there is
+    none.
+    """
     fits = (d for d in range(min(n, most), least - 1, -1) if n % d == 0)
     return next(fits, SPARSE_CHUNK)

@@ -1,4 +1,6 @@
-"""The arrays of one blockwise call, cut into chunks, and the scores of any (query chunk, key chunk) pair."""
+"""The arrays of one blockwise call, cut into chunks, and the scores of any (query chunk, key chunk)
+pair.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
 
 
 def join(x: Array, axis: int, length: int) -> Array:
-    """Undo `cut`: put the chunks back along `axis` (as it is without the chunk number) and drop the padding."""
+    """Undo `cut`: put the chunks back along `axis` (as it is without the chunk number) and drop the
+    padding.
+    """
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
@@ -36,7 +40,8 @@ def join(x: Array, axis: int, length: int) -> Array:
 class Tiles:
     """Hold one call's chunks.
 
-    q: [chunks, B, K, G, bq, H].   k, v: [chunks, B, K, bk, H].   bias: [B|1, K|1, G|1, T|1, S|1], T and S padded.
+    q: [chunks, B, K, G, bq, H].   k, v: [chunks, B, K, bk, H].   bias: [B|1, K|1, G|1, T|1, S|1], T
+        and S padded.
     """
 
     q: Array
@@ -52,17 +57,35 @@ class Tiles:
 
     @staticmethod
     def of(
-        q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset], chunks: tuple[int, int],
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        offsets: tuple[Offset, Offset],
+        chunks: tuple[int, int],
         scale: float,
-    ) -> Tiles:  # fmt: skip
-        """Cut q [B,T,N,H], k and v [B,S,K,H] and list which pairs of chunks the mask leaves to visit."""
+    ) -> Tiles:
+        """Cut q [B,T,N,H], k and v [B,S,K,H] and list which pairs of chunks the mask leaves to
+        visit.
+        """
         t, s, heads = q.shape[1], k.shape[1], k.shape[2]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
         lists = visits(mask, bq, bk, t, s, *offsets)
         if bias is not None:
             bias = _pad_bias(softmax.split_heads(bias, heads), -(-t // bq) * bq, -(-s // bk) * bk)
         ks, vs = cut(softmax.split_keys(k), 2, bk), cut(softmax.split_keys(v), 2, bk)
-        return Tiles(cut(softmax.split_queries(q, heads), 3, bq), ks, vs, bias, mask, lists, *offsets, s, scale)
+        return Tiles(
+            cut(softmax.split_queries(q, heads), 3, bq),
+            ks,
+            vs,
+            bias,
+            mask,
+            lists,
+            *offsets,
+            s,
+            scale,
+        )
 
     @property
     def ragged(self) -> bool:
@@ -75,20 +98,29 @@ class Tiles:
         Args:
             i, j: chunk numbers, traced.
             q_i: query chunk i.
-            mixed: whether the mask must be tested in this pair; where it is False everything is allowed.
+            mixed: whether the mask must be tested in this pair; where it is False everything is
+                allowed.
         """
         s = softmax.scores(
-            q_i, self.k[j], self.scale, None if self.bias is None else self.bias_tile(self.bias, i, j), None
+            q_i,
+            self.k[j],
+            self.scale,
+            None if self.bias is None else self.bias_tile(self.bias, i, j),
+            None,
         )
         if self.ragged:
             mixed = mixed | (j == self.k.shape[0] - 1)
-        return jax.lax.cond(mixed, lambda x: jnp.where(self.allowed(i, j), x, softmax.NEG_INF), lambda x: x, s)
+        return jax.lax.cond(
+            mixed, lambda x: jnp.where(self.allowed(i, j), x, softmax.NEG_INF), lambda x: x, s
+        )
 
     def allowed(self, i: Any, j: Any) -> Array:
         """Evaluate the mask on one pair of chunks: [B|1, K|1, G|1, bq|1, bk|1]."""
         bq, bk = self.q.shape[4], self.k.shape[3]
         q_idx, kv_idx = i * bq + np.arange(bq), j * bk + np.arange(bk)
-        allowed = softmax.split_heads(self.mask.allowed(q_idx, kv_idx, self.q_offset, self.kv_offset), self.k.shape[2])
+        allowed = softmax.split_heads(
+            self.mask.allowed(q_idx, kv_idx, self.q_offset, self.kv_offset), self.k.shape[2]
+        )
         return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
     def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:

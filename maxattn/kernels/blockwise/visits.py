@@ -1,7 +1,9 @@
-"""Which key chunks each query chunk must visit: the lists that let a blockwise kernel skip what is empty.
+"""Which key chunks each query chunk must visit: the lists that let a blockwise kernel skip what is
+empty.
 
-From a mask's intervals alone, so no T x S array is made. With numpy offsets the lists are constants; with traced
-offsets (a shard's position inside `shard_map`) the same arithmetic runs on the device.
+From a mask's intervals alone, so no T x S array is made. With numpy offsets the lists are
+constants; with traced offsets (a shard's position inside `shard_map`) the same arithmetic runs on
+the device.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from maxattn.masks import EMPTY, FULL, MIXED, Mask
 
 
 class Visits(NamedTuple):
-    """For query chunk i, visit key chunks `index[i, :count[i]]`; test the mask where `mixed` is True.
+    """For query chunk i, visit key chunks `index[i, :count[i]]`; test the mask where `mixed` is
+    True.
 
-    index: [query chunks, most visits] int32.   mixed: the same shape, bool.   count: [query chunks] int32.
+    index: [query chunks, most visits] int32.   mixed: the same shape, bool.   count: [query chunks]
+        int32.
     """
 
     index: Any
@@ -32,7 +36,13 @@ class Visits(NamedTuple):
 
 
 def visits(
-    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, q_offset: Any = 0, kv_offset: Any = 0
+    mask: Mask,
+    block_q: int,
+    block_kv: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
 ) -> Visits:
     """List the chunks to visit for local lengths at the given positions.
 
@@ -56,17 +66,26 @@ def visits(
 
 
 def chunk_kinds(
-    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, q_offset: Any, kv_offset: Any, xp: Any
+    mask: Mask,
+    block_q: int,
+    block_kv: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: Any,
+    kv_offset: Any,
+    xp: Any,
 ) -> Any:
     """Classify each (query chunk, key chunk) as EMPTY, FULL or MIXED; in doubt MIXED.
 
-    Rows and columns past the ends of a ragged chunk repeat the last real one, so they change no answer.
+    Rows and columns past the ends of a ragged chunk repeat the last real one, so they change no
+    answer.
     """
     rows = np.minimum(np.arange(-(-q_len // block_q) * block_q), q_len - 1).reshape(-1, block_q)
     start = np.arange(0, kv_len, block_kv)
     end = np.minimum(start + block_kv, kv_len)
     q_pos = rows + q_offset
-    # Three axes for what is compared with [query chunks, rows, 1]: some users forbid that ranks are promoted.
+    # Three axes for what is compared with [query chunks, rows, 1]: some users forbid that ranks are
+    # promoted.
     span = (start + kv_offset)[None, None, :], (end + kv_offset)[None, None, :]
     tiles = (rows.shape[0], start.shape[0])
     some = _any_overlap(mask.intervals(q_pos, xp), *span, tiles, xp)

@@ -19,12 +19,22 @@ from jaxtyping import Array
 from maxattn.kernels.fa4.launch import library, parts_launch, run_block, run_rounds
 from maxattn.kernels.kv_block import Cut, Packed
 
-LAUNCHES = ("_fa4_bwd_pre", "_fa4_bwd", "_fa4_bwd_post", "_get_static", "_aux_static", "_bwd_plan", "_validate")
+LAUNCHES = (
+    "_fa4_bwd_pre",
+    "_fa4_bwd",
+    "_fa4_bwd_post",
+    "_get_static",
+    "_aux_static",
+    "_bwd_plan",
+    "_validate",
+)
 HEAD_LIMIT = 128  # beyond it heads are padded: primitives.py
 
 
 def of_shape(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Tell whether the launches are these three: one key head for each query head, 8 | H up to 128."""
+    """Tell whether the launches are these three: one key head for each query head, 8 | H up to
+    128.
+    """
     return queries[2] == keys[2] and queries[3] % 8 == 0 and queries[3] <= HEAD_LIMIT
 
 
@@ -59,45 +69,104 @@ class Launches:
     def first(self, out: Array, dout: Array, lse: Array) -> Any:
         fa4 = library()
         return self._call(
-            fa4._fa4_bwd_pre, [self._stats, self._stats, self._dq],
-            fa4._aux_static("pre", self._made["pre"], self._made["scale"]), out, dout, lse,
-            in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC], out_specs=fa4._F32_SPEC, name="fa4_bwd_pre",
-        )  # fmt: skip
+            fa4._fa4_bwd_pre,
+            [self._stats, self._stats, self._dq],
+            fa4._aux_static("pre", self._made["pre"], self._made["scale"]),
+            out,
+            dout,
+            lse,
+            in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC],
+            out_specs=fa4._F32_SPEC,
+            name="fa4_bwd_pre",
+        )
 
     def block(
-        self, q: Array, keys: Packed, dout: Array, lse: Array, delta: Array, dq: Array, cut: Cut, grads: Packed | None
+        self,
+        q: Array,
+        keys: Packed,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        dq: Array,
+        cut: Cut,
+        grads: Packed | None,
     ) -> Any:
         fa4 = library()
-        heads, floats, packed = fa4._QKV_SPEC, fa4._F32_SPEC, import_module("cutejax").ArraySpec(static_dims=(3, 4))
+        heads, floats, packed = (
+            fa4._QKV_SPEC,
+            fa4._F32_SPEC,
+            import_module("cutejax").ArraySpec(static_dims=(3, 4)),
+        )
         before = () if grads is None else (grads,)
         return self._call(
-            run_block, [self._dq, jax.ShapeDtypeStruct(keys.shape, keys.dtype)],
-            self._made, cut, q, keys, dout, lse, delta, dq, before,
-            in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(before), out_specs=[floats, packed],
-            input_output_aliases={5: 0} | ({6: 1} if before else {}), name="maxattn_backward_block",
-        )  # fmt: skip
+            run_block,
+            [self._dq, jax.ShapeDtypeStruct(keys.shape, keys.dtype)],
+            self._made,
+            cut,
+            q,
+            keys,
+            dout,
+            lse,
+            delta,
+            dq,
+            before,
+            in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(before),
+            out_specs=[floats, packed],
+            input_output_aliases={5: 0} | ({6: 1} if before else {}),
+            name="maxattn_backward_block",
+        )
 
     def rounds(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, dq: Array, start: int, parts: int
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        dq: Array,
+        start: int,
+        parts: int,
     ) -> list[Array]:
-        """Return dQ; dK and dV before key `start`, if any; and those from there on, a batch for each part."""
+        """Return dQ; dK and dV before key `start`, if any; and those from there on, a batch for
+        each part.
+        """
         fa4 = library()
         heads, floats = fa4._QKV_SPEC, fa4._F32_SPEC
         batch, length, *rest = k.shape
         whole = [k, v] if start else []
-        shapes = [(x.shape, x.dtype) for x in whole] + [((parts * batch, length - start, *rest), k.dtype)] * 2
+        shapes = [(x.shape, x.dtype) for x in whole] + [
+            ((parts * batch, length - start, *rest), k.dtype)
+        ] * 2
         results = [self._dq, *(jax.ShapeDtypeStruct(*each) for each in shapes)]
         in_parts = parts_launch(str(q.dtype), q.shape[3], self._scale, batch, parts)
         return self._call(
-            run_rounds, results, self._made, in_parts, q, k, v, dout, lse, delta, dq,
-            in_specs=[heads] * 4 + [floats] * 3, out_specs=[floats] + [heads] * len(shapes),
-            input_output_aliases={6: 0}, name="maxattn_backward_rounds",
-        )  # fmt: skip
+            run_rounds,
+            results,
+            self._made,
+            in_parts,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            in_specs=[heads] * 4 + [floats] * 3,
+            out_specs=[floats] + [heads] * len(shapes),
+            input_output_aliases={6: 0},
+            name="maxattn_backward_rounds",
+        )
 
     def last(self, dq: Array, q: Array) -> Array:
         fa4 = library()
         made = fa4._aux_static("post", self._made["post"], self._made["scale"])
         return self._call(
-            fa4._fa4_bwd_post, jax.ShapeDtypeStruct(q.shape, q.dtype), made, dq, in_specs=[fa4._F32_SPEC],
-            out_specs=fa4._QKV_SPEC, name="fa4_bwd_post",
-        )  # fmt: skip
+            fa4._fa4_bwd_post,
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            made,
+            dq,
+            in_specs=[fa4._F32_SPEC],
+            out_specs=fa4._QKV_SPEC,
+            name="fa4_bwd_post",
+        )

@@ -1,7 +1,9 @@
-"""Which tiles a kernel visits, as lists: for each row of tiles those to test pair by pair, and those without a test.
+"""Which tiles a kernel visits, as lists: for each row of tiles those to test pair by pair, and
+those without a test.
 
-Tiles that a mask leaves empty are in neither list. The lists come from the mask's intervals, never from an array of
-T x S: constants where the positions are known, arithmetic on the device where they are traced.
+Tiles that a mask leaves empty are in neither list. The lists come from the mask's intervals, never
+from an array of T x S: constants where the positions are known, arithmetic on the device where they
+are traced.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from maxattn.masks import EMPTY, FULL, MIXED, Mask
 
 
 class TileLists(NamedTuple):
-    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]` whole; both ascend.
+    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]`
+    whole; both ascend.
 
-    mixed_count, full_count: [rows] int32.   mixed, full: [rows, most] int32; what is past a count means nothing.
+    mixed_count, full_count: [rows] int32.   mixed, full: [rows, most] int32; what is past a count
+        means nothing.
     """
 
     mixed_count: Any
@@ -36,7 +40,9 @@ class TileLists(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The lists of one call: of keys for each tile of queries, and of queries for each tile of keys."""
+    """The lists of one call: of keys for each tile of queries, and of queries for each tile of
+    keys.
+    """
 
     forward: TileLists
     backward: TileLists
@@ -51,7 +57,9 @@ class Tally(NamedTuple):
 
 
 def lists_of(kinds: Any, tests_all: bool = False) -> TileLists:
-    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`; `tests_all`: none goes untested."""
+    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`; `tests_all`: none
+    goes untested.
+    """
     mixed, full = (kinds != EMPTY, kinds != kinds) if tests_all else (kinds == MIXED, kinds == FULL)
     return TileLists(*_listed(mixed), *_listed(full))
 
@@ -65,9 +73,13 @@ def _listed(chosen: Any) -> tuple[Any, Any]:
 
 
 def tiling(
-    mask: Mask, forward: tuple[int, int], backward: tuple[int, int], lengths: tuple[int, int],
-    offsets: tuple[Offset, Offset], tests_all: bool,
-) -> Tiling:  # fmt: skip
+    mask: Mask,
+    forward: tuple[int, int],
+    backward: tuple[int, int],
+    lengths: tuple[int, int],
+    offsets: tuple[Offset, Offset],
+    tests_all: bool,
+) -> Tiling:
     """List the tiles of both passes.
 
     Args:
@@ -75,24 +87,34 @@ def tiling(
         forward, backward: (queries, keys) of a tile in either pass.
         lengths: local numbers of queries and keys.
         offsets: positions of the first local query and key; ints or traced.
-        tests_all: whether something else than `mask` is tested too, so that no tile may go untested.
+        tests_all: whether something else than `mask` is tested too, so that no tile may go
+            untested.
     """
     if any(isinstance(offset, jax.Array) for offset in offsets):
         return _tiling(mask, forward, backward, lengths, offsets, tests_all)
-    return _known_tiling(mask, forward, backward, lengths, (int(offsets[0]), int(offsets[1])), tests_all)
+    return _known_tiling(
+        mask, forward, backward, lengths, (int(offsets[0]), int(offsets[1])), tests_all
+    )
 
 
 def _tiling(
-    mask: Mask, forward: tuple[int, int], backward: tuple[int, int], lengths: tuple[int, int],
-    offsets: tuple[Offset, Offset], tests_all: bool,
-) -> Tiling:  # fmt: skip
+    mask: Mask,
+    forward: tuple[int, int],
+    backward: tuple[int, int],
+    lengths: tuple[int, int],
+    offsets: tuple[Offset, Offset],
+    tests_all: bool,
+) -> Tiling:
     kinds = [tile_kinds(mask, *tile, *lengths, *offsets) for tile in (forward, backward)]
     whole = lengths[1] // backward[1]
-    return Tiling(lists_of(kinds[0], tests_all), lists_of(_tested_past(kinds[1].T, whole), tests_all))
+    return Tiling(
+        lists_of(kinds[0], tests_all), lists_of(_tested_past(kinds[1].T, whole), tests_all)
+    )
 
 
 def _tested_past(kinds: Any, whole: int) -> Any:
-    """Have what goes past the last key tested: the backward takes full tiles without a look at the lengths.
+    """Have what goes past the last key tested: the backward takes full tiles without a look at the
+    lengths.
 
     Args:
         kinds: [rows, columns], of tiles of keys and of queries.

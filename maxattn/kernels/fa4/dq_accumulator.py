@@ -1,6 +1,8 @@
-"""FlashAttention-4's backward over many blocks of keys: the first and the last of its launches are made once.
+"""FlashAttention-4's backward over many blocks of keys: the first and the last of its launches are
+made once.
 
-A block is one array, which arrived so, and its gradients leave as one: the kernel reads and writes them in place.
+A block is one array, which arrived so, and its gradients leave as one: the kernel reads and writes
+them in place.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); the launches of fa4-jax 0.1.0.
 """
@@ -25,8 +27,12 @@ Dims = tuple[int, ...]
 
 
 def fits(kernel: Fa4, queries: Dims, keys: Dims) -> bool:
-    """Tell whether the three launches are those of arrays of these shapes, [B,T,N,H] and [B,S,K,H]."""
-    return backward_steps.of_shape(queries, keys) and keys[1] >= TWO_TILES and not kernel.lse_gradient
+    """Tell whether the three launches are those of arrays of these shapes, [B,T,N,H] and
+    [B,S,K,H].
+    """
+    return (
+        backward_steps.of_shape(queries, keys) and keys[1] >= TWO_TILES and not kernel.lse_gradient
+    )
 
 
 def shares(kernel: Fa4, keys: Dims, places: int) -> Shares:
@@ -62,7 +68,9 @@ class Fa4Sums:
         self.state: Any = self._launches.first(out.astype(q.dtype), self._dout, safe)
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and write its (dk, dv) into `grads`, or into a new array."""
+        """Add a part of a block of keys to dQ, and write its (dk, dv) into `grads`, or into a new
+        array.
+        """
         delta, lse, dq = self.state
         dq, found = self._launches.block(self._q, keys, self._dout, lse, delta, dq, cut, grads)
         self.state = delta, lse, dq

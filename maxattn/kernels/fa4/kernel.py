@@ -1,8 +1,8 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask of positions becomes lists of tiles on Hopper GPUs: empty ones are
-skipped, full ones are not tested. Elsewhere, and for segment ids alone, pairs are tested in the tiles of the narrowest
-band around the mask.
+Bands skip the tiles they leave empty. Any other mask of positions becomes lists of tiles on Hopper
+GPUs: empty ones are skipped, full ones are not tested. Elsewhere, and for segment ids alone, pairs
+are tested in the tiles of the narrowest band around the mask.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
@@ -40,7 +40,8 @@ class Fa4(Fused):
     Args:
         version: of fa4-jax.
         tests_pairs: whether pairs are tested, since no band says the mask.
-        launched: whether the library's kernels are launched as we want them, which goes on Hopper GPUs.
+        launched: whether the library's kernels are launched as we want them, which goes on Hopper
+            GPUs.
         lists: whether the kernel gets lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
         processors: of the GPU: how many rows of tiles run at a time.
@@ -58,8 +59,13 @@ class Fa4(Fused):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse where fa4-jax is missing, float32, head dims over 256, a bias, tables of pairs."""
         if target.version("fa4-jax") is None:
-            rule = "fa4-jax is not installed, and flash on an NVIDIA GPU is FlashAttention-4 through it"
-            return Reason("flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)')
+            rule = (
+                "fa4-jax is not installed, and flash on an NVIDIA GPU is FlashAttention-4"
+                " through it"
+            )
+            return Reason(
+                "flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)'
+            )
         limit = HEAD_LIMIT_BLACKWELL if "B200" in target.device_kind else HEAD_LIMIT
         reason = masks.refuse_call("flash", call, limit)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
@@ -103,16 +109,27 @@ class Fa4(Fused):
         return OWN if tail is None else f"{OWN}; {tail.line}"
 
     def _stays(self, head_dim: int, keys: int) -> bool:
-        """Tell whether a forward over all pairs goes through our launch: where threads that stay can gain."""
+        """Tell whether a forward over all pairs goes through our launch: where threads that stay
+        can gain.
+        """
         return self.launched and stays(head_dim, keys / SMALL.keys)
 
     def _tests(self, mask: Mask) -> bool:
-        """Tell whether this mask is tested pair by pair: a strategy may have dropped what forbids nothing here."""
+        """Tell whether this mask is tested pair by pair: a strategy may have dropped what forbids
+        nothing here.
+        """
         parts = masks.split(mask)
         return self.tests_pairs and bool(parts.positions or parts.rest)
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(mask):
@@ -150,16 +167,28 @@ class Fa4(Fused):
         dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
         return dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width], None
 
-    def _tested(self, mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+    def _tested(
+        self, mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
+    ) -> tuple[Piece, Pairs]:
         """Return the rectangle to go through, and what to test in it."""
         listed = self.lists and not mask_inputs.positions(mask).is_full
-        return (mask_inputs.listed if listed else mask_inputs.pairs_of)(mask, q, k, q_offset, kv_offset)
+        return (mask_inputs.listed if listed else mask_inputs.pairs_of)(
+            mask, q, k, q_offset, kv_offset
+        )
 
-    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+    def piece_forward(
+        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
         if isinstance(lengths, Pairs) and lengths.tiles is not None:
             found: mask_inputs.Tiles = lengths.tiles
-            own = found.tiling.forward, found.test, mask_inputs.arrays(lengths), self.scale, found.tiles[0]
+            own = (
+                found.tiling.forward,
+                found.test,
+                mask_inputs.arrays(lengths),
+                self.scale,
+                found.tiles[0],
+            )
             return block_sparse.forward(q, k, v, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return primitives.fa4_forward_lengths(q, k, v, lengths, self.scale)
@@ -171,15 +200,31 @@ class Fa4(Fused):
         out, lse = primitives.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
         after = (0, q.shape[1] - t)
         out = jnp.pad(out, ((0, 0), after, (0, 0), (0, 0))) if after[1] else out
-        return out, jnp.pad(lse, ((0, 0), (0, 0), after), constant_values=NEG_INF) if after[1] else lse
+        return out, (
+            jnp.pad(lse, ((0, 0), (0, 0), after), constant_values=NEG_INF) if after[1] else lse
+        )
 
     def piece_backward(
-        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        piece: Piece,
+        lengths: Lengths,
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
         if isinstance(lengths, Pairs) and lengths.tiles is not None:
             found: mask_inputs.Tiles = lengths.tiles
-            own = found.tiling.backward, found.test, mask_inputs.arrays(lengths), self.scale, found.tiles[1]
+            own = (
+                found.tiling.backward,
+                found.test,
+                mask_inputs.arrays(lengths),
+                self.scale,
+                found.tiles[1],
+            )
             return block_sparse.backward(q, k, v, out, lse, dout, *own)
         if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
             return primitives.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
@@ -188,33 +233,46 @@ class Fa4(Fused):
         t, s, band = _fitted(piece, q.shape[1], k.shape[1])
         pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
         rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
-        dq, dk, dv = primitives.fa4_backward(q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale)
+        dq, dk, dv = primitives.fa4_backward(
+            q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale
+        )
         return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
 
 
 def shapes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of q and k as the library gets them, head dims padded."""
     width = -(-call.head_dim // 8) * 8
-    return (call.batch, call.q_len, call.heads, width), (call.batch, call.kv_len, call.kv_heads, width)
+    return (call.batch, call.q_len, call.heads, width), (
+        call.batch,
+        call.kv_len,
+        call.kv_heads,
+        width,
+    )
 
 
 def launches_parts(call: Call, target: Target) -> bool:
     """Tell whether a call's backward is launched in parts."""
     plain = call.mask.is_full and takes_lists(target.version("fa4-jax") or "", target.device_kind)
-    return plain and split_queries.tail_for(*shapes_of(call), processors(target.device_kind)) is not None
+    return (
+        plain
+        and split_queries.tail_for(*shapes_of(call), processors(target.device_kind)) is not None
+    )
 
 
 def _whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     several = block_sparse.order(*shapes_of(call), None, tile, forward=True).stays
-    return f"{tile.queries}x{tile.keys} tiles" + (", threads that stay from row to row" if several else "")
+    return f"{tile.queries}x{tile.keys} tiles" + (
+        ", threads that stay from row to row" if several else ""
+    )
 
 
 def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:
     """Return (queries, keys, band) as the library counts a band: query 0 stands at key S - T.
 
-    Keys that no query sees, and queries that see none, are left out, so that neither side of the band is negative.
+    Keys that no query sees, and queries that see none, are left out, so that neither side of the
+    band is negative.
     """
     if p.is_full:
         return t, s, (None, None)

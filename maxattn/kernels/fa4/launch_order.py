@@ -1,12 +1,14 @@
 """In which order a GPU goes through the rows of tiles, so that all of it is busy until the end.
 
-A GPU starts one row of tiles after the other, head by head, as many at a time as it has processors. In the end ever
-more of them are idle, for as long as a row takes. So a side of the rows that is light goes last; and since one head has
-too few light rows to fill the chip, those of several heads wait for the end. Other heads keep to themselves: rows of
-one head read the same keys, and find them in the cache.
+A GPU starts one row of tiles after the other, head by head, as many at a time as it has processors.
+In the end ever more of them are idle, for as long as a row takes. So a side of the rows that is
+light goes last; and since one head has too few light rows to fill the chip, those of several heads
+wait for the end. Other heads keep to themselves: rows of one head read the same keys, and find them
+in the cache.
 
-Or blocks of threads stay, one on each processor, and take the rows in turns, from the first block to the last and back
-(tile_schedulers.py). That saves the start of each row, where the turns are even.
+Or blocks of threads stay, one on each processor, and take the rows in turns, from the first block
+to the last and back (tile_schedulers.py). That saves the start of each row, where the turns are
+even.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Order(NamedTuple):
     stays: bool = False
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
-        """Return the (row, lane) of tiles that is started as the `row`-th one of the `lane`-th head of the batch.
+        """Return the (row, lane) of tiles that is started as the `row`-th one of the `lane`-th head
+        of the batch.
 
         Args:
             row, lane: numbers from 0; ints, arrays of xp, or numbers of a kernel.
@@ -86,7 +89,9 @@ def order_of(work: Any, lanes: int, may_stay: bool = False) -> Order:
 
 
 def at_turn(turn: Any, block: Any, blocks: Any, xp: Any) -> Any:
-    """Return the place in the order that a staying block of threads takes in a turn: every other goes backwards."""
+    """Return the place in the order that a staying block of threads takes in a turn: every other
+    goes backwards.
+    """
     return turn * blocks + xp.where(turn % 2 == 0, block, blocks - 1 - block)
 
 
@@ -104,7 +109,9 @@ def _end_staying(order: Order, work: np.ndarray, lanes: int) -> float:
 
 
 def _end_starting(order: Order, work: np.ndarray, lanes: int) -> float:
-    """Return when the last row ends, where each processor takes the next row as soon as it is free."""
+    """Return when the last row ends, where each processor takes the next row as soon as it is
+    free.
+    """
     each = _in_order(order, work, lanes) + START
     if len(each) > MOST:
         return float(each.sum() / PROCESSORS + each.max() / 2)

@@ -1,4 +1,6 @@
-"""A mask that is no band, as FlashAttention-4 takes it here: pairs to test, in a band or in lists of tiles."""
+"""A mask that is no band, as FlashAttention-4 takes it here: pairs to test, in a band or in lists
+of tiles.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from maxattn.masks import Mask
 
 
 class Tiles(NamedTuple):
-    """The lists of both passes and the tiles that they are of, and the test of pairs in mixed tiles."""
+    """The lists of both passes and the tiles that they are of, and the test of pairs in mixed
+    tiles.
+    """
 
     tiling: Tiling
     tiles: tuple[Tile, Tile]
@@ -29,10 +33,13 @@ class Tiles(NamedTuple):
     all_see: bool
 
 
-def listed(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+def listed(
+    mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
+) -> tuple[Piece, Pairs]:
     """Return all pairs as one rectangle, with lists of its tiles.
 
-    Known positions are tested in the kernel, from the mask itself; of traced ones it gets each query's intervals.
+    Known positions are tested in the kernel, from the mask itself; of traced ones it gets each
+    query's intervals.
     """
     split = _split(mask)
     lengths, offsets = (q.shape[1], k.shape[1]), (q_offset, kv_offset)
@@ -46,17 +53,26 @@ def listed(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) 
         return Piece(0, lengths[0], 0, lengths[1]), Pairs(lo, hi, *(ids or (None, None)), found)
     lo, hi = _ends(split.positions, lengths, offsets, np)
     see = ids is None and bool((lo < hi).any(axis=0).all())
-    found = Tiles(lists, tiles, PairTest(split.positions, int(q_offset), int(kv_offset), 0, ids is not None), see)
+    found = Tiles(
+        lists,
+        tiles,
+        PairTest(split.positions, int(q_offset), int(kv_offset), 0, ids is not None),
+        see,
+    )
     return Piece(0, lengths[0], 0, lengths[1]), Pairs(None, None, *(ids or (None, None)), found)
 
 
 def tile_of(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool = False) -> Tile:
-    """Return the tile of a forward under a mask of positions, whose tiles are not counted where it is traced."""
+    """Return the tile of a forward under a mask of positions, whose tiles are not counted where it
+    is traced.
+    """
     return forward_tile(head_dim, None if traced else lambda tile: visited(mask, tile, lengths))
 
 
 def all_see(pairs: Pairs) -> bool:
-    """Tell whether every query is known to see a key, so that no row of its gradient must be made 0."""
+    """Tell whether every query is known to see a key, so that no row of its gradient must be made
+    0.
+    """
     return pairs.tiles is not None and pairs.tiles.all_see
 
 
@@ -85,11 +101,15 @@ def lists_line(call: Call, sharded: bool) -> str:
         return f"{what}, made on the device from its positions"
     count = tally(positions(call.mask), tile, lengths)
     ids = _split(call.mask).has_ids
-    tested = f"{count.full + count.mixed} tested" if ids else f"{count.full} full, {count.mixed} mixed"
+    tested = (
+        f"{count.full + count.mixed} tested" if ids else f"{count.full} full, {count.mixed} mixed"
+    )
     return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"
 
 
-def pairs_of(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+def pairs_of(
+    mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
+) -> tuple[Piece, Pairs]:
     """Return the narrowest band around a mask, and the test of every pair in it."""
     split = _split(mask)
     t, s = q.shape[1], k.shape[1]
@@ -103,20 +123,28 @@ def pairs_of(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
     return piece, Pairs(lo, hi, *(ids or (None, None)))
 
 
-def _ends(mask: Mask, lengths: tuple[int, int], offsets: tuple[Offset, Offset], xp: Any) -> tuple[Any, Any]:
+def _ends(
+    mask: Mask, lengths: tuple[int, int], offsets: tuple[Offset, Offset], xp: Any
+) -> tuple[Any, Any]:
     """Return each query's intervals of local keys: starts and ends `[M, T]`."""
     t, s = lengths
     found = mask.intervals(xp.arange(t) + offsets[0], xp)
     ends = [tuple(xp.clip(end - offsets[1], 0, s) for end in pair) for pair in found]
-    lo, hi = (xp.stack([e[i] for e in ends]) if ends else xp.zeros((1, t), np.int32) for i in (0, 1))
+    lo, hi = (
+        xp.stack([e[i] for e in ends]) if ends else xp.zeros((1, t), np.int32) for i in (0, 1)
+    )
     return lo, hi
 
 
 def _around(lo: np.ndarray, hi: np.ndarray, t: int, s: int) -> Piece:
-    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or would be negative, is left open."""
+    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or would be negative, is left
+    open.
+    """
     some = lo < hi
     if not some.any():
         return Piece(0, t, 0, s)
     row = np.broadcast_to(np.arange(t), lo.shape)[some]
     left, right = int((row - lo[some]).max()), int((hi[some] - 1 - row).max())
-    return Piece(0, t, 0, s, left if 0 <= left < t - 1 else None, right if 0 <= right < s - 1 else None)
+    return Piece(
+        0, t, 0, s, left if 0 <= left < t - 1 else None, right if 0 <= right < s - 1 else None
+    )

@@ -1,4 +1,6 @@
-"""The test of one pair inside FlashAttention-4's kernels: by a mask of positions, or by intervals and ids in arrays."""
+"""The test of one pair inside FlashAttention-4's kernels: by a mask of positions, or by intervals
+and ids in arrays.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class PairTest:
     """Say how a pair is tested; hashable, since the kernel is compiled for it.
 
     Args:
-        positions: a bound mask of positions that the kernel evaluates, or None where arrays hold what it allows.
+        positions: a bound mask of positions that the kernel evaluates, or None where arrays hold
+            what it allows.
         q_offset, kv_offset: positions of the first query and key, for `positions`.
         intervals: how many rows the arrays `lo` and `hi` [M, T] have; 0 for none.
         has_ids: whether ids of queries and keys [B, T], [B, S] must be equal.
@@ -45,7 +48,9 @@ class PairTest:
         return reduce(and_, found)
 
     def spans(self, q: Any, arrays: tuple[Any, ...], xp: Any) -> list[tuple[Any, Any]]:
-        """Return the intervals of local keys that a query sees, by its position or from the arrays; None is open."""
+        """Return the intervals of local keys that a query sees, by its position or from the arrays;
+        None is open.
+        """
         if self.intervals:
             lo, hi = arrays[:2]
             return [(lo[m, q], hi[m, q]) for m in range(self.intervals)]

@@ -1,8 +1,10 @@
-"""The test of mixed tiles inside FlashAttention-4's kernels: each query's intervals of keys, once for a row of scores.
+"""The test of mixed tiles inside FlashAttention-4's kernels: each query's intervals of keys, once
+for a row of scores.
 
-The library asks of each pair. Here a thread works out where the intervals of its rows lie among its own columns, and
-keeps what is inside: whole rows at a time from a word of bits where its columns are in order, else by two comparisons.
-In the forward a tenth of a block window's time goes with that (H200); the backward is slower by it, and goes without.
+The library asks of each pair. Here a thread works out where the intervals of its rows lie among its
+own columns, and keeps what is inside: whole rows at a time from a word of bits where its columns
+are in order, else by two comparisons. In the forward a tenth of a block window's time goes with
+that (H200); the backward is slower by it, and goes without.
 """
 
 from __future__ import annotations
@@ -17,23 +19,35 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 
 
 def pair_test(test: PairTest) -> Callable[..., Any]:
-    """Write a test in the form that the kernels call; `spans` gives a row's intervals, where those are the test."""
-    to_vector, boolean = import_module("fa4_jax.cute.utils").scalar_to_ssa, import_module("cutlass").Boolean
+    """Write a test in the form that the kernels call; `spans` gives a row's intervals, where those
+    are the test.
+    """
+    to_vector, boolean = (
+        import_module("fa4_jax.cute.utils").scalar_to_ssa,
+        import_module("cutlass").Boolean,
+    )
 
     def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
         return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
 
-    allowed.spans = None if test.has_ids else lambda q, arrays: test.spans(q, tuple(arrays or ()), Numbers)
+    allowed.spans = (
+        None if test.has_ids else lambda q, arrays: test.spans(q, tuple(arrays or ()), Numbers)
+    )
     return allowed
 
 
 class Numbers:
-    """The three functions of numpy that orders and masks of positions use, on numbers of a kernel."""
+    """The three functions of numpy that orders and masks of positions use, on numbers of a
+    kernel.
+    """
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
         """Choose one of two numbers."""
-        number, select = import_module("cutlass").Int32, import_module("cutlass.cutlass_dsl").select_
+        number, select = (
+            import_module("cutlass").Int32,
+            import_module("cutlass.cutlass_dsl").select_,
+        )
         return number(select(condition, number(a), number(b)))
 
     @staticmethod
@@ -64,9 +78,22 @@ def _row_mask() -> Any:
 
     class RowMask(library.AttentionMask):
         def apply_mask_mod_sm80(
-            self, scores: Any, places: Any, first: Any, row: int, column: int, offset: Any, batch: Any, head: Any,
-            m_block: Any, n_block: Any, mask_seqlen: bool, mask_mod: Any, aux_data: Any, fastdiv_mods: Any = None,
-        ) -> None:  # fmt: skip
+            self,
+            scores: Any,
+            places: Any,
+            first: Any,
+            row: int,
+            column: int,
+            offset: Any,
+            batch: Any,
+            head: Any,
+            m_block: Any,
+            n_block: Any,
+            mask_seqlen: bool,
+            mask_mod: Any,
+            aux_data: Any,
+            fastdiv_mods: Any = None,
+        ) -> None:
             if mask_mod.spans is None:
                 own = (scores, places, first, row, column, offset, batch, head, m_block, n_block)
                 super().apply_mask_mod_sm80(*own, mask_seqlen, mask_mod, aux_data, fastdiv_mods)
@@ -80,7 +107,9 @@ def _row_mask() -> Any:
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
                 if in_order:
-                    library.mask_r2p_lambda(scores[r, None], partial(_bits, library, spans), rank1=True)
+                    library.mask_r2p_lambda(
+                        scores[r, None], partial(_bits, library, spans), rank1=True
+                    )
                 else:
                     _by_column(scores, r, columns, spans)
 
@@ -88,7 +117,9 @@ def _row_mask() -> Any:
 
 
 def _number(place: Any) -> Any:
-    """Make a number of a coordinate: those round to 0 where they are divided, and a mask rounds down."""
+    """Make a number of a coordinate: those round to 0 where they are divided, and a mask rounds
+    down.
+    """
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
     return number(utils.ssa_to_scalar(utils.scalar_to_ssa(place, number)))
 
@@ -106,7 +137,8 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
     cutlass = import_module("cutlass")
 
     def at(end: Any) -> Any:
-        # An end before the first column keeps what one at it keeps; a number that is never negative is divided sooner.
+        # An end before the first column keeps what one at it keeps; a number that is never negative
+        # is divided sooner.
         return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
 
     inside = []

@@ -1,4 +1,6 @@
-"""FlashAttention-4 through the primitives of fa4-jax, which return a float32 LSE and take a given one."""
+"""FlashAttention-4 through the primitives of fa4-jax, which return a float32 LSE and take a given
+one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ TILE = 256
 
 
 def _fa4() -> Any:
-    return import_module("fa4_jax.attention")  # an extra: it need not be there when this module is read
+    return import_module(
+        "fa4_jax.attention"
+    )  # an extra: it need not be there when this module is read
 
 
 @cache
 def _pairs_type() -> Any:
-    """Make the mask that tests intervals and ids; fa4-jax is imported here, since it is an extra."""
+    """Make the mask that tests intervals and ids; fa4-jax is imported here, since it is an
+    extra.
+    """
     masks = import_module("fa4_jax.masks")
 
     @dataclass(frozen=True)
@@ -75,19 +81,29 @@ def fa4_forward(
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
-        band: (left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound.
+        band: (left, right) of `query - left <= key - (S - T) <= query + right`; None: without a
+            bound.
         pairs: `Pairs` that are tested inside, or None.
         scale: multiplies the scores.
     """
     mask, arrays = _mask_of(pairs)
-    out, lse = _fa4().fa4_fwd_p.bind(q, k, v, *arrays, cfg=_config(band, scale, mask, False), need_lse=True)
+    out, lse = _fa4().fa4_fwd_p.bind(
+        q, k, v, *arrays, cfg=_config(band, scale, mask, False), need_lse=True
+    )
     return out, lse
 
 
 def fa4_backward(
-    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
-    band: tuple[int | None, int | None], pairs: Any, scale: float,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    band: tuple[int | None, int | None],
+    pairs: Any,
+    scale: float,
+) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `fa4_forward`."""
     mask, arrays = _mask_of(pairs)
     config = _config(band, scale, mask, False)
@@ -98,11 +114,15 @@ def fa4_backward(
     return dq, dk, dv
 
 
-def fa4_forward_lengths(q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple[Array, Array]:
+def fa4_forward_lengths(
+    q: Array, k: Array, v: Array, lengths: Array, scale: float
+) -> tuple[Array, Array]:
     """Return (out, lse) over the first `lengths[b]` keys of each batch row."""
     ends = _ends(q, k, lengths)
     config = _config((None, None), scale, None, True)
-    out, lse = _fa4().fa4_fwd_p.bind(*(_flat(x) for x in (q, k, v)), *ends, cfg=config, need_lse=True)
+    out, lse = _fa4().fa4_fwd_p.bind(
+        *(_flat(x) for x in (q, k, v)), *ends, cfg=config, need_lse=True
+    )
     return out.reshape(q.shape), lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
 
 
@@ -120,10 +140,12 @@ def fa4_backward_lengths(
 
 
 def widened(x: Array) -> Array:
-    """Make an operand of the backward: an array of its own, its head dim one that the kernels compile for on Hopper.
+    """Make an operand of the backward: an array of its own, its head dim one that the kernels
+    compile for on Hopper.
 
-    XLA hands slices to a custom call without a copy, but then forgets which results share the memory of which operands
-    (jax 0.11.2): the float32 sums, which the kernel adds to in place, would begin as garbage.
+    XLA hands slices to a custom call without a copy, but then forgets which results share the
+    memory of which operands (jax 0.11.2): the float32 sums, which the kernel adds to in place,
+    would begin as garbage.
     """
     width = x.shape[-1]
     extra = 0 if width <= 128 else -width % 64  # 192 or 256: 0.1.0 fails at 160

@@ -1,9 +1,11 @@
-"""How a ring's backward divides keys so that its launches keep all processors of a GPU busy to their ends.
+"""How a ring's backward divides keys so that its launches keep all processors of a GPU busy to
+their ends.
 
-A launch has a row of work for each tile of keys, head and batch row, and a processor takes one row at a time: in rounds
-of as many rows as there are processors. The last round of a launch is as long as any, however few rows it has. 64 tiles
-of 40 heads are 19.4 rounds of 132, which last 20; with two more tiles they are 20.0. So a place has some tiles of its
-own keys computed along with each block of another place: fewer are left for the launches of its own.
+A launch has a row of work for each tile of keys, head and batch row, and a processor takes one row
+at a time: in rounds of as many rows as there are processors. The last round of a launch is as long
+as any, however few rows it has. 64 tiles of 40 heads are 19.4 rounds of 132, which last 20; with
+two more tiles they are 20.0. So a place has some tiles of its own keys computed along with each
+block of another place: fewer are left for the launches of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from collections.abc import Iterator
 from maxattn.kernels.kv_block import Shares
 
 LEAST_GAIN = 0.01  # of all rounds: guests cost copies and 128 more keys a transfer, each
-LEAST_PART = 4  # a part is no less than one so many'th of a block, to last as long as the transfer beside it
+LEAST_PART = (
+    4  # a part is no less than one so many'th of a block, to last as long as the transfer beside it
+)
 
 
 def divided(length: int, tile: int, rows: int, places: int, processors: int) -> Shares:
-    """Choose the cut in two and the guests that leave fewest rounds; of equals, few guests and halves most alike.
+    """Choose the cut in two and the guests that leave fewest rounds; of equals, few guests and
+    halves most alike.
 
     Args:
         length: of a place's keys.
@@ -35,7 +40,11 @@ def divided(length: int, tile: int, rows: int, places: int, processors: int) -> 
         block, rest = tiles + along, tiles - (places - 1) * along - middle
         one, two = _launches(places)
         in_two = rounds(middle) + rounds(block - middle)
-        return one * rounds(block) + two * in_two + rounds(middle) + rounds(rest), along, abs(2 * middle - block)
+        return (
+            one * rounds(block) + two * in_two + rounds(middle) + rounds(rest),
+            along,
+            abs(2 * middle - block),
+        )
 
     found = [(cost(*each), each) for each in _ways(tiles, places, -(-processors // rows))]
     if not found:

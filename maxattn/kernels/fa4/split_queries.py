@@ -1,10 +1,12 @@
-"""FlashAttention-4's backward over all pairs, in parts of the queries where whole rows leave processors idle.
+"""FlashAttention-4's backward over all pairs, in parts of the queries where whole rows leave
+processors idle.
 
-A row of work is a tile of keys of one head, against all queries. A processor of a GPU takes one at a time, so rows run
-in rounds of as many as there are processors, and the last round is as long as any: 256 tiles of 12 heads are 23.3
-rounds of 132, which last 24, and the 4 tiles of a text are 48 rows, which leave 84 processors idle. So the rows that
-fill rounds are launched as ever, and those that are left in several parts of the queries, whose dK and dV are summed:
-253 tiles are 23.0 rounds, and the other three, in 11 parts, 0.3 of one; a text's four are 4.0 rounds of 11th parts.
+A row of work is a tile of keys of one head, against all queries. A processor of a GPU takes one at
+a time, so rows run in rounds of as many as there are processors, and the last round is as long as
+any: 256 tiles of 12 heads are 23.3 rounds of 132, which last 24, and the 4 tiles of a text are 48
+rows, which leave 84 processors idle. So the rows that fill rounds are launched as ever, and those
+that are left in several parts of the queries, whose dK and dV are summed: 253 tiles are 23.0
+rounds, and the other three, in 11 parts, 0.3 of one; a text's four are 4.0 rounds of 11th parts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from maxattn.kernels.fa4.tile_sizes import whole_tile
 
 LEAST_GAIN = 0.01
 MOST_PARTS = 16
-# What sums of parts, and a second launch, cost beside their work: in tiles of keys by queries, of some 3 us.
+# What sums of parts, and a second launch, cost beside their work: in tiles of keys by queries, of
+# some 3 us.
 SUMS, LAUNCH = 3, 2
 Grads = tuple[Array, Array, Array]
 Dims = tuple[int, ...]
@@ -44,7 +47,9 @@ class Tail(NamedTuple):
     def line(self) -> str:
         """Describe it for `explain`."""
         which = f"the last {self.tiles} tiles" if self.tiles > 1 else "the last tile"
-        return f"{which} of keys in {self.parts} parts of the queries, so that fewer processors wait"
+        return (
+            f"{which} of keys in {self.parts} parts of the queries, so that fewer processors wait"
+        )
 
 
 def tail_of(tiles: int, rows: int, steps: int, processors: int = PROCESSORS) -> Tail | None:
@@ -64,26 +69,44 @@ def tail_of(tiles: int, rows: int, steps: int, processors: int = PROCESSORS) -> 
         first = lasts(tiles - tail.tiles)
         return first + lasts(*tail) + SUMS + (LAUNCH if first else 0)
 
-    best = min(_tails(tiles, rows, steps, processors), key=lambda tail: (cost(tail), tail), default=None)
+    best = min(
+        _tails(tiles, rows, steps, processors), key=lambda tail: (cost(tail), tail), default=None
+    )
     return best if best and cost(best) <= (1 - LEAST_GAIN) * lasts(tiles) else None
 
 
 def _tails(tiles: int, rows: int, steps: int, processors: int) -> Iterator[Tail]:
-    """List what can be launched in parts: the rows of some two rounds, in parts that all have queries."""
+    """List what can be launched in parts: the rows of some two rounds, in parts that all have
+    queries.
+    """
     for n in range(1, min(tiles, 2 * -(-processors // rows)) + 1):
         yield from (Tail(n, parts) for parts in range(2, min(MOST_PARTS, steps) + 1))
 
 
 def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> Tail | None:
-    """Choose for arrays, by the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
+    """Choose for arrays, by the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do
+    not fit.
+    """
     if not backward_steps.of_shape(queries, keys):
         return None
     tile = whole_tile(queries[3])
-    return tail_of(-(-keys[1] // tile.keys), queries[0] * queries[2], -(-queries[1] // tile.queries), processors)
+    return tail_of(
+        -(-keys[1] // tile.keys),
+        queries[0] * queries[2],
+        -(-queries[1] // tile.queries),
+        processors,
+    )
 
 
 def backward(
-    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, scale: float, processors: int = PROCESSORS
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    scale: float,
+    processors: int = PROCESSORS,
 ) -> Grads:
     """Return (dq, dk, dv) over all pairs from a given output and LSE.
 
@@ -122,11 +145,17 @@ def _in_parts(operands: tuple[Array, ...], scale: float, tail: Tail) -> Grads:
     size = whole_tile(q.shape[3]).keys
     start = (-(-k.shape[1] // size) - tail.tiles) * size
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
-    sums, *found = jax.lax.optimization_barrier(launches.rounds(q, k, v, dout, lse, delta, zeros, start, tail.parts))
+    sums, *found = jax.lax.optimization_barrier(
+        launches.rounds(q, k, v, dout, lse, delta, zeros, start, tail.parts)
+    )
     parts = [_summed(x, q.shape[0]) for x in found[-2:]]
     if start:
-        parts = [jax.lax.dynamic_update_slice_in_dim(x, part, start, 1) for x, part in zip(found, parts, strict=False)]
-        # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA copies it for that.
+        parts = [
+            jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)
+            for x, part in zip(found, parts, strict=False)
+        ]
+        # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA
+        # copies it for that.
         parts = jax.lax.optimization_barrier(parts)
     return launches.last(sums, q), parts[0], parts[1]
 

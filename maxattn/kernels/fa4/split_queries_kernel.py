@@ -1,6 +1,8 @@
-"""FlashAttention-4's Hopper backward of fa4-jax whose rows of work are cut into parts: split_queries.py.
+"""FlashAttention-4's Hopper backward of fa4-jax whose rows of work are cut into parts:
+split_queries.py.
 
-A block of threads goes through a part of the queries, and writes dK and dV to a batch row of its own.
+A block of threads goes through a part of the queries, and writes dK and dV to a batch row of its
+own.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
 
 @cache
 def parts_class(batch: int, parts: int) -> Any:
-    """Make a backward of so many batch rows whose blocks of threads take a part of the queries each.
+    """Make a backward of so many batch rows whose blocks of threads take a part of the queries
+    each.
 
     Its dK and dV have a batch row for each of them, part by part.
     """
-    ranges, arch = import_module("fa4_jax.cute.block_info").BlockInfo, import_module("cutlass.cute").arch
+    ranges, arch = (
+        import_module("fa4_jax.cute.block_info").BlockInfo,
+        import_module("cutlass.cute").arch,
+    )
 
     class Part(ranges):
         def get_m_block_min_max(self, *of: Any) -> tuple[Any, Any]:
@@ -37,7 +43,9 @@ def parts_class(batch: int, parts: int) -> Any:
 
     class InParts(scheduled(_library_class(), one_each(again))):
         def kernel(self, *operands: Any) -> Any:
-            return OnGrid(super().kernel(*operands), lambda rows, heads, batch: (rows, heads, batch * parts))
+            return OnGrid(
+                super().kernel(*operands), lambda rows, heads, batch: (rows, heads, batch * parts)
+            )
 
         def load(self, *operands: Any) -> None:
             super().load(*of_part(operands))
@@ -56,7 +64,9 @@ def parts_class(batch: int, parts: int) -> Any:
 
 def knows_rows() -> bool:
     """Tell whether the batch row is where it is looked for."""
-    return list(signature(_library_class().epilogue_dKV).parameters)[1 + ROW] == "batch_idx"  # after self
+    return (
+        list(signature(_library_class().epilogue_dKV).parameters)[1 + ROW] == "batch_idx"
+    )  # after self
 
 
 def _library_class() -> Any:

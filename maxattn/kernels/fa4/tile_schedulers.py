@@ -1,8 +1,10 @@
-"""FlashAttention-4's Hopper kernels of fa4-jax, with an order of rows of our own, and rows that follow each other.
+"""FlashAttention-4's Hopper kernels of fa4-jax, with an order of rows of our own, and rows that
+follow each other.
 
-The library starts a block of threads for each row of tiles; on a processor the next one begins when the last has ended:
-it is set up, loads, multiplies, and writes its result, one after the other. Here the forward's blocks of threads stay,
-as many as there are processors, and load the next row while the results of the last one are written.
+The library starts a block of threads for each row of tiles; on a processor the next one begins when
+the last has ended: it is set up, loads, multiplies, and writes its result, one after the other.
+Here the forward's blocks of threads stay, as many as there are processors, and load the next row
+while the results of the last one are written.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ def _with_results_apart(forward: Any) -> Any:
 
     class Staying(forward):
         def _get_shared_storage_cls(self) -> Any:
-            # The library writes the result over Q, which the next row's Q would overwrite: it gets a place of its own.
+            # The library writes the result over Q, which the next row's Q would overwrite: it gets
+            # a place of its own.
             fields = dict(super()._get_shared_storage_cls()._annotations)
             result = cute.struct.MemRange[self.dtype, cute.cosize(self.sO_layout)]
             fields["sO"] = cute.struct.Align[result, 1024]
             storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
-            self.o_after_q = (storage._offsets["sO"] - storage._offsets["sQ"]) // (self.dtype.width // 8)
+            self.o_after_q = (storage._offsets["sO"] - storage._offsets["sQ"]) // (
+                self.dtype.width // 8
+            )
             return storage
 
         def kernel(self, *operands: Any) -> Any:
@@ -58,8 +63,9 @@ def _with_results_apart(forward: Any) -> Any:
             return super().mma(*operands[:RESULT], moved, *operands[RESULT + 1 :])
 
         def epilogue(self, *operands: Any) -> None:
-            # The library's barrier there serves two numbers of threads in turn. A warp that is a whole short row ahead
-            # of the one that writes the result would meet it in between: all wait for each other once more.
+            # The library's barrier there serves two numbers of threads in turn. A warp that is a
+            # whole short row ahead of the one that writes the result would meet it in between: all
+            # wait for each other once more.
             cute.arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=self.num_epilogue_threads)
             super().epilogue(*operands)
 
@@ -75,17 +81,21 @@ def backward_class(order: Order) -> Any:
         def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
             # What goes past the last key is in the lists of what is tested: block_sparse_lists.py.
             tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
-            return super().mma_one_m_block(*operands, mask_fn=mask_fn if tests else None, **settings)
+            return super().mma_one_m_block(
+                *operands, mask_fn=mask_fn if tests else None, **settings
+            )
 
     return Backward
 
 
 def _knows(library_class: Any) -> bool:
-    """Tell whether the tile of results is where it is looked for; else each row has threads of its own."""
+    """Tell whether the tile of results is where it is looked for; else each row has threads of its
+    own.
+    """
     return list(signature(library_class.mma).parameters)[1 + RESULT] == "sO"  # after self
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 def scheduled(library_class: Any, schedule: Any) -> Any:
@@ -112,10 +122,12 @@ def _starting(order: Order) -> Any:
 
 
 def one_each(place: Callable[..., tuple[Any, ...]]) -> Any:
-    """Make the schedule of blocks of threads that take one row each, another one than the library's.
+    """Make the schedule of blocks of threads that take one row each, another one than the
+    library's.
 
     Args:
-        place: (row, head, batch row, split) of what is taken, from the schedule's sizes and the same of the library's.
+        place: (row, head, batch row, split) of what is taken, from the schedule's sizes and the
+            same of the library's.
     """
     schedule = import_module("fa4_jax.cute.tile_scheduler")
 
@@ -139,8 +151,13 @@ def one_each(place: Callable[..., tuple[Any, ...]]) -> Any:
 
 @cache
 def _staying(order: Order) -> Any:
-    """Make the schedule of blocks of threads that take one row after the other; every other round goes backwards."""
-    schedule, arch = import_module("fa4_jax.cute.tile_scheduler"), import_module("cutlass.cute").arch
+    """Make the schedule of blocks of threads that take one row after the other; every other round
+    goes backwards.
+    """
+    schedule, arch = (
+        import_module("fa4_jax.cute.tile_scheduler"),
+        import_module("cutlass.cute").arch,
+    )
     number = import_module("cutlass").Int32
 
     class Staying(schedule.SingleTileScheduler):
@@ -149,7 +166,11 @@ def _staying(order: Order) -> Any:
             return Staying(params, (arch.block_idx()[0], number(0), number(0)), loc=loc, ip=ip)
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            (block, turn, _), blocks, rows = self._blk_coord, arch.grid_dim()[0], self.params.num_block
+            (block, turn, _), blocks, rows = (
+                self._blk_coord,
+                arch.grid_dim()[0],
+                self.params.num_block,
+            )
             at = at_turn(turn, block, blocks, Numbers)
             some = at < rows * self.params.num_head * self.params.num_batch
             return schedule.WorkTileInfo(_place(order, self.params, at % rows, at // rows), some)
@@ -191,7 +212,9 @@ class OnGrid:
         grid: from its (rows, heads, batch).
     """
 
-    def __init__(self, launcher: Any, grid: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> None:
+    def __init__(
+        self, launcher: Any, grid: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+    ) -> None:
         self.launcher, self.grid = launcher, grid
 
     def launch(self, *, grid: Any, **settings: Any) -> Any:

@@ -39,8 +39,9 @@ def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) ->
 
     Args:
         head_dim: H.
-        visited: counts the pairs in the tiles that a mask does not skip, where that is known: tiles of 128 queries fit
-            small blocks and short calls better, and take 14% longer for a pair than those of 192.
+        visited: counts the pairs in the tiles that a mask does not skip, where that is known: tiles
+            of 128 queries fit small blocks and short calls better, and take 14% longer for a pair
+            than those of 192.
     """
     if head_dim <= 64:
         large = Tile(192, 128)
@@ -54,10 +55,12 @@ def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) ->
 
 
 def stays(head_dim: int, tiles: float) -> bool:
-    """Tell whether the forward gains by threads that stay for row after row of tiles (tile_schedulers.py).
+    """Tell whether the forward gains by threads that stay for row after row of tiles
+    (tile_schedulers.py).
 
-    What they save is a row's start: up to head dim 64 that is 3 to 35% on an H200. At 128 the loop over tiles itself
-    gets slower, by more than that where rows are long. Elsewhere shared memory has no room for a tile of results.
+    What they save is a row's start: up to head dim 64 that is 3 to 35% on an H200. At 128 the loop
+    over tiles itself gets slower, by more than that where rows are long. Elsewhere shared memory
+    has no room for a tile of results.
 
     Args:
         head_dim: H.

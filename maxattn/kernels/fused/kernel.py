@@ -1,10 +1,13 @@
-"""What every fused kernel of a GPU library shares: all that lies between `Kernel` and a call of the library.
+"""What every fused kernel of a GPU library shares: all that lies between `Kernel` and a call of the
+library.
 
-A library computes a rectangle of pairs: everything allowed, or a band that starts at its corner, and a number of real
-keys for each batch row. Here masks become such rectangles, their results are merged, rows with nothing to attend to are
-made 0 and -inf, and a gradient of the LSE is added, which libraries drop:
+A library computes a rectangle of pairs: everything allowed, or a band that starts at its corner,
+and a number of real keys for each batch row. Here masks become such rectangles, their results are
+merged, rows with nothing to attend to are made 0 and -inf, and a gradient of the LSE is added,
+which libraries drop:
 
-    dS = P * (dP - delta) + P * dlse        dq += scale * dlse * (P k)        dk += P^T (scale * dlse * q)
+    dS = P * (dP - delta) + P * dlse        dq += scale * dlse * (P k)        dk += P^T (scale *
+    dlse * q)
 
 The last two are a forward and a backward with k in the place of v.
 """
@@ -30,8 +33,8 @@ from maxattn.masks import Mask
 class Pairs(NamedTuple):
     """Allow pairs by intervals of keys and by ids, for kernels that test pairs of a rectangle.
 
-    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] == kv_ids[b, j]`. `tiles`
-    is how a kernel goes through them where it takes lists of tiles.
+    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] ==
+    kv_ids[b, j]`. `tiles` is how a kernel goes through them where it takes lists of tiles.
     """
 
     lo: Int[Array, "M T"] | None
@@ -57,18 +60,35 @@ class Fused:
     scale: float
     lse_gradient: bool = False
 
-    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+    def piece_forward(
+        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T]) of one rectangle, whose arrays are cut already."""
         raise NotImplementedError
 
     def piece_backward(
-        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        piece: Piece,
+        lengths: Lengths,
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle from a given output and LSE."""
         raise NotImplementedError
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         parts = fused_masks.split(mask)
@@ -98,7 +118,9 @@ class Fused:
         dout: Array,
         dlse: Array,
     ) -> tuple[Array, Array, Array, Bias]:
-        """Return (dq, dk, dv, None) from a given LSE and output; dk and dv are float32, rounded once to k's dtype."""
+        """Return (dq, dk, dv, None) from a given LSE and output; dk and dv are float32, rounded
+        once to k's dtype.
+        """
         parts = fused_masks.split(mask)
         width = q.shape[3]
         q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
@@ -106,7 +128,9 @@ class Fused:
         k, v = keys.packed(k), keys.packed(v)
         operands = (q, k, v, keys.lengths, out.astype(q.dtype), lse, dout.astype(q.dtype), dlse)
 
-        def at(shift: int, q: Array, k: Array, v: Array, lengths: Lengths, *rows: Array) -> tuple[Array, Array, Array]:
+        def at(
+            shift: int, q: Array, k: Array, v: Array, lengths: Lengths, *rows: Array
+        ) -> tuple[Array, Array, Array]:
             cut = self._pieces(parts, shift, q, k)
             return _summed([(p, self._backward(q, k, v, p, lengths, *rows)) for p in cut], q, k)
 
@@ -114,9 +138,11 @@ class Fused:
         dk, dv = keys.unpacked(dk), keys.unpacked(dv)
         return dq[..., :width], dk[..., :width], dv[..., :width], None
 
-    # ---- which rectangles --------------------------------------------------------------------------------------------
+    # ---- which rectangles ------------------------------------------------------------------------
 
-    def _pieces(self, parts: fused_masks.Parts, shift: int, q: Array, k: Array) -> tuple[Piece, ...]:
+    def _pieces(
+        self, parts: fused_masks.Parts, shift: int, q: Array, k: Array
+    ) -> tuple[Piece, ...]:
         return pieces(_band(parts), shift, q.shape[1], k.shape[1])
 
     def _over_shifts(
@@ -139,13 +165,16 @@ class Fused:
         bounded = jnp.clip(shift, cases[0], cases[-1])
         branches = [lambda *x, s=s: at(s, *x) for s in cases]
         result = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
-        # A shift between the cases never comes from the strategies here; if it did, its answer would be no number.
+        # A shift between the cases never comes from the strategies here; if it did, its answer
+        # would be no number.
         fits = (bounded - cases[0]) % step == 0
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), result)
 
-    # ---- one rectangle -----------------------------------------------------------------------------------------------
+    # ---- one rectangle ---------------------------------------------------------------------------
 
-    def _forward(self, q: Array, k: Array, v: Array, p: Piece, lengths: Lengths) -> tuple[Piece, Array, Array]:
+    def _forward(
+        self, q: Array, k: Array, v: Array, p: Piece, lengths: Lengths
+    ) -> tuple[Piece, Array, Array]:
         q, k, v = q[:, p.q0 : p.q1], k[:, p.k0 : p.k1], v[:, p.k0 : p.k1]
         own = _lengths_from(lengths, p)
         out, lse = self.piece_forward(q, k, v, p, own)
@@ -156,26 +185,40 @@ class Fused:
         return p, out, lse
 
     def _backward(
-        self, q: Array, k: Array, v: Array, p: Piece, lengths: Lengths, out: Array, lse: Array, dout: Array, dlse: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        p: Piece,
+        lengths: Lengths,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
     ) -> tuple[Array, Array, Array]:
         q, out, dout = (x[:, p.q0 : p.q1] for x in (q, out, dout))
         k, v = k[:, p.k0 : p.k1], v[:, p.k0 : p.k1]
         lse, dlse = lse[:, :, p.q0 : p.q1], dlse[:, :, p.q0 : p.q1]
         own = _lengths_from(lengths, p)
-        # Rows that see nothing, here or anywhere, get a large LSE and no gradient: their P is exp(s - 1e30) = 0. Where
-        # every row sees a key, only rows that padding added are without an LSE, and their dout is 0 already.
+        # Rows that see nothing, here or anywhere, get a large LSE and no gradient: their P is exp(s
+        # - 1e30) = 0. Where every row sees a key, only rows that padding added are without an LSE,
+        # and their dout is 0 already.
         empty, seen = lse == NEG_INF, _seen(p, own)
         if seen is not None:
             empty |= ~seen[:, None]
             dout = jnp.where(_rows(empty), 0, dout).astype(q.dtype)
         lse = jnp.where(empty, BIG_LSE, lse)
-        dq, dk, dv = (x.astype(jnp.float32) for x in self.piece_backward(q, k, v, out, lse, dout, p, own))
+        dq, dk, dv = (
+            x.astype(jnp.float32) for x in self.piece_backward(q, k, v, out, lse, dout, p, own)
+        )
         if self.lse_gradient:
             extra = self._of_lse(q, k, p, own, lse, jnp.where(empty, 0.0, dlse))
             dq, dk = dq + extra[0], dk + extra[1]
         return dq, dk, dv
 
-    def _of_lse(self, q: Array, k: Array, p: Piece, lengths: Lengths, lse: Array, dlse: Array) -> tuple[Array, Array]:
+    def _of_lse(
+        self, q: Array, k: Array, p: Piece, lengths: Lengths, lse: Array, dlse: Array
+    ) -> tuple[Array, Array]:
         """Return the shares of (dq, dk) that come from a gradient of the LSE."""
         pk, here = self.piece_forward(q, k, k, p, lengths)
         weight = jnp.where(dlse == 0.0, 0.0, self.scale * dlse * jnp.exp(here - lse))
@@ -190,11 +233,14 @@ def refuse_shards(who: str, parts: fused_masks.Parts, call: Call) -> Reason | No
     if not call.sharded or fits_shards(parts, call.q_len, call.kv_len):
         return None
     rule = (
-        f"on a shard it takes {parts.positions[0]} where queries and keys are split alike, and a device has "
-        f"{call.q_len} queries and {call.kv_len} keys"
+        f"on a shard it takes {parts.positions[0]} where queries and keys are split alike, and a"
+        f" device has {call.q_len} queries and {call.kv_len} keys"
     )
     return Reason(
-        who, f"mask {parts.positions[0]}", rule, f"set context_parallel: ring or ulysses, or {fused_masks.REMEDY}"
+        who,
+        f"mask {parts.positions[0]}",
+        rule,
+        f"set context_parallel: ring or ulysses, or {fused_masks.REMEDY}",
     )
 
 
@@ -216,11 +262,19 @@ class _Keys:
 
     def packed(self, x: Array) -> Array:
         """Gather the real keys to the front."""
-        return x if self.order is None else jnp.take_along_axis(x, self.order[:, :, None, None], axis=1)
+        return (
+            x
+            if self.order is None
+            else jnp.take_along_axis(x, self.order[:, :, None, None], axis=1)
+        )
 
     def unpacked(self, x: Array) -> Array:
         """Put gradients of keys back where the keys came from."""
-        return x if self.order is None else jnp.take_along_axis(x, jnp.argsort(self.order, axis=1)[..., None, None], 1)
+        return (
+            x
+            if self.order is None
+            else jnp.take_along_axis(x, jnp.argsort(self.order, axis=1)[..., None, None], 1)
+        )
 
 
 def _band(parts: fused_masks.Parts) -> fused_masks.Band:
@@ -266,7 +320,9 @@ def _merged(found: list[tuple[Piece, Array, Array]], q: Array) -> tuple[Array, A
     return out.astype(q.dtype), total
 
 
-def _summed(found: list[tuple[Piece, tuple[Array, Array, Array]]], q: Array, k: Array) -> tuple[Array, Array, Array]:
+def _summed(
+    found: list[tuple[Piece, tuple[Array, Array, Array]]], q: Array, k: Array
+) -> tuple[Array, Array, Array]:
     """Add the gradients of rectangles where they belong: dq in q's dtype, dk and dv in float32."""
     if len(found) == 1 and found[0][0][:4] == (0, q.shape[1], 0, k.shape[1]):
         dq, dk, dv = found[0][1]
@@ -285,6 +341,8 @@ def _rows(x: Array) -> Array:
 
 
 def pad_heads(x: Array) -> Array:
-    """Pad the head dim to a multiple of 8 with zeros, which change no score and add columns that are dropped."""
+    """Pad the head dim to a multiple of 8 with zeros, which change no score and add columns that
+    are dropped.
+    """
     extra = -x.shape[3] % 8
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x

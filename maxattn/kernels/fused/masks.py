@@ -1,7 +1,9 @@
-"""Masks as the fused kernels of GPU libraries take them: a band round the diagonal, and how many keys are real.
+"""Masks as the fused kernels of GPU libraries take them: a band round the diagonal, and how many
+keys are real.
 
-A bound mask is split into terms of positions and terms of keys alone. Keys are real up to a length, or by flags; flags
-become lengths when the real keys are gathered to the front, which attention without positions does not notice.
+A bound mask is split into terms of positions and terms of keys alone. Keys are real up to a length,
+or by flags; flags become lengths when the real keys are gathered to the front, which attention
+without positions does not notice.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ REMEDY = "set attention: auto"
 
 
 class Band(NamedTuple):
-    """Allow `query - left <= key <= query + right`, with query 0 at `offset`; None is a side without a bound."""
+    """Allow `query - left <= key <= query + right`, with query 0 at `offset`; None is a side
+    without a bound.
+    """
 
     left: int | None = None
     right: int | None = None
@@ -110,9 +114,12 @@ def refuse_mask(who: str, parts: Parts, rows: bool = False) -> Reason | None:
         return Reason(who, "mask", f"it takes Causal and windows of tokens, and not {term}", REMEDY)
     if parts.has_flags and parts.positions:
         rule = (
-            "it takes flags of keys by gathering the real ones, which moves their positions, and the mask needs those"
+            "it takes flags of keys by gathering the real ones, which moves their positions, and"
+            " the mask needs those"
         )
-        return Reason(who, "mask KeyPadding & positions", rule, f"say KeyPadding as lengths, or {REMEDY}")
+        return Reason(
+            who, "mask KeyPadding & positions", rule, f"say KeyPadding as lengths, or {REMEDY}"
+        )
     return None
 
 
@@ -130,17 +137,23 @@ def refuse_call(who: str, call: Call, head_limit: int) -> Reason | None:
     return None
 
 
-def lengths_of(parts: Parts, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, "B"] | None:
-    """Count the real local keys of each batch row, where they are the first ones; None where all are real.
+def lengths_of(parts: Parts, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
+    """Count the real local keys of each batch row, where they are the first ones; None where all
+    are real.
 
     Flags are counted too: `packed` puts those keys first.
     """
     if not parts.limits and not parts.keys:
         return None
     if parts.has_flags:
-        return jnp.sum(real_keys(parts, kv_len, kv_offset), axis=1).astype(jnp.int32) + jnp.zeros(batch, jnp.int32)
+        return jnp.sum(real_keys(parts, kv_len, kv_offset), axis=1).astype(jnp.int32) + jnp.zeros(
+            batch, jnp.int32
+        )
     ends = [jnp.full(batch, term.limit, jnp.int32) for term in parts.limits]
-    ends += [jnp.broadcast_to(jnp.asarray(_leaf(term)).astype(jnp.int32), (batch,)) for term in parts.keys]
+    ends += [
+        jnp.broadcast_to(jnp.asarray(_leaf(term)).astype(jnp.int32), (batch,))
+        for term in parts.keys
+    ]
     first = ends[0]
     for end in ends[1:]:
         first = jnp.minimum(first, end)

@@ -1,7 +1,8 @@
-"""A band of pairs, cut into rectangles that kernels without offsets compute: full ones, and bands that start at 0, 0.
+"""A band of pairs, cut into rectangles that kernels without offsets compute: full ones, and bands
+that start at 0, 0.
 
-Where the offsets are traced, the shift between queries and keys is one of few values (whole shards apart), and each has
-its own rectangles under `lax.switch`.
+Where the offsets are traced, the shift between queries and keys is one of few values (whole shards
+apart), and each has its own rectangles under `lax.switch`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ MOST_SHIFTS = 66  # cases of one call: 64 devices, and the two ends
 
 
 class Piece(NamedTuple):
-    """Name queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` counted from their corner."""
+    """Name queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` counted from
+    their corner.
+    """
 
     q0: int
     q1: int
@@ -39,7 +42,8 @@ def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]
 
     Args:
         band: its own offset is ignored.
-        shift: position of the first query minus position of the first key, the band's offset included.
+        shift: position of the first query minus position of the first key, the band's offset
+            included.
         q_len, kv_len: local lengths.
     """
     if band.is_full:
@@ -75,10 +79,11 @@ def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
 
 
 def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
-    """List the shifts at which shards of queries and keys can lie apart, from one with nothing allowed to one with all.
+    """List the shifts at which shards of queries and keys can lie apart, from one with nothing
+    allowed to one with all.
 
-    Shards begin at multiples of their lengths, so that shifts are the band's offset plus multiples of a common step. A
-    shift beyond either end allows as little, or as much, as that end.
+    Shards begin at multiples of their lengths, so that shifts are the band's offset plus multiples
+    of a common step. A shift beyond either end allows as little, or as much, as that end.
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
@@ -88,10 +93,12 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
 
 
 def fits_shards(parts: Parts, q_len: int, kv_len: int) -> bool:
-    """Tell whether a band between shards is one of few cases: full, empty, or cut at a distance of whole shards.
+    """Tell whether a band between shards is one of few cases: full, empty, or cut at a distance of
+    whole shards.
 
-    Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two H200s a program with
-    such a switch beside a gather of the keys died with a segmentation fault, in jax 0.11.2, whichever the kernel.
+    Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two
+    H200s a program with such a switch beside a gather of the keys died with a segmentation fault,
+    in jax 0.11.2, whichever the kernel.
     """
     if parts.band is None or parts.band.is_full:
         return True

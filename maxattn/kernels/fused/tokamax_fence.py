@@ -1,11 +1,13 @@
 """tokamax's backward on Hopper GPUs, with a fence that its kernel of dK and dV lacks.
 
-That kernel reads a step's LSE and delta out of shared memory, and says that their place is free. The copy that comes
-next is asynchronous, and nothing orders it after those reads: PTX asks for a proxy fence between them. On an H200
-(tokamax 0.0.17, jax 0.11.2) dK and dV were wrong in some tiles, by up to 3% of their largest entry, in one call of ten
-with 1,200 tokens and in half or all with 4,096, other tiles each time. With the fence all calls give the same bits.
+That kernel reads a step's LSE and delta out of shared memory, and says that their place is free.
+The copy that comes next is asynchronous, and nothing orders it after those reads: PTX asks for a
+proxy fence between them. On an H200 (tokamax 0.0.17, jax 0.11.2) dK and dV were wrong in some
+tiles, by up to 3% of their largest entry, in one call of ten with 1,200 tokens and in half or all
+with 4,096, other tiles each time. With the fence all calls give the same bits.
 
-It goes in where the library's modules call Pallas: in instances of these modules that are ours alone.
+It goes in where the library's modules call Pallas: in instances of these modules that are ours
+alone.
 
 Source: NVIDIA, PTX ISA, async proxy; openxla/tokamax.
 """
@@ -43,7 +45,8 @@ def _instance(name: str) -> Any:
 
 
 class Fenced(local):
-    """Pallas's functions for GPUs, with a fence between reads of shared memory and what says that they are done.
+    """Pallas's functions for GPUs, with a fence between reads of shared memory and what says that
+    they are done.
 
     Args:
         library: the module.

@@ -1,7 +1,8 @@
 """tokamax's Pallas Mosaic kernels on NVIDIA GPUs: what `tokamax_flash` is there.
 
-Its masks are one interval of keys for each query: bands, block windows and lengths, at any offset. The forward skips
-tiles outside the intervals; the backward computes and masks them, but for a causal mask.
+Its masks are one interval of keys for each query: bands, block windows and lengths, at any offset.
+The forward skips tiles outside the intervals; the backward computes and masks them, but for a
+causal mask.
 
 Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 """
@@ -30,7 +31,8 @@ from maxattn.target import Target
 
 NEEDS = (0, 0, 17)
 HEAD_LIMIT = 256
-# One tile of keys: tiles of 128 queries took 0.094 ms instead of 0.106 at SDXL's text (H200; 16,4096,77,10,64).
+# One tile of keys: tiles of 128 queries took 0.094 ms instead of 0.106 at SDXL's text (H200;
+# 16,4096,77,10,64).
 SHORT_HEAD, SHORT_KEYS = 64, 128
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
@@ -48,21 +50,32 @@ class TokamaxMosaic(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse tokamax before 0.0.17, other GPUs than Hopper, float32, a bias, masks with several intervals."""
+        """Refuse tokamax before 0.0.17, other GPUs than Hopper, float32, a bias, masks with several
+        intervals.
+        """
         version = target.version("tokamax") or ""
         if _numbers(version) < NEEDS:
-            rule = f"it needs tokamax 0.0.17 or newer on a GPU, and this is {version or 'not installed'}"
+            rule = (
+                "it needs tokamax 0.0.17 or newer on a GPU, and this is"
+                f" {version or 'not installed'}"
+            )
             return Reason("tokamax_flash", "package", rule, 'pip install "tokamax>=0.0.17"')
         if not any(name in target.device_kind for name in HOPPER):
             rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
         reason = fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
         parts = fused_masks.split(call.mask)
-        return reason or fused_masks.refuse_mask("tokamax_flash", parts, rows=True) or _refuse_rows(parts)
+        return (
+            reason
+            or fused_masks.refuse_mask("tokamax_flash", parts, rows=True)
+            or _refuse_rows(parts)
+        )
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Accept: dQ and dK, dV are each written once, by two kernels (and by the fence of fused/tokamax_fence.py)."""
+        """Accept: dQ and dK, dV are each written once, by two kernels (and by the fence of
+        fused/tokamax_fence.py).
+        """
         return None
 
     @staticmethod
@@ -73,10 +86,21 @@ class TokamaxMosaic(Fused):
     def lines(self, call: Call) -> dict[str, str]:
         """Describe the kernel for `explain`."""
         runs = f"tokamax_flash (tokamax {self.version}, Mosaic GPU)"
-        return {"runs": runs, "blocks": "the library's own", "backward": "the library's own, and a fence that it lacks"}
+        return {
+            "runs": runs,
+            "blocks": "the library's own",
+            "backward": "the library's own, and a fence that it lacks",
+        }
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not _takes_intervals(fused_masks.split(mask), q_offset, kv_offset):
@@ -84,7 +108,9 @@ class TokamaxMosaic(Fused):
         piece, pairs = _intervals(mask, q, k, q_offset, kv_offset)
         out, lse = self.piece_forward(q, k, v, piece, pairs)
         seen = _seen(pairs)
-        return jnp.where(seen[..., None, None], out, 0).astype(q.dtype), jnp.where(seen[:, None], lse, NEG_INF)
+        return jnp.where(seen[..., None, None], out, 0).astype(q.dtype), jnp.where(
+            seen[:, None], lse, NEG_INF
+        )
 
     def backward(
         self,
@@ -110,14 +136,24 @@ class TokamaxMosaic(Fused):
         dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
         return dq.astype(q.dtype), dk, dv, None
 
-    def piece_forward(self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths) -> tuple[Array, Array]:
+    def piece_forward(
+        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
+    ) -> tuple[Array, Array]:
         """Return (out, lse) of one rectangle."""
         op = _configured(q, k, v, self.scale, _mask(piece, lengths))
         out, (top, total) = op.op(*op.args, **op.kwargs | {"return_residuals": True})
         return out, top + jnp.log(total)
 
     def piece_backward(
-        self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, piece: Piece, lengths: Lengths
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        piece: Piece,
+        lengths: Lengths,
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
         bound = _configured(q, k, v, self.scale, _mask(piece, lengths))
@@ -135,7 +171,9 @@ def _tokamax(module: str) -> Any:
 
 
 def _configured(q: Array, k: Array, v: Array, scale: float, mask: Any) -> Any:
-    """Bind the operands to tokamax's forward, with block sizes: looking them up in its tables warns on an H200."""
+    """Bind the operands to tokamax's forward, with block sizes: looking them up in its tables warns
+    on an H200.
+    """
     gpu = _tokamax("pallas_mosaic_gpu")
     op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, v, logits_scale=scale, mask=mask)
@@ -162,13 +200,17 @@ def _refuse_rows(parts: fused_masks.Parts) -> Reason | None:
 
 
 def _takes_intervals(parts: fused_masks.Parts, q_offset: Offset, kv_offset: Offset) -> bool:
-    """Tell whether a mask goes in as intervals: all with positions do, but for triangles, which the backward skips."""
+    """Tell whether a mask goes in as intervals: all with positions do, but for triangles, which the
+    backward skips.
+    """
     triangle = parts.band is not None and parts.band.left is None
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     return bool(parts.positions) and (traced or not triangle)
 
 
-def _intervals(mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset) -> tuple[Piece, Pairs]:
+def _intervals(
+    mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
+) -> tuple[Piece, Pairs]:
     """Return each query's interval of local keys as [B or 1, T] ends."""
     parts = fused_masks.split(mask)
     t, s = q.shape[1], k.shape[1]

@@ -1,4 +1,6 @@
-"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time under `vmap`."""
+"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time
+under `vmap`.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,41 @@ Rows = tuple[Array, Array, Array]  # (lse, dout, delta) of one batch row
 
 
 class Library(Protocol):
-    """The kernels of one splash attention, on one batch row: q [N, T, H], k and v [K, S, H], padded to tiles."""
+    """The kernels of one splash attention, on one batch row: q [N, T, H], k and v [K, S, H], padded
+    to tiles.
+    """
 
     def query_factor(self, dtype: Any) -> float:
-        """Return what the queries must be multiplied by beside the scale; dk comes back multiplied by it."""
+        """Return what the queries must be multiplied by beside the scale; dk comes back multiplied
+        by it.
+        """
         ...
 
-    def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], lse [N, T] float32, natural); an LSE below -1e37 marks rows that saw nothing."""
+    def forward(
+        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
+    ) -> tuple[Array, Array]:
+        """Return (out [N, T, H], lse [N, T] float32, natural); an LSE below -1e37 marks rows that
+        saw nothing.
+        """
         ...
 
     def dkv(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks, fused: bool
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        ids: Ids,
+        rows: Rows,
+        setup: Setup,
+        blocks: Blocks,
+        fused: bool,
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
         ...
 
-    def dq(self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks) -> Array:
+    def dq(
+        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
+    ) -> Array:
         """Return dq, where the backward is not fused."""
         ...
 
@@ -75,8 +95,11 @@ class Problem:
         out, lse = jax.vmap(row)(*setup.operands(self))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
-    def backward(self, sizes: BlockSizes, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
-        """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H]) in the operands' dtype.
+    def backward(
+        self, sizes: BlockSizes, lse: Array, dout: Array, delta: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H]) in the operands'
+        dtype.
 
         Args:
             sizes: block sizes.
@@ -86,7 +109,9 @@ class Problem:
         fused, blocks = bool(sizes.use_fused_bwd_kernel), _of(sizes, DKV)
         dkv = self._setup(*blocks[:2])
 
-        def keys(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Any:
+        def keys(
+            q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array
+        ) -> Any:
             with _usual_arithmetic():
                 return self.library.dkv(q, k, v, ids, (lse, dout, delta), dkv, blocks, fused)
 
@@ -98,7 +123,9 @@ class Problem:
     def _dq(self, blocks: tuple[int, ...], *given: Array) -> Array:
         setup = self._setup(*blocks)
 
-        def queries(q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array) -> Array:
+        def queries(
+            q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array
+        ) -> Array:
             with _usual_arithmetic():
                 return self.library.dq(q, k, v, ids, (lse, dout, delta), setup, blocks)
 
@@ -115,18 +142,26 @@ class Problem:
         return self.k.shape[2]
 
     def checked(self, x: Array) -> Array:
-        """Turn a result into NaN where the offsets did not fit the codes that carry them: never a wrong number."""
+        """Turn a result into NaN where the offsets did not fit the codes that carry them: never a
+        wrong number.
+        """
         valid = self._setup(self.q_len, self.kv_len).valid
         return x if valid is None else jnp.where(valid, x, jnp.nan)
 
     def _setup(self, block_q: int, block_kv: int) -> Setup:
         offsets = self.q_offset, self.kv_offset
         padded = -(-self.q_len // block_q) * block_q, -(-self.kv_len // block_kv) * block_kv
-        kinds = mask_info.tile_kinds(self.parts.positions, block_q, block_kv, self.q_len, self.kv_len, *offsets)
+        kinds = mask_info.tile_kinds(
+            self.parts.positions, block_q, block_kv, self.q_len, self.kv_len, *offsets
+        )
         # Segment ids hide padded keys as well, and then the positions need not.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
-        rows = mask_info.rows_of(self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets)
-        ids = mask_info.segment_ids(self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset)
+        rows = mask_info.rows_of(
+            self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets
+        )
+        ids = mask_info.segment_ids(
+            self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset
+        )
         return Setup(kinds, rows, ids, padded, shows_padding)
 
 
@@ -138,7 +173,9 @@ class Setup:
     codes: Any
     ids: tuple[Array, Array] | None
     padded: tuple[int, int]
-    shows_padding: bool = False  # padded keys are hidden by the code, so tiles that hold them must evaluate it
+    shows_padding: bool = (
+        False  # padded keys are hidden by the code, so tiles that hold them must evaluate it
+    )
 
     @property
     def code(self) -> Callable[..., Any] | None:
@@ -155,7 +192,10 @@ class Setup:
         t, s = self.padded
         ids = None
         if self.ids is not None:
-            ids = _pad(self.ids[0], 1, t, mask_info.QUERY_PAD), _pad(self.ids[1], 1, s, mask_info.KEY_PAD)
+            ids = (
+                _pad(self.ids[0], 1, t, mask_info.QUERY_PAD),
+                _pad(self.ids[1], 1, s, mask_info.KEY_PAD),
+            )
         return _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), ids
 
     def rows(self, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
@@ -166,8 +206,14 @@ class Setup:
 
 @contextmanager
 def _usual_arithmetic() -> Iterator[None]:
-    """Keep 64-bit mode and forbidden promotion off the libraries: their index arithmetic fails under either."""
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    """Keep 64-bit mode and forbidden promotion off the libraries: their index arithmetic fails
+    under either.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         yield
 
 

@@ -1,11 +1,13 @@
-"""What the two splash attentions have in common, JAX's and tokamax's: everything around their kernels.
+"""What the two splash attentions have in common, JAX's and tokamax's: everything around their
+kernels.
 
-Their forward and backward kernels are called themselves, not the public functions, so that a backward can be given
-the output and LSE of a merge over many calls, and the gradient of the LSE:
+Their forward and backward kernels are called themselves, not the public functions, so that a
+backward can be given the output and LSE of a merge over many calls, and the gradient of the LSE:
 
     delta = sum(dout * out) - dlse        dS = P * (dP - delta)
 
-Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, rows that see nothing.
+Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, rows that
+see nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from maxattn.kernels.splash.calls import Library, Problem
 from maxattn.masks import Mask
 from maxattn.target import Target
 
-# The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited at all.
+# The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
+# at all.
 NOTHING_SEEN = -1e37
 
 
@@ -43,8 +46,8 @@ class Splash:
         interpret: run the kernels in Pallas' interpreter, on a CPU.
         float32_qk_product: cast q, k and v to float32 before the kernel.
         changes: how the block sizes differ from those that were asked for.
-        inference: tile sizes of a forward that is not differentiated, which the backward's rules do not bind; None:
-            the same.
+        inference: tile sizes of a forward that is not differentiated, which the backward's rules do
+            not bind; None: the same.
         inference_changes: how those differ from what was asked for.
     """
 
@@ -60,7 +63,9 @@ class Splash:
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Repeat always: the grid's steps follow one another, and dQ's parts are summed after them."""
+        """Repeat always: the grid's steps follow one another, and dQ's parts are summed after
+        them.
+        """
         return None
 
     @classmethod
@@ -69,19 +74,30 @@ class Splash:
         local = replace(call, dtype="float32") if config.float32_qk_product else call
         kind = cast(KernelKind, cls.name)
         (blocks, changes), (inference, inference_changes) = (
-            adjust(config.flash_block_sizes, local, kind, target, training) for training in (True, False)
+            adjust(config.flash_block_sizes, local, kind, target, training)
+            for training in (True, False)
         )
         return cls(
-            call.scale, blocks, target.platform == "cpu", config.float32_qk_product, changes,
-            inference, inference_changes, **settings,
-        )  # fmt: skip
+            call.scale,
+            blocks,
+            target.platform == "cpu",
+            config.float32_qk_product,
+            changes,
+            inference,
+            inference_changes,
+            **settings,
+        )
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""
         if self.inference is None:
             return self
         return replace(
-            self, blocks=self.inference, changes=self.inference_changes, inference=None, inference_changes=()
+            self,
+            blocks=self.inference,
+            changes=self.inference_changes,
+            inference=None,
+            inference_changes=(),
         )
 
     @property
@@ -95,14 +111,23 @@ class Splash:
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
-        """Write the sizes and their changes, in one line, or in one for inference and one for training."""
+        """Write the sizes and their changes, in one line, or in one for inference and one for
+        training.
+        """
         training = f"{self.blocks}{_changed(self.changes)}"
         if self.inference is None or self.inference.part(FORWARD) == self.blocks.part(FORWARD):
             return training
         return f"inference {self.inference}{_changed(self.inference_changes)}\ntraining {training}"
 
     def forward(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, q_offset: Offset, kv_offset: Offset
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Bias,
+        mask: Mask,
+        q_offset: Offset,
+        kv_offset: Offset,
     ) -> tuple[Array, Array]:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         with _precision(self._compute_dtype(q)):
@@ -128,10 +153,12 @@ class Splash:
     ) -> tuple[Array, Array, Array, Bias]:
         """Return (dq, dk, dv, None) from a given LSE and output.
 
-        dk and dv are float32 that was rounded once to k's dtype: both libraries sum them in float32 and fix the dtype
-        of what their kernel writes to that of its operand k, in the function that makes the kernel.
+        dk and dv are float32 that was rounded once to k's dtype: both libraries sum them in float32
+        and fix the dtype of what their kernel writes to that of its operand k, in the function that
+        makes the kernel.
         """
-        # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never meets -inf.
+        # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
+        # meets -inf.
         finite, delta, dout = row_gradient(out.swapaxes(1, 2), dout.swapaxes(1, 2), lse, dlse)
         with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
@@ -145,19 +172,29 @@ class Splash:
     def _compute_dtype(self, q: Array) -> Any:
         return jnp.dtype(jnp.float32) if self.float32_qk_product else q.dtype
 
-    def _problem(self, q: Array, k: Array, v: Array, mask: Mask, q_offset: Offset, kv_offset: Offset) -> Problem:
+    def _problem(
+        self, q: Array, k: Array, v: Array, mask: Mask, q_offset: Offset, kv_offset: Offset
+    ) -> Problem:
         dtype = self._compute_dtype(q)
-        # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to their dtype. A power
-        # of two (head dims 64 and 256) is exact. For others no factor but a power of two is free of that rounding, on
-        # q or k: at head dim 128 in bfloat16, with scores of standard deviation 1 and 9, the RMS error of the output is
-        # 2.3e-3 and 5.2e-3, where exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
-        scaled = (q.astype(jnp.float32) * (self.scale * self.library.query_factor(dtype))).astype(dtype)
+        # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
+        # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
+        # power of two is free of that rounding, on q or k: at head dim 128 in bfloat16, with scores
+        # of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and 5.2e-3, where
+        # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
+        scaled = (q.astype(jnp.float32) * (self.scale * self.library.query_factor(dtype))).astype(
+            dtype
+        )
         parts = mask_info.split(mask)
         assert isinstance(parts, mask_info.Split), parts  # supports() refused it
         return Problem(
-            scaled.swapaxes(1, 2), k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2), parts,
-            q_offset, kv_offset, self.library,
-        )  # fmt: skip
+            scaled.swapaxes(1, 2),
+            k.astype(dtype).swapaxes(1, 2),
+            v.astype(dtype).swapaxes(1, 2),
+            parts,
+            q_offset,
+            kv_offset,
+            self.library,
+        )
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
@@ -176,5 +213,7 @@ def _changed(changes: tuple[Change, ...]) -> str:
 
 
 def _precision(dtype: Any) -> Any:
-    """Ask for whole float32 products where operands are float32; a TPU would round them to bfloat16."""
+    """Ask for whole float32 products where operands are float32; a TPU would round them to
+    bfloat16.
+    """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

@@ -1,7 +1,8 @@
-"""Whole numbers inside a Pallas TPU kernel: what `Mask.spans` does with positions, in operations that lower anywhere.
+"""Whole numbers inside a Pallas TPU kernel: what `Mask.spans` does with positions, in operations
+that lower anywhere.
 
-jax lowers `//` of int32 through `sign`, which asks which TPU this machine has; lowering for a TPU that is elsewhere
-then fails. Here `//` is a truncating division and a correction.
+jax lowers `//` of int32 through `sign`, which asks which TPU this machine has; lowering for a TPU
+that is elsewhere then fails. Here `//` is a truncating division and a correction.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""How a mask reaches the inside of a splash kernel: one int32 a query, and a function of it and of the key's index.
+"""How a mask reaches the inside of a splash kernel: one int32 a query, and a function of it and of
+the key's index.
 
-Splash hands its mask function an int32 that belongs to the query and the index of the key among the local keys, and
-no other operand. Three codes cover every mask of positions:
+Splash hands its mask function an int32 that belongs to the query and the index of the key among the
+local keys, and no other operand. Three codes cover every mask of positions:
 
-- `OneInterval`: the local keys that the query sees are one interval, and its two ends are packed into the 32 bits.
-  Two comparisons and no division in the kernel; both offsets may be traced.
-- `Positions`: the int is the query's position, and the kernel evaluates the mask. The key offset is a Python int.
-- `Shards`: the same with a traced key offset, which is packed above the position as a number of key shards.
+- `OneInterval`: the local keys that the query sees are one interval, and its two ends are packed
+  into the 32 bits. Two comparisons and no division in the kernel; both offsets may be traced.
+- `Positions`: the int is the query's position, and the kernel evaluates the mask. The key offset is
+  a Python int.
+- `Shards`: the same with a traced key offset, which is packed above the position as a number of key
+  shards.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048
 
 
 class RowCode(Protocol):
-    """Tell from a query's code and the local index of a key whether the pair attends; the shapes are equal."""
+    """Tell from a query's code and the local index of a key whether the pair attends; the shapes
+    are equal.
+    """
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:
         """Evaluate elementwise, inside a Pallas kernel."""
@@ -36,10 +41,12 @@ class RowCode(Protocol):
 
 
 class Rows(NamedTuple):
-    """The code, each query's int32, and whether the codes could hold the offsets (None: known to)."""
+    """The code, each query's int32, and whether the codes could hold the offsets (None: known
+    to).
+    """
 
     code: RowCode
-    values: Int[Array, "T"]
+    values: Int[Array, " T"]
     valid: Bool[Array, ""] | None = None
 
 
@@ -90,7 +97,9 @@ class Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Evaluate the mask where the keys begin at a whole number of key shards, `kv_offset = number * kv_len`."""
+    """Evaluate the mask where the keys begin at a whole number of key shards, `kv_offset = number *
+    kv_len`.
+    """
 
     mask: Mask
     kv_len: int

@@ -1,11 +1,13 @@
-"""The kernels of tokamax's splash attention on one batch row, with a natural-log LSE whatever they keep inside.
+"""The kernels of tokamax's splash attention on one batch row, with a natural-log LSE whatever they
+keep inside.
 
-Its schedule lists the tiles to visit, row by row, and marks which of them are mixed: full ones skip the mask. Tiles
-that no step visits are never written, so rows of queries that are in none are marked here, and the backward goes
-through every tile of its grid.
+Its schedule lists the tiles to visit, row by row, and marks which of them are mixed: full ones skip
+the mask. Tiles that no step visits are never written, so rows of queries that are in none are
+marked here, and the backward goes through every tile of its grid.
 
-With `base2` the kernels multiply the queries by log2(e), compute exp2, and keep the LSE in base 2: it is divided by
-log2(e) on its way out and multiplied on its way in, so that merges and rings see natural logarithms alone.
+With `base2` the kernels multiply the queries by log2(e), compute exp2, and keep the LSE in base 2:
+it is divided by log2(e) on its way out and multiplied on its way in, so that merges and rings see
+natural logarithms alone.
 """
 
 from __future__ import annotations
@@ -44,22 +46,44 @@ class TokamaxSplash:
     scheduler: bool
 
     def query_factor(self, dtype: Any) -> float:
-        """Undo that `base2` multiplies by log2(e) rounded to the dtype: 0.18% too much in bfloat16."""
+        """Undo that `base2` multiplies by log2(e) rounded to the dtype: 0.18% too much in
+        bfloat16.
+        """
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
-    def forward(self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
+    def forward(
+        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
+    ) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T]); the LSE of rows that nothing visits is -inf."""
         splash = library()
         out, stats = splash._splash_attention_forward(
-            _forward_info(setup), q, k, v, _ids(ids), None, mask_value=splash.base.DEFAULT_MASK_VALUE, is_mqa=False,
-            config=self._config(blocks), save_residuals=True, mask_function=setup.code, fwd_mask_sparsity=_share(setup),
-        )  # fmt: skip
+            _forward_info(setup),
+            q,
+            k,
+            v,
+            _ids(ids),
+            None,
+            mask_value=splash.base.DEFAULT_MASK_VALUE,
+            is_mqa=False,
+            config=self._config(blocks),
+            save_residuals=True,
+            mask_function=setup.code,
+            fwd_mask_sparsity=_share(setup),
+        )
         lse = stats["logsumexp"] / LOG2E if self.base2 else stats["logsumexp"]
         visited = jnp.repeat(jnp.asarray(setup.kinds != EMPTY).any(axis=1), blocks[0])
         return out, jnp.where(visited[None], lse, NEG_INF)
 
     def dkv(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks, fused: bool
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        ids: Ids,
+        rows: Rows,
+        setup: Setup,
+        blocks: Blocks,
+        fused: bool,
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq, dk, dv)."""
         assert fused, "tokamax has no other backward"
@@ -68,20 +92,38 @@ class TokamaxSplash:
         lse = lse * LOG2E if self.base2 else lse
         bq, bkv, compute = blocks
         return splash._splash_attention_bwd_dkv(
-            q, k, v, _ids(ids), lse, dout, delta, bq=bq, bkv=bkv, bkv_compute=compute, is_mqa=False,
-            mask_info=_backward_info(setup), mask_value=splash.base.DEFAULT_MASK_VALUE, mask_function=setup.code,
-            config=self._config(blocks), dkv_mask_sparsity=_share(setup),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            _ids(ids),
+            lse,
+            dout,
+            delta,
+            bq=bq,
+            bkv=bkv,
+            bkv_compute=compute,
+            is_mqa=False,
+            mask_info=_backward_info(setup),
+            mask_value=splash.base.DEFAULT_MASK_VALUE,
+            mask_function=setup.code,
+            config=self._config(blocks),
+            dkv_mask_sparsity=_share(setup),
+        )
 
-    def dq(self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks) -> Array:
+    def dq(
+        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
+    ) -> Array:
         """Refuse: the adjuster always asks for the fused backward."""
         raise NotImplementedError("tokamax has no separate backward of Q")
 
     def _config(self, blocks: Blocks) -> Any:
         return library().SplashConfig(
-            *blocks, *blocks, use_base2_exp=self.base2, use_experimental_scheduler=self.scheduler,
+            *blocks,
+            *blocks,
+            use_base2_exp=self.base2,
+            use_experimental_scheduler=self.scheduler,
             interpret=self.interpret,
-        )  # fmt: skip
+        )
 
 
 def _ids(ids: Ids) -> Any:
@@ -89,7 +131,9 @@ def _ids(ids: Ids) -> Any:
 
 
 def _share(setup: Setup) -> float:
-    """Return the share of tiles that are visited, for the compiler's estimate of cost; 1 where it is not known."""
+    """Return the share of tiles that are visited, for the compiler's estimate of cost; 1 where it
+    is not known.
+    """
     return float((setup.kinds != EMPTY).mean()) if isinstance(setup.kinds, np.ndarray) else 1.0
 
 
@@ -103,17 +147,27 @@ def marks_of(setup: Setup) -> Any:
 
 
 def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
-    """List the tiles to visit, row by row, as (rows, columns, marks, how many); numpy, or traced and padded with -1."""
+    """List the tiles to visit, row by row, as (rows, columns, marks, how many); numpy, or traced
+    and padded with -1.
+    """
     shape = rows, columns = marks.shape
     if isinstance(marks, np.ndarray):
         row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
         small = np.int8 if max(shape) <= 128 else np.int16 if max(shape) <= 2**15 else np.int32
         count = np.array([row.shape[0]], np.int32)
-        return row.astype(small), column.astype(small), np.maximum(marks[row, column], PARTIAL), count
+        return (
+            row.astype(small),
+            column.astype(small),
+            np.maximum(marks[row, column], PARTIAL),
+            count,
+        )
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
-    # A stable sort by whether a tile is idle; no gather, which long lists make slow or impossible to lower.
-    idle, row, column, flat = jax.lax.sort((idle, row, column, marks.reshape(-1)), num_keys=1, is_stable=True)
+    # A stable sort by whether a tile is idle; no gather, which long lists make slow or impossible
+    # to lower.
+    idle, row, column, flat = jax.lax.sort(
+        (idle, row, column, marks.reshape(-1)), num_keys=1, is_stable=True
+    )
     row, column = (jnp.where(idle == 1, -1, x) for x in (row, column))
     return row, column, flat, (idle == 0).sum(dtype=jnp.int32)[None]
 
@@ -128,11 +182,14 @@ def _forward_info(setup: Setup) -> Any:
 def _backward_info(setup: Setup) -> Any:
     if setup.codes is None:
         return _info(setup)
-    # Without lists of rows and columns the grid is all tiles, key tiles first, and tiles marked 0 are not computed.
+    # Without lists of rows and columns the grid is all tiles, key tiles first, and tiles marked 0
+    # are not computed.
     return _info(setup, marks=jnp.asarray(marks_of(setup).T.reshape(-1)))
 
 
-def _info(setup: Setup, rows: Any = None, columns: Any = None, marks: Any = None, count: Any = None) -> Any:
+def _info(
+    setup: Setup, rows: Any = None, columns: Any = None, marks: Any = None, count: Any = None
+) -> Any:
     values = None
     if setup.codes is not None:
         values = jnp.pad(setup.codes.values, (0, setup.padded[0] - setup.codes.values.shape[0]))

@@ -1,4 +1,6 @@
-"""Measuring attention: device time, TFLOP/s, memory and error of every kernel that this machine can run."""
+"""Measuring attention: device time, TFLOP/s, memory and error of every kernel that this machine can
+run.
+"""
 
 from __future__ import annotations
 

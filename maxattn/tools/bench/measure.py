@@ -35,7 +35,8 @@ class Row:
     """Hold one measurement.
 
     Args:
-        shape, who, what: name of the shape, the kernel or library, and "forward", "backward" or "forward+backward".
+        shape, who, what: name of the shape, the kernel or library, and "forward", "backward" or
+            "forward+backward".
         ms: device time of one call; 0 where it failed.
         tflops: useful operations, of allowed pairs alone, in TFLOP/s.
         peak: bytes of arguments, results and temporaries, as the compiler reports them.
@@ -58,9 +59,14 @@ class Row:
 
 
 def bench(
-    shape: Shape, kernels: Sequence[str] = (), peers: bool = False, target: Target | None = None, budget: float = 0.5
+    shape: Shape,
+    kernels: Sequence[str] = (),
+    peers: bool = False,
+    target: Target | None = None,
+    budget: float = 0.5,
 ) -> list[Row]:
-    """Measure kernels of this library through their own forward and backward, and `auto` through `attention`.
+    """Measure kernels of this library through their own forward and backward, and `auto` through
+    `attention`.
 
     Args:
         shape: from `maxattn.tools.model_shapes`.
@@ -82,7 +88,8 @@ def bench(
 def beside_reference(
     jobs: list[Job], shape: Shape, inputs: tuple[Array, ...], budget: float, **settings: Any
 ) -> tuple[list[Row], list[tuple[Job, Timed]]]:
-    """Measure jobs, and dense attention of the first queries, which their results are compared with.
+    """Measure jobs, and dense attention of the first queries, which their results are compared
+    with.
 
     Args:
         jobs: of a shape.
@@ -95,7 +102,9 @@ def beside_reference(
         A row for every job, and the time of each that ran.
     """
     ran = [job for job in jobs if not job.row.note]
-    reference = Work(reference_of(shape), lambda: [tuple(x[:1] for x in inputs[:3])], name="reference in float32")
+    reference = Work(
+        reference_of(shape), lambda: [tuple(x[:1] for x in inputs[:3])], name="reference in float32"
+    )
     wanted, *times = measure([reference, *(job.work for job in ran)], budget, **settings)
     following = iter(times)
     rows = [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
@@ -104,7 +113,9 @@ def beside_reference(
 
 @dataclass(frozen=True)
 class Job:
-    """Hold one function to measure, and the row it fills; a note in it says that there is nothing to measure."""
+    """Hold one function to measure, and the row it fills; a note in it says that there is nothing
+    to measure.
+    """
 
     row: Row
     shape: Shape
@@ -121,7 +132,11 @@ class Job:
 
 
 def _jobs(
-    shape: Shape, kernels: tuple[str, ...], peers: bool, target: Target, inputs: list[tuple[Array, ...]]
+    shape: Shape,
+    kernels: tuple[str, ...],
+    peers: bool,
+    target: Target,
+    inputs: list[tuple[Array, ...]],
 ) -> list[Job]:
     jobs = []
     for name in kernels or (*KERNELS, "auto"):
@@ -164,21 +179,27 @@ def config_of(kernel: str, *overrides: str) -> AttentionConfig:
     return AttentionConfig.from_overrides([f"attention={kernel}", *overrides])
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
-def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]) -> list[Job]:
+def _of_kernel(
+    name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]
+) -> list[Job]:
     """Return a kernel's forward, and its backward from a given output and LSE."""
     kernel = KERNELS[name].build(shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
     if name == "dot_product" and scores_bytes(shape) > 4e8:
-        inputs = inputs[:1]  # long enough alone, and scores of several calls would be in memory together
+        inputs = inputs[
+            :1
+        ]  # long enough alone, and scores of several calls would be in memory together
 
     def forward(q: Array, k: Array, v: Array, dout: Array) -> Any:
         return kernel.forward(q, k, v, None, mask, 0, 0)
 
     def backward(q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array) -> Any:
-        dq, dk, dv, _ = kernel.backward(q, k, v, None, mask, 0, 0, out, lse, dout, jnp.zeros_like(lse))
+        dq, dk, dv, _ = kernel.backward(
+            q, k, v, None, mask, 0, 0, out, lse, dout, jnp.zeros_like(lse)
+        )
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     def given() -> list[tuple[Array, ...]]:
@@ -186,10 +207,15 @@ def _of_kernel(name: str, shape: Shape, target: Target, inputs: list[tuple[Array
         return [(*each, *first(*each)) for each in inputs]
 
     row = Row(shape.name, name, FORWARD)
-    return [Job(row, shape, forward, lambda: inputs), Job(replace(row, what=BACKWARD), shape, backward, given)]
+    return [
+        Job(row, shape, forward, lambda: inputs),
+        Job(replace(row, what=BACKWARD), shape, backward, given),
+    ]
 
 
-def both_ways(shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]) -> list[Job]:
+def both_ways(
+    shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]
+) -> list[Job]:
     """Return a function's forward, and forward and backward together."""
     row = Row(shape.name, who, FORWARD)
     forward = Job(row, shape, f, lambda: [each[:3] for each in inputs])
@@ -214,13 +240,20 @@ def random_inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
     size = b * t * n * h
     sets = 1 if size > 2e8 or target.platform == "cpu" else 2 if size > 6e7 else 8
     keys = jax.random.split(jax.random.key(0), (sets, 4))
-    sizes = ((b, t, n, h), (b, s, shape.kv_heads or n, h), (b, s, shape.kv_heads or n, h), (b, t, n, h))
+    sizes = (
+        (b, t, n, h),
+        (b, s, shape.kv_heads or n, h),
+        (b, s, shape.kv_heads or n, h),
+        (b, t, n, h),
+    )
     make = jax.jit(partial(normal, dtype=shape.dtype), static_argnums=1)
     return [tuple(make(key, dims) for key, dims in zip(row, sizes, strict=True)) for row in keys]
 
 
 def too_large(name: str, shape: Shape) -> bool:
-    """Leave out what nobody would run: dense scores of more than 30 GB, plain JAX for more than 2 TFLOP."""
+    """Leave out what nobody would run: dense scores of more than 30 GB, plain JAX for more than 2
+    TFLOP.
+    """
     dense, tiled = name == "dot_product", name == "memory_efficient"
     return (dense and scores_bytes(shape) > 3e10) or (tiled and operations(shape) > 2e12)
 
@@ -230,7 +263,7 @@ def scores_bytes(shape: Shape) -> float:
     return 4.0 * shape.batch * shape.heads * shape.q_len * shape.kv_len
 
 
-# ---- what is said of it ----------------------------------------------------------------------------------------------
+# ---- what is said of it --------------------------------------------------------------------------
 
 
 def row_of(job: Job, timed: Timed, wanted: Timed | None) -> Row:
@@ -245,7 +278,9 @@ def row_of(job: Job, timed: Timed, wanted: Timed | None) -> Row:
         return row
     out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
     got = out[:1, : wanted.first.shape[1]].astype(jnp.float32)
-    return replace(row, error=float(jnp.abs(got - wanted.first).max() / jnp.abs(wanted.first).max()))
+    return replace(
+        row, error=float(jnp.abs(got - wanted.first).max() / jnp.abs(wanted.first).max())
+    )
 
 
 def operations(shape: Shape) -> float:
@@ -256,7 +291,9 @@ def operations(shape: Shape) -> float:
 def reference_of(shape: Shape) -> Callable[..., Any]:
     """Return dense attention in float32 of the first queries of one batch row."""
     few = min(CHECKED_QUERIES, shape.q_len)
-    allowed = shape.mask.bind(shape.q_len, shape.kv_len).allowed(np.arange(few), np.arange(shape.kv_len))
+    allowed = shape.mask.bind(shape.q_len, shape.kv_len).allowed(
+        np.arange(few), np.arange(shape.kv_len)
+    )
     mask = Dense(np.asarray(allowed)).bind(few, shape.kv_len)
     dense = DotProduct(shape.call().scale)
 

@@ -2,17 +2,20 @@
 
     bound = attention alone + matmuls alone + 1.15 x bytes / 4 TB/s
 
-The bytes are those that the elementwise parts must move, if each array is read and written once. [T, C] is an array of
-tokens in the compute dtype, C = N H:
+The bytes are those that the elementwise parts must move, if each array is read and written once.
+[T, C] is an array of tokens in the compute dtype, C = N H:
 
-    forward    q and k read by norm and rotary embedding and written: 4 [T, C]; tables of cosines and sines, for each
-    backward   dq, q read and dq written, the same for k: 6 [T, C]; dv and dy read for the bias gradients: 2 [T, C];
+    forward    q and k read by norm and rotary embedding and written: 4 [T, C]; tables of cosines
+    and sines, for each backward   dq, q read and dq written, the same for k: 6 [T, C]; dv and dy
+    read for the bias gradients: 2 [T, C];
                the tables
-    both       where parameters are kept in another dtype: each kernel read and written for its cast, and the gradients
+    both       where parameters are kept in another dtype: each kernel read and written for its
+    cast, and the gradients
 
-Biases, and sums of the three gradients of x, are taken as parts of the matmuls. The memory's 4 TB/s is what a copy
-reaches on an H200. Attention and matmuls are measured in one program too, in the module's order: a chip's clock depends
-on what ran before, and the module leaves it no other than these leave each other.
+Biases, and sums of the three gradients of x, are taken as parts of the matmuls. The memory's 4 TB/s
+is what a copy reaches on an H200. Attention and matmuls are measured in one program too, in the
+module's order: a chip's clock depends on what ran before, and the module leaves it no other than
+these leave each other.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from maxattn.context_parallel.ring.hops import in_step
 from maxattn.modules import FlaxAttention
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
-from maxattn.tools.bench.measure import BOTH, FORWARD, Job, Row, config_of, random_inputs, row_of, with_gradient
+from maxattn.tools.bench.measure import (
+    BOTH,
+    FORWARD,
+    Job,
+    Row,
+    config_of,
+    random_inputs,
+    row_of,
+    with_gradient,
+)
 from maxattn.tools.bench.report import as_kernels
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
@@ -50,7 +62,8 @@ def bench_module(
     profiled: bool = False,
     alone: bool = False,
 ) -> list[Row]:
-    """Measure self-attention with biases, RMS norm across heads and a rotary embedding, forward and in training.
+    """Measure self-attention with biases, RMS norm across heads and a rotary embedding, forward and
+    in training.
 
     Args:
         shape: from `maxattn.tools.model_shapes`; its channels are N H.
@@ -70,14 +83,21 @@ def bench_module(
     if alone:
         return rows
     bounds = [_bound(shape, rows, i, param_dtype) for i in (0, 1)]
-    return [replace(row, bound=bounds[i] if i < 2 and row.ms else None) for i, row in enumerate(rows)]
+    return [
+        replace(row, bound=bounds[i] if i < 2 and row.ms else None) for i, row in enumerate(rows)
+    ]
 
 
 def elementwise_bytes(shape: Shape, training: bool, param_dtype: str = "float32") -> int:
-    """Return the bytes that the elementwise parts must move, each array read and written once (see above)."""
+    """Return the bytes that the elementwise parts must move, each array read and written once (see
+    above).
+    """
     item, kept = jnp.dtype(shape.dtype).itemsize, jnp.dtype(param_dtype).itemsize
     tokens = shape.batch * shape.q_len
-    array, tables = tokens * shape.heads * shape.head_dim * item, 2 * 2 * shape.q_len * shape.head_dim // 2 * 4
+    array, tables = (
+        tokens * shape.heads * shape.head_dim * item,
+        2 * 2 * shape.q_len * shape.head_dim // 2 * 4,
+    )
     casts = 4 * (shape.heads * shape.head_dim) ** 2 * (item + kept) if kept != item else 0
     forward = 4 * array + tables + casts
     return forward + (8 * array + tables + casts if training else 0)
@@ -91,15 +111,24 @@ def _bound(shape: Shape, rows: list[Row], which: int, param_dtype: str) -> float
     return sum(parts) + 1e3 * SLACK * elementwise_bytes(shape, bool(which), param_dtype) / MEMORY
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 def _module(shape: Shape, kernel: str, param_dtype: str) -> list[Job]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     module = FlaxAttention(
-        width, shape.heads, None, shape.head_dim, bias=True, qk_norm="rms_norm_across_heads", eps=1e-6,
-        config=config_of(kernel), dtype=dtype, param_dtype=jnp.dtype(param_dtype), rngs=nnx.Rngs(0),
-    )  # fmt: skip
+        width,
+        shape.heads,
+        None,
+        shape.head_dim,
+        bias=True,
+        qk_norm="rms_norm_across_heads",
+        eps=1e-6,
+        config=config_of(kernel),
+        dtype=dtype,
+        param_dtype=jnp.dtype(param_dtype),
+        rngs=nnx.Rngs(0),
+    )
     graph, state = nnx.split(module)
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
 
@@ -125,7 +154,9 @@ def _attention(shape: Shape, kernel: str) -> list[Job]:
 
 
 def _matmuls(shape: Shape) -> list[Job]:
-    """Return the matmuls alone: three of x and one of the attention's output; three for each of them in training."""
+    """Return the matmuls alone: three of x and one of the attention's output; three for each of
+    them in training.
+    """
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     x, o, *grads = _arrays((shape.batch * shape.q_len, width), dtype, 6)
     weights = tuple(_arrays((width, width), dtype, 4))
@@ -136,9 +167,17 @@ def _matmuls(shape: Shape) -> list[Job]:
     def training(x: Array, o: Array, weights: Weights, grads: Any) -> Any:
         *of_x, dy = grads
         products = [g @ w.T for g, w in zip(of_x, weights[:3], strict=True)]
-        return forward(x, o, weights), _added(products), dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
+        return (
+            forward(x, o, weights),
+            _added(products),
+            dy @ weights[3].T,
+            [x.T @ g for g in of_x],
+            o.T @ dy,
+        )
 
-    return _jobs(shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads)))
+    return _jobs(
+        shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads))
+    )
 
 
 def _added(products: list[Array]) -> Array:
@@ -146,7 +185,9 @@ def _added(products: list[Array]) -> Array:
 
 
 def _both(shape: Shape, kernel: str) -> list[Job]:
-    """Return the matmuls and the attention in one program: the module without norm, rotary embedding and biases."""
+    """Return the matmuls and the attention in one program: the module without norm, rotary
+    embedding and biases.
+    """
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
     q, k, v = random_inputs(replace(shape, kv_heads=0), Target.here())[0][:3]
     (x, dy), dtype = _arrays(tokens, q.dtype, 2), q.dtype
@@ -167,7 +208,9 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
         return products, o @ weights[3], _added(of_x), [x.T @ g for g in grads], o.T @ dy
 
     operands = x, weights, q, k, v
-    return _jobs(shape, "attention and matmuls in one", (forward, operands), (training, (*operands, dy)))
+    return _jobs(
+        shape, "attention and matmuls in one", (forward, operands), (training, (*operands, dy))
+    )
 
 
 def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Job]:

@@ -1,4 +1,6 @@
-"""Other libraries' attention, called bare as their documentation says: what `auto` is measured against."""
+"""Other libraries' attention, called bare as their documentation says: what `auto` is measured
+against.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ def _jax_cudnn() -> Attend:
 
 
 def _transformer_engine() -> Attend:
-    te, sharding = (import_module(f"transformer_engine.jax.{name}") for name in ("attention", "sharding"))
+    te, sharding = (
+        import_module(f"transformer_engine.jax.{name}") for name in ("attention", "sharding")
+    )
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))
         with sharding.global_shard_guard(sharding.MeshResource()):
             return te.fused_attn(
-                (q, k, v), None, te.SequenceDescriptor.from_seqlens(lengths), None, te.AttnBiasType.NO_BIAS,
-                te.AttnMaskType.NO_MASK, te.QKVLayout.BSHD_BSHD_BSHD, te.AttnSoftmaxType.VANILLA_SOFTMAX,
-                q.shape[3] ** -0.5, 0.0, True,
-            )  # fmt: skip
+                (q, k, v),
+                None,
+                te.SequenceDescriptor.from_seqlens(lengths),
+                None,
+                te.AttnBiasType.NO_BIAS,
+                te.AttnMaskType.NO_MASK,
+                te.QKVLayout.BSHD_BSHD_BSHD,
+                te.AttnSoftmaxType.VANILLA_SOFTMAX,
+                q.shape[3] ** -0.5,
+                0.0,
+                True,
+            )
 
     return attend
 

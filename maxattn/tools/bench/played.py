@@ -1,8 +1,9 @@
 """Play a ring of more places than there are devices: how long one of its devices would take.
 
-Each device there is does the work of one place: its share of the tokens, every hop, and every transfer, which it
-exchanges with its neighbour. Sizes, kernels and bytes are those of the whole ring, and so is the time, where a device
-reaches one other as fast as any. The numbers are not those of an attention: the same few blocks come round again.
+Each device there is does the work of one place: its share of the tokens, every hop, and every
+transfer, which it exchanges with its neighbour. Sizes, kernels and bytes are those of the whole
+ring, and so is the time, where a device reaches one other as fast as any. The numbers are not those
+of an attention: the same few blocks come round again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from maxattn.tools.model_shapes import Shape
 SPEC = PartitionSpec(None, CONTEXT)
 
 
-def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple[Array, ...]) -> list[Job]:
+def of_played(
+    shape: Shape, kernel: str, places: int, devices: int, whole: tuple[Array, ...]
+) -> list[Job]:
     """Return a ring played by some of its devices, and the same without its transfers.
 
     Args:
@@ -44,13 +47,20 @@ def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple
         devices: that play it.
         whole: (q, k, v, dout) of the shape.
     """
-    made = plan(shape.call(), config_of(kernel, "context_parallel=ring"), {CONTEXT: places}, Target.here()).kernel
+    made = plan(
+        shape.call(), config_of(kernel, "context_parallel=ring"), {CONTEXT: places}, Target.here()
+    ).kernel
     mesh = auto_mesh(np.asarray(jax.devices()[:devices]), (CONTEXT,))
     tokens = shape.q_len // places
-    share = tuple(jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole)
+    share = tuple(
+        jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole
+    )
     q, k = ((x.shape[0], tokens, *x.shape[2:]) for x in whole[:2])
     room = shares_of(made, q, k, places).along
-    blocks = [as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), room=room) for i in range(1, places)]
+    blocks = [
+        as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), room=room)
+        for i in range(1, places)
+    ]
     others = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in blocks)
     who, played, jobs = f"ring of {places}, played by {devices}", Played(places, made), []
     for name, extra in ((who, ()), (f"{who}, nothing sent", others)):
@@ -58,7 +68,15 @@ def of_played(shape: Shape, kernel: str, places: int, devices: int, whole: tuple
             inputs = (extra, *share[:count])
             specs = (tuple(PartitionSpec() for _ in extra), *(SPEC,) * count)
             mapped = shard_map(f, mesh, specs, SPEC if what == FORWARD else (SPEC,) * 4, {CONTEXT})
-            jobs.append(Job(Row(shape.name, name, what), shape, mapped, lambda inputs=inputs: [inputs], judged=False))
+            jobs.append(
+                Job(
+                    Row(shape.name, name, what),
+                    shape,
+                    mapped,
+                    lambda inputs=inputs: [inputs],
+                    judged=False,
+                )
+            )
     return jobs
 
 
@@ -131,7 +149,9 @@ class Played:
         dq, dk, dv, _ = gpu.backward(self._trip(others, q, k), self.kernel, q, k, v, rows)
         return out, dq, dk, dv
 
-    def _forward(self, others: tuple[Packed, ...], q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def _forward(
+        self, others: tuple[Packed, ...], q: Array, k: Array, v: Array
+    ) -> tuple[Array, Array]:
         return gpu.forward(self._trip(others, q, k), self.kernel, q, k, v)
 
     def _trip(self, others: tuple[Packed, ...], q: Array, k: Array) -> Trip:

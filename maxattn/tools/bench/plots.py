@@ -27,7 +27,10 @@ def draw(report: Report, device: str, path: Path) -> None:
         matplotlib = import_module("matplotlib")
     except ImportError:
         raise InputError(
-            "--pictures", path.parent, "pictures are drawn by matplotlib", 'pip install "maxattn[plot]"'
+            "--pictures",
+            path.parent,
+            "pictures are drawn by matplotlib",
+            'pip install "maxattn[plot]"',
         ) from None
     matplotlib.use("Agg")
     plt = import_module("matplotlib.pyplot")

@@ -11,7 +11,18 @@ from maxattn.target import Target
 from maxattn.tools.bench.measure import Row
 from maxattn.tools.bench.timing import Timed
 
-HEADER = ("shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error", "efficiency", "bound ms", "of it")
+HEADER = (
+    "shape",
+    "who",
+    "pass",
+    "ms",
+    "TFLOP/s",
+    "GiB",
+    "error",
+    "efficiency",
+    "bound ms",
+    "of it",
+)
 LEFT = 3  # columns of words
 
 
@@ -21,7 +32,9 @@ def as_table(rows: Sequence[Row]) -> str:
     kept = [i for i in range(len(HEADER)) if i <= LEFT or any(line[i] for line in lines[1:])]
     widths = {i: max(len(line[i]) for line in lines) for i in kept}
     return "\n".join(
-        "  ".join(line[i].ljust(widths[i]) if i < LEFT else line[i].rjust(widths[i]) for i in kept).rstrip()
+        "  ".join(
+            line[i].ljust(widths[i]) if i < LEFT else line[i].rjust(widths[i]) for i in kept
+        ).rstrip()
         + _note(row)
         for line, row in zip(lines, (None, *rows), strict=True)
     )
@@ -35,7 +48,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
     bound = ("", "") if row.bound is None else (f"{row.bound:.3f}", f"{row.ms / row.bound:.3f}")
     rate = f"{row.tflops:.0f}" if row.tflops else ""
-    return *words, f"{row.ms:.3f}", rate, f"{row.peak / 2**30:.2f}" if row.peak else "", error, efficiency, *bound
+    return (
+        *words,
+        f"{row.ms:.3f}",
+        rate,
+        f"{row.peak / 2**30:.2f}" if row.peak else "",
+        error,
+        efficiency,
+        *bound,
+    )
 
 
 def _note(row: Row | None) -> str:
@@ -45,9 +66,15 @@ def _note(row: Row | None) -> str:
 def as_kernels(row: Row, timed: Timed, most: int = 24) -> str:
     """Return the device time of one recorded run by kernel, the longest first."""
     p = timed.profile
-    head = f"{row.shape}, {row.who}, {row.what}: {1e3 * timed.seconds:.3f} ms; one run, first device: {p.span:.3f} ms"
+    head = (
+        f"{row.shape}, {row.who}, {row.what}: {1e3 * timed.seconds:.3f} ms; one run, first device:"
+        f" {p.span:.3f} ms"
+    )
     if p.transfers:
-        head += f", transfers {p.transfers:.3f} ms, {p.alone:.3f} of them beside no kernel, idle {p.idle:.3f} ms"
+        head += (
+            f", transfers {p.transfers:.3f} ms, {p.alone:.3f} of them beside no kernel, idle"
+            f" {p.idle:.3f} ms"
+        )
     lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in p.kernels[:most])
     return "\n".join((head, *lines))
 
@@ -56,5 +83,9 @@ def to_json(rows: Sequence[Row], target: Target) -> str:
     """Return the measurements and the machine as JSON."""
     import jax
 
-    machine: dict[str, Any] = {"device": target.device_kind, "jax": jax.__version__, "packages": dict(target.packages)}
+    machine: dict[str, Any] = {
+        "device": target.device_kind,
+        "jax": jax.__version__,
+        "packages": dict(target.packages),
+    }
     return json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1)

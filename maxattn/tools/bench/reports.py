@@ -1,8 +1,10 @@
-"""The tables and pictures of three well-known pages on attention, made of our kernels on this machine.
+"""The tables and pictures of three well-known pages on attention, made of our kernels on this
+machine.
 
 implementations  naive, tiled and flash attention: time, memory, speedup, by length (16 heads of 64)
-block-window     forward and backward by number of tokens: a window of 16 blocks of 256 tokens, beside a dense mask
-layers           one training step of a self-attention layer by kernel: time and memory
+block-window     forward and backward by number of tokens: a window of 16 blocks of 256 tokens,
+beside a dense mask layers           one training step of a self-attention layer by kernel: time and
+memory
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def make(name: str, target: Target, budget: float = 0.3) -> Report:
     return REPORTS[name](target, budget)
 
 
-# ---- naive, tiled, flash ---------------------------------------------------------------------------------------------
+# ---- naive, tiled, flash -------------------------------------------------------------------------
 
 
 def _implementations(target: Target, budget: float) -> Report:
@@ -76,10 +78,15 @@ def _implementations(target: Target, budget: float) -> Report:
     names = {"naive": NAIVE, "tiled": TILED} | ({"flash": fused} if fused else {})
     rows: list[Row] = []
     for length in lengths:
-        rows += bench(read(f"1,{length},{length},16,64"), tuple(names.values()), False, target, budget)
+        rows += bench(
+            read(f"1,{length},{length},16,64"), tuple(names.values()), False, target, budget
+        )
     at = {(row.shape, row.who): row for row in rows if row.what == FORWARD}
     found = {label: [at[f"1,{n},{n},16,64", who] for n in lengths] for label, who in names.items()}
-    tables = [_compared(f"{length} tokens, 16 heads of 64, forward", found, i) for i, length in enumerate(lengths)]
+    tables = [
+        _compared(f"{length} tokens, 16 heads of 64, forward", found, i)
+        for i, length in enumerate(lengths)
+    ]
     panels = tuple(
         (title, unit, tuple(_curve(label, lengths, each, of) for label, each in found.items()))
         for title, unit, of in (("time, forward", "ms", _ms), ("memory", "MiB", _mib))
@@ -93,11 +100,13 @@ def _compared(title: str, found: dict[str, list[Row]], i: int) -> str:
     for label, rows in found.items():
         row = rows[i]
         speedup = f"{naive / row.ms:.1f}x" if naive and row.ms else "-"
-        lines.append((label, row.who, f"{row.ms:.3f}" if row.ms else "-", f"{_mib(row):.0f}", speedup))
+        lines.append(
+            (label, row.who, f"{row.ms:.3f}" if row.ms else "-", f"{_mib(row):.0f}", speedup)
+        )
     return f"{title}\n{_columns(lines)}"
 
 
-# ---- block window ----------------------------------------------------------------------------------------------------
+# ---- block window --------------------------------------------------------------------------------
 
 
 def _block_window(target: Target, budget: float) -> Report:
@@ -109,7 +118,9 @@ def _block_window(target: Target, budget: float) -> Report:
     for n in lengths:
         shape = replace(read(f"1,{n},{n},12,64"), mask=mask)
         fused = [
-            name for name in ("flash", "tokamax_flash") if not small and refusal(name, shape.call(), target) is None
+            name
+            for name in ("flash", "tokamax_flash")
+            if not small and refusal(name, shape.call(), target) is None
         ]
         dense = [] if too_large(NAIVE, shape) else [NAIVE]
         rows += bench(shape, (*(fused or [TILED]), *dense), False, target, budget)
@@ -119,9 +130,17 @@ def _block_window(target: Target, budget: float) -> Report:
             found.setdefault((row.who, row.what), []).append(row)
     lines = [("tokens", "kernel", "pass", "time (ms)", "TFLOP/s", "memory (MiB)")]
     lines += [
-        (row.shape.split(",")[1], row.who, row.what, f"{row.ms:.3f}", f"{row.tflops:.1f}", f"{_mib(row):.0f}")
-        for row in rows if row.ms
-    ]  # fmt: skip
+        (
+            row.shape.split(",")[1],
+            row.who,
+            row.what,
+            f"{row.ms:.3f}",
+            f"{row.tflops:.1f}",
+            f"{_mib(row):.0f}",
+        )
+        for row in rows
+        if row.ms
+    ]
     panels = tuple((f"{what} time", "ms", _by_tokens(found, what)) for what in (FORWARD, BACKWARD))
     head = f"block window: each token sees {window} blocks of {block} tokens; 12 heads of 64"
     return Report("block-window", f"{head}\n{_columns(lines)}", tuple(rows), panels)
@@ -129,16 +148,23 @@ def _block_window(target: Target, budget: float) -> Report:
 
 def _by_tokens(found: dict[tuple[str, str], list[Row]], what: str) -> tuple[Curve, ...]:
     return tuple(
-        Curve(who, tuple(int(row.shape.split(",")[1]) for row in rows), tuple(row.ms for row in rows))
-        for (who, of), rows in found.items() if of == what
-    )  # fmt: skip
+        Curve(
+            who, tuple(int(row.shape.split(",")[1]) for row in rows), tuple(row.ms for row in rows)
+        )
+        for (who, of), rows in found.items()
+        if of == what
+    )
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def _layers(target: Target, budget: float) -> Report:
-    shapes = [read("1,256,256,4,64")] if target.platform == "cpu" else [SHAPES["sdxl-64"], SHAPES["wan-1.3b-480p"]]
+    shapes = (
+        [read("1,256,256,4,64")]
+        if target.platform == "cpu"
+        else [SHAPES["sdxl-64"], SHAPES["wan-1.3b-480p"]]
+    )
     rows: list[Row] = []
     for shape in shapes:
         for name in KERNELS:
@@ -151,7 +177,10 @@ def _layers(target: Target, budget: float) -> Report:
         memory = f"{row.peak / 2**30:.2f}" if row.ms else "-"
         lines.append((row.shape, row.who, f"{row.ms:.2f}" if row.ms else row.note[:60], memory))
     bars = tuple((f"{row.shape} {row.who}", row.ms, row.peak / 2**30) for row in rows if row.ms)
-    head = "one training step of a self-attention layer: projections, norms, rotary embedding, attention, output"
+    head = (
+        "one training step of a self-attention layer: projections, norms, rotary embedding,"
+        " attention, output"
+    )
     return Report("layers", f"{head}\n{_columns(lines)}", tuple(rows), bars=bars)
 
 
@@ -160,7 +189,7 @@ def _step(shape: Shape, kernel: str, budget: float) -> list[Row]:
     return [row for row in rows if row.what == BOTH or row.note]
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 
 REPORTS: dict[str, Callable[[Target, float], Report]] = {
@@ -172,11 +201,15 @@ REPORTS: dict[str, Callable[[Target, float], Report]] = {
 
 def _fused(shape: Shape, target: Target) -> str | None:
     """Return the fused kernel of this machine; interpreted ones are not measured."""
-    names = () if target.platform == "cpu" else ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
+    names = (
+        () if target.platform == "cpu" else ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
+    )
     return next((name for name in names if refusal(name, shape.call(), target) is None), None)
 
 
-def _curve(label: str, lengths: Sequence[int], rows: list[Row], of: Callable[[Row], float]) -> Curve:
+def _curve(
+    label: str, lengths: Sequence[int], rows: list[Row], of: Callable[[Row], float]
+) -> Curve:
     kept = [(n, of(row)) for n, row in zip(lengths, rows, strict=True) if row.ms]
     return Curve(label, tuple(n for n, _ in kept), tuple(y for _, y in kept))
 
@@ -191,4 +224,6 @@ def _mib(row: Row) -> float:
 
 def _columns(lines: Sequence[tuple[Any, ...]]) -> str:
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(str(c).rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(str(c).rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines
+    )

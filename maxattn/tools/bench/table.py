@@ -14,11 +14,25 @@ from maxattn.tools.model_shapes import SHAPES, Shape, read
 PATH = Path(__file__).parents[2] / "kernels" / "auto" / "table.json"
 # The models' own shapes, and small and large ones between and around them.
 MEASURED = (
-    "sdxl-cross", "sdxl-32", "sdxl-32-cross", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p", "swba-1560x7",
-    "swba-256x16", "1,256,256,8,64", "1,1024,1024,16,128", "2,4096,4096,8,256",
-)  # fmt: skip
+    "sdxl-cross",
+    "sdxl-32",
+    "sdxl-32-cross",
+    "sdxl-64",
+    "wan-cross",
+    "flux-1024",
+    "wan-1.3b-480p",
+    "swba-1560x7",
+    "swba-256x16",
+    "1,256,256,8,64",
+    "1,1024,1024,16,128",
+    "2,4096,4096,8,256",
+)
 # The plain kernels are measured where they can win.
-FUSED, PLAIN, FEW_SCORES = ("cudnn", "cudnn_flash_te", "flash", "tokamax_flash"), ("dot_product",), 2e8
+FUSED, PLAIN, FEW_SCORES = (
+    ("cudnn", "cudnn_flash_te", "flash", "tokamax_flash"),
+    ("dot_product",),
+    2e8,
+)
 
 
 def kernels(shape: Shape) -> tuple[str, ...]:
@@ -47,7 +61,11 @@ def entries(rows: Sequence[Row], measured: Sequence[Shape]) -> list[dict[str, An
 
 
 def write(
-    device: str, made_by: dict[str, Any], rows: Sequence[Row], measured: Sequence[Shape], path: Path = PATH
+    device: str,
+    made_by: dict[str, Any],
+    rows: Sequence[Row],
+    measured: Sequence[Shape],
+    path: Path = PATH,
 ) -> None:
     """Replace a device's entries and keep those of other devices.
 
@@ -61,7 +79,14 @@ def write(
     old = json.loads(path.read_text()) if path.exists() else {}
     found = entries(rows, measured)
     # `bench` cannot measure it any more: what it launches in parts was in whole rows before.
-    kept = {tuple(e["shape"]): e[WHOLE_ROWS] for e in old.get(device, {}).get("entries", []) if WHOLE_ROWS in e}
-    found = [e | ({WHOLE_ROWS: kept[tuple(e["shape"])]} if tuple(e["shape"]) in kept else {}) for e in found]
+    kept = {
+        tuple(e["shape"]): e[WHOLE_ROWS]
+        for e in old.get(device, {}).get("entries", [])
+        if WHOLE_ROWS in e
+    }
+    found = [
+        e | ({WHOLE_ROWS: kept[tuple(e["shape"])]} if tuple(e["shape"]) in kept else {})
+        for e in found
+    ]
     old[device] = {"made_by": made_by, "entries": found}
     path.write_text(json.dumps(old, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """How long functions take on the device, without the host's share.
 
-All are compiled first, several at a time, and timed in turns. Calls of a few milliseconds and more are queued,
-several between two waits, so that the device never idles. For shorter ones the host's dispatch would show: several
-calls, each on its own random inputs, are compiled into one program.
+All are compiled first, several at a time, and timed in turns. Calls of a few milliseconds and more
+are queued, several between two waits, so that the device never idles. For shorter ones the host's
+dispatch would show: several calls, each on its own random inputs, are compiled into one program.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ import jax
 
 from maxattn.tools.bench.profile import Profile, device_time
 
-log = logging.getLogger("maxattn.tools.bench")  # the command prints it: a measurement can take minutes
+log = logging.getLogger(
+    "maxattn.tools.bench"
+)  # the command prints it: a measurement can take minutes
 T = TypeVar("T")
 BATCHES = 5
-# Queued at a time; and where there are several devices: of more programs with collectives XLA's CPU finishes none.
+# Queued at a time; and where there are several devices: of more programs with collectives XLA's CPU
+# finishes none.
 MOST_CALLS, ON_SEVERAL = 400, 20
 LONG = 0.1  # seconds, from which fewer batches will do
 FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
@@ -38,7 +41,8 @@ class Work:
     Args:
         f: of arrays.
         make: returns its inputs: several tuples of arguments of one shape.
-        around: a context in which it is traced and compiled; functions that have one are compiled one at a time.
+        around: a context in which it is traced and compiled; functions that have one are compiled
+            one at a time.
         name: what progress is told by.
     """
 
@@ -86,14 +90,17 @@ def measure(
     compiled = partial(_compiled, options=dict(options or {}))
     with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
         waiting = [None if work.around else pool.submit(compiled, work) for work in functions]
-        ready = [compiled(work) if job is None else job.result() for work, job in zip(functions, waiting, strict=True)]
+        ready = [
+            compiled(work) if job is None else job.result()
+            for work, job in zip(functions, waiting, strict=True)
+        ]
     warm = [_warmed(*each) for each in _told(functions, ready)]
     log.info("timing %s of them in turns", sum(not each.failed for each in warm))
     batches = [_calls(each, budget) for each in warm]
     times: list[list[float]] = [[] for _ in ready]
     turns = list(zip(ready, batches, times, strict=True))
-    # A round measures each of them once: the first after a pause finds a cool chip, and would win by 3% or more. One
-    # that needs much power leaves low clocks to the next: which that is changes.
+    # A round measures each of them once: the first after a pause finds a cool chip, and would win
+    # by 3% or more. One that needs much power leaves low clocks to the next: which that is changes.
     for i in range(BATCHES):
         for (program, inputs), (rounds, calls), found in in_order(i, turns):
             if i < rounds:
@@ -101,7 +108,10 @@ def measure(
     found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
     if not profiled:
         return found
-    return [replace(t, profile=_profile(*each)) if t.seconds else t for t, each in zip(found, ready, strict=True)]
+    return [
+        replace(t, profile=_profile(*each)) if t.seconds else t
+        for t, each in zip(found, ready, strict=True)
+    ]
 
 
 def _told(functions: Sequence[Work], ready: list[T]) -> Iterator[T]:
@@ -114,7 +124,8 @@ def _told(functions: Sequence[Work], ready: list[T]) -> Iterator[T]:
 def in_order(i: int, jobs: list[T]) -> list[T]:
     """Return the order of round i, in which most follow another than in the rounds before.
 
-    First, second, last, third, last but one, ..., then backwards; and so on, begun one further every other round.
+    First, second, last, third, last but one, ..., then backwards; and so on, begun one further
+    every other round.
     """
     n = len(jobs)
     order = [((j + 1) // 2 if j % 2 else -(j // 2)) + i // 2 for j in range(n)]
@@ -138,10 +149,14 @@ def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _in_turn(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
-    """Call one after the other: left to the compiler, parts of several calls would be in memory together."""
+    """Call one after the other: left to the compiler, parts of several calls would be in memory
+    together.
+    """
     found: list[Any] = []
     for inputs in sets:
-        found.append(f(*(jax.lax.optimization_barrier((inputs, found[-1]))[0] if found else inputs)))
+        found.append(
+            f(*(jax.lax.optimization_barrier((inputs, found[-1]))[0] if found else inputs))
+        )
     return found
 
 

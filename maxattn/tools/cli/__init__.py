@@ -1,7 +1,8 @@
-"""The command line: `maxattn COMMAND ...`. A new command is one file here and one line in `COMMANDS`.
+"""The command line: `maxattn COMMAND ...`. A new command is one file here and one line in
+`COMMANDS`.
 
-A command is a module with `HELP` (one line), `arguments(parser)` and `run(args) -> exit status`: 0 done, 1 a refusal or
-what does not fit, 2 wrong usage.
+A command is a module with `HELP` (one line), `arguments(parser)` and `run(args) -> exit status`: 0
+done, 1 a refusal or what does not fit, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -52,16 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def overview() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<9}{import_module(module).HELP}" for name, module in COMMANDS.items()]
-    return "\n".join(("usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)", "", *lines))
+    return "\n".join(
+        ("usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)", "", *lines)
+    )
 
 
 def _run(name: str, command: Any, words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        f"maxattn {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        f"maxattn {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.arguments(parser)
     try:
-        args = parser.parse_intermixed_args(words)  # overrides may stand before, between and after options
+        args = parser.parse_intermixed_args(
+            words
+        )  # overrides may stand before, between and after options
     except SystemExit as end:
         return int(end.code or 0)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")

@@ -1,10 +1,11 @@
-"""Validate a config, print what it sets, the plan of each shape, what memory it takes, and what to look at.
+"""Validate a config, print what it sets, the plan of each shape, what memory it takes, and what to
+look at.
 
-  maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross --target "TPU v5p" --devices 8
-  maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+  maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross --target "TPU v5p"
+  --devices 8 maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
-Wrong keys and values are reported all at once, with file and line; the exit status is then 1, as it is when a shape
-cannot run or does not fit.
+Wrong keys and values are reported all at once, with file and line; the exit status is then 1, as it
+is when a shape cannot run or does not fit.
 """
 
 from __future__ import annotations
@@ -33,11 +34,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     common.shape_arguments(parser)
     common.machine_arguments(parser)
     parser.add_argument("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
-    parser.add_argument("--all", action="store_true", help="print every key, those at their default too")
-    parser.add_argument("--inference", action="store_true", help="the forward alone: its block sizes, its memory")
-    parser.add_argument("--lengths", help="real keys of each example, such as 300,512, or of all, such as 300: where "
-                        "mask_padding_tokens is false, advice says when much padding is attended to; of padding that "
-                        "is masked nothing is said")  # fmt: skip
+    parser.add_argument(
+        "--all", action="store_true", help="print every key, those at their default too"
+    )
+    parser.add_argument(
+        "--inference", action="store_true", help="the forward alone: its block sizes, its memory"
+    )
+    parser.add_argument(
+        "--lengths",
+        help=(
+            "real keys of each example, such as 300,512, or of all, such as 300: where"
+            " mask_padding_tokens is false, advice says when much padding is attended to; of"
+            " padding that is masked nothing is said"
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"  note    {note}")
     shapes = common.shapes_of(args, source) if args.shape or _describes_shapes(source) else ()
     if not shapes:
-        print("\nno shape was given and the file's `model` section describes none: add --shape to see plans")
+        print(
+            "\nno shape was given and the file's `model` section describes none: add --shape to see"
+            " plans"
+        )
         return 0
     mesh, target = common.mesh_of(args, source.config), common.target_of(args, source.config)
     status = 0
@@ -111,7 +124,12 @@ def _describes_shapes(source: Source) -> tuple[Shape, ...]:
 def _lengths(text: str | None) -> tuple[int, ...]:
     numbers = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isdecimal() for word in numbers):
-        raise InputError("lengths", text, "they are whole numbers of keys, one an example", "write --lengths 300,512")
+        raise InputError(
+            "lengths",
+            text,
+            "they are whole numbers of keys, one an example",
+            "write --lengths 300,512",
+        )
     return tuple(map(int, numbers))
 
 
@@ -125,10 +143,16 @@ def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
         return
     said, batch = ",".join(map(str, lengths)), shape.batch
     if len(lengths) not in (1, batch):
-        rule = f"{shape.name} has B={batch}: a length for each example, or one for all; here are {len(lengths)}"
+        rule = (
+            f"{shape.name} has B={batch}: a length for each example, or one for all; here are"
+            f" {len(lengths)}"
+        )
         many = "one length" if batch == 1 else f"{batch} lengths, or one"
         raise InputError("lengths", said, rule, f"write {many}, or add --batch {len(lengths)}")
     if max(lengths) > shape.kv_len:
         rule = f"{shape.name} has S={shape.kv_len} keys, and {max(lengths)} is more"
-        remedy = f"write at most {shape.kv_len}, or name only the shape that they belong to, with --shape"
+        remedy = (
+            f"write at most {shape.kv_len}, or name only the shape that they belong to, with"
+            " --shape"
+        )
         raise InputError("lengths", said, rule, remedy)

@@ -1,4 +1,6 @@
-"""What the commands share: reading the config with its overrides, shapes, a mesh of sizes, a target."""
+"""What the commands share: reading the config with its overrides, shapes, a mesh of sizes, a
+target.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,18 @@ class Source:
 def config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""
     parser.add_argument(
-        "config", nargs="?", default="", metavar="CONFIG", help="a YAML file, such as configs/wan_14b.yml"
+        "config",
+        nargs="?",
+        default="",
+        metavar="CONFIG",
+        help="a YAML file, such as configs/wan_14b.yml",
     )
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="attention=ring ici_context_parallelism=4 ..."
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="attention=ring ici_context_parallelism=4 ...",
     )
 
 
@@ -68,20 +78,31 @@ def read_source(args: argparse.Namespace) -> Source:
     return Source(config, sections, path, tuple(overrides))
 
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is computed."""
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[,K]",
-        help="may stand several times; default the shapes of the file's model; names: " + ", ".join(model_shapes.SHAPES),
-    )  # fmt: skip
-    parser.add_argument("--role", choices=("self", "cross"), help="default self where T = S, else cross")
+        "--shape",
+        action="append",
+        default=[],
+        metavar="NAME|B,T,S,N,H[,K]",
+        help="may stand several times; default the shapes of the file's model; names: "
+        + ", ".join(model_shapes.SHAPES),
+    )
+    parser.add_argument(
+        "--role", choices=("self", "cross"), help="default self where T = S, else cross"
+    )
     parser.add_argument("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
     parser.add_argument("--batch", type=int, help="B in place of the shape's")
-    parser.add_argument("--mask", help="full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
-                        "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)")  # fmt: skip
+    parser.add_argument(
+        "--mask",
+        help=(
+            "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
+            "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
+        ),
+    )
 
 
 def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
@@ -90,16 +111,23 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
     Raises:
         InputError: for a wrong spelling, or when there is none.
     """
-    found = [model_shapes.read(text) for text in args.shape] or list(model_shapes.of_sections(source.sections))
+    found = [model_shapes.read(text) for text in args.shape] or list(
+        model_shapes.of_sections(source.sections)
+    )
     if not found:
         raise InputError(
-            "shape", "(none)", "a plan is made for a shape, and the file's `model` section describes none",
+            "shape",
+            "(none)",
+            "a plan is made for a shape, and the file's `model` section describes none",
             f"add --shape B,T,S,N,H, or --shape with one of {', '.join(model_shapes.SHAPES)}",
-        )  # fmt: skip
+        )
     if args.batch is not None and args.batch < 1:
         raise InputError("batch", args.batch, "B is at least 1", "write --batch 1")
     mask = None if args.mask is None else read_mask(args.mask)
-    return tuple(_fitting(model_shapes.changed(shape, args.role, args.dtype, mask, args.batch)) for shape in found)
+    return tuple(
+        _fitting(model_shapes.changed(shape, args.role, args.dtype, mask, args.batch))
+        for shape in found
+    )
 
 
 def _fitting(shape: Shape) -> Shape:
@@ -118,23 +146,36 @@ def _fitting(shape: Shape) -> Shape:
     return shape
 
 
-# ---- mesh and target -------------------------------------------------------------------------------------------------
+# ---- mesh and target -----------------------------------------------------------------------------
 
 
 def machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the machine that plans are for."""
     parser.add_argument("--target", help='"TPU v5p", "NVIDIA H200", cpu, ...; default this machine')
     known = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
-    parser.add_argument("--with", action="append", default=[], dest="packages", metavar="PACKAGE[=VERSION]",
-                        help=f"an optional package that the named target has: {known}")  # fmt: skip
     parser.add_argument(
-        "--mesh", action="append", default=[], help="context=4,fsdp=2; default the parallelisms of the config"
+        "--with",
+        action="append",
+        default=[],
+        dest="packages",
+        metavar="PACKAGE[=VERSION]",
+        help=f"an optional package that the named target has: {known}",
     )
-    parser.add_argument("--devices", type=int, help="how many there are, for an ici_*_parallelism of -1")
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        help="context=4,fsdp=2; default the parallelisms of the config",
+    )
+    parser.add_argument(
+        "--devices", type=int, help="how many there are, for an ici_*_parallelism of -1"
+    )
 
 
 def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
-    """Return the named target, else the config's platform, else this machine. A name touches no backend."""
+    """Return the named target, else the config's platform, else this machine. A name touches no
+    backend.
+    """
     packages = packages_of(args)
     if not args.target:
         from maxattn.plan import default_target
@@ -160,25 +201,36 @@ def _package(text: str) -> tuple[str, str]:
     name, _, version = text.replace("==", "=").partition("=")
     if name not in EXTRAS:
         rule = f"the packages that kernels can call are {', '.join(EXTRAS)}"
-        raise InputError("--with", text, rule, did_you_mean(name, EXTRAS) or "name one of them, or leave it out")
+        raise InputError(
+            "--with", text, rule, did_you_mean(name, EXTRAS) or "name one of them, or leave it out"
+        )
     return name, version or "?"
 
 
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
-    """Return the axis sizes that --mesh names, else those of the config; -1 is what --devices leaves, else 1.
+    """Return the axis sizes that --mesh names, else those of the config; -1 is what --devices
+    leaves, else 1.
 
     Raises:
-        MeshError: for a wrong spelling, no device, or devices that do not divide or are not those of --mesh.
+        MeshError: for a wrong spelling, no device, or devices that do not divide or are not those
+        of --mesh.
     """
     devices = args.devices
     if devices is not None and devices < 1:
-        raise MeshError("--devices", devices, "there is at least one device", "write --devices 1 or more")
+        raise MeshError(
+            "--devices", devices, "there is at least one device", "write --devices 1 or more"
+        )
     if not args.mesh:
         return _mesh_of_config(config, devices)
     sizes = read_mesh(args.mesh)
     if devices is not None and prod(sizes.values()) != devices:
         rule = f"--mesh {','.join(args.mesh)} says how many there are, {prod(sizes.values())}"
-        raise MeshError("--devices", devices, rule, "leave one of them out: --devices is for the config's own mesh")
+        raise MeshError(
+            "--devices",
+            devices,
+            rule,
+            "leave one of them out: --devices is for the config's own mesh",
+        )
     return sizes
 
 
@@ -194,10 +246,15 @@ def read_mesh(words: Sequence[str]) -> dict[str, int]:
         if not part:
             continue
         if not equals or not size.isdecimal():
-            raise MeshError("mesh", part, "it is axis=size, joined by commas", "write --mesh context=4,fsdp=2")
+            raise MeshError(
+                "mesh", part, "it is axis=size, joined by commas", "write --mesh context=4,fsdp=2"
+            )
         if axis in sizes:
             raise MeshError(
-                "mesh", part, f"the axis {axis} is named twice", f"leave {axis}={sizes[axis]} or {part} out"
+                "mesh",
+                part,
+                f"the axis {axis} is named twice",
+                f"leave {axis}={sizes[axis]} or {part} out",
             )
         sizes[axis] = int(size)
     return sizes
@@ -208,16 +265,20 @@ def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, i
     fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
     if devices is not None and devices % fixed:
         raise MeshError(
-            "devices", devices, f"the config's parallelisms multiply to {fixed}, which must divide the devices",
+            "devices",
+            devices,
+            f"the config's parallelisms multiply to {fixed}, which must divide the devices",
             f"write --devices {max(1, devices // fixed) * fixed}, or change an ici_*_parallelism",
-        )  # fmt: skip
+        )
     rest = (devices or fixed) // fixed
     open_axes = [axis for axis, (ici, _) in sizes.items() if ici == -1]
     if devices is not None and rest > 1 and not open_axes:
         raise MeshError(
-            "devices", devices, f"the config's parallelisms multiply to {fixed}, and no ici_*_parallelism is -1",
+            "devices",
+            devices,
+            f"the config's parallelisms multiply to {fixed}, and no ici_*_parallelism is -1",
             f"write --devices {fixed}, or set one ici_*_parallelism to -1",
-        )  # fmt: skip
+        )
     # Slices: an open dcn axis is one slice here.
     return {axis: (rest if ici == -1 else ici) * max(dcn, 1) for axis, (ici, dcn) in sizes.items()}
 

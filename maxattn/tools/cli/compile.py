@@ -1,10 +1,12 @@
-"""Compile attention for TPUs that are not there, with the TPU's own compiler, and say whether it fits.
+"""Compile attention for TPUs that are not there, with the TPU's own compiler, and say whether it
+fits.
 
   maxattn compile configs/wan_14b.yml --target v5p:2x2x1 --shape wan-14b-720p ici_fsdp_parallelism=1
-  maxattn compile attention=ring ici_context_parallelism=4 --target v6e:2x2 --shape wan-14b-480p --train --module
+  maxattn compile attention=ring ici_context_parallelism=4 --target v6e:2x2 --shape wan-14b-480p
+  --train --module
 
-Needs libtpu (pip install "maxattn[tpu]"), no TPU. Each shape is compiled in a process of its own. Exit status 0: all of
-them compile and fit; 1: one does not.
+Needs libtpu (pip install "maxattn[tpu]"), no TPU. Each shape is compiled in a process of its own.
+Exit status 0: all of them compile and fit; 1: one does not.
 """
 
 from __future__ import annotations
@@ -28,16 +30,36 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     common.config_arguments(parser)
     common.shape_arguments(parser)
     parser.add_argument(
-        "--target", required=True, help="a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1"
+        "--target",
+        required=True,
+        help="a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1",
     )
     parser.add_argument("--devices", type=int, help="use the first N devices of the topology")
     parser.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="so many of the topology, for dcn_*_parallelism"
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many of the topology, for dcn_*_parallelism",
     )
-    parser.add_argument("--train", action="store_true", help="forward and backward; default forward")
-    parser.add_argument("--module", action="store_true", help="a whole FlaxAttention or CrossAttention as Wan has it: "
-                        "projections with bias, norms across heads, RoPE")  # fmt: skip
-    parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds a compile; default 600")
+    parser.add_argument(
+        "--train", action="store_true", help="forward and backward; default forward"
+    )
+    parser.add_argument(
+        "--module",
+        action="store_true",
+        help=(
+            "a whole FlaxAttention or CrossAttention as Wan has it: "
+            "projections with bias, norms across heads, RoPE"
+        ),
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds a compile; default 600",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -49,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         raise MeshError("slices", args.slices, rule, "write --slices 2 without --devices")
     outcomes = []
     for shape in common.shapes_of(args, source):
-        job = Job(args.target, source.config, shape, args.train, args.module, args.devices, args.slices)
+        job = Job(
+            args.target, source.config, shape, args.train, args.module, args.devices, args.slices
+        )
         outcome = run_in_child(job, args.time_limit)
         outcomes.append(outcome)
         if not args.json:
@@ -61,19 +85,30 @@ def run(args: argparse.Namespace) -> int:
 
 def fits(outcome: Outcome) -> bool:
     """Say whether it compiled, and needs no more memory than a device has."""
-    return outcome.ending == "compiled" and outcome.needed <= HBM.get(outcome.device_kind, float("inf"))
+    return outcome.ending == "compiled" and outcome.needed <= HBM.get(
+        outcome.device_kind, float("inf")
+    )
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def report(job: Job, outcome: Outcome) -> str:
     """Write an outcome for a person."""
-    what = ("attention module" if job.module else "attention") + (", forward and backward" if job.training else "")
-    lines = [f"{job.shape.name}: {what}, for {_machine(job)}" + (f" ({outcome.device_kind})" if outcome.plan else "")]
+    what = ("attention module" if job.module else "attention") + (
+        ", forward and backward" if job.training else ""
+    )
+    lines = [
+        f"{job.shape.name}: {what}, for {_machine(job)}"
+        + (f" ({outcome.device_kind})" if outcome.plan else "")
+    ]
     lines += outcome.plan.splitlines()
     if outcome.ending == "compiled":
-        lines += [f"  compiled in {outcome.seconds:.1f} s", *_memory(outcome), *_transfers(job, outcome)]
+        lines += [
+            f"  compiled in {outcome.seconds:.1f} s",
+            *_memory(outcome),
+            *_transfers(job, outcome),
+        ]
         lines += ["fits" if fits(outcome) else _TOO_MUCH]
     else:
         lines += [*_failure(outcome).splitlines()]
@@ -88,15 +123,19 @@ def _memory(outcome: Outcome) -> list[str]:
     sizes, most = outcome.memory, HBM.get(outcome.device_kind)
     parts = " + ".join(f"{name} {readable(sizes[key])}" for name, key in _MEMORY.items())
     shared = f" - {readable(sizes['alias'])} shared" if sizes["alias"] else ""
-    return [f"  memory  {parts}{shared} = {readable(outcome.needed)}"
-            + (f" of {readable(most)} on each device" if most else " on each device")]  # fmt: skip
+    return [
+        f"  memory  {parts}{shared} = {readable(outcome.needed)}"
+        + (f" of {readable(most)} on each device" if most else " on each device")
+    ]
 
 
 _MEMORY = {"arguments": "argument", "temporaries": "temp", "outputs": "output"}
 
 
 def _transfers(job: Job, outcome: Outcome) -> list[str]:
-    """Write what the program sends beside what the plan named, one line a kind of transfer and its axes."""
+    """Write what the program sends beside what the plan named, one line a kind of transfer and its
+    axes.
+    """
     rows = sorted({(c["kind"], tuple(c["axes"])) for c in (*outcome.named, *outcome.found)})
     return [f"  sends   {_row(job, outcome, *row)}" for row in rows] or ["  sends   nothing"]
 
@@ -112,13 +151,15 @@ def _row(job: Job, outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
     if found:
         overlapped = sum(c["times"] for c in found if c["is_overlapped"])
         waiting = sum(c["times"] for c in found if not c["is_async"])
-        text += f", {overlapped} overlapped with a kernel" + (f", {waiting} waited for on the spot" if waiting else "")
+        text += f", {overlapped} overlapped with a kernel" + (
+            f", {waiting} waited for on the spot" if waiting else ""
+        )
     nobody = "none in the plan" + (": of the projections and their gradients" if job.module else "")
     plan = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else nobody
     return f"{text} ({plan})"
 
 
-# ---- what went wrong -------------------------------------------------------------------------------------------------
+# ---- what went wrong -----------------------------------------------------------------------------
 
 
 def _failure(outcome: Outcome) -> str:

@@ -1,4 +1,5 @@
-"""Read a MaxDiffusion YAML and print ours: its attention and mesh keys, what was read otherwise, what was left out.
+"""Read a MaxDiffusion YAML and print ours: its attention and mesh keys, what was read otherwise,
+what was left out.
 
 maxattn convert base_wan_14b.yml > attention.yml
 maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
@@ -20,19 +21,29 @@ HELP = "print the attention settings of a MaxDiffusion YAML as ours"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("file", metavar="FILE", help="a MaxDiffusion YAML")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="in our names")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="in our names"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the YAML, with notes and names as comments."""
     imported = AttentionConfig.from_maxdiffusion(args.file, args.overrides)
-    print(f"# Attention settings of {Path(args.file).name}\n{comments(imported)}{yaml_of(imported.config)}", end="")
+    print(
+        "# Attention settings of"
+        f" {Path(args.file).name}\n{comments(imported)}{yaml_of(imported.config)}",
+        end="",
+    )
     return 0
 
 
 def comments(imported: Imported) -> str:
     """Write notes and names as YAML comments."""
-    lines = [f"# {line}" for note in imported.notes for line in textwrap.wrap(note, 116, subsequent_indent="  ")]
+    lines = [
+        f"# {line}"
+        for note in imported.notes
+        for line in textwrap.wrap(note, 116, subsequent_indent="  ")
+    ]
     if imported.left_out:
         names = f"Left out: {', '.join(imported.left_out)}"
         lines += [f"# {line}" for line in textwrap.wrap(names, 116, subsequent_indent="  ")]

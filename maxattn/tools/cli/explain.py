@@ -1,4 +1,5 @@
-"""Say what would run for each shape, and why: kernel, parallelism, block sizes, transfers. Needs no device.
+"""Say what would run for each shape, and why: kernel, parallelism, block sizes, transfers. Needs no
+device.
 
 maxattn explain configs/wan_14b.yml --shape wan-14b-720p --target "TPU v5p" --mesh context=4
 maxattn explain attention=ring --shape 1,32760,32760,12,128 --target "NVIDIA H200" --mesh context=8
@@ -26,5 +27,9 @@ def run(args: argparse.Namespace) -> int:
     source = common.read_source(args)
     found = common.shapes_of(args, source)
     mesh, target = common.mesh_of(args, source.config), common.target_of(args, source.config)
-    print(common.joined([plan(shape.call(), source.config, mesh, target).explain() for shape in found]))
+    print(
+        common.joined(
+            [plan(shape.call(), source.config, mesh, target).explain() for shape in found]
+        )
+    )
     return 0

@@ -1,6 +1,8 @@
-"""Compile attention for a TPU topology, with libtpu and without a TPU, in a child process that `compile_job.py` starts.
+"""Compile attention for a TPU topology, with libtpu and without a TPU, in a child process that
+`compile_job.py` starts.
 
-`python -m maxattn.tools.compile.child FILE` reads a pickled `Job` from stdin and writes an `Outcome` as JSON to FILE.
+`python -m maxattn.tools.compile.child FILE` reads a pickled `Job` from stdin and writes an
+`Outcome` as JSON to FILE.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def _devices(job: Job) -> list[Any]:
 
     from maxattn.errors import MeshError
 
-    options = _topology_options(job.topology) | ({"num_slices": job.slices} if job.slices > 1 else {})
+    options = _topology_options(job.topology) | (
+        {"num_slices": job.slices} if job.slices > 1 else {}
+    )
     try:
         described = topologies.get_topology_desc(job.topology, "tpu", **options)
         devices = list(described.devices)
@@ -55,12 +59,16 @@ def _devices(job: Job) -> list[Any]:
         raise _unknown_topology(job.topology, str(error)) from None
     if job.devices is not None and not 1 <= job.devices <= len(devices):
         rule = f"{job.topology} has {len(devices)} devices"
-        raise MeshError("devices", job.devices, rule, f"write --devices {len(devices)}, or a larger topology")
+        raise MeshError(
+            "devices", job.devices, rule, f"write --devices {len(devices)}, or a larger topology"
+        )
     return devices[: job.devices]
 
 
 def _topology_options(name: str) -> dict[str, Any]:
-    """Return what libtpu must be told beside the name: v4 as one device a chip, hosts of fewer than four chips."""
+    """Return what libtpu must be told beside the name: v4 as one device a chip, hosts of fewer than
+    four chips.
+    """
     generation, _, layout = name.partition(":")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(n) for n in layout.split("x") if n.isdecimal()]
@@ -74,10 +82,12 @@ def _unknown_topology(name: str, message: str) -> Exception:
 
     first = message.splitlines()[0] if message else "no message"
     return ConfigError(
-        "target", name, f"libtpu knows no such topology ({first[:160]})",
-        "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4, v5p:2x2x1, v5p:2x2x2, v6e:2x2, "
-        "v6e:2x4, tpu7x:2x2x1",
-    )  # fmt: skip
+        "target",
+        name,
+        f"libtpu knows no such topology ({first[:160]})",
+        "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4, v5p:2x2x1,"
+        " v5p:2x2x2, v6e:2x2, v6e:2x4, tpu7x:2x2x1",
+    )
 
 
 def _target(kind: str) -> Target:
@@ -101,11 +111,17 @@ def _compiled(job: Job, mesh: Mesh, target: Target) -> Outcome:
     }  # fmt: skip
     try:
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    except Exception as error:  # the compiler's own: not enough memory, or a kernel that it cannot make
+    except (
+        Exception
+    ) as error:  # the compiler's own: not enough memory, or a kernel that it cannot make
         seconds = time.perf_counter() - started
-        return Outcome("failed", seconds=seconds, message=f"{type(error).__name__}: {error}", **facts)
+        return Outcome(
+            "failed", seconds=seconds, message=f"{type(error).__name__}: {error}", **facts
+        )
     seconds = time.perf_counter() - started
-    return Outcome("compiled", seconds=seconds, memory=_memory(compiled), found=_found(compiled, mesh), **facts)
+    return Outcome(
+        "compiled", seconds=seconds, memory=_memory(compiled), found=_found(compiled, mesh), **facts
+    )
 
 
 def _memory(compiled: Any) -> dict[str, int]:
@@ -119,17 +135,27 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
 
     sizes = dict(mesh.shape)
     return [
-        {"kind": t.kind, "axes": list(axes_of(t, sizes)), "bytes": t.bytes, "times": t.times, "is_async": t.is_async,
-         "is_overlapped": t.is_overlapped, "kernels": list(t.kernels), "line": t.start}
+        {
+            "kind": t.kind,
+            "axes": list(axes_of(t, sizes)),
+            "bytes": t.bytes,
+            "times": t.times,
+            "is_async": t.is_async,
+            "is_overlapped": t.is_overlapped,
+            "kernels": list(t.kernels),
+            "line": t.start,
+        }
         for t in transfers(compiled.as_text())
-    ]  # fmt: skip
+    ]
 
 
-# ---- what is compiled ------------------------------------------------------------------------------------------------
+# ---- what is compiled ----------------------------------------------------------------------------
 
 
 def _step(function: Any) -> Any:
-    """Return forward and backward: the results and the gradients of all operands but the last, the cotangent."""
+    """Return forward and backward: the results and the gradients of all operands but the last, the
+    cotangent.
+    """
     import jax
 
     def step(*operands: Any) -> Any:
@@ -141,7 +167,9 @@ def _step(function: Any) -> Any:
 
 
 def _attention(job: Job, plan: Plan, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
-    """Return attention alone and its operands q, k, v (and in training the cotangent of the output)."""
+    """Return attention alone and its operands q, k, v (and in training the cotangent of the
+    output).
+    """
     from maxattn.attention import attention
 
     call, mask = job.shape.call(), job.shape.mask
@@ -169,11 +197,15 @@ def _sharding(dims: tuple[int, ...], letters: str, mesh: Mesh) -> NamedSharding:
 
     shape = mesh_shape(mesh)
     spec = zip(dims, letters, spec_of(letters, shape), strict=True)
-    return NamedSharding(mesh, PartitionSpec(*(a if a and n % ways(c, shape) == 0 else None for n, c, a in spec)))
+    return NamedSharding(
+        mesh, PartitionSpec(*(a if a and n % ways(c, shape) == 0 else None for n, c, a in spec))
+    )
 
 
 def _module(job: Job, plan: Plan, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
-    """Return a whole attention module as Wan has it: projections with bias, norms across heads, RoPE, output."""
+    """Return a whole attention module as Wan has it: projections with bias, norms across heads,
+    RoPE, output.
+    """
     import jax
     from flax import nnx
 
@@ -187,8 +219,11 @@ def _module(job: Job, plan: Plan, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
 
     def self_attention(state: Any, x: Any) -> Any:
         made: Any = nnx.merge(graph, state)
-        return made(x, rotary_emb=jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary),
-                    mask=job.shape.mask)  # fmt: skip
+        return made(
+            x,
+            rotary_emb=jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary),
+            mask=job.shape.mask,
+        )
 
     def cross_attention(state: Any, x: Any, text: Any) -> Any:
         made: Any = nnx.merge(graph, state)
@@ -208,9 +243,18 @@ def _make_module(job: Job, mesh: Mesh) -> Any:
     call = job.shape.call()
     kind: Any = CrossAttention if call.role == "cross" else FlaxAttention
     return kind(
-        call.heads * call.head_dim, heads=call.heads, kv_heads=call.kv_heads, dim_head=call.head_dim, bias=True,
-        qk_norm="rms_norm_across_heads", eps=1e-6, config=job.config, mesh=mesh, dtype=call.dtype, rngs=nnx.Rngs(0),
-    )  # fmt: skip
+        call.heads * call.head_dim,
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        dim_head=call.head_dim,
+        bias=True,
+        qk_norm="rms_norm_across_heads",
+        eps=1e-6,
+        config=job.config,
+        mesh=mesh,
+        dtype=call.dtype,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def _rotary(head_dim: int, length: int) -> Any:
@@ -226,7 +270,9 @@ def _placed(state: Any, mesh: Mesh) -> Any:
     from maxattn.sharding import parameter_shardings
 
     shardings = parameter_shardings(state, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+    )
 
 
 def main() -> None:

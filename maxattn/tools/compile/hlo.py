@@ -1,7 +1,9 @@
-"""What a compiled program sends between devices, read off the text of its HLO. Pure: text in, values out.
+"""What a compiled program sends between devices, read off the text of its HLO. Pure: text in,
+values out.
 
-`compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in which they start, so
-what stands between a `-start` and its `-done` runs while the data is under way. It compiles nothing and knows no plan.
+`compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in
+which they start, so what stands between a `-start` and its `-done` runs while the data is under
+way. It compiles nothing and knows no plan.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ KINDS = {
     "collective-broadcast": "pbroadcast",
 }
 # Custom calls that compute; others describe memory or indices.
-KERNEL_TARGETS = ("tpu_custom_call", "__cudnn", "__cublas", "cudnn", "triton", "mosaic_gpu", "te_", "fa4", "tokamax")
+KERNEL_TARGETS = (
+    "tpu_custom_call",
+    "__cudnn",
+    "__cublas",
+    "cudnn",
+    "triton",
+    "mosaic_gpu",
+    "te_",
+    "fa4",
+    "tokamax",
+)
 PRODUCTS = ("dot", "convolution")
 Groups = tuple[tuple[int, ...], ...]
 
@@ -52,7 +64,9 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it calls: fusions, loops, branches."""
         after = self.rest[_closing(self.rest) :]
-        listed = re.findall(r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", after)
+        listed = re.findall(
+            r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", after
+        )
         branches = re.findall(r"branch_computations=\{([^}]*)\}", after)
         return (*listed, *(name for b in branches for name in re.findall(r"%?([\w.\-]+)", b)))
 
@@ -70,11 +84,14 @@ class Transfer:
         kind: jax's word: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
         name: the instruction's.
         computation: where it stands; the entry, a loop's body, ...
-        groups: (from, to) pairs of a ppermute, else the groups of devices; positions in the mesh's order.
-        bytes: bytes that one device receives, once: what it has afterwards and had not before. Of a psum, its size.
+        groups: (from, to) pairs of a ppermute, else the groups of devices; positions in the mesh's
+            order.
+        bytes: bytes that one device receives, once: what it has afterwards and had not before. Of a
+            psum, its size.
         start, done: lines of the text; equal where the program waits for it on the spot.
         times: how often it runs: trip counts of the loops around it, as far as the text says them.
-        kernels: kernels and products (dot, convolution, and loops or fusions with one) between start and done.
+        kernels: kernels and products (dot, convolution, and loops or fusions with one) between
+            start and done.
         others: how many other fusions stand between start and done.
         op_name: jax's name of the operation.
     """
@@ -123,7 +140,8 @@ def axes_of(transfer: Transfer, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
     Args:
         transfer: from `transfers`.
-        sizes: every axis of the mesh with its size, outermost first, those of one device too (`dict(mesh.shape)`).
+        sizes: every axis of the mesh with its size, outermost first, those of one device too
+            (`dict(mesh.shape)`).
     """
     moved = {axis for group in transfer.groups for axis in _differing(group, sizes)}
     return tuple(axis for axis in sizes if axis in moved)
@@ -138,14 +156,19 @@ def _differing(group: Sequence[int], sizes: Mapping[str, int]) -> Iterator[str]:
             yield axis
 
 
-# ---- one computation -------------------------------------------------------------------------------------------------
+# ---- one computation -----------------------------------------------------------------------------
 
 
 def _of_computation(program: _Program, name: str) -> Iterator[Transfer]:
     body = program.computations[name]
     if name in program.wrappers:
         return  # `async-start` calls it, and stands for it
-    done_at = {start: place for place, i in enumerate(body) if i.opcode.endswith("-done") for start in i.operands}
+    done_at = {
+        start: place
+        for place, i in enumerate(body)
+        if i.opcode.endswith("-done")
+        for start in i.operands
+    }
     for place, instruction in enumerate(body):
         found = program.collective(instruction)
         if found is None:
@@ -156,7 +179,11 @@ def _of_computation(program: _Program, name: str) -> Iterator[Transfer]:
 
 
 def _transfer(
-    program: _Program, computation: str, found: Instruction, result: Instruction, span: Sequence[Instruction]
+    program: _Program,
+    computation: str,
+    found: Instruction,
+    result: Instruction,
+    span: Sequence[Instruction],
 ) -> Transfer:
     """Describe a collective.
 
@@ -169,16 +196,29 @@ def _transfer(
     """
     opcode = found.opcode.removesuffix("-start")
     # No groups are one of all devices.
-    groups = _pairs(found) if opcode == "collective-permute" else _groups(found) or (tuple(range(program.devices)),)
+    groups = (
+        _pairs(found)
+        if opcode == "collective-permute"
+        else _groups(found) or (tuple(range(program.devices)),)
+    )
     between = span[1:-1]
     kernels = tuple(i.name for i in between if program.computes(i))
     others = sum(i.opcode == "fusion" and not program.computes(i) for i in between)
     received = _received(opcode, _size(result.type), max(map(len, groups), default=1))
     op_name = span[0].attribute(r'op_name="([^"]*)"') or found.attribute(r'op_name="([^"]*)"')
     return Transfer(
-        KINDS[opcode], span[0].name, computation, groups, received, span[0].line, result.line,
-        program.times(computation), kernels, others, op_name or result.attribute(r'op_name="([^"]*)"'),
-    )  # fmt: skip
+        KINDS[opcode],
+        span[0].name,
+        computation,
+        groups,
+        received,
+        span[0].line,
+        result.line,
+        program.times(computation),
+        kernels,
+        others,
+        op_name or result.attribute(r'op_name="([^"]*)"'),
+    )
 
 
 def _received(opcode: str, result: int, ways: int) -> int:
@@ -204,27 +244,37 @@ def _pairs(instruction: Instruction) -> Groups:
 
 
 def _braced(text: str) -> Groups:
-    return tuple(tuple(int(n) for n in g.split(",") if n) for g in re.findall(r"\{([\d,]*)\}", text))
+    return tuple(
+        tuple(int(n) for n in g.split(",") if n) for g in re.findall(r"\{([\d,]*)\}", text)
+    )
 
 
 def _groups(instruction: Instruction) -> Groups:
-    """Read `replica_groups`: listed, a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or axes of a mesh."""
+    """Read `replica_groups`: listed, a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or
+    axes of a mesh.
+    """
     if of_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
         return _of_mesh(*of_mesh.groups())
     if listed := instruction.attribute(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}"):
         return _braced(listed)
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest)
+    found = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest
+    )
     if not found:
         return ()
     import numpy as np
 
-    shape, counted, order = (tuple(int(n) for n in (part or "").split(",") if n) for part in found.groups())
+    shape, counted, order = (
+        tuple(int(n) for n in (part or "").split(",") if n) for part in found.groups()
+    )
     ids = np.arange(prod(counted)).reshape(counted).transpose(order or None).reshape(shape)
     return tuple(tuple(int(n) for n in group) for group in ids)
 
 
 def _of_mesh(mesh: str, axes: str) -> Groups:
-    """Read groups along axes of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12)."""
+    """Read groups along axes of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax
+    0.12).
+    """
     import numpy as np
 
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
@@ -235,7 +285,7 @@ def _of_mesh(mesh: str, axes: str) -> Groups:
     return tuple(tuple(int(n) for n in group) for group in groups)
 
 
-# ---- the whole program -----------------------------------------------------------------------------------------------
+# ---- the whole program ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,7 +307,9 @@ class _Program:
                 body.append(Instruction(name, opcode, type_, rest, number))
             elif body and line != "}":  # attributes may hold line breaks
                 last = body[-1]
-                body[-1] = Instruction(last.name, last.opcode, last.type, f"{last.rest}\n{line}", last.line)
+                body[-1] = Instruction(
+                    last.name, last.opcode, last.type, f"{last.rest}\n{line}", last.line
+                )
         partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
         return _Program(computations, int(partitions.group(1)) if partitions else 1)
 
@@ -265,11 +317,17 @@ class _Program:
     def wrappers(self) -> frozenset[str]:
         """Computations that hold the collective of an `async-start`."""
         return frozenset(
-            name for body in self.computations.values() for i in body if i.opcode == "async-start" for name in i.called
+            name
+            for body in self.computations.values()
+            for i in body
+            if i.opcode == "async-start"
+            for name in i.called
         )
 
     def collective(self, instruction: Instruction) -> Instruction | None:
-        """Return the collective that an instruction starts: itself, or the one that its `async-start` wraps."""
+        """Return the collective that an instruction starts: itself, or the one that its
+        `async-start` wraps.
+        """
         if instruction.opcode.removesuffix("-start") in KINDS:
             return instruction
         if instruction.opcode != "async-start":
@@ -284,14 +342,20 @@ class _Program:
             return target.startswith(KERNEL_TARGETS)
         if instruction.opcode in PRODUCTS:
             return True
-        return any(self.computes(i) for name in instruction.called for i in self.computations.get(name, ()))
+        return any(
+            self.computes(i) for name in instruction.called for i in self.computations.get(name, ())
+        )
 
     def times(self, computation: str) -> int:
         """Multiply the trip counts of the loops around a computation, where the text says them."""
         for name, body in self.computations.items():
             for i in body:
                 if computation in i.called and i.opcode != "async-start":
-                    trips = i.attribute(r'"known_trip_count":\{"n":"(\d+)"') if i.opcode == "while" else ""
+                    trips = (
+                        i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+                        if i.opcode == "while"
+                        else ""
+                    )
                     return int(trips or 1) * self.times(name)
         return 1
 

@@ -1,6 +1,7 @@
 """One compile for a TPU topology as a value, and its run in a child process with a time limit.
 
-The compiler can take minutes, and a crash inside libtpu ends its process: so each compile has its own.
+The compiler can take minutes, and a crash inside libtpu ends its process: so each compile has its
+own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from maxattn.tools.model_shapes import Shape
 
 # What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # the python of an environment with jax[tpu] and maxattn
 Ending = Literal["compiled", "failed", "refused", "timeout", "crashed"]
 
@@ -58,13 +62,15 @@ class Outcome:
     """Hold what came of a job.
 
     Args:
-        ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed" (the child died).
+        ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed"
+            (the child died).
         device_kind: as `Target` has it.
         plan: what `explain` says.
         mesh: every axis with its size.
         named: the plan's collectives that the job runs, as plain values.
         found: those of the compiled program, as plain values.
-        memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments), generated_code.
+        memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
+            generated_code.
         seconds: the compiler took.
         message: what went wrong.
     """
@@ -81,13 +87,17 @@ class Outcome:
 
     @property
     def needed(self) -> int:
-        """Bytes that one device holds at once: arguments, temporaries, outputs, less what shares a place."""
+        """Bytes that one device holds at once: arguments, temporaries, outputs, less what shares a
+        place.
+        """
         have = self.memory
         return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
 
 
 def tpu_python() -> str | None:
-    """Return the python that can compile for a TPU: this one where libtpu is installed, else $MAXATTN_TPU_PYTHON."""
+    """Return the python that can compile for a TPU: this one where libtpu is installed, else
+    $MAXATTN_TPU_PYTHON.
+    """
     named = os.environ.get(PYTHON_VARIABLE)
     return named or (sys.executable if importlib.util.find_spec("libtpu") else None)
 
@@ -105,9 +115,12 @@ def run_in_child(job: Job, seconds: float) -> Outcome:
     python = tpu_python()
     if python is None:
         raise Unsupported(
-            "compile", "libtpu is not installed", "the TPU's compiler comes with libtpu; no TPU is needed",
-            f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and maxattn',
-        )  # fmt: skip
+            "compile",
+            "libtpu is not installed",
+            "the TPU's compiler comes with libtpu; no TPU is needed",
+            f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and'
+            " maxattn",
+        )
     with tempfile.TemporaryDirectory(prefix="maxattn-") as folder:
         return _spawned(python, job, seconds, Path(folder))
 
@@ -116,9 +129,13 @@ def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
     with log.open("wb") as stderr:
         child = subprocess.Popen(
-            [python, "-m", "maxattn.tools.compile.child", str(answer)], stdin=subprocess.PIPE, stdout=stderr, stderr=stderr,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()}, start_new_session=True,
-        )  # fmt: skip
+            [python, "-m", "maxattn.tools.compile.child", str(answer)],
+            stdin=subprocess.PIPE,
+            stdout=stderr,
+            stderr=stderr,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()},
+            start_new_session=True,
+        )
         try:
             child.communicate(pickle.dumps(job), timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -128,7 +145,9 @@ def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
     if answer.exists():
         return Outcome(**json.loads(answer.read_text(encoding="utf-8")))
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    return Outcome("crashed", message=f"the compiler's process ended with status {child.returncode}\n{tail}")
+    return Outcome(
+        "crashed", message=f"the compiler's process ended with status {child.returncode}\n{tail}"
+    )
 
 
 def _python_path() -> str:
@@ -138,7 +157,9 @@ def _python_path() -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and what it started, if it still runs; also when Ctrl-C interrupts the wait."""
+    """Kill the child and what it started, if it still runs; also when Ctrl-C interrupts the
+    wait.
+    """
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

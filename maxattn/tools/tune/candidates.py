@@ -1,4 +1,6 @@
-"""Which sizes are worth timing, ranked by facts: what the rules allow, what they pad, how many steps they make."""
+"""Which sizes are worth timing, ranked by facts: what the rules allow, what they pad, how many
+steps they make.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from maxattn.tuned import BLOCKS, Sizes
 BLOCK_CHOICES = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 COMPUTE_CHOICES = (256, 512, 1024, 2048)
 CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-STEP = 256 * 256  # pairs that a step of the grid is taken to cost beside its own work: an assumption, not a measurement
+STEP = (
+    256 * 256
+    # pairs that a step of the grid is taken to cost beside its own work: an assumption, not a
+    # measurement
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The estimate that ranks candidates: pairs, those that steps cost among them; then steps of computing."""
+        """The estimate that ranks candidates: pairs, those that steps cost among them; then steps
+        of computing.
+        """
         return self.pairs + STEP * self.steps, self.compute_steps
 
     def __str__(self) -> str:
@@ -53,11 +61,13 @@ class Candidate:
         return ", ".join(f"{key} {value}" for key, value in self.sizes)
 
 
-def candidates(kernel: str, call: Call, target: Target, training: bool, limit: int) -> tuple[Candidate, ...]:
+def candidates(
+    kernel: str, call: Call, target: Target, training: bool, limit: int
+) -> tuple[Candidate, ...]:
     """Return the sizes to time: what runs by default first, then the others.
 
-    Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and whose steps cost next
-    to nothing, by their distance from the default.
+    Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and
+    whose steps cost next to nothing, by their distance from the default.
 
     Args:
         kernel: "flash", "tokamax_flash" or "memory_efficient".
@@ -81,13 +91,17 @@ def _distance(a: Candidate, b: Candidate) -> float:
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
-    """Make the block sizes that the rules leave as they are, and whose parts of dQ fit the device."""
+    """Make the block sizes that the rules leave as they are, and whose parts of dQ fit the
+    device.
+    """
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)
     for q, kv, compute, one in product(BLOCK_CHOICES, BLOCK_CHOICES, COMPUTE_CHOICES, fused):
         if kv % compute == 0:
-            asked = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute, use_fused_bwd_kernel=one)
+            asked = FlashBlockSizes(
+                block_q=q, block_kv=kv, block_kv_compute=compute, use_fused_bwd_kernel=one
+            )
             sizes, changes = adjust(asked, call, kernel, target, training)  # type: ignore[arg-type]
             if not changes and fits_alone(kernel, call, sizes, training, target.device_kind):
                 found.setdefault(sizes)
@@ -97,10 +111,15 @@ def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[
 def _of_chunks(call: Call) -> list[Candidate]:
     default = choose_chunks(call, None, None)
     choices = (
-        (min(q, call.q_len), min(kv, call.kv_len)) for q, kv in product(CHUNK_CHOICES, CHUNK_CHOICES) if q * kv < 2**24
+        (min(q, call.q_len), min(kv, call.kv_len))
+        for q, kv in product(CHUNK_CHOICES, CHUNK_CHOICES)
+        if q * kv < 2**24
     )
     keys = ("query_chunk_size", "key_chunk_size")
-    return [_candidate(tuple(zip(keys, tile, strict=True)), tile, call) for tile in dict.fromkeys((default, *choices))]
+    return [
+        _candidate(tuple(zip(keys, tile, strict=True)), tile, call)
+        for tile in dict.fromkeys((default, *choices))
+    ]
 
 
 def _candidate(sizes: Sizes, tile: tuple[int, int], call: Call) -> Candidate:

@@ -42,18 +42,24 @@ def _median(run: Callable[[], Any], seconds: float) -> float:
     return median(times)
 
 
-def _program(kernel: Kernel, call: Call, training: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _program(
+    kernel: Kernel, call: Call, training: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     keys = jax.random.split(jax.random.key(0), 4)
     q_shape = (call.batch, call.q_len, call.heads, call.head_dim)
     kv_shape = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
     shapes = (q_shape, kv_shape, kv_shape, q_shape)
-    operands = tuple(normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True))
+    operands = tuple(
+        normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True)
+    )
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         return inference_kernel(kernel).forward(q, k, v, None, call.mask, 0, 0)[0]
 
     def step(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, lse = kernel.forward(q, k, v, None, call.mask, 0, 0)
-        return out, kernel.backward(q, k, v, None, call.mask, 0, 0, out, lse, dout, jnp.zeros_like(lse))[:3]
+        return out, kernel.backward(
+            q, k, v, None, call.mask, 0, 0, out, lse, dout, jnp.zeros_like(lse)
+        )[:3]
 
     return (step, operands) if training else (forward, operands[:3])

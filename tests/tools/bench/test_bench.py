@@ -1,4 +1,6 @@
-"""The bench on a CPU: every row has a time or says why not, and the table that auto reads is made of its rows."""
+"""The bench on a CPU: every row has a time or says why not, and the table that auto reads is made
+of its rows.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ def rows() -> list[Row]:
 
 
 def test_rows_have_times_or_reasons(rows: list[Row]) -> None:
-    measured = {(row.who, row.what) for row in rows if row.ms > 0 and row.tflops > 0 and row.peak > 0}
+    measured = {
+        (row.who, row.what) for row in rows if row.ms > 0 and row.tflops > 0 and row.peak > 0
+    }
     assert measured == {
-        ("dot_product", "forward"), ("dot_product", "backward"), ("auto", "forward"), ("auto", "forward+backward"),
-    }  # fmt: skip
+        ("dot_product", "forward"),
+        ("dot_product", "backward"),
+        ("auto", "forward"),
+        ("auto", "forward+backward"),
+    }
     assert [row.note for row in rows if not row.ms] == ["it needs an NVIDIA GPU, and this is cpu"]
 
 
@@ -89,7 +96,17 @@ def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "b.json"
-    words = ["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01", "--json", str(out)]
+    words = [
+        "bench",
+        "--shape",
+        "1,64,64,2,16",
+        "--kernel",
+        "dot_product",
+        "--seconds",
+        "0.01",
+        "--json",
+        str(out),
+    ]
     assert main(words) == 0
     assert "dot_product" in capsys.readouterr().out and json.loads(out.read_text())["rows"]
     assert main(["bench", "no-such-shape"]) == 1
@@ -118,13 +135,22 @@ def test_progress_is_told_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> N
         ("--seconds nan", "a measurement takes some time"),
         ("--json {here}/a_file/b.json", "nothing can be written"),
         ("--json {here}", "it is a file, and this is a folder"),
-        ("--report implementations --pictures {here}/a_file", "it is a folder, and there is a file of that name"),
+        (
+            "--report implementations --pictures {here}/a_file",
+            "it is a folder, and there is a file of that name",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_is_measured(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("maxattn.tools.bench.timing.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "maxattn.tools.bench.timing.measure", lambda *_, **__: pytest.fail("measured")
+    )
     (tmp_path / "a_file").touch()
     assert main(["bench", "--shape", "1,64,64,2,16", *words.format(here=tmp_path).split()]) == 1
     ran = capsys.readouterr()
@@ -135,7 +161,19 @@ def test_what_is_refused_before_anything_is_measured(
 def test_the_folder_of_the_measurements_is_made(tmp_path: Path) -> None:
     out = tmp_path / "new" / "b.json"
     assert (
-        main(["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01", "--json", str(out)])
+        main(
+            [
+                "bench",
+                "--shape",
+                "1,64,64,2,16",
+                "--kernel",
+                "dot_product",
+                "--seconds",
+                "0.01",
+                "--json",
+                str(out),
+            ]
+        )
         == 0
     )
     assert json.loads(out.read_text())["rows"]

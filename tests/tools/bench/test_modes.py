@@ -1,4 +1,6 @@
-"""Meshes, the whole module and the reports on a CPU, at small sizes: what they measure, compare and draw."""
+"""Meshes, the whole module and the reports on a CPU, at small sizes: what they measure, compare and
+draw.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CPU = Target("cpu", "cpu")
 
 
 def test_strategies_stand_beside_the_same_kernel_on_one_device() -> None:
-    rows = bench_mesh(read("1,128,128,4,16"), {"context": 4}, ["ring"], "dot_product", peers=True, budget=0.01)
+    rows = bench_mesh(
+        read("1,128,128,4,16"), {"context": 4}, ["ring"], "dot_product", peers=True, budget=0.01
+    )
     who = ["dot_product, 1 device"] * 2 + ["dot_product, each of 4"] * 2 + ["ring over 4"] * 2
     assert [(r.who, r.what) for r in rows[:6]] == list(zip(who, [FORWARD, BOTH] * 3, strict=True))
     for one, four in zip(rows[:2], rows[4:6], strict=True):
@@ -49,7 +53,9 @@ def played(shape: str, places: int) -> list:
 
 
 def test_a_played_ring_sends_what_the_real_one_sends() -> None:
-    """A ring of four: three hops of K and V forward, three backward and three of gradients, each a quarter of them."""
+    """A ring of four: three hops of K and V forward, three backward and three of gradients, each a
+    quarter of them.
+    """
     _, forward, both, *mute = played("1,128,128,4,16", 4)
     for job, hops in ((forward, 3), (both, 9)):
         moved = sends(job)
@@ -64,17 +70,23 @@ def sends(job: Job) -> list:
 
 
 def test_a_played_ring_does_the_work_of_one_place() -> None:
-    """With the blocks of all other places beside its own, the first device has the numbers of a whole ring's first."""
+    """With the blocks of all other places beside its own, the first device has the numbers of a
+    whole ring's first.
+    """
     whole, _, _, _, mute = played("1,128,128,4,16", 4)
     q, k, v, dout = whole
-    want = attention64(*(np.asarray(x, np.float64) for x in (q, k, v)), dout=np.asarray(dout, np.float64))
+    want = attention64(
+        *(np.asarray(x, np.float64) for x in (q, k, v)), dout=np.asarray(dout, np.float64)
+    )
     out, dq, dk, dv = jax.jit(mute.f)(*mute.make()[0])
     assert out.shape == dk.shape == dv.shape == (1, 64, 4, 16)
     assert max(error(out[:, :32], want.out[:, :32]), error(dq[:, :32], want.dq[:, :32])) < 2e-2
 
 
 def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
-    rows = bench_mesh(read("1,128,128,4,16"), {"context": 4}, (), "dot_product", budget=0.01, played_by=2)
+    rows = bench_mesh(
+        read("1,128,128,4,16"), {"context": 4}, (), "dot_product", budget=0.01, played_by=2
+    )
     whos = ["dot_product, 1 device", "dot_product, each of 2", "ring of 4, played by 2"]
     assert [r.who for r in rows[::2]] == [*whos, "ring of 4, played by 2, nothing sent"]
     assert rows[5].efficiency == pytest.approx(rows[1].ms / (4 * rows[5].ms))
@@ -87,16 +99,24 @@ def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
         ("1,126,126,4,16 --mesh context=4 --played-by 2", "126 tokens do not divide over 4 places"),
         ("swba-256x16 --mesh context=4 --played-by 2", "where every query sees every key"),
         ("1,128,64,4,16 --mesh context=4 --played-by 2", "where every query sees every key"),
-        ("1,128,128,4,16 --mesh context=4 --played-by 4", "two devices or more play a ring of more places"),
+        (
+            "1,128,128,4,16 --mesh context=4 --played-by 4",
+            "two devices or more play a ring of more places",
+        ),
         ("1,128,128,4,16 --mesh context=2 --mesh context=4", "the axis context is named twice"),
         ("1,128,128,4,16 --mesh context=0", "N at least 1"),
         ("1,128,128,4,16 --mesh time=2", "with an axis of data, context, tensor"),
-        ("1,128,128,4,16 --mesh data=2 --played-by 2", "two devices or more play a ring of more places"),
+        (
+            "1,128,128,4,16 --mesh data=2 --played-by 2",
+            "two devices or more play a ring of more places",
+        ),
         ("1,128,128,4,16 --played-by 2", "it is read with --mesh"),
         ("1,128,128,4,16 --mesh context=4 --played-by 2 --peers", "neither --peers nor --strategy"),
     ],
 )
-def test_what_cannot_be_spread_or_played(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_spread_or_played(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape, *rest = words.split()
     named = [shape] if shape[0].isalpha() else ["--shape", shape]
     assert main(["bench", *named, *rest, "--kernel", "dot_product"]) == 1
@@ -113,11 +133,16 @@ def test_the_module_is_compared_with_its_parts() -> None:
 
 
 def test_the_bytes_of_the_elementwise_parts() -> None:
-    """q and k in and out, tables; backward dq, q and dq, the same of k, dv and dy; casts of four kernels."""
+    """q and k in and out, tables; backward dq, q and dq, the same of k, dv and dy; casts of four
+    kernels.
+    """
     shape, array, tables = read("2,64,64,3,16"), 2 * 64 * 48 * 2, 2 * 2 * 64 * 8 * 4
     assert elementwise_bytes(shape, False, "bfloat16") == 4 * array + tables
     assert elementwise_bytes(shape, True, "bfloat16") == 12 * array + 2 * tables
-    assert elementwise_bytes(shape, True) - elementwise_bytes(shape, True, "bfloat16") == 2 * 4 * 48 * 48 * 6
+    assert (
+        elementwise_bytes(shape, True) - elementwise_bytes(shape, True, "bfloat16")
+        == 2 * 4 * 48 * 48 * 6
+    )
 
 
 def test_the_profile_names_what_ran() -> None:
@@ -140,22 +165,34 @@ def test_what_of_the_transfers_is_covered() -> None:
 @pytest.mark.parametrize("lines", [("Stream #13(Compute)", "Stream #17(MemcpyP2P)"), ("XLA Ops",)])
 def test_of_a_gpu_and_of_a_tpu_the_first_device_s_kernels_are_read(lines: tuple[str, ...]) -> None:
     def plane(name: str, *lines: str) -> SimpleNamespace:
-        event = SimpleNamespace(name="fusion", start_ns=1.0, duration_ns=2.0, stats=[("hlo_op", f"fusion.{name[-1]}")])
-        return SimpleNamespace(name=name, lines=[SimpleNamespace(name=line, events=[event]) for line in lines])
+        event = SimpleNamespace(
+            name="fusion", start_ns=1.0, duration_ns=2.0, stats=[("hlo_op", f"fusion.{name[-1]}")]
+        )
+        return SimpleNamespace(
+            name=name, lines=[SimpleNamespace(name=line, events=[event]) for line in lines]
+        )
 
     kind = "TPU" if "XLA Ops" in lines else "GPU"
     named = (f"/device:{kind}:1", f"/device:{kind}:0", "/device:CUSTOM:Megascale:0", "/host:CPU")
-    record = SimpleNamespace(planes=[plane(name, *lines, "Steps", "Async XLA Ops") for name in named])
+    record = SimpleNamespace(
+        planes=[plane(name, *lines, "Steps", "Async XLA Ops") for name in named]
+    )
     assert list(profile._events(record)) == [("fusion", "fusion.0", 1.0, 3.0)] * len(lines)
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "implementations" else pytest.param(n, marks=pytest.mark.slow) for n in reports.REPORTS]
+    "name",
+    [
+        n if n == "implementations" else pytest.param(n, marks=pytest.mark.slow)
+        for n in reports.REPORTS
+    ],
 )
 def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     plain = {name: kernel for name, kernel in reports.KERNELS.items() if "flash" not in name}
-    monkeypatch.setattr(reports, "KERNELS", plain)  # interpreted Pallas kernels take long to compile
+    monkeypatch.setattr(
+        reports, "KERNELS", plain
+    )  # interpreted Pallas kernels take long to compile
     report = reports.make(name, CPU, budget=0.005)
     assert {row.who for row in report.rows} <= set(plain)
     assert all(row.ms > 0 and row.peak > 0 for row in report.rows)
@@ -167,7 +204,20 @@ def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape, out = ["bench", "--shape", "1,64,64,2,16", "--seconds", "0.01"], tmp_path / "b.json"
     assert (
-        main([*shape, "--mesh", "context=2", "--strategy", "ring", "--kernel", "dot_product", "--json", str(out)]) == 0
+        main(
+            [
+                *shape,
+                "--mesh",
+                "context=2",
+                "--strategy",
+                "ring",
+                "--kernel",
+                "dot_product",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
     )
     assert json.loads(out.read_text())["rows"][-1]["efficiency"] > 0
     assert main([*shape, "--mesh", "context=99"]) == main([*shape, "--mesh", "time=2"]) == 1
@@ -185,7 +235,9 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--pictures out", "--report"),
     ],
 )
-def test_nothing_is_given_that_is_not_read(words: str, read_with: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_given_that_is_not_read(
+    words: str, read_with: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "--shape", "1,64,64,2,16", *words.split()]) == 1
     said = capsys.readouterr().err
     assert words.split()[0] in said and f"it is read with {read_with}" in said

@@ -11,30 +11,89 @@ from maxattn.plan import Target, plan
 from maxattn.tools.cli.advice import advice
 from maxattn.tools.memory import estimate, limit, total
 from maxattn.tools.model_shapes import read
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
 HERE = Path(__file__).parent
 GOOD = {
-    "plans": ["configs/wan_14b.yml", "--shape", "wan-14b-720p", "--shape", "wan-14b-cross", "--target", "TPU v5p",
-              "--devices", "8", "--batch", "2"],
+    "plans": [
+        "configs/wan_14b.yml",
+        "--shape",
+        "wan-14b-720p",
+        "--shape",
+        "wan-14b-cross",
+        "--target",
+        "TPU v5p",
+        "--devices",
+        "8",
+        "--batch",
+        "2",
+    ],
     "no_shape": ["configs/attention.yml"],
     "every_key": ["flash_block_sizes.block_q=512", "--all"],
-    "inference": ["attention=flash", "--shape", "wan-14b-480p", "--target", "TPU v6e", "--inference",
-                  "flash_block_sizes={block_q: 3024, block_kv: 2048}"],
-}  # fmt: skip
+    "inference": [
+        "attention=flash",
+        "--shape",
+        "wan-14b-480p",
+        "--target",
+        "TPU v6e",
+        "--inference",
+        "flash_block_sizes={block_q: 3024, block_kv: 2048}",
+    ],
+}
 ADVISED = {
     "dense_and_memory": ["attention=dot_product", "--shape", "wan-14b-480p", "--target", "TPU v5e"],
     "dense_on_a_gpu": ["attention=dot_product", "--shape", "flux-1024", "--target", "NVIDIA H200"],
-    "nothing_to_shard": ["attention=ring", "attention_kernel=flash", "--shape", "sdxl-64", "--target", "TPU v5p"],
-    "short_shards": ["attention=ring", "attention_kernel=dot_product", "--shape", "1,256,256,4,64", "--mesh",
-                     "context=8", "--target", "cpu"],
-    "padding_attended": ["mask_padding_tokens=false", "cross_attention=flash", "--shape", "sdxl-64", "--shape",
-                         "sdxl-cross", "--batch", "2", "--target", "TPU v5p", "--lengths", "20,77"],
-    "blocks_and_their_padding": ["attention=flash", "--shape", "wan-1.3b-480p", "--target", "TPU v6e",
-                                 "flash_block_sizes={block_q: 3000, block_kv: 3000, use_fused_bwd_kernel: true}"],
-    "one_shape_cannot_run": ["attention=flash", "--shape", "1,64,64,4,64", "--dtype", "f16", "--target", "TPU v5p"],
-}  # fmt: skip
+    "nothing_to_shard": [
+        "attention=ring",
+        "attention_kernel=flash",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "TPU v5p",
+    ],
+    "short_shards": [
+        "attention=ring",
+        "attention_kernel=dot_product",
+        "--shape",
+        "1,256,256,4,64",
+        "--mesh",
+        "context=8",
+        "--target",
+        "cpu",
+    ],
+    "padding_attended": [
+        "mask_padding_tokens=false",
+        "cross_attention=flash",
+        "--shape",
+        "sdxl-64",
+        "--shape",
+        "sdxl-cross",
+        "--batch",
+        "2",
+        "--target",
+        "TPU v5p",
+        "--lengths",
+        "20,77",
+    ],
+    "blocks_and_their_padding": [
+        "attention=flash",
+        "--shape",
+        "wan-1.3b-480p",
+        "--target",
+        "TPU v6e",
+        "flash_block_sizes={block_q: 3000, block_kv: 3000, use_fused_bwd_kernel: true}",
+    ],
+    "one_shape_cannot_run": [
+        "attention=flash",
+        "--shape",
+        "1,64,64,4,64",
+        "--dtype",
+        "f16",
+        "--target",
+        "TPU v5p",
+    ],
+}
 BAD_LENGTHS = {
     "beyond_s": ["--lengths", "300,9999", "--shape", "2,4096,512,8,64"],
     "of_other_keys": ["configs/wan_i2v_14b.yml", "--batch", "2", "--lengths", "300,512"],
@@ -65,8 +124,17 @@ def test_lengths_that_cannot_be(capsys, name):
 
 
 def test_lengths_are_those_of_the_text_and_one_is_of_all(capsys):
-    words = ["check", "mask_padding_tokens=false", "--shape", "2,256,256,4,64", "--shape", "2,256,512,4,64"]
-    each, one = (run(capsys, *words, "--target", "cpu", "--lengths", said) for said in ("384,384", "384"))
+    words = [
+        "check",
+        "mask_padding_tokens=false",
+        "--shape",
+        "2,256,256,4,64",
+        "--shape",
+        "2,256,512,4,64",
+    ]
+    each, one = (
+        run(capsys, *words, "--target", "cpu", "--lengths", said) for said in ("384,384", "384")
+    )
     assert each.status == 0 and each.out == one.out and "25.0% of the keys are padding" in one.out
 
 
@@ -78,7 +146,15 @@ def test_lengths_say_nothing_where_padding_is_masked_and_help_says_so(capsys):
 
 def test_inference_tells_of_no_backward(capsys):
     for asked, *more in (["flash"], ["ring", "--mesh", "context=4"]):
-        words = ["check", f"attention={asked}", "--shape", "wan-14b-480p", "--target", "TPU v5p", *more]
+        words = [
+            "check",
+            f"attention={asked}",
+            "--shape",
+            "wan-14b-480p",
+            "--target",
+            "TPU v5p",
+            *more,
+        ]
         assert "backward" in run(capsys, *words).out
         assert "backward" not in run(capsys, *words, "--inference").out
 
@@ -105,12 +181,22 @@ def test_a_good_plan_has_no_advice():
 def test_more_devices_need_less_memory_each(strategy):
     config = AttentionConfig(attention="flash", context_parallel=strategy)
     sums = [
-        total(estimate(plan(read("wan-14b-720p").call(), config, {"context": n}, Target.named("TPU v5p")), True))
+        total(
+            estimate(
+                plan(read("wan-14b-720p").call(), config, {"context": n}, Target.named("TPU v5p")),
+                True,
+            )
+        )
         for n in (1, 2, 4, 8)
     ]
     assert sums[1:] == sorted(sums[1:], reverse=True) and sums[3] < sums[0]
 
 
 def test_memory_of_an_unknown_device_is_not_judged():
-    made = plan(read("wan-14b-480p").call(), AttentionConfig(attention="dot_product"), None, Target.named("cpu"))
+    made = plan(
+        read("wan-14b-480p").call(),
+        AttentionConfig(attention="dot_product"),
+        None,
+        Target.named("cpu"),
+    )
     assert limit(made) is None and total(estimate(made, False)) > 2**37

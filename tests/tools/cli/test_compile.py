@@ -1,4 +1,6 @@
-"""`maxattn compile`: the TPU's own compiler, in a child process. Skipped where libtpu is not installed."""
+"""`maxattn compile`: the TPU's own compiler, in a child process. Skipped where libtpu is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,28 @@ from maxattn.tools.cli.compile import fits, report
 from maxattn.tools.compile.job import PYTHON_VARIABLE, Job, Outcome, run_in_child, tpu_python
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import read
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
-needs_libtpu = pytest.mark.skipif(tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")')
-RING = ["attention=ring", "attention_kernel=flash", "ici_context_parallelism=4", "--target", "v5p:2x2x1", "--shape"]
+needs_libtpu = pytest.mark.skipif(
+    tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
+)
+RING = [
+    "attention=ring",
+    "attention_kernel=flash",
+    "ici_context_parallelism=4",
+    "--target",
+    "v5p:2x2x1",
+    "--shape",
+]
 
 
 def without_figures(text: str) -> str:
     """Leave out what differs between compilers: seconds, sizes, and how many transfers overlap."""
     text = re.sub(r"compiled in .*", "compiled in # s", text)
-    return re.sub(r"(?m)(memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text)
+    return re.sub(
+        r"(?m)(memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text
+    )
 
 
 @needs_libtpu
@@ -46,11 +59,22 @@ def test_the_estimate_of_memory_is_near_the_compiler(training):
 
 @needs_libtpu
 def test_a_training_step_of_a_module_as_json(capsys):
-    words = ["attention=flash", "--target", "v5e:1x1", "--shape", "1,1024,77,2,64", "--train", "--module", "--json"]
+    words = [
+        "attention=flash",
+        "--target",
+        "v5e:1x1",
+        "--shape",
+        "1,1024,77,2,64",
+        "--train",
+        "--module",
+        "--json",
+    ]
     ran = run(capsys, "compile", *words)
     (outcome,) = json.loads(ran.out)
     assert (ran.status, outcome["ending"], outcome["device_kind"]) == (0, "compiled", "TPU v5e")
-    weights = 4 * (2 * 64) ** 2 * 4 + 4 * 2 * 64 * 4 + 2 * 2 * 64 * 4  # float32 kernels, biases and norms
+    weights = (
+        4 * (2 * 64) ** 2 * 4 + 4 * 2 * 64 * 4 + 2 * 2 * 64 * 4
+    )  # float32 kernels, biases and norms
     states = (2 * 1024 + 77) * 2 * 64 * 2  # bfloat16 tokens, their cotangent and text
     assert weights + states <= outcome["memory"]["argument"] <= 1.2 * (weights + states)
     assert outcome["memory"]["output"] >= weights + states - 1024 * 2 * 64 * 2
@@ -58,15 +82,49 @@ def test_a_training_step_of_a_module_as_json(capsys):
 
 @needs_libtpu
 def test_two_slices(capsys):
-    words = ["attention=flash", "dcn_data_parallelism=2", "ici_tensor_parallelism=4", "ici_data_parallelism=1"]
-    ran = run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "2", "--shape", "2,512,512,4,128")
-    assert ran.status == 0 and "for 2 slices of v5p:2x2x1" in ran.out and "mesh data=2 tensor=4" in ran.out
-    assert run(capsys, "compile", *words, "--target", "v5p:2x2x1", "--slices", "0", "--shape", "sdxl-64").status == 1
+    words = [
+        "attention=flash",
+        "dcn_data_parallelism=2",
+        "ici_tensor_parallelism=4",
+        "ici_data_parallelism=1",
+    ]
+    ran = run(
+        capsys,
+        "compile",
+        *words,
+        "--target",
+        "v5p:2x2x1",
+        "--slices",
+        "2",
+        "--shape",
+        "2,512,512,4,128",
+    )
+    assert (
+        ran.status == 0
+        and "for 2 slices of v5p:2x2x1" in ran.out
+        and "mesh data=2 tensor=4" in ran.out
+    )
+    assert (
+        run(
+            capsys,
+            "compile",
+            *words,
+            "--target",
+            "v5p:2x2x1",
+            "--slices",
+            "0",
+            "--shape",
+            "sdxl-64",
+        ).status
+        == 1
+    )
 
 
 @needs_libtpu
 def test_what_does_not_fit(capsys):
-    ran = run(capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p")
+    ran = run(
+        capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p"
+    )
     assert ran.status == 1
     check_golden("cli/compile/too_much", re.sub(r"\(\d[\d.]*G\)", "(#G)", ran.out))
 
@@ -85,7 +143,9 @@ def test_the_time_limit_ends_the_child(capsys):
     started = time.time()
     ran = run(capsys, "compile", *RING, "wan-14b-720p", "--time-limit", "0.5")
     assert ran.status == 1 and time.time() - started < 5
-    assert ran.out.endswith("no result after 0.5 s: raise --time-limit, or compile a shorter shape\nnot compiled\n")
+    assert ran.out.endswith(
+        "no result after 0.5 s: raise --time-limit, or compile a shorter shape\nnot compiled\n"
+    )
 
 
 def test_without_libtpu(monkeypatch):
@@ -112,14 +172,34 @@ def test_a_report_names_what_waits():
         "is_overlapped": True,
     }
     gather = move | {"kind": "all_gather", "times": 1, "is_async": False, "is_overlapped": False}
-    memory = {"argument": 3 * 2**30, "temp": 2**30, "output": 2**30, "alias": 2**29, "generated_code": 0}
-    outcome = Outcome("compiled", "TPU v5p", "the plan", {}, [move | {"bytes": 3 * 2**20}], [move, gather], memory, 1.0)
+    memory = {
+        "argument": 3 * 2**30,
+        "temp": 2**30,
+        "output": 2**30,
+        "alias": 2**29,
+        "generated_code": 0,
+    }
+    outcome = Outcome(
+        "compiled",
+        "TPU v5p",
+        "the plan",
+        {},
+        [move | {"bytes": 3 * 2**20}],
+        [move, gather],
+        memory,
+        1.0,
+    )
     text = report(job, outcome)
-    assert "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB" in text
-    assert "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in the plan)" in text
     assert (
-        "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1 waited for on the spot (none"
-        in text
+        "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB" in text
+    )
+    assert (
+        "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in the"
+        " plan)" in text
+    )
+    assert (
+        "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1 waited for"
+        " on the spot (none" in text
     )
     assert fits(outcome) and text.endswith("fits")
     full = Outcome("compiled", "TPU v5e", "the plan", memory=memory | {"temp": 2**34})

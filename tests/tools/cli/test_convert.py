@@ -1,4 +1,6 @@
-"""`maxattn convert` on what is no MaxDiffusion YAML; what it makes of one is in tests/config/test_maxdiffusion.py."""
+"""`maxattn convert` on what is no MaxDiffusion YAML; what it makes of one is in
+tests/config/test_maxdiffusion.py.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
 OURS = sorted(path.name for path in Path("configs").glob("*.yml"))
 THEIRS = Path("tests/config/maxdiffusion")
@@ -41,7 +43,9 @@ def test_a_maxdiffusion_file_with_a_key_of_ours_is_still_theirs(capsys, tmp_path
     assert text.partition(":")[0] in ran.out.partition("Left out:")[2]
 
 
-@pytest.mark.parametrize("text", ["attention: flash\n", "attention: flash\nmodel: wan\nici_context_parallelism: 4\n"])
+@pytest.mark.parametrize(
+    "text", ["attention: flash\n", "attention: flash\nmodel: wan\nici_context_parallelism: 4\n"]
+)
 def test_keys_that_both_have_are_converted(capsys, tmp_path, text):
     (tmp_path / "base.yml").write_text(text)
     assert run(capsys, "convert", str(tmp_path / "base.yml")).status == 0

@@ -6,20 +6,58 @@ import pytest
 
 from maxattn.kernels.table import EXTRAS, remedy
 from maxattn.target import Target
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
 GOOD = {
-    "ring_on_v5p": ["configs/wan_14b.yml", "attention=ring", "--shape", "wan-14b-720p", "--shape", "wan-14b-cross",
-                    "--target", "TPU v5p", "--mesh", "context=4"],
-    "mesh_of_the_config": ["configs/wan_14b.yml", "--shape", "1,4096,4096,40,128", "--batch", "4", "--target", "cpu",
-                           "--devices", "16", "attention=dot_product"],
-    "masks": ["attention=dot_product", "--shape", "1,4096,4096,8,64", "--mask", "video:8,512,1,4+window:100,0",
-              "--dtype", "f32", "--target", "cpu", "use_memory_efficient_attention=true"],
+    "ring_on_v5p": [
+        "configs/wan_14b.yml",
+        "attention=ring",
+        "--shape",
+        "wan-14b-720p",
+        "--shape",
+        "wan-14b-cross",
+        "--target",
+        "TPU v5p",
+        "--mesh",
+        "context=4",
+    ],
+    "mesh_of_the_config": [
+        "configs/wan_14b.yml",
+        "--shape",
+        "1,4096,4096,40,128",
+        "--batch",
+        "4",
+        "--target",
+        "cpu",
+        "--devices",
+        "16",
+        "attention=dot_product",
+    ],
+    "masks": [
+        "attention=dot_product",
+        "--shape",
+        "1,4096,4096,8,64",
+        "--mask",
+        "video:8,512,1,4+window:100,0",
+        "--dtype",
+        "f32",
+        "--target",
+        "cpu",
+        "use_memory_efficient_attention=true",
+    ],
     "block_window": ["--shape", "swba-1560x7", "--target", "TPU v6e", "attention=flash"],
     "model_of_the_file": ["configs/wan_tiny.yml", "--target", "cpu", "training.batch_size=8"],
-    "grouped_heads": ["attention=dot_product", "--shape", "2,300,300,8,64,2", "--target", "cpu", "--role", "cross"],
-}  # fmt: skip
+    "grouped_heads": [
+        "attention=dot_product",
+        "--shape",
+        "2,300,300,8,64,2",
+        "--target",
+        "cpu",
+        "--role",
+        "cross",
+    ],
+}
 BAD = {
     "no_shape": ["configs/attention.yml", "--target", "cpu"],
     "shape": ["attention=auto", "--shape", "wan-14b-721p", "--target", "cpu"],
@@ -28,11 +66,24 @@ BAD = {
     "target": ["attention=auto", "--shape", "sdxl-64", "--target", "TPU v5q"],
     "packages_without_target": ["attention=auto", "--shape", "sdxl-64", "--with", "tokamax"],
     "package_misspelt": [
-        "attention=auto", "--shape", "wan-14b-480p", "--target", "NVIDIA H200", "--with", "tokamx=0.0.17",
+        "attention=auto",
+        "--shape",
+        "wan-14b-480p",
+        "--target",
+        "NVIDIA H200",
+        "--with",
+        "tokamx=0.0.17",
     ],
     "package_unknown": [
-        "attention=auto", "--shape", "wan-14b-480p", "--target", "NVIDIA H200", "--with", "tokamax=0.0.17",
-        "--with", "nonsense=1",
+        "attention=auto",
+        "--shape",
+        "wan-14b-480p",
+        "--target",
+        "NVIDIA H200",
+        "--with",
+        "tokamax=0.0.17",
+        "--with",
+        "nonsense=1",
     ],
     "mesh": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "contxt=4"],
     "mesh_size": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context"],
@@ -49,24 +100,66 @@ BAD = {
     ],
     "devices": ["configs/wan_14b.yml", "--shape", "sdxl-64", "--target", "cpu", "--devices", "12"],
     "mask": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "casual"],
-    "mask_numbers": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mask", "block-window:1560"],
+    "mask_numbers": [
+        "attention=auto",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "cpu",
+        "--mask",
+        "block-window:1560",
+    ],
     "dtype": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--dtype", "int8"],
     "batch": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mesh", "fsdp=2"],
     "kernel": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "TPU v5p"],
     "override": ["attention=rng", "--shape", "sdxl-64", "--target", "cpu"],
     "override_empty": ["attention=", "--shape", "sdxl-64", "--target", "cpu"],
-    "package_not_named": ["attention=tokamax_flash", "--shape", "sdxl-64", "--target", "NVIDIA H200"],
+    "package_not_named": [
+        "attention=tokamax_flash",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "NVIDIA H200",
+    ],
     "package_without_version": [
-        "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "NVIDIA H200", "--with", "tokamax",
+        "attention=tokamax_flash",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "NVIDIA H200",
+        "--with",
+        "tokamax",
     ],
     "package_te": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "NVIDIA H200"],
     "no_devices": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--devices", "0"],
     "devices_beside_a_mesh": [
-        "attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context=4", "--devices", "2",
+        "attention=auto",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "cpu",
+        "--mesh",
+        "context=4",
+        "--devices",
+        "2",
     ],
-    "mask_of_cross_attention": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mask", "causal"],
-    "maxdiffusion": ["tests/config/maxdiffusion/video.yml", "--shape", "sdxl-64", "--target", "cpu"],
-}  # fmt: skip
+    "mask_of_cross_attention": [
+        "attention=auto",
+        "--shape",
+        "wan-cross",
+        "--target",
+        "cpu",
+        "--mask",
+        "causal",
+    ],
+    "maxdiffusion": [
+        "tests/config/maxdiffusion/video.yml",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "cpu",
+    ],
+}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -84,14 +177,29 @@ def test_mistakes(capsys, name):
 
 
 def test_a_package_of_the_named_target(capsys):
-    words = ["explain", "attention=tokamax_flash", "--shape", "sdxl-64", "--target", "TPU v5p", "fallback=warn"]
+    words = [
+        "explain",
+        "attention=tokamax_flash",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "TPU v5p",
+        "fallback=warn",
+    ]
     assert "not     tokamax_flash" in run(capsys, *words).out
     assert "not     tokamax_flash" not in run(capsys, *words, "--with", "tokamax=0.0.17").out
 
 
 def test_a_package_of_this_machine_is_brought_by_pip():
-    for package, extra in (("tokamax", "tokamax"), ("transformer-engine-jax", "te"), ("fa4-jax", "fa4")):
-        assert remedy(package, Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),))) == f'pip install "maxattn[{extra}]"'
+    for package, extra in (
+        ("tokamax", "tokamax"),
+        ("transformer-engine-jax", "te"),
+        ("fa4-jax", "fa4"),
+    ):
+        assert (
+            remedy(package, Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),)))
+            == f'pip install "maxattn[{extra}]"'
+        )
         assert remedy(package, Target.named("NVIDIA H200")).startswith(f"add --with {package}=")
     assert "jax" in dict(Target.here().packages)
 
@@ -99,26 +207,51 @@ def test_a_package_of_this_machine_is_brought_by_pip():
 @pytest.mark.parametrize("command", ["explain", "check", "tune"])
 @pytest.mark.parametrize("shape", [(), ("--shape", "sdxl-64")])
 def test_each_command_refuses_a_package_that_is_not_known(capsys, command, shape):
-    ran = run(capsys, command, "configs/wan_14b.yml", *shape, "--target", "TPU v5p", "--with", "tokamx")
+    ran = run(
+        capsys, command, "configs/wan_14b.yml", *shape, "--target", "TPU v5p", "--with", "tokamx"
+    )
     assert (ran.status, ran.out) == (1, "") and "--with: tokamx\n" in ran.err
 
 
 def test_check_without_a_shape_refuses_it_too(capsys):
-    ran = run(capsys, "check", "configs/attention.yml", "--target", "TPU v5p", "--with", "nonsense=1")
+    ran = run(
+        capsys, "check", "configs/attention.yml", "--target", "TPU v5p", "--with", "nonsense=1"
+    )
     assert (ran.status, ran.out) == (1, "") and "--with: nonsense=1\n" in ran.err
 
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_every_package_that_a_kernel_needs_can_be_named(capsys, package):
-    words = ["explain", "attention=auto", "--shape", "sdxl-64", "--target", "NVIDIA H200", "--with", f"{package}=9.9"]
+    words = [
+        "explain",
+        "attention=auto",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "NVIDIA H200",
+        "--with",
+        f"{package}=9.9",
+    ]
     assert run(capsys, *words).status == 0
 
 
 def test_devices_that_are_those_of_the_mesh(capsys):
-    words = ["explain", "attention=ring", "--shape", "sdxl-64", "--target", "cpu", "--mesh", "context=4"]
+    words = [
+        "explain",
+        "attention=ring",
+        "--shape",
+        "sdxl-64",
+        "--target",
+        "cpu",
+        "--mesh",
+        "context=4",
+    ]
     assert run(capsys, *words, "--devices", "4").out == run(capsys, *words).out
 
 
 def test_every_mesh_that_is_said_counts(capsys):
     words = ["explain", "attention=ring", "--shape", "sdxl-64", "--target", "cpu", "--mesh"]
-    assert run(capsys, *words, "fsdp=2", "--mesh", "context=4").out == run(capsys, *words, "fsdp=2,context=4").out
+    assert (
+        run(capsys, *words, "fsdp=2", "--mesh", "context=4").out
+        == run(capsys, *words, "fsdp=2,context=4").out
+    )

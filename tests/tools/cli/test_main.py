@@ -43,11 +43,22 @@ def test_a_wrong_option_is_wrong_usage(capsys):
 @pytest.mark.parametrize("command", ["explain", "check"])
 def test_a_named_target_starts_no_backend(command):
     """A backend that does not exist would raise if it were started."""
-    words = [command, "attention=ring", "--shape", "wan-14b-720p", "--target", "TPU v5p", "--mesh", "context=4"]
+    words = [
+        command,
+        "attention=ring",
+        "--shape",
+        "wan-14b-720p",
+        "--target",
+        "TPU v5p",
+        "--mesh",
+        "context=4",
+    ]
     ran = subprocess.run(
-        [sys.executable, "-m", "maxattn", *words], capture_output=True, text=True,
+        [sys.executable, "-m", "maxattn", *words],
+        capture_output=True,
+        text=True,
         env=os.environ | {"JAX_PLATFORMS": "no_such_backend"},
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr
     assert "ring over 4" in ran.stdout
 
@@ -59,9 +70,11 @@ def test_what_usage_requires(capsys):
 
 def test_a_closed_pipe_is_no_crash():
     pipe = subprocess.Popen(
-        [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert pipe.stdout is not None and pipe.stderr is not None
     pipe.stdout.close()
     assert "Traceback" not in pipe.stderr.read()

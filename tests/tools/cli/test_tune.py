@@ -1,4 +1,6 @@
-"""`maxattn tune`: real timings on this CPU, what is kept, what plans make of it, a kill; estimates as golden text."""
+"""`maxattn tune`: real timings on this CPU, what is kept, what plans make of it, a kill; estimates
+as golden text.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from maxattn.tools.model_shapes import changed, read
 from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import candidates
 from maxattn.tools.tune.measure import milliseconds
-from tests.tools.cli.command import run
 from tests.golden_text import check_golden
+from tests.tools.cli.command import run
 
 BLOCKWISE = [
     "attention=dot_product",
@@ -67,9 +69,14 @@ def test_a_real_tune(capsys, cache):
     check_golden("cli/tune/cpu", re.sub(r"(chunk_size:?) \d+", r"\1 #", text))
     best = min(found, key=lambda m: m["training_ms"])["sizes"]
     plan = ma.plan(read("1,300,300,2,8").call(), CONFIG)
-    assert not any("measured on this machine" in note for note in plan.notes)  # bfloat16 was not tuned
+    assert not any(
+        "measured on this machine" in note for note in plan.notes
+    )  # bfloat16 was not tuned
     plan = ma.plan(changed(read("1,300,300,2,8"), None, "f32", None, None).call(), CONFIG)
-    assert {"query_chunk_size": plan.kernel.query_chunk, "key_chunk_size": plan.kernel.key_chunk} == best
+    assert {
+        "query_chunk_size": plan.kernel.query_chunk,
+        "key_chunk_size": plan.kernel.key_chunk,
+    } == best
     assert any("measured on this machine" in note and str(cache) in note for note in plan.notes)
     assert "sizes measured on this machine" in plan.explain()
 
@@ -90,12 +97,25 @@ def test_tuned_sizes_change_no_result(cache):
     np.testing.assert_allclose(ma.attention(q, q, q, config=CONFIG), before, atol=2e-6)
 
 
-def add(path: Path, call: ma.Call, sizes: dict, forward: float | None, kernel: str = tuned.CHUNKS, **other) -> None:
+def add(
+    path: Path,
+    call: ma.Call,
+    sizes: dict,
+    forward: float | None,
+    kernel: str = tuned.CHUNKS,
+    **other,
+) -> None:
     here = Target.here()
     identity = {
-        "device_kind": here.device_kind, "versions": tuned.versions_of(kernel, here.packages), "kernel": kernel,
-        "call": tuned.key_of(call), "sizes": sizes, "forward_ms": forward, "training_ms": None, "error": "",
-    }  # fmt: skip
+        "device_kind": here.device_kind,
+        "versions": tuned.versions_of(kernel, here.packages),
+        "kernel": kernel,
+        "call": tuned.key_of(call),
+        "sizes": sizes,
+        "forward_ms": forward,
+        "training_ms": None,
+        "error": "",
+    }
     store.add(path, identity | other)
 
 
@@ -105,7 +125,11 @@ def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "3", "--forward")
     assert ran.out.count("(measured before)") == 2
     assert ran.out.count("does not run: ZeroDivisionError: division by zero") == 1
-    assert [m["error"] for m in measurements(cache)] == ["", "", "ZeroDivisionError: division by zero"]
+    assert [m["error"] for m in measurements(cache)] == [
+        "",
+        "",
+        "ZeroDivisionError: division by zero",
+    ]
 
 
 def test_forward_and_training_times_add_up(capsys, cache):
@@ -130,7 +154,7 @@ def test_a_kill_loses_nothing(cache):
     assert ran.returncode == 0 and ran.stdout.count("(measured before)") >= 2
 
 
-# ---- the file and the plan -------------------------------------------------------------------------------------------
+# ---- the file and the plan -----------------------------------------------------------------------
 
 
 def test_sizes_reach_a_plan_inside_its_target():
@@ -138,26 +162,43 @@ def test_sizes_reach_a_plan_inside_its_target():
     sizes = (("block_q", 1024), ("block_kv", 1024), ("block_kv_compute", 512))
     entry = tuned.Tuned("flash", tuned.key_of(call), sizes, 1.5, False, "tuned.json")
     target = Target.named("TPU v5p")
-    plain, fast = (ma.plan(call, config, None, t) for t in (target, replace(target, tuned=(entry,))))
+    plain, fast = (
+        ma.plan(call, config, None, t) for t in (target, replace(target, tuned=(entry,)))
+    )
     assert (plain.kernel.blocks.block_q, fast.kernel.blocks.block_q) == (512, 1024)
     assert any(note.endswith("1.5 ms forward; from tuned.json") for note in fast.notes)
     other = replace(target, tuned=(replace(entry, call="another"),))
     assert ma.plan(call, config, None, other).kernel == plain.kernel
-    own = ma.plan(call, config.replace(flash_block_sizes={"block_q": 256}), None, replace(target, tuned=(entry,)))
+    own = ma.plan(
+        call,
+        config.replace(flash_block_sizes={"block_q": 256}),
+        None,
+        replace(target, tuned=(entry,)),
+    )
     assert own.kernel.blocks.block_q == 256
 
 
 def test_winners():
-    base = {"device_kind": "TPU v5p", "versions": "jax 1", "kernel": "flash", "call": "c", "error": ""}
+    base = {
+        "device_kind": "TPU v5p",
+        "versions": "jax 1",
+        "kernel": "flash",
+        "call": "c",
+        "error": "",
+    }
     times = [("a", 1.0, 9.0), ("b", 2.0, 5.0), ("c", 0.5, None), ("d", None, None)]
     found = [base | {"sizes": {"n": n}, "forward_ms": f, "training_ms": t} for n, f, t in times]
     others = [found[0] | {"device_kind": "TPU v4"}, found[0] | {"versions": "jax 2"}]
     (best,) = tuned.winners([*found, *others], "TPU v5p", (("jax", "1"), ("tokamax", "2")), "x")
     assert (best.sizes, best.milliseconds, best.training) == ((("n", "b"),), 5.0, True)
-    (best,) = tuned.winners([m | {"training_ms": None} for m in found], "TPU v5p", (("jax", "1"),), "x")
+    (best,) = tuned.winners(
+        [m | {"training_ms": None} for m in found], "TPU v5p", (("jax", "1"),), "x"
+    )
     assert (best.sizes, best.training) == ((("n", "c"),), False)
     assert tuned.winners(found[3:], "TPU v5p", (("jax", "1"),), "x") == ()
-    assert tuned.versions_of("tokamax_flash", (("jax", "1"), ("tokamax", "2"))) == "jax 1, tokamax 2"
+    assert (
+        tuned.versions_of("tokamax_flash", (("jax", "1"), ("tokamax", "2"))) == "jax 1, tokamax 2"
+    )
 
 
 def test_without_a_home_there_is_no_cache(monkeypatch):
@@ -174,7 +215,8 @@ def test_several_processes_take_none(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 9, "measurements": []}', '{"version": 1, "measurements": [{}]}']
+    "text",
+    ["", "{", "[]", '{"version": 9, "measurements": []}', '{"version": 1, "measurements": [{}]}'],
 )
 def test_a_broken_cache_is_told(cache, text):
     cache.write_text(text)
@@ -183,7 +225,7 @@ def test_a_broken_cache_is_told(cache, text):
     check_golden("cli/tune/broken_cache", str(caught.value).replace(str(cache), "tuned.json"))
 
 
-# ---- candidates and timing -------------------------------------------------------------------------------------------
+# ---- candidates and timing -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -195,37 +237,56 @@ def test_candidates_are_what_the_rules_leave_as_it_is(kernel, training):
     call, target = read("wan-14b-cross").call(), Target.named("TPU v6e")
     found = candidates(kernel, call, target, training, 30)
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)
-    assert dict(found[0].sizes) == default.given() and len({c.sizes for c in found}) == len(found) == 30
+    assert (
+        dict(found[0].sizes) == default.given()
+        and len({c.sizes for c in found}) == len(found) == 30
+    )
     for candidate in found:
-        sizes, changes = adjust(FlashBlockSizes(**dict(candidate.sizes)), call, kernel, target, training)
+        sizes, changes = adjust(
+            FlashBlockSizes(**dict(candidate.sizes)), call, kernel, target, training
+        )
         assert not changes and sizes.given() == dict(candidate.sizes)
     assert [c.cost for c in found[1:]] == sorted(c.cost for c in found[1:])
 
 
 def test_candidates_fit_the_memory():
-    """At 75,600 tokens and 40 heads the fused backward of 2048 keys a tile writes 27 GiB of parts of dQ."""
+    """At 75,600 tokens and 40 heads the fused backward of 2048 keys a tile writes 27 GiB of parts
+    of dQ.
+    """
     found = candidates("flash", read("wan-14b-720p").call(), Target.named("TPU v6e"), True, 500)
     fused = [dict(c.sizes) for c in found if dict(c.sizes)["use_fused_bwd_kernel"]]
     assert all(sizes["block_kv_dkv"] > 2048 for sizes in fused)
-    assert [c for c in candidates("flash", read("wan-14b-720p").call(), Target.named("TPU v5p"), True, 500)
-            if dict(c.sizes)["use_fused_bwd_kernel"]]  # fmt: skip
+    assert [
+        c
+        for c in candidates(
+            "flash", read("wan-14b-720p").call(), Target.named("TPU v5p"), True, 500
+        )
+        if dict(c.sizes)["use_fused_bwd_kernel"]
+    ]
 
 
 def test_steps_under_a_mask_are_those_that_are_visited():
     plain = changed(read("1,2048,2048,2,64"), None, None, None, None)
     window = replace(plain, mask=BlockSlidingWindow(256, 2))
-    by_sizes = {c.sizes: c for c in candidates("flash", plain.call(), Target.named("TPU v6e"), False, 500)}
+    by_sizes = {
+        c.sizes: c for c in candidates("flash", plain.call(), Target.named("TPU v6e"), False, 500)
+    }
     for candidate in candidates("flash", window.call(), Target.named("TPU v6e"), False, 20):
         assert candidate.steps <= by_sizes[candidate.sizes].steps
-    (small,) = (c for c in candidates("flash", window.call(), Target.named("TPU v6e"), False, 500)
-                if dict(c.sizes) == {"block_q": 256, "block_kv": 256, "block_kv_compute": 256})  # fmt: skip
+    (small,) = (
+        c
+        for c in candidates("flash", window.call(), Target.named("TPU v6e"), False, 500)
+        if dict(c.sizes) == {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
+    )
     assert small.steps == 8 + 7  # eight blocks see themselves, seven the one before
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_timing_runs_a_tpu_kernel_in_interpret_mode(training):
     call = changed(read("1,128,128,1,64"), None, "f32", None, None).call()
-    kernel = KERNELS["flash"].build(call, ma.AttentionConfig(attention="flash"), Target.named("cpu"))
+    kernel = KERNELS["flash"].build(
+        call, ma.AttentionConfig(attention="flash"), Target.named("cpu")
+    )
     assert milliseconds(kernel, call, training, 0.001) > 0
 
 
@@ -236,18 +297,39 @@ def test_the_timing_computes_what_attention_does():
     kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
     step, (q, k, v, dout) = _program(kernel, call, training=True)
     out, (dq, dk, dv) = step(q, k, v, dout)
-    want, pull = jax.vjp(lambda q, k, v: ma.attention(q, k, v, config=CONFIG, role="cross"), q, k, v)
+    want, pull = jax.vjp(
+        lambda q, k, v: ma.attention(q, k, v, config=CONFIG, role="cross"), q, k, v
+    )
     for got, expected in zip((out, dq, dk, dv), (want, *pull(dout)), strict=True):
         np.testing.assert_allclose(jnp.asarray(got), expected, atol=2e-5)
 
 
 RANKED = {
-    "training_on_v6e": ["attention=flash", "--shape", "wan-14b-720p", "--target", "TPU v6e", "--limit", "6"],
-    "forward_on_a_ring": ["attention=ring", "attention_kernel=flash", "--shape", "wan-14b-480p", "--target", "TPU v5p",
-                          "--mesh", "context=4", "--forward", "--limit", "6"],
+    "training_on_v6e": [
+        "attention=flash",
+        "--shape",
+        "wan-14b-720p",
+        "--target",
+        "TPU v6e",
+        "--limit",
+        "6",
+    ],
+    "forward_on_a_ring": [
+        "attention=ring",
+        "attention_kernel=flash",
+        "--shape",
+        "wan-14b-480p",
+        "--target",
+        "TPU v5p",
+        "--mesh",
+        "context=4",
+        "--forward",
+        "--limit",
+        "6",
+    ],
     "nothing_to_tune": ["attention=dot_product", "--shape", "sdxl-64", "--target", "TPU v5p"],
     "window": ["attention=flash", "--shape", "swba-1560x7", "--target", "TPU v5e", "--limit", "5"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RANKED)
