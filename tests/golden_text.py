@@ -1,20 +1,47 @@
-"""Compare a text that users meet with its golden file; MAXATTN_REGOLD=1 rewrites the file."""
+"""Compare texts that users meet with the golden files; MAXATTN_REGOLD=1 rewrites what differs.
+
+`tests/golden/<group>.txt` holds the texts of a group, each below a heading `[name]`, in the order
+of the names.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden"
+HEADING = re.compile(r"^\[(\w+)\]\n", re.MULTILINE)
 
 
 def check_golden(name: str, text: str) -> None:
-    """Fail unless `text` is what tests/golden/<name>.txt holds."""
-    path = GOLDEN / f"{name}.txt"
+    """Fail unless `text` is what tests/golden holds as <group>/<name>, letter for letter."""
+    group, _, name = name.rpartition("/")
+    group, text = group.replace("/", "_"), text.rstrip()
+    assert not HEADING.search(text + "\n"), "a line of the text reads as a heading"
     if os.environ.get("MAXATTN_REGOLD") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.rstrip() + "\n")
-    assert path.exists(), (
-        f"{path} is missing: run the test with MAXATTN_REGOLD=1 and read what it writes"
+        _rewrite(group, name, text)
+    found = golden_texts(group)
+    assert name in found, (
+        f"[{name}] is missing in tests/golden/{group}.txt: run the test with MAXATTN_REGOLD=1 and "
+        "read what it writes"
     )
-    assert text.rstrip() + "\n" == path.read_text()
+    assert text == found[name]
+
+
+def golden_texts(group: str) -> dict[str, str]:
+    """Return the texts of a group by name."""
+    path = GOLDEN / f"{group}.txt"
+    _, *parts = HEADING.split(path.read_text(encoding="utf-8")) if path.exists() else [""]
+    return {name: text.rstrip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _rewrite(group: str, name: str, text: str) -> None:
+    """Put a text into its group's file; tests of other processes wait for their turn."""
+    GOLDEN.mkdir(exist_ok=True)
+    with (GOLDEN / f"{group}.txt").open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        texts = golden_texts(group) | {name: text}
+        file.truncate(0)
+        file.write("\n".join(f"[{n}]\n{t}\n" for n, t in sorted(texts.items())))

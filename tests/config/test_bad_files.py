@@ -1,4 +1,4 @@
-"""Every bad YAML file of tests/config/bad gives the message of tests/golden/config."""
+"""Every bad YAML file of tests/config/bad gives the message of tests/golden/config.txt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
-from tests.config.golden import GOLDEN, HERE, check
+from tests.config.golden import HERE, check
 from tests.config.settings import Settings
+from tests.golden_text import golden_texts
 
 BAD = sorted(path.stem for path in (HERE / "bad").glob("*.yml"))
 OVERRIDES = {
@@ -111,7 +112,7 @@ def test_no_golden_file_is_left_over():
         "file_and_override",
         "constructor",
     }
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*BAD, *OVERRIDES, *SECTIONS, *extra}
+    assert set(golden_texts("config")) == {*BAD, *OVERRIDES, *SECTIONS, *extra}
 
 
 def test_an_override_mends_a_file():

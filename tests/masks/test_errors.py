@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +11,8 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.errors import InputError
+from tests.golden_text import check_golden, golden_texts
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "masks"
 BAD: dict[str, Callable[[], object]] = {
     "causal_more_queries_than_keys": lambda: M.Causal().bind(8, 4),
     "below_connectives_more_queries_than_keys": lambda: (
@@ -65,10 +63,7 @@ BAD: dict[str, Callable[[], object]] = {
 
 def check(name: str, text: str) -> None:
     """Fail unless the text is the golden one, letter for letter."""
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("MAXATTN_REGOLD") == "1":
-        path.write_text(text + "\n", encoding="utf-8")
-    assert text + "\n" == path.read_text(encoding="utf-8")
+    check_golden(f"masks/{name}", text)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -90,7 +85,9 @@ def test_a_message_keeps_its_parts() -> None:
 
 
 def test_every_golden_error_has_its_case() -> None:
-    assert {p.stem for p in GOLDEN.glob("error_*.txt")} == {f"error_{name}" for name in BAD}
+    assert {name for name in golden_texts("masks") if name.startswith("error_")} == {
+        f"error_{name}" for name in BAD
+    }
 
 
 def test_what_is_legal_beside_each_edge() -> None:

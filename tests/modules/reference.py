@@ -4,7 +4,6 @@ autodiff is wanted.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,14 +110,3 @@ def cross_attention(
         iv = norm(None, None, linear(p["add_v_proj"], image), m.kv_heads, m.eps, xp)
         out = out + attend(q, ik, iv, None, None, m.scale, xp)
     return linear(p["to_out"], out.reshape(*out.shape[:2], -1))
-
-
-def check_golden(name: str, text: str) -> None:
-    """Compare a text with `tests/golden/modules/<name>.txt`; MAXATTN_REGOLD=1 writes it instead."""
-    import os
-
-    path = Path(__file__).parents[1] / "golden" / "modules" / f"{name}.txt"
-    if os.environ.get("MAXATTN_REGOLD") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert path.read_text() == text + "\n"

@@ -1,4 +1,4 @@
-"""What the modules refuse, before anything is traced; the messages are in tests/golden/modules."""
+"""What the modules refuse, before anything is traced; the messages are in tests/golden/modules.txt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 from maxattn.errors import MaxattnError
 from maxattn.modules import KV, CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
 from maxattn.rope import rope_1d
-from tests.modules.reference import check_golden
+from tests.golden_text import check_golden
 
 RNGS = nnx.Rngs(0)
 X = np.zeros((2, 5, 12), np.float32)
@@ -129,7 +129,7 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_bad_input_is_refused_with_setting_value_rule_and_remedy(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         BAD[name]()
-    check_golden(name, str(caught.value))
+    check_golden(f"modules/{name}", str(caught.value))
 
 
 @pytest.mark.parametrize(

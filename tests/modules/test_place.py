@@ -1,4 +1,4 @@
-"""What `sharding.place` cannot move, it refuses; the messages are in tests/golden/place."""
+"""What `sharding.place` cannot move, it refuses; the messages are in tests/golden/place.txt."""
 
 from __future__ import annotations
 
