@@ -25,7 +25,7 @@ from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, is_tracer
 from maxattn.jax_private.varying import checked_axes, vary_over, varying_axes
-from maxattn.kernels.base import Bias, Kernel, changes_of, inference_kernel
+from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import level_of, levelled
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
@@ -213,7 +213,7 @@ def _check_surroundings(plan: Plan) -> None:
     varies over them.
     """
     ambient = ambient_mesh()
-    if ambient is None or not getattr(plan.kernel, "is_pallas", False):
+    if ambient is None or not plan.kernel.is_pallas:
         return
     manual = axis_names_of_type(ambient, AxisType.Manual)
     if manual == set(ambient.axis_names) and checked_axes(manual):
@@ -246,7 +246,7 @@ def _attend(
 ) -> tuple[Array, Array]:
     # The LSE is that of the bias without its level (bias_shift.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
-    return _forward(plan, inference_kernel(plan.kernel), mesh, q, k, v, bias, mask)
+    return _forward(plan, plan.kernel.for_inference(), mesh, q, k, v, bias, mask)
 
 
 def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> Any:
@@ -286,9 +286,14 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
 
 
 def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
-    grads: Any = plan.context.backward(plan.kernel, *operands)
-    dq, dk, dv, dbias = grads
+    inputs, rows = Inputs(*operands[:5]), Rows(*operands[5:])
+    dq, dk, dv, dbias = plan.context.backward(plan.kernel, inputs, rows)
     return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
+
+
+def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Array, Array]:
+    out, lse = plan.context.forward(kernel, Inputs(*operands))
+    return out, lse
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -300,7 +305,7 @@ def _forward(
     operands = _padded(plan, q, k, v, bias, mask)
     specs = _specs(plan, operands[4])
     body = over_shards(
-        partial(plan.context.forward, kernel),
+        partial(_forward_on_shards, plan, kernel),
         mesh,
         plan.mesh,
         tuple(specs[:5]),
@@ -309,7 +314,7 @@ def _forward(
     # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
     # one its results do.
     out, lse = vary_over(body(*operands), varying_axes(q))
-    out = say_when_compiled(out, log_lines(plan.call.role, changes_of(kernel)))
+    out = say_when_compiled(out, log_lines(plan.call.role, kernel.changes))
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
 
 

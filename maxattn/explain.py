@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from maxattn.call import Call
-from maxattn.kernels.base import inference_kernel
 
 if TYPE_CHECKING:
     from maxattn.plan import Plan
@@ -40,21 +39,19 @@ def _headline(plan: Plan) -> str:
 
 def _entries(plan: Plan, training: bool) -> list[tuple[str, str]]:
     local = plan.context.local_call(plan.padded_call)
-    runs_with = plan.kernel if training else inference_kernel(plan.kernel)
+    runs_with = plan.kernel if training else plan.kernel.for_inference()
     kernel = runs_with.lines(plan.context.kernel_call(local))
     if instead := plan.context.backward_line():
-        kernel = kernel | {"backward": instead}
+        kernel = kernel._replace(backward=instead)
     strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
-    runs = strategy + kernel["runs"]
+    runs = strategy + kernel.runs
     entries = [("asked", plan.asked), ("runs", runs), ("because", plan.because)]
     if not plan.call.mask.is_full:
         entries.append(("mask", _mask(plan.call)))
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
-    both = training and "backward" in kernel
-    blocks = (
-        f"forward: {kernel['blocks']}; backward: {kernel['backward']}" if both else kernel["blocks"]
-    )
+    both = training and kernel.backward
+    blocks = f"forward: {kernel.blocks}; backward: {kernel.backward}" if both else kernel.blocks
     entries += [("blocks", line) for line in blocks.splitlines()]
     moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
     entries += moves or ([("moves", "nothing")] if plan.mesh else [])

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, cast
 
-from maxattn.block_sizes import BlockSizes, padding_notes
+from maxattn.block_sizes import padding_notes
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel import STRATEGIES, Collective, Strategy
@@ -258,8 +258,7 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     role = call.role
     runs = {kernel.name, context.name, *(reason.who for reason in unmet)}
     notes = (*sums, *context.notes(), *_notes(config, call, shape, repeat, runs, n))
-    blocks = getattr(kernel, "blocks", None)
-    notes += padding_notes(local, blocks if isinstance(blocks, BlockSizes) else None)
+    notes += padding_notes(local, kernel.blocks)
     if tuned := tuned_for(config, kernel.name, local, target.tuned):
         notes += (f"sizes measured on this machine, {tuned}; from {tuned.source}",)
     return Plan(

@@ -17,8 +17,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, Specs, itemsize, operand_specs
-from maxattn.kernels.base import Bias, Kernel
-from maxattn.masks import Mask
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
 from maxattn.target import Target
 
@@ -108,40 +107,19 @@ class WholeKeys:
             Collective("psum", (CONTEXT,), "dK,dV", "backward", self._kv_bytes(call, 4), arrays=2),
         )
 
-    def forward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-    ) -> tuple[Array, Array]:
+    def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
-        return kernel.forward(q, self._whole(k), self._whole(v), bias, mask, self._q_offset(q), 0)
+        return kernel.forward(self._whole_inputs(inputs))
 
-    def backward(
-        self,
-        kernel: Kernel,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's gradients, those of K and V summed over the context axis."""
-        dq, dk, dv, dbias = kernel.backward(
-            q,
-            self._whole(k),
-            self._whole(v),
-            bias,
-            mask,
-            self._q_offset(q),
-            0,
-            out,
-            lse,
-            dout,
-            dlse,
-        )
-        return dq, self._sum(dk).astype(k.dtype), self._sum(dv).astype(v.dtype), dbias
+        dq, dk, dv, dbias = kernel.backward(self._whole_inputs(inputs), rows)
+        dk, dv = (self._sum(x).astype(inputs.k.dtype) for x in (dk, dv))
+        return Grads(dq, dk, dv, dbias)
+
+    def _whole_inputs(self, inputs: Inputs) -> Inputs:
+        k, v = self._whole(inputs.k), self._whole(inputs.v)
+        return inputs.replace(k=k, v=v, q_offset=self._q_offset(inputs.q))
 
     def _q_offset(self, q: Array) -> int | Array:
         return axis_offset(CONTEXT, self.shape, q.shape[1])

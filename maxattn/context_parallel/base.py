@@ -9,12 +9,10 @@ from math import prod
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import jax
-from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Bias, Kernel
-from maxattn.masks import Mask
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of, ways
 from maxattn.target import Target
 
@@ -146,25 +144,11 @@ class Strategy(Protocol):
         """Name every transfer, forward and backward."""
         ...
 
-    def forward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-    ) -> tuple[Array, Array]:
+    def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
         ...
 
-    def backward(
-        self,
-        kernel: Kernel,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's (dq, dk, dv, dbias); dk and dv summed over the context axis, dbias
         its own share.
         """

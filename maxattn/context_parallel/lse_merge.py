@@ -17,20 +17,22 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxattn.kernels.base import Result
+
 NEG_INF = float("-inf")
 
-Partial = tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]
+Partial = Result | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge(a: Partial, b: Partial) -> Result:
     """Return (out float32, lse) over the keys of both parts."""
     return merge_all((a, b))
 
 
-def merge_all(parts: Sequence[Partial]) -> Partial:
+def merge_all(parts: Sequence[Partial]) -> Result:
     """Return (out float32, lse) over the keys of all parts, in one pass."""
     if len(parts) == 1:
-        return parts[0][0].astype(jnp.float32), parts[0][1]
+        return Result(parts[0][0].astype(jnp.float32), parts[0][1])
     top = reduce(jnp.maximum, (lse for _, lse in parts))
     safe = jnp.where(top == NEG_INF, 0.0, top)
     weights = [jnp.exp(lse - safe) for _, lse in parts]
@@ -44,15 +46,13 @@ def merge_all(parts: Sequence[Partial]) -> Partial:
             for w, (out, _) in zip(weights, parts, strict=True)
         ),
     )
-    return out, jnp.where(seen, safe + jnp.log(total), NEG_INF)
+    return Result(out, jnp.where(seen, safe + jnp.log(total), NEG_INF))
 
 
-def nothing_seen(shapes: Any) -> tuple[Array, Array]:
-    """Give the (out, lse) of queries that see nothing, in the shapes of arrays or of what describes
-    them.
-    """
+def nothing_seen(shapes: Any) -> Result:
+    """Return the result of queries that see nothing, float32, in the given shapes."""
     out, lse = shapes
-    return jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32)
+    return Result(jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32))
 
 
 def _rows(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:

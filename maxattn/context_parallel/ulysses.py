@@ -23,7 +23,7 @@ from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import CONTEXT
 from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.kernels.base import Bias, Kernel
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
@@ -136,49 +136,30 @@ class UlyssesRing(Ring):
             *(replace(c, hops=c.hops * self.chunks) for c in rounds),
         )
 
-    def forward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-    ) -> tuple[Array, Array]:
+    def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
         outs, lses = [], []
-        for heads in self._head_groups(q, k):
-            part = _Exchange(self, heads, q)
-            qx, kx, vx = (part.out(x) for x in heads.of(q, k, v))
-            out, lse = super().forward(kernel, qx, kx, vx, part.cut_bias(bias), part.cut_mask(mask))
+        for heads in self._head_groups(inputs.q, inputs.k):
+            part = _Exchange(self, heads, inputs.q)
+            out, lse = super().forward(kernel, part.inputs(heads, inputs))
             outs.append(part.back(out))
             lses.append(part.back_stats(lse))
-        return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+        return Result(jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1))
 
-    def backward(
-        self,
-        kernel: Kernel,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's gradients; the bias's is its share of a sum over the context
         axis.
         """
         grads: list[list[Array]] = [[], [], []]
-        dbias = None if bias is None else jnp.zeros_like(bias, jnp.float32)
-        for heads in self._head_groups(q, k):
-            part = _Exchange(self, heads, q)
-            qx, kx, vx = (part.out(x) for x in heads.of(q, k, v))
-            out_x, dout_x = (part.out(x) for x in heads.of_queries(out, dout))
-            lse_x, dlse_x = (part.out_stats(x) for x in heads.of_stats(lse, dlse))
-            cut = part.cut_bias(bias), part.cut_mask(mask)
-            *g, db = super().backward(kernel, qx, kx, vx, *cut, out_x, lse_x, dout_x, dlse_x)
+        dbias = None if inputs.bias is None else jnp.zeros_like(inputs.bias, jnp.float32)
+        for heads in self._head_groups(inputs.q, inputs.k):
+            part = _Exchange(self, heads, inputs.q)
+            *g, db = super().backward(kernel, part.inputs(heads, inputs), part.rows(heads, rows))
             for total, x in zip(grads, g, strict=True):
                 total.append(part.back(x))
             dbias = part.add_bias(dbias, db)
         dq, dk, dv = (jnp.concatenate(x, axis=2) for x in grads)
-        return dq, dk, dv, dbias
+        return Grads(dq, dk, dv, dbias)
 
     def _head_groups(self, q: Array, k: Array) -> list[_Heads]:
         n, kv = q.shape[2] // self.chunks, k.shape[2] // self.chunks
@@ -251,6 +232,17 @@ class _Exchange:
         return jax.lax.all_to_all(
             x, CONTEXT, split, join, axis_index_groups=self.groups, tiled=True
         )
+
+    def inputs(self, heads: _Heads, inputs: Inputs) -> Inputs:
+        """Give heads away for tokens, and cut the bias and the mask."""
+        q, k, v = (self.out(x) for x in heads.of(inputs.q, inputs.k, inputs.v))
+        return Inputs(q, k, v, self.cut_bias(inputs.bias), self.cut_mask(inputs.mask))
+
+    def rows(self, heads: _Heads, rows: Rows) -> Rows:
+        """Give heads away for tokens."""
+        out, dout = (self.out(x) for x in heads.of_queries(rows.out, rows.dout))
+        lse, dlse = (self.out_stats(x) for x in heads.of_stats(rows.lse, rows.dlse))
+        return Rows(out, lse, dout, dlse)
 
     def out(self, x: Array) -> Array:
         """Give heads away for tokens: [B, T, N, H]."""

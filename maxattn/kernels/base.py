@@ -1,119 +1,152 @@
 """What a kernel is: attention over what one device holds, forward and backward. It knows no mesh.
 
-A kernel is a frozen dataclass, so that a plan can hold it, hash it and print it: its fields are
-everything that was decided about it (scale, chunk sizes, flags), and its methods compute with them.
+A kernel is a frozen dataclass, so that a plan can hold it, hash it and print it. Its fields are
+everything that was decided about it (scale, chunk sizes, flags); its methods compute with them.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 from jaxtyping import Array, Float
 
-from maxattn.block_sizes import Change
+from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.masks import Mask
+from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
-Offset = int | jax.Array  # position of the first local token; traced inside shard_map
+Offset = int | jax.Array
+"""The position of the first local token: a number, or traced inside `shard_map`."""
 Bias = Float[Array, "#B #N #T #S"] | None
 
 
-@runtime_checkable
-class Kernel(Protocol):
-    """Compute attention over local arrays.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """Hold what attention is computed from: the local arrays and where they stand.
 
-    q [B,T,N,H], k and v [B,S,K,H] with K dividing N, out [B,T,N,H], lse [B,N,T] float32, natural
-    logarithm. A query with nothing to attend to gives output 0, LSE -inf and gradients 0. A kernel
-    may say `is_pallas = True`: jax then refuses it inside of a `shard_map` that checks what varies
-    over its axes.
+    Args:
+        q: queries; K divides N, and N / K neighbouring query heads share a key head.
+        k, v: keys and values.
+        bias: is added to the scores; None for none.
+        mask: a bound mask, of the positions that the offsets give.
+        q_offset, kv_offset: the positions of the first query and of the first key.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    bias: Bias = None
+    mask: Mask = Full()  # noqa: RUF009
+    q_offset: Offset = 0
+    kv_offset: Offset = 0
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The fields, in order."""
+        return self.q, self.k, self.v, self.bias, self.mask, self.q_offset, self.kv_offset
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same inputs but for some fields."""
+        return replace(self, **changes)
+
+
+class Result(NamedTuple):
+    """Hold what a forward gives; `lse` is the natural logarithm, -inf where nothing is seen."""
+
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B N T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """Hold what a backward needs of each query, over all its keys.
+
+    Args:
+        out, lse: a forward's result; merged, where the keys were computed in several calls.
+        dout, dlse: the gradients of both.
+    """
+
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B N T"]
+    dout: Float[Array, "B T N H"]
+    dlse: Float[Array, "B N T"]
+
+    @property
+    def operands(self) -> tuple[Array, Array, Array, Array]:
+        """The fields, in order."""
+        return self.out, self.lse, self.dout, self.dlse
+
+
+class Grads(NamedTuple):
+    """Hold the gradients; dk, dv and dbias are float32, and may be yet to be summed."""
+
+    dq: Float[Array, "B T N H"]
+    dk: Float[Array, "B S K H"]
+    dv: Float[Array, "B S K H"]
+    dbias: Bias = None
+
+
+class Lines(NamedTuple):
+    """Hold what `explain` prints of a kernel.
+
+    Args:
+        runs: what runs.
+        blocks: its tiles.
+        backward: those of its backward, where they differ; else "".
+    """
+
+    runs: str
+    blocks: str
+    backward: str = ""
+
+
+class Kernel:
+    """Compute attention over local arrays; every kernel is a frozen dataclass.
+
+    A query with nothing to attend to gives output 0, LSE -inf and gradients 0. Statistics of the
+    softmax are float32.
     """
 
     name: ClassVar[str]
+    is_pallas: ClassVar[bool] = False
+    """jax refuses a Pallas kernel inside of a `shard_map` that checks what varies over its axes."""
+    blocks: ClassVar[BlockSizes | None] = None
+    """The tile sizes of a kernel that takes the user's."""
+    changes: ClassVar[tuple[Change, ...]] = ()
+    """How the sizes differ from those that were asked for."""
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Return None when the call can be computed exactly on the target, else the reason why
-        not.
-        """
-        ...
+        """Return None when the call can be computed exactly on the target, else why not."""
+        return None
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Return None when the backward gives the same bits every time, else the reason: for
-        `deterministic: true`.
-        """
-        ...
+        """Return None when the backward gives the same bits every time, else why not."""
+        return None
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Decide everything about the kernel for one (local) call."""
-        ...
-
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
-        """Return (out, lse) of the local arrays; the offsets are the positions of the first query
-        and key.
-        """
-        ...
-
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
-        """Return (dq, dk, dv, dbias) of these local arrays' part, in float32 for all but dq: they
-        are yet to be summed.
-
-        `out` and `lse` may be global ones, merged over many calls: the gradients are then this
-        call's share.
-        """
-        ...
-
-    def lines(self, call: Call) -> dict[str, str]:
-        """Return what `explain` prints about the kernel: "runs", "blocks", and "backward", where
-        its blocks differ.
-        """
-        ...
-
-
-@runtime_checkable
-class OtherForInference(Protocol):
-    """A kernel that computes a forward otherwise where no backward will follow, and what was
-    changed for it.
-    """
-
-    changes: tuple[Change, ...]
+        raise NotImplementedError
 
     def for_inference(self) -> Kernel:
         """Return the kernel of a forward that is not differentiated."""
-        ...
+        return self
 
+    def forward(self, inputs: Inputs) -> Result:
+        """Return the output and the LSE."""
+        raise NotImplementedError
 
-def inference_kernel(kernel: Kernel) -> Kernel:
-    """Return the kernel of a forward that is not differentiated: the same for most."""
-    return kernel.for_inference() if isinstance(kernel, OtherForInference) else kernel
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        """Return the share of the gradients that these inputs have, from given rows."""
+        raise NotImplementedError
 
-
-def changes_of(kernel: Kernel) -> tuple[Change, ...]:
-    """Return how the sizes that a kernel runs with differ from those that were asked for."""
-    return kernel.changes if isinstance(kernel, OtherForInference) else ()
+    def lines(self, call: Call) -> Lines:
+        """Return what `explain` prints of the kernel for a local call."""
+        raise NotImplementedError

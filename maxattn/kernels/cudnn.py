@@ -15,6 +15,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.cudnn import cudnn_backward, cudnn_forward
+from maxattn.kernels.base import Lines
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused.pieces import Piece, pieces
@@ -60,9 +61,9 @@ class Cudnn(Fused):
         """Take the scale, and whether the LSE is asked for."""
         return Cudnn(call.scale, call.return_lse)
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        return {"runs": "cudnn (cuDNN through jax)", "blocks": "the library's own"}
+        return Lines("cudnn (cuDNN through jax)", "the library's own")
 
     def piece_forward(
         self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.kernels.base import Lines
 from maxattn.kernels.cudnn import head_limit
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
@@ -64,12 +65,9 @@ class CudnnFlashTe(Fused):
             call.scale, call.return_lse, target.version("transformer-engine-jax") or ""
         )
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        return {
-            "runs": f"cudnn_flash_te (TransformerEngine {self.version})",
-            "blocks": "the library's own",
-        }
+        return Lines(f"cudnn_flash_te (TransformerEngine {self.version})", "the library's own")
 
     def piece_forward(
         self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths

@@ -17,13 +17,13 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Offset, Result, Rows
 from maxattn.masks import Mask
 from maxattn.target import Target
 
 
 @dataclass(frozen=True)
-class DotProduct:
+class DotProduct(Kernel):
     """Compute out = softmax(scale * q k^T + bias) v with XLA's own matmuls.
 
     Args:
@@ -55,17 +55,9 @@ class DotProduct:
         """Take scale and layout from the call and the config."""
         return DotProduct(call.scale, config.float32_qk_product, config.split_head_dim)
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
         qs, ks, vs = self._split(q, k, v)
         s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
         m = jnp.max(s, axis=-1)
@@ -73,41 +65,30 @@ class DotProduct:
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
         acc = softmax.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)
         out, lse = softmax.finish(m, jnp.sum(p, axis=-1), acc)
-        return self._merge_queries(out, q).astype(q.dtype), self._merge_stats(lse, q)
+        return Result(self._merge_queries(out, q).astype(q.dtype), self._merge_stats(lse, q))
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         qs, ks, vs = self._split(q, k, v)
         stats = (softmax.split_stats(x, k.shape[2]) for x in (lse, dlse))
-        rows = (softmax.split_queries(x, k.shape[2]) for x in (out, dout))
-        lse_, delta, dout_ = (self._fold(x, q) for x in softmax.row_gradient(*rows, *stats))
+        split = (softmax.split_queries(x, k.shape[2]) for x in (out, dout))
+        lse_, delta, dout_ = (self._fold(x, q) for x in softmax.row_gradient(*split, *stats))
         s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
         s, lse_ = (s, lse_) if bias is None else _brought_near(s, lse_)
         dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
-        return (
+        return Grads(
             self._merge_queries(dq, q).astype(q.dtype),
             self._merge_keys(dk, k),
             self._merge_keys(dv, k),
             dbias,
         )
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        return {"runs": "dot_product (XLA dense)", "blocks": "none: the whole T x S at once"}
+        return Lines("dot_product (XLA dense)", "none: the whole T x S at once")
 
     def _scores(
         self,

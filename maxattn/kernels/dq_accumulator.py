@@ -12,14 +12,11 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import Kernel
+from maxattn.kernels.base import Inputs, Kernel, Rows
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.kv_block import WHOLE, Cut, Packed, Shares, as_one, cut_out, halves, put
 from maxattn.kernels.pair import Pair
-from maxattn.masks import Full
 
-Rows = tuple[Array, Array, Array, Array]
-"""(out, lse, dout, dlse), of all keys."""
 MOST_PARTS = 4  # that are kept before they become one in float32
 
 
@@ -63,7 +60,7 @@ class Parts:
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
         """Add a part of a block of keys to dQ, and return its (dk, dv), among those of `grads`."""
         k, v = (cut_out(keys, which, cut) for which in (0, 1))
-        dq, dk, dv, _ = self._kernel.backward(self._q, k, v, None, Full(), 0, 0, *self._rows)
+        dq, dk, dv, _ = self._kernel.backward(Inputs(self._q, k, v), self._rows)
         self.state = added(self.state, dq)
         found = as_one(dk.astype(k.dtype), dv.astype(k.dtype))
         start, end = cut.bounds(keys.shape[2])

@@ -18,7 +18,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private import splash as jax_splash
 from maxattn.kernels import flash_gpu
-from maxattn.kernels.base import Kernel
+from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.splash import kernel as splash_kernel
 from maxattn.kernels.splash import mask_info
 from maxattn.kernels.splash.calls import Blocks, Ids, Library, Rows, Setup
@@ -60,9 +60,9 @@ class Flash(splash_kernel.Splash):
             else Flash.of(call, config, target)
         )
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        return {"runs": f"flash (JAX splash attention, {self.how})", "blocks": self.block_lines()}
+        return Lines(f"flash (JAX splash attention, {self.how})", self.block_lines())
 
     @property
     def library(self) -> Library:

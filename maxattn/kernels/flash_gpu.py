@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Kernel
+from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.table import is_here, remedy
@@ -27,11 +27,11 @@ class CudnnForFlash(Cudnn):
 
     remedy: str = INSTALL
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200)"
         lost = f"fa4-jax is not installed; {gain}: {self.remedy}"
-        return super().lines(call) | {"runs": f"flash (cuDNN through jax: {lost})"}
+        return super().lines(call)._replace(runs=f"flash (cuDNN through jax: {lost})")
 
 
 def install(target: Target) -> str:

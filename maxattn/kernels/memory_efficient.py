@@ -29,7 +29,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Offset, Result, Rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import Tiles, cut, for_visits, join
 from maxattn.masks import Mask
@@ -37,7 +37,7 @@ from maxattn.target import Target
 
 
 @dataclass(frozen=True)
-class MemoryEfficient:
+class MemoryEfficient(Kernel):
     """Compute out = softmax(scale * q k^T + bias) v chunk by chunk, with XLA's own matmuls.
 
     Args:
@@ -69,25 +69,14 @@ class MemoryEfficient:
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product)
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
-        return {
-            "runs": "dot_product, memory-efficient (blockwise online softmax in JAX)",
-            "blocks": blocks,
-        }
+        return Lines("dot_product, memory-efficient (blockwise online softmax in JAX)", blocks)
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
 
         def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -102,31 +91,21 @@ class MemoryEfficient:
             return out.astype(q.dtype), lse
 
         out, lse = jax.lax.map(query_chunk, _rows(tiles))
-        return softmax.merge_queries(join(out, 3, q.shape[1])), softmax.merge_stats(
-            join(lse, 3, q.shape[1])
+        return Result(
+            softmax.merge_queries(join(out, 3, q.shape[1])),
+            softmax.merge_stats(join(lse, 3, q.shape[1])),
         )
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
         # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s -
         # lse) overflow.
         fills = (softmax.BIG_LSE, 0.0, 0.0)
-        rows = _row_gradient(out, lse, dout, dlse, k.shape[2])
-        given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(rows, fills, strict=True))
+        stats = _row_gradient(out, lse, dout, dlse, k.shape[2])
+        given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(stats, fills, strict=True))
 
         def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
             i, q_i, *row = xs[:5]
@@ -143,7 +122,8 @@ class MemoryEfficient:
         sums = _zero_gradients(tiles)
         (dk, dv, dbias), dq = jax.lax.scan(query_chunk, sums, (*_rows(tiles), *given))
         dk, dv = (softmax.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
-        return softmax.merge_queries(join(dq, 3, q.shape[1])), dk, dv, _bias_like(dbias, bias)
+        dq = softmax.merge_queries(join(dq, 3, q.shape[1]))
+        return Grads(dq, dk, dv, _bias_like(dbias, bias))
 
     def _tiles(
         self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Array
-
 from maxattn.call import Call
-from maxattn.kernels.base import Bias, Kernel, Offset
-from maxattn.masks import Mask
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Kernel):
     """Run the forward of one kernel and the backward of another.
 
     Args:
@@ -32,41 +29,17 @@ class Pair:
         """Name both."""
         return f"{self.first.name}/{self.second.name}"
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        return self.first.forward(q, k, v, bias, mask, q_offset, kv_offset)
+        return self.first.forward(inputs)
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
-        return self.second.backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+        return self.second.backward(inputs, rows)
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)
-        runs = f"forward {first['runs']}, backward {second['runs']}"
-        blocks, backward = first["blocks"], second.get("backward", second["blocks"])
-        return {"runs": runs, "blocks": blocks} | (
-            {"backward": backward} if backward != blocks else {}
-        )
+        runs = f"forward {first.runs}, backward {second.runs}"
+        backward = second.backward or second.blocks
+        return Lines(runs, first.blocks, backward if backward != first.blocks else "")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Kernel
+from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
 from maxattn.kernels.splash import kernel as splash_kernel
 from maxattn.kernels.splash.calls import Library
@@ -70,16 +70,14 @@ class TokamaxFlash(splash_kernel.Splash):
             use_experimental_scheduler=config.use_experimental_scheduler,
         )
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         extra = (
             ", exp2" * self.use_base2_exp
             + ", experimental scheduler" * self.use_experimental_scheduler
         )
-        return {
-            "runs": f"tokamax_flash (tokamax splash attention, {self.how}{extra})",
-            "blocks": self.block_lines(),
-        }
+        runs = f"tokamax_flash (tokamax splash attention, {self.how}{extra})"
+        return Lines(runs, self.block_lines())
 
     @property
     def library(self) -> Library:

@@ -107,7 +107,7 @@ def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
     if plan.kernel.name == "dot_product":
         scores = rows * local.kv_len * FLOAT
         return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
-    blocks = getattr(plan.kernel, "blocks", None)
+    blocks = plan.kernel.blocks
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
         return [Part("log-sum-exp", rows * FLOAT)]
     return list(of_tiles(plan.kernel.name, local, blocks, training))

@@ -17,6 +17,7 @@ from maxattn.attention import bind_mask, run
 from maxattn.context_parallel.ring import gpu, gpu_full_mask
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels import dq_accumulator, kv_block
+from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4.ring_waves import divided
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
@@ -171,12 +172,11 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
 def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
     class InFloat32(DenseLibrary):
         def backward(self, *operands):
-            return tuple(
-                x if x is None else x.astype(jnp.float32) for x in super().backward(*operands)
-            )
+            grads = super().backward(*operands)
+            return Grads(*(x if x is None else x.astype(jnp.float32) for x in grads))
 
     x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    rows = x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4))
+    rows = Rows(x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4)))
     assert (
         dq_accumulator.sums_of(InFloat32(1.0), x, x, rows).add(kv_block.as_one(x, x)).dtype
         == jnp.bfloat16
@@ -278,12 +278,8 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str)
     rng = np.random.default_rng(3)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 33, 2, 8)), jnp.float32) for _ in range(4))
     want = attention64(q, k, v, dout=dout)
-    rows = (
-        jnp.asarray(want.out, jnp.float32),
-        jnp.asarray(want.lse, jnp.float32),
-        dout,
-        jnp.zeros((2, 2, 33)),
-    )
+    out, lse = (jnp.asarray(x, jnp.float32) for x in (want.out, want.lse))
+    rows = Rows(out, lse, dout, jnp.zeros((2, 2, 33)))
     made = dq_accumulator.sums_of(DenseLibrary(8**-0.5), q, k, rows)
     parts = []
     for keys in jnp.split(kv_block.as_one(k, v), blocks, 2):

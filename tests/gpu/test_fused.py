@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import fits_shards, pieces, shifts
 from maxattn.masks import Full
@@ -56,11 +57,13 @@ def test_around_a_dense_library(case: dict) -> None:
 
     @partial(jax.jit, static_argnums=() if case["traced"] else 0)
     def both(offset, q, k, v, mask):
-        out, lse = kernel.forward(q, k, v, None, mask, offset, 0)
+        out, lse = kernel.forward(Inputs(q, k, v, None, mask, offset))
         return (
             out,
             lse,
-            *kernel.backward(q, k, v, None, mask, offset, 0, out, lse, x["dout"], dlse)[:3],
+            *kernel.backward(Inputs(q, k, v, None, mask, offset), Rows(out, lse, x["dout"], dlse))[
+                :3
+            ],
         )
 
     got = both(0, x["q"], x["k"], x["v"], mask)

@@ -14,6 +14,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.tile_sizes import takes_lists
 from tests.cases import TOLERANCE
@@ -130,10 +131,9 @@ def test_parts_of_a_ring(name: str, traced: bool) -> None:
     def part(
         q_from: Any, k_from: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any
     ) -> Any:
-        here = kernel.forward(q, k, v, None, mask, q_from, k_from)
-        grads = kernel.backward(
-            q, k, v, None, mask, q_from, k_from, out, lse, dout, jnp.zeros_like(lse)
-        )
+        inputs = Inputs(q, k, v, None, mask, q_from, k_from)
+        here = kernel.forward(inputs)
+        grads = kernel.backward(inputs, Rows(out, lse, dout, jnp.zeros_like(lse)))
         return *here, *grads[:3]
 
     run = jax.jit(part, static_argnums=() if traced else (0, 1))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxattn.kernels import DotProduct
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.pair import Pair
 from maxattn.masks import Full
 from tests.cases import allowed, arrays
@@ -32,12 +33,13 @@ def test_pair(mask: str, turned: bool) -> None:
     bound = Full() if x["mask"] is None else x["mask"].bind(t, s, 2, 4)
     kernels = DotProduct(0.25), DenseLibrary(0.25, lse_gradient=True)
     pair = Pair(*(kernels[::-1] if turned else kernels))
-    out, lse = pair.forward(x["q"], x["k"], x["v"], None, bound, 0, 0)
+    inputs = Inputs(x["q"], x["k"], x["v"], mask=bound)
+    out, lse = pair.forward(inputs)
     dlse = jnp.where(jnp.isfinite(lse), x["dlse"], 0.0)
     got = (
         out,
         lse,
-        *pair.backward(x["q"], x["k"], x["v"], None, bound, 0, 0, out, lse, x["dout"], dlse)[:3],
+        *pair.backward(inputs, Rows(out, lse, x["dout"], dlse))[:3],
     )
     want = attention64(
         x["q"], x["k"], x["v"], allowed(x["mask"], t, s), scale=0.25, dout=x["dout"], dlse=dlse

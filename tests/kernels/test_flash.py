@@ -21,6 +21,7 @@ from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
 from maxattn.context_parallel.lse_merge import merge
 from maxattn.errors import Unsupported
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.flash import Flash
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
@@ -134,10 +135,12 @@ def whole(mask: M.Mask, kernel: Splash) -> tuple:
     k, v = (jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), "float32") for _ in range(2))
     ok = np.asarray(mask.allowed(np.arange(LENGTH), np.arange(LENGTH)))
     dlse = jnp.where(ok.any(-1), jnp.asarray(rng.normal(size=(1, 4, LENGTH)), "float32"), 0.0)
-    forward = jax.jit(lambda q, k, v, i, j: kernel.forward(q, k, v, None, mask, i, j))
-    backward = jax.jit(
-        lambda q, k, v, i, j, *rows: kernel.backward(q, k, v, None, mask, i, j, *rows)[:3]
-    )
+    forward = jax.jit(lambda q, k, v, i, j: kernel.forward(Inputs(q, k, v, None, mask, i, j)))
+
+    @jax.jit
+    def backward(q, k, v, i, j, *rows):
+        return kernel.backward(Inputs(q, k, v, None, mask, i, j), Rows(*rows))[:3]
+
     cut = [slice(0, SHARD), slice(SHARD, LENGTH)]
     grads = [jnp.zeros_like(x) for x in (q, k, v)]
     outs, lses = [], []
@@ -167,7 +170,7 @@ def test_shards_with_traced_offsets_and_a_merged_lse(name: str, fused: bool) -> 
 
 def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
     kernel, x = Flash(0.125, UNFUSED, interpret=True), jnp.ones((1, SHARD, 1, 64))
-    forward = jax.jit(lambda offset: kernel.forward(x, x, x, None, VIDEO, 0, offset)[0])
+    forward = jax.jit(lambda offset: kernel.forward(Inputs(x, x, x, None, VIDEO, 0, offset)).out)
     assert np.isfinite(np.asarray(forward(SHARD))).all()
     assert np.isnan(np.asarray(forward(SHARD - 1))).all()
 
@@ -196,7 +199,7 @@ def test_float32_products_stay_whole_on_a_tpu() -> None:
     kernel = Flash(0.125, UNFUSED)
     for dtype, count in (("float32", 0), ("bfloat16", 2)):
         x = jnp.ones((1, 128, 1, 64), dtype)
-        text = str(jax.make_jaxpr(lambda x: kernel.forward(x, x, x, None, M.Full(), 0, 0))(x))
+        text = str(jax.make_jaxpr(lambda x: kernel.forward(Inputs(x, x, x)))(x))
         products = [line for line in text.splitlines() if "dot_general[" in line]
         highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
         assert text.count("dot_general[") == 2, products

@@ -15,6 +15,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
 from maxattn.errors import Unsupported
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.splash.tokamax import steps
 from maxattn.kernels.tokamax_flash import TokamaxFlash
 from tests.golden_text import check_golden
@@ -102,7 +103,7 @@ def test_exp2_in_bfloat16_has_no_bias() -> None:
 
 def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
     x = jnp.ones((1, SHARD, 1, 64))
-    forward = jax.jit(lambda offset: kernel().forward(x, x, x, None, VIDEO, 0, offset)[0])
+    forward = jax.jit(lambda offset: kernel().forward(Inputs(x, x, x, None, VIDEO, 0, offset)).out)
     assert np.isfinite(np.asarray(forward(SHARD))).all()
     assert np.isnan(np.asarray(forward(SHARD - 1))).all()
 
@@ -111,7 +112,7 @@ def test_float32_products_stay_whole_on_a_tpu() -> None:
     compiled = TokamaxFlash(0.125, SIZES)
     for dtype, count in (("float32", 2), ("bfloat16", 0)):
         x = jnp.ones((1, 128, 1, 64), dtype)
-        text = str(jax.make_jaxpr(lambda x: compiled.forward(x, x, x, None, M.Full(), 0, 0))(x))
+        text = str(jax.make_jaxpr(lambda x: compiled.forward(Inputs(x, x, x)))(x))
         # The kernel has two bodies, for tiles that evaluate the mask and for those that do not.
         assert text.count("dot_general[") == 4
         assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * count

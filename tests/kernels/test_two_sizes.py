@@ -14,7 +14,6 @@ import pytest
 
 import maxattn as ma
 from maxattn import announce
-from maxattn.kernels.base import inference_kernel
 from tests.golden_text import check_golden
 
 CPU, V6E = ma.Target.named("cpu"), ma.Target.named("TPU v6e")
@@ -38,7 +37,7 @@ def wan(sizes: dict[str, Any], role: str = "self", kv_len: int = 75_600) -> ma.P
 
 def test_an_inference_size_stays_and_the_plan_names_both() -> None:
     plan = wan({"block_q": 3024, "block_kv": 1024, "block_kv_compute": 512})
-    inference = inference_kernel(plan.kernel)
+    inference = plan.kernel.for_inference()
     assert (inference.blocks.block_q, inference.changes) == (3024, ())
     assert plan.kernel.blocks.block_q % 128 == 0
     check_golden("explain/flash_two_sizes", plan.explain())
@@ -60,7 +59,7 @@ def loss(x: jax.Array) -> jax.Array:
 
 def test_what_runs_has_the_sizes_that_the_plan_names() -> None:
     plan = ma.plan(ma.Call.of(X, X, role="cross"), CONFIG, target=CPU)
-    assert (plan.kernel.blocks.block_q, inference_kernel(plan.kernel).blocks.block_q) == (128, 72)
+    assert (plan.kernel.blocks.block_q, plan.kernel.for_inference().blocks.block_q) == (128, 72)
     for f, tile, other in (
         (loss, "f32[72,64]", "f32[128,64]"),
         (jax.grad(loss), "f32[128,64]", "f32[72,64]"),

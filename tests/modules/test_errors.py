@@ -1,4 +1,4 @@
-"""What the modules refuse, before anything is traced; the messages are in tests/golden/modules.txt."""
+"""What the modules refuse, before anything is traced; messages: golden/modules.txt."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from jaxtyping import Array
 from maxattn.context_parallel.lse_merge import merge_all, nothing_seen
 from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.hops import Keys, Trip, in_step
-from maxattn.kernels.base import Bias, Kernel
-from maxattn.kernels.dq_accumulator import MOST_PARTS, Rows, added, shares_of, total
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.dq_accumulator import MOST_PARTS, added, shares_of, total
 from maxattn.kernels.kv_block import Packed, as_one
 
 
-def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> Result:
     """Return this device's (out, lse)."""
     # Packed as for the backward: where one program has both, they share it.
     room = shares_of(kernel, q.shape, k.shape, trip.n).along if trip.is_dense else 0
@@ -33,9 +33,8 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
     for hop in trip.made:
 
         def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            return kernel.forward(
-                queries[i], *_unpacked(packed, trip.kv_run)[j], *trip.operands(hop, i, j)
-            )
+            here = _unpacked(packed, trip.kv_run)[j]
+            return kernel.forward(Inputs(queries[i], *here, *trip.operands(hop, i, j)))
 
         packed, found = in_step(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
         for (i, _), part in found.items():
@@ -46,26 +45,24 @@ def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> tuple[A
     out, lse = zip(
         *(merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)), strict=True
     )
-    return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(list(lse), 2)
+    out = trip.deal.back([x.astype(q.dtype) for x in out], 1)
+    return Result(out, trip.deal.back(list(lse), 2))
 
 
-def backward(
-    trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows
-) -> tuple[Array, Array, Array, Bias]:
+def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> Grads:
     """Return this device's gradients; those of its K and V are complete."""
     if trip.is_dense:
-        return *gpu_full_mask.backward(trip, kernel, q, k, v, rows), None
+        return Grads(*gpu_full_mask.backward(trip, kernel, q, k, v, rows))
     queries, packed, home = trip.deal.out(q, 1), _packed(trip.keys(k, v)), _Home(trip)
-    dealt: list[Any] = list(
-        zip(*(trip.deal.out(x, a) for x, a in zip(rows, (1, 2, 1, 2), strict=True)), strict=True)
-    )
+    row_runs = trip.deal_rows(rows)
     dqs: list[list[Array]] = [[] for _ in trip.runs]
     dbs: list[Any] = zeros(trip.biases)
     for hop in trip.made:
 
         def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
+            here = _unpacked(packed)[j]
             return kernel.backward(
-                queries[i], *_unpacked(packed)[j], *trip.operands(hop, i, j), *dealt[i]
+                Inputs(queries[i], *here, *trip.operands(hop, i, j)), row_runs[i]
             )
 
         found = trip.pieces(hop, gradients, zeros)
@@ -76,7 +73,7 @@ def backward(
     summed = _unpacked(home.total())
     dk, dv = (trip.deal.back([pair[which] for pair in summed], 1) for which in (0, 1))
     dq = [total(parts, x).astype(q.dtype) for parts, x in zip(dqs, queries, strict=True)]
-    return trip.deal.back(dq, 1), dk, dv, trip.whole_bias(dbs)
+    return Grads(trip.deal.back(dq, 1), dk, dv, trip.whole_bias(dbs))
 
 
 def zeros(tree: Any) -> Any:

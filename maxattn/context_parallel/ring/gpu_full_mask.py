@@ -22,8 +22,8 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from maxattn.context_parallel.ring.hops import Trip, in_step
-from maxattn.kernels.base import Kernel
-from maxattn.kernels.dq_accumulator import Rows, Sums, added, shares_of, sums_of, total
+from maxattn.kernels.base import Kernel, Rows
+from maxattn.kernels.dq_accumulator import Sums, added, shares_of, sums_of, total
 from maxattn.kernels.kv_block import WHOLE, Cut, Packed, Shares, as_one, put, taken
 
 

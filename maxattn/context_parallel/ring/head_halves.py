@@ -8,13 +8,12 @@ own keys come home.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import Bias, Kernel
+from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.masks import Mask
 
 
@@ -58,27 +57,15 @@ def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
     return heads % 4 == 0 and kv_heads % 2 == 0 and not by_head and not biased
 
 
-def backward(
-    kernel: Kernel,
-    heads: Heads,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Bias,
-    mask: Mask,
-    q_offset: Any,
-    kv_offset: Any,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-) -> tuple[Array, Array, Array, Bias]:
+def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
     """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
     if heads == ALL:
-        return kernel.backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+        return kernel.backward(inputs, rows)
     # [B, T, N, H] and [B, N, T]
-    q, k, v, out, dout = (heads.of(x, 2) for x in (q, k, v, out, dout))
-    lse, dlse = heads.of(lse, 1), heads.of(dlse, 1)
-    *found, _ = kernel.backward(q, k, v, None, mask, q_offset, kv_offset, out, lse, dout, dlse)
-    dq, dk, dv = (heads.widened(x, 2) for x in found)
-    return dq, dk, dv, None
+    q, k, v, out, dout = (
+        heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
+    )
+    lse, dlse = heads.of(rows.lse, 1), heads.of(rows.dlse, 1)
+    part = inputs.replace(q=q, k=k, v=v, bias=None)
+    *found, _ = kernel.backward(part, Rows(out, lse, dout, dlse))
+    return Grads(*(heads.widened(x, 2) for x in found))

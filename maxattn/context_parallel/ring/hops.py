@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from maxattn.context_parallel.all_gather import CONTEXT
 from maxattn.context_parallel.ring.zigzag import Deal, Layout, joined
-from maxattn.kernels.base import Bias
+from maxattn.kernels.base import Bias, Rows
 from maxattn.masks import Mask
 
 Keys = list[tuple[Array, Array]]
@@ -79,6 +79,12 @@ class Trip:
     def keys(self, k: Array, v: Array) -> Keys:
         """Deal out K and V."""
         return list(zip(self.deal.out(k, 1), self.deal.out(v, 1), strict=True))
+
+    def deal_rows(self, rows: Rows) -> list[Rows]:
+        """Deal out what a backward needs of each query."""
+        # [B, T, N, H] and [B, N, T]
+        dealt = (self.deal.out(x, a) for x, a in zip(rows.operands, (1, 2, 1, 2), strict=True))
+        return [Rows(*run) for run in zip(*dealt, strict=True)]
 
     def pieces(
         self, hop: int, compute: Callable[[int, int], Any], nothing: Callable[[Any], Any]

@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from jaxtyping import Array
-
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import WholeKeys
@@ -30,7 +28,7 @@ from maxattn.context_parallel.ring.head_halves import ALL, FIRST, SECOND, Heads,
 from maxattn.context_parallel.ring.hops import Keys, Trip, in_step
 from maxattn.context_parallel.ring.zigzag import Layout
 from maxattn.context_parallel.ring.zigzag_pays import CONTIGUOUS, Balance, balance
-from maxattn.kernels.base import Bias, Kernel
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.dq_accumulator import in_place, shares_of
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
@@ -168,10 +166,9 @@ class Ring(WholeKeys):
         """
         return self.layout.hops(mask, q_len, kv_len)
 
-    def forward(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-    ) -> tuple[Array, Array]:
+    def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
+        q, k, v, bias, mask, _, _ = inputs.operands
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
         if self.direct:
             return gpu.forward(trip, kernel, q, k, v)
@@ -180,46 +177,34 @@ class Ring(WholeKeys):
         for hop in trip.made:
 
             def attend(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
-                return kernel.forward(queries[i], *here[j], *trip.operands(hop, i, j))
+                return kernel.forward(Inputs(queries[i], *here[j], *trip.operands(hop, i, j)))
 
             coming, parts = in_step(trip.send_on(hop, here), trip.pieces(hop, attend, nothing_seen))
             for (i, _), part in parts.items():
                 totals[i] = merge(totals[i], part)
             here, totals = in_step(coming, totals)
         out, lse = ([t[x] for t in totals] for x in (0, 1))
-        return trip.deal.back([x.astype(q.dtype) for x in out], 1), trip.deal.back(lse, 2)
+        out = trip.deal.back([x.astype(q.dtype) for x in out], 1)
+        return Result(out, trip.deal.back(lse, 2))
 
-    def backward(
-        self,
-        kernel: Kernel,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's gradients; those of its K and V have been round the ring and are
         complete.
         """
+        q, k, v, bias, mask, _, _ = inputs.operands
         trip = Trip(self.layout, self.inner, q, k, mask, bias)
         if self.direct:
-            return gpu.backward(trip, kernel, q, k, v, (out, lse, dout, dlse))
+            return gpu.backward(trip, kernel, q, k, v, rows)
         queries, here = trip.deal.out(q, 1), trip.keys(k, v)
         halved = len(trip.made) > 1 and may_halve(q.shape[2], k.shape[2], mask, bias is not None)
         own = here if halved else None
-        given = (out, 1), (lse, 2), (dout, 1), (dlse, 2)
-        rows: list[Any] = list(zip(*(trip.deal.out(x, axis) for x, axis in given), strict=True))
+        row_runs = trip.deal_rows(rows)
         dqs, dkvs, dbs = zeros(queries), zeros(here), zeros(trip.biases)
 
         def computed(hop: int, keys: Keys, heads: Heads = ALL) -> dict[tuple[int, int], Any]:
             def gradients(i: int, j: int) -> Any:
-                return head_halves.backward(
-                    kernel, heads, queries[i], *keys[j], *trip.operands(hop, i, j), *rows[i]
-                )
+                piece = Inputs(queries[i], *keys[j], *trip.operands(hop, i, j))
+                return head_halves.backward(kernel, heads, piece, row_runs[i])
 
             return trip.pieces(hop, gradients, zeros)
 
@@ -238,8 +223,9 @@ class Ring(WholeKeys):
             dkvs = trip.send_home(hop, dkvs)
         if own is not None:
             if q.size * q.dtype.itemsize >= LARGE:
-                (queries, rows), _ = in_step((queries, rows), dqs)
+                (queries, row_runs), _ = in_step((queries, row_runs), dqs)
             dkvs, parts = in_step(dkvs, computed(0, own, SECOND))
             add(0, parts)
         dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
-        return trip.deal.back([x.astype(q.dtype) for x in dqs], 1), dk, dv, trip.whole_bias(dbs)
+        dq = trip.deal.back([x.astype(q.dtype) for x in dqs], 1)
+        return Grads(dq, dk, dv, trip.whole_bias(dbs))

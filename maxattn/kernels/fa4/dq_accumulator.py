@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.dq_accumulator import Rows
+from maxattn.kernels.base import Rows
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.primitives import widened
@@ -60,7 +60,7 @@ class Fa4Sums:
     """
 
     def __init__(self, scale: float, q: Array, k: Array, rows: Rows) -> None:
-        out, lse, dout, _ = rows
+        out, lse, dout, _ = rows.operands
         self._q, self._dout = widened(q), widened(dout.astype(q.dtype))
         self._launches = backward_steps.Launches(scale, q, k)
         # Rows that padding added have no LSE and no gradient.

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
 from maxattn.kernels.fa4 import block_sparse, mask_inputs, primitives, split_queries
 from maxattn.kernels.fa4.launch_order import PROCESSORS
 from maxattn.kernels.fa4.tile_sizes import SMALL, processors, stays, takes_lists
@@ -91,17 +91,17 @@ class Fa4(Fused):
         many = processors(target.device_kind)
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, many)
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        runs = {"runs": f"flash (FlashAttention-4, fa4-jax {self.version})"}
+        runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.lists:
-            return runs | {"blocks": mask_inputs.lists_line(call, self.sharded)}
+            return Lines(runs, mask_inputs.lists_line(call, self.sharded))
         blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
         if not call.mask.is_full:
-            return runs | {"blocks": blocks}
+            return Lines(runs, blocks)
         blocks = _whole_line(call) if self._stays(call.head_dim, call.kv_len) else blocks
         backward = self._backward_line(call)
-        return runs | {"blocks": blocks} | ({"backward": backward} if backward != blocks else {})
+        return Lines(runs, blocks, backward if backward != blocks else "")
 
     def _backward_line(self, call: Call) -> str:
         """Say how the backward over all pairs is launched."""
@@ -121,42 +121,23 @@ class Fa4(Fused):
         parts = masks.split(mask)
         return self.tests_pairs and bool(parts.positions or parts.rest)
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        if not self._tests(mask):
-            return super().forward(q, k, v, bias, mask, q_offset, kv_offset)
+        if not self._tests(inputs.mask):
+            return super().forward(inputs)
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
         width = q.shape[3]
         q, k, v = (pad_heads(x) for x in (q, k, v))
         piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
         out, lse = self.piece_forward(q, k, v, piece, pairs)
-        return out[..., :width], lse
+        return Result(out[..., :width], lse)
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output."""
-        if not self._tests(mask):
-            return super().backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+        if not self._tests(inputs.mask):
+            return super().backward(inputs, rows)
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         width = q.shape[3]
         q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
         piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
@@ -165,7 +146,7 @@ class Fa4(Fused):
             dout = jnp.where((lse == NEG_INF).swapaxes(1, 2)[..., None], 0, dout)
         dout = dout.astype(q.dtype)
         dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
-        return dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width], None
+        return Grads(dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width])
 
     def _tested(
         self, mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from maxattn.call import Call, Reason
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Grads, Inputs, Kernel, Offset, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.pieces import Piece, fits_shards, pieces, shifts
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
-from maxattn.masks import Mask
 
 
 class Pairs(NamedTuple):
@@ -48,7 +47,7 @@ Lengths = Array | Pairs | None  # int32 [B], real keys of each batch row; or whi
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(Kernel):
     """Run a library's kernel on the rectangles of a mask.
 
     Args:
@@ -80,17 +79,9 @@ class Fused:
         """Return (dq, dk, dv) of one rectangle from a given output and LSE."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
         parts = fused_masks.split(mask)
         width = q.shape[3]
         q, k, v = (pad_heads(x) for x in (q, k, v))
@@ -102,25 +93,14 @@ class Fused:
             return _merged(found, q)
 
         out, lse = self._over_shifts(parts, q_offset, kv_offset, at, (q, k, v, keys.lengths))
-        return out[..., :width], lse
+        return Result(out[..., :width], lse)
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output; dk and dv are float32, rounded
         once to k's dtype.
         """
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         parts = fused_masks.split(mask)
         width = q.shape[3]
         q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
@@ -129,14 +109,14 @@ class Fused:
         operands = (q, k, v, keys.lengths, out.astype(q.dtype), lse, dout.astype(q.dtype), dlse)
 
         def at(
-            shift: int, q: Array, k: Array, v: Array, lengths: Lengths, *rows: Array
+            shift: int, q: Array, k: Array, v: Array, lengths: Lengths, *given: Array
         ) -> tuple[Array, Array, Array]:
             cut = self._pieces(parts, shift, q, k)
-            return _summed([(p, self._backward(q, k, v, p, lengths, *rows)) for p in cut], q, k)
+            return _summed([(p, self._backward(q, k, v, p, lengths, *given)) for p in cut], q, k)
 
         dq, dk, dv = self._over_shifts(parts, q_offset, kv_offset, at, operands)
         dk, dv = keys.unpacked(dk), keys.unpacked(dv)
-        return dq[..., :width], dk[..., :width], dv[..., :width], None
+        return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
 
     # ---- which rectangles ------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs
 from maxattn.kernels.fused.pieces import Piece
@@ -83,58 +83,35 @@ class TokamaxMosaic(Fused):
         """Take the scale, and whether the LSE is asked for."""
         return TokamaxMosaic(call.scale, call.return_lse, target.version("tokamax") or "")
 
-    def lines(self, call: Call) -> dict[str, str]:
+    def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"tokamax_flash (tokamax {self.version}, Mosaic GPU)"
-        return {
-            "runs": runs,
-            "blocks": "the library's own",
-            "backward": "the library's own, and a fence that it lacks",
-        }
+        own = "the library's own"
+        return Lines(runs, own, f"{own}, and a fence that it lacks")
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
         if not _takes_intervals(fused_masks.split(mask), q_offset, kv_offset):
-            return super().forward(q, k, v, bias, mask, q_offset, kv_offset)
+            return super().forward(inputs)
         piece, pairs = _intervals(mask, q, k, q_offset, kv_offset)
         out, lse = self.piece_forward(q, k, v, piece, pairs)
         seen = _seen(pairs)
-        return jnp.where(seen[..., None, None], out, 0).astype(q.dtype), jnp.where(
-            seen[:, None], lse, NEG_INF
-        )
+        out = jnp.where(seen[..., None, None], out, 0).astype(q.dtype)
+        return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output."""
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         if not _takes_intervals(fused_masks.split(mask), q_offset, kv_offset):
-            return super().backward(q, k, v, bias, mask, q_offset, kv_offset, out, lse, dout, dlse)
+            return super().backward(inputs, rows)
         piece, pairs = _intervals(mask, q, k, q_offset, kv_offset)
         seen = _seen(pairs)
         dout = jnp.where(seen[..., None, None], dout, 0).astype(q.dtype)
         lse = jnp.where(seen[:, None], lse, NEG_INF)
         dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
-        return dq.astype(q.dtype), dk, dv, None
+        return Grads(dq.astype(q.dtype), dk, dv)
 
     def piece_forward(
         self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths

@@ -24,7 +24,7 @@ from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Grads, Inputs, Kernel, Offset, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_info
 from maxattn.kernels.splash.calls import Library, Problem
@@ -37,7 +37,7 @@ NOTHING_SEEN = -1e37
 
 
 @dataclass(frozen=True)
-class Splash:
+class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
 
     Args:
@@ -119,55 +119,36 @@ class Splash:
             return training
         return f"inference {self.inference}{_changed(self.inference_changes)}\ntraining {training}"
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> tuple[Array, Array]:
+    def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
         with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
         out = jnp.where(empty[..., None], 0, out).astype(q.dtype)
-        return problem.checked(out.swapaxes(1, 2)), jnp.where(empty, NEG_INF, lse)
+        return Result(problem.checked(out.swapaxes(1, 2)), jnp.where(empty, NEG_INF, lse))
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        dlse: Array,
-    ) -> tuple[Array, Array, Array, Bias]:
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output.
 
         dk and dv are float32 that was rounded once to k's dtype: both libraries sum them in float32
         and fix the dtype of what their kernel writes to that of its operand k, in the function that
         makes the kernel.
         """
+        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
+        out, lse, dout, dlse = rows.operands
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
         # meets -inf.
         finite, delta, dout = row_gradient(out.swapaxes(1, 2), dout.swapaxes(1, 2), lse, dlse)
         with _precision(self._compute_dtype(q)):
             problem = self._problem(q, k, v, mask, q_offset, kv_offset)
-            rows = (finite, dout.astype(problem.q.dtype), delta)
-            dq, dk, dv = problem.backward(self.blocks, *rows)
+            stats = (finite, dout.astype(problem.q.dtype), delta)
+            dq, dk, dv = problem.backward(self.blocks, *stats)
         dq = (dq.astype(jnp.float32) * self.scale).astype(q.dtype)
         dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in (dk, dv))
         dk = dk / self.library.query_factor(problem.q.dtype)
-        return problem.checked(dq.swapaxes(1, 2)), dk, dv, None
+        return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
 
     def _compute_dtype(self, q: Array) -> Any:
         return jnp.dtype(jnp.float32) if self.float32_qk_product else q.dtype

@@ -17,6 +17,7 @@ from maxattn.attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS, DotProduct
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Dense
 from maxattn.plan import refusal
 from maxattn.target import Target
@@ -194,12 +195,11 @@ def _of_kernel(
         ]  # long enough alone, and scores of several calls would be in memory together
 
     def forward(q: Array, k: Array, v: Array, dout: Array) -> Any:
-        return kernel.forward(q, k, v, None, mask, 0, 0)
+        return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
 
     def backward(q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array) -> Any:
-        dq, dk, dv, _ = kernel.backward(
-            q, k, v, None, mask, 0, 0, out, lse, dout, jnp.zeros_like(lse)
-        )
+        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+        dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     def given() -> list[tuple[Array, ...]]:
@@ -299,6 +299,6 @@ def reference_of(shape: Shape) -> Callable[..., Any]:
 
     def reference(q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.astype(jnp.float32) for x in (q[:, :few], k, v))
-        return dense.forward(q, k, v, None, mask, 0, 0)[0]
+        return dense.forward(Inputs(q, k, v, mask=mask)).out
 
     return reference

@@ -23,7 +23,7 @@ from maxattn.context_parallel.ring.hops import Trip
 from maxattn.context_parallel.ring.zigzag import Layout
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import auto_mesh, shard_map
-from maxattn.kernels.base import Kernel
+from maxattn.kernels.base import Kernel, Rows
 from maxattn.kernels.dq_accumulator import shares_of
 from maxattn.kernels.kv_block import Packed, as_one
 from maxattn.masks import Full
@@ -145,7 +145,7 @@ class Played:
     ) -> tuple[Array, Array, Array, Array]:
         """Return arrays in the shapes of the output and the gradients."""
         out, lse = self._forward(others, q, k, v)
-        rows = out, lse, dout, jnp.zeros_like(lse)
+        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
         dq, dk, dv, _ = gpu.backward(self._trip(others, q, k), self.kernel, q, k, v, rows)
         return out, dq, dk, dv
 

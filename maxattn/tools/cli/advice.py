@@ -160,7 +160,7 @@ def _block_padding(
     plan: Plan, config: AttentionConfig, training: bool, lengths: Sequence[int]
 ) -> Iterator[str]:
     blocks = None if training else getattr(plan.kernel, "inference", None)
-    blocks = blocks or getattr(plan.kernel, "blocks", None)
+    blocks = blocks or plan.kernel.blocks
     if not isinstance(blocks, BlockSizes):
         return
     local = plan.context.local_call(plan.padded_call)

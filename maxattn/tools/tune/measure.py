@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.call import Call
-from maxattn.kernels.base import Kernel, inference_kernel
+from maxattn.kernels.base import Inputs, Kernel, Rows
 from maxattn.tools.random_inputs import normal
 
 RUNS = 10
@@ -54,12 +54,11 @@ def _program(
     )
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return inference_kernel(kernel).forward(q, k, v, None, call.mask, 0, 0)[0]
+        return kernel.for_inference().forward(Inputs(q, k, v, mask=call.mask)).out
 
     def step(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, lse = kernel.forward(q, k, v, None, call.mask, 0, 0)
-        return out, kernel.backward(
-            q, k, v, None, call.mask, 0, 0, out, lse, dout, jnp.zeros_like(lse)
-        )[:3]
+        inputs = Inputs(q, k, v, mask=call.mask)
+        out, lse = kernel.forward(inputs)
+        return out, kernel.backward(inputs, Rows(out, lse, dout, jnp.zeros_like(lse)))[:3]
 
     return (step, operands) if training else (forward, operands[:3])
