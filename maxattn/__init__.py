@@ -7,8 +7,9 @@ from __future__ import annotations
 from maxattn import masks, weights
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
+from maxattn.decide import plan
 from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
-from maxattn.plan import Call, Plan, Reason, Target, plan
+from maxattn.plan import Call, Plan, Reason, Target
 from maxattn.remat import remat, remat_policy
 from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
 

@@ -22,6 +22,7 @@ from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, as_mask, check_operands
 from maxattn.config import AttentionConfig
+from maxattn.decide import checked_config, plan, without_padding
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, is_tracer
 from maxattn.jax_private.varying import checked_axes, vary_over, varying_axes
@@ -29,7 +30,7 @@ from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import level_of, levelled
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
-from maxattn.plan import Plan, checked_config, plan, without_padding
+from maxattn.plan import Plan
 from maxattn.sharding import (
     AXES,
     mesh_shape,

@@ -114,7 +114,7 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
 def _check_config(config: Any) -> None:
     """Refuse what is no config; the name of a policy is one for `remat_policy`."""
-    from maxattn.plan import checked_config
+    from maxattn.decide import checked_config
 
     if isinstance(config, str):
         remedy = (

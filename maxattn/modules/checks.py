@@ -12,8 +12,8 @@ from flax import nnx
 
 from maxattn import sharding
 from maxattn.call import Call, is_number
+from maxattn.decide import checked_config
 from maxattn.errors import InputError, MeshError
-from maxattn.plan import checked_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -15,7 +15,7 @@ import maxattn as ma
 from maxattn import devices as maxattn_devices
 from maxattn import masks as M
 from maxattn.context_parallel.ring.zigzag import Layout
-from maxattn.plan import _plan
+from maxattn.decide import _plan
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.jaxprs import count_primitive
 from tests.pairwise import pairwise

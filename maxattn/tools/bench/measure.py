@@ -15,11 +15,11 @@ from jaxtyping import Array
 
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
+from maxattn.decide import refusal
 from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS, DotProduct
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Dense
-from maxattn.plan import refusal
 from maxattn.target import Target
 from maxattn.tools.bench.peers import PEERS
 from maxattn.tools.bench.timing import Timed, Work, measure

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from maxattn.decide import refusal
 from maxattn.kernels import KERNELS
 from maxattn.masks import BlockSlidingWindow
-from maxattn.plan import refusal
 from maxattn.target import Target
 from maxattn.tools.bench.measure import BACKWARD, BOTH, FORWARD, Row, bench, too_large
 from maxattn.tools.bench.module import bench_module

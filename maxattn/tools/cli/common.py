@@ -178,7 +178,7 @@ def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
     """
     packages = packages_of(args)
     if not args.target:
-        from maxattn.plan import default_target
+        from maxattn.decide import default_target
 
         return default_target(config)
     return Target.named(args.target, packages)
