@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxattn.kernels import mask_split
 from maxattn.kernels.fa4 import kernel, mask_inputs
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused import tokamax_mosaic
 from maxattn.kernels.fused.pieces import Piece, pieces
-from maxattn.kernels.splash import mask_info
 from tests.cases import LENGTHS, MASKS, allowed
 
 PAIRS = [name for name in MASKS if name not in ("full", "dense", "dense heads", "not segments")]
@@ -35,7 +35,7 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
     q, k, t, s = arrays(length)
     mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
-    if not isinstance(mask_info.split(mask), mask_info.Split):
+    if not isinstance(mask_split.split(mask), mask_split.Split):
         pytest.skip("not for FlashAttention-4")
     piece, found = mask_inputs.pairs_of(mask, q, k, 0, 0)
     ok = in_band(piece.left, piece.right, t, s)[None]

@@ -23,9 +23,10 @@ from maxattn.context_parallel.lse_merge import merge
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.flash import Flash
+from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
-from maxattn.kernels.splash.mask_info import mask_info, rows_of, schedule, tile_kinds
+from maxattn.kernels.splash.mask_info import mask_info, rows_of, schedule
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
 

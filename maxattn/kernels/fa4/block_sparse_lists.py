@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.kernels.base import Offset
-from maxattn.kernels.splash.mask_info import tile_kinds
+from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import EMPTY, FULL, MIXED, Mask
 
 

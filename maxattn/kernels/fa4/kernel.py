@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
 from maxattn.kernels.fa4 import block_sparse, mask_inputs, primitives, split_queries
 from maxattn.kernels.fa4.launch_order import PROCESSORS
@@ -25,7 +26,6 @@ from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused.pieces import Piece, fits_shards
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.kernels.splash import mask_info
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
@@ -70,7 +70,7 @@ class Fa4(Fused):
         reason = masks.refuse_call("flash", call, limit)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
             return reason
-        parts = mask_info.split(call.mask)
+        parts = mask_split.split(call.mask)
         return parts if isinstance(parts, Reason) else None
 
     @staticmethod

@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
+from maxattn.kernels import mask_split
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4.block_sparse_lists import Tiling, tally, tiling, visited
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, forward_tile
 from maxattn.kernels.fused.kernel import Pairs
 from maxattn.kernels.fused.pieces import Piece
-from maxattn.kernels.splash import mask_info
 from maxattn.masks import Mask
 
 
@@ -43,7 +43,7 @@ def listed(
     """
     split = _split(mask)
     lengths, offsets = (q.shape[1], k.shape[1]), (q_offset, kv_offset)
-    ids = mask_info.segment_ids(split, q.shape[0], *lengths, kv_offset)
+    ids = mask_split.segment_ids(split, q.shape[0], *lengths, kv_offset)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     tiles = tile_of(split.positions, q.shape[3], lengths, traced), backward_tile(q.shape[3])
     lists = tiling(split.positions, *tiles, lengths, offsets, ids is not None)
@@ -81,9 +81,9 @@ def arrays(pairs: Pairs) -> tuple[Array, ...]:
     return tuple(x for x in (pairs.lo, pairs.hi, pairs.q_ids, pairs.kv_ids) if x is not None)
 
 
-def _split(mask: Mask) -> mask_info.Split:
-    split = mask_info.split(mask)
-    assert isinstance(split, mask_info.Split), split  # supports() refused it
+def _split(mask: Mask) -> mask_split.Split:
+    split = mask_split.split(mask)
+    assert isinstance(split, mask_split.Split), split  # supports() refused it
     return split
 
 
@@ -113,7 +113,7 @@ def pairs_of(
     """Return the narrowest band around a mask, and the test of every pair in it."""
     split = _split(mask)
     t, s = q.shape[1], k.shape[1]
-    ids = mask_info.segment_ids(split, q.shape[0], t, s, kv_offset)
+    ids = mask_split.segment_ids(split, q.shape[0], t, s, kv_offset)
     piece, lo, hi = Piece(0, t, 0, s), None, None
     if not split.positions.is_full:
         traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)

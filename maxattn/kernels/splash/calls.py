@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
+from maxattn.kernels import mask_split
 from maxattn.kernels.base import Offset
 from maxattn.kernels.softmax import BIG_LSE
 from maxattn.kernels.splash import mask_info
@@ -78,7 +79,7 @@ class Problem:
     q: Array
     k: Array
     v: Array
-    parts: mask_info.Split
+    parts: mask_split.Split
     q_offset: Offset
     kv_offset: Offset
     library: Library
@@ -151,7 +152,7 @@ class Problem:
     def _setup(self, block_q: int, block_kv: int) -> Setup:
         offsets = self.q_offset, self.kv_offset
         padded = -(-self.q_len // block_q) * block_q, -(-self.kv_len // block_kv) * block_kv
-        kinds = mask_info.tile_kinds(
+        kinds = mask_split.tile_kinds(
             self.parts.positions, block_q, block_kv, self.q_len, self.kv_len, *offsets
         )
         # Segment ids hide padded keys as well, and then the positions need not.
@@ -159,7 +160,7 @@ class Problem:
         rows = mask_info.rows_of(
             self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets
         )
-        ids = mask_info.segment_ids(
+        ids = mask_split.segment_ids(
             self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset
         )
         return Setup(kinds, rows, ids, padded, shows_padding)
@@ -169,7 +170,7 @@ class Problem:
 class Setup:
     """Hold what one kernel with its own block sizes takes beside q, k and v."""
 
-    kinds: mask_info.Kinds
+    kinds: mask_split.Kinds
     codes: Any
     ids: tuple[Array, Array] | None
     padded: tuple[int, int]
@@ -193,8 +194,8 @@ class Setup:
         ids = None
         if self.ids is not None:
             ids = (
-                _pad(self.ids[0], 1, t, mask_info.QUERY_PAD),
-                _pad(self.ids[1], 1, s, mask_info.KEY_PAD),
+                _pad(self.ids[0], 1, t, mask_split.QUERY_PAD),
+                _pad(self.ids[1], 1, s, mask_split.KEY_PAD),
             )
         return _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), ids
 

@@ -24,9 +24,9 @@ from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Offset, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
-from maxattn.kernels.splash import mask_info
 from maxattn.kernels.splash.calls import Library, Problem
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -165,8 +165,8 @@ class Splash(Kernel):
         scaled = (q.astype(jnp.float32) * (self.scale * self.library.query_factor(dtype))).astype(
             dtype
         )
-        parts = mask_info.split(mask)
-        assert isinstance(parts, mask_info.Split), parts  # supports() refused it
+        parts = mask_split.split(mask)
+        assert isinstance(parts, mask_split.Split), parts  # supports() refused it
         return Problem(
             scaled.swapaxes(1, 2),
             k.astype(dtype).swapaxes(1, 2),
@@ -182,10 +182,10 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
     if target.platform == "tpu" and call.dtype == "float16":
         rule = "the TPU's compiler takes no float16 in it"
-        return Reason(name, "dtype float16", rule, "use bfloat16, or " + mask_info.REMEDY)
+        return Reason(name, "dtype float16", rule, "use bfloat16, or " + mask_split.REMEDY)
     if call.bias is not None:
-        return Reason(name, "bias", "it takes no additive bias", mask_info.REMEDY)
-    parts = mask_info.split(call.mask)
+        return Reason(name, "bias", "it takes no additive bias", mask_split.REMEDY)
+    parts = mask_split.split(call.mask)
     return replace(parts, who=name) if isinstance(parts, Reason) else None
 
 
