@@ -18,7 +18,7 @@ from math import log2
 from maxattn.call import Call, Reason
 from maxattn.kernels import KERNELS
 from maxattn.kernels.fa4.kernel import launches_parts
-from maxattn.kernels.flash_gpu import has_fa4, install
+from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.tokamax_mosaic import HOPPER
 from maxattn.kernels.table import missing
