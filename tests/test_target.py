@@ -9,9 +9,8 @@ import pytest
 
 import maxattn as ma
 from maxattn.block_sizes.chips import CHIPS
-from maxattn.block_sizes.recommend import SHARED_MEMORY
-from maxattn.devices import MACHINES, machine_of
-from maxattn.target import GIB, HBM, KNOWN, PEAK, Target, known_kind
+from maxattn.devices import DEVICES, GIB, device_of, machine_of, memory_of
+from maxattn.target import Target
 from tests.block_sizes.compiler import TOPOLOGIES
 
 
@@ -43,22 +42,22 @@ def test_attention_is_traced_for_it():
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_every_table_of_devices_has_every_device():
-    def kinds(platform: str) -> set[str]:
-        return {kind for kind, its in KNOWN.items() if its == platform}
+def test_every_device_has_its_figures() -> None:
+    for kind, device in DEVICES.items():
+        assert device.machine and device.kind == kind
+        assert bool(device.peak) == bool(device.memory) == (device.platform != "cpu")
+        assert bool(device.vmem) == (device.platform == "tpu")
+        assert bool(device.family.shared_memory) == bool(device.sms) == (device.platform == "gpu")
+    tpus = {kind for kind, device in DEVICES.items() if device.platform == "tpu"}
+    assert set(CHIPS) == set(TOPOLOGIES) == tpus
 
-    assert set(MACHINES) == set(KNOWN)
-    assert set(HBM) == set(PEAK) == kinds("tpu") | kinds("gpu")
-    assert set(CHIPS) == set(TOPOLOGIES) == kinds("tpu")
-    assert set(SHARED_MEMORY) == kinds("gpu")
 
-
-def test_figures_are_of_what_jax_calls_a_device():
+def test_figures_are_of_what_jax_calls_a_device() -> None:
     """Of a v7x that is half a chip, whose maker gives 2307e12 FLOP/s, 192 GB and 7.4 TB/s."""
-    one = machine_of(Target.named("TPU v7x"))
-    assert PEAK["TPU v7x"] == pytest.approx(2307e12 / 2, rel=1e-3)
-    assert one.hbm == pytest.approx(7.4e12 / 2, rel=1e-2)
-    assert HBM["TPU v7x"] < 192 * GIB / 2
+    one = DEVICES["TPU v7x"]
+    assert one.peak == pytest.approx(2307e12 / 2, rel=1e-3)
+    assert machine_of(Target.named("TPU v7x")).hbm == pytest.approx(7.4e12 / 2, rel=1e-2)
+    assert memory_of("TPU v7x") == one.memory < 192 * GIB / 2
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,43 @@ def test_figures_are_of_what_jax_calls_a_device():
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
         ("NVIDIA H200", "NVIDIA H200"),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", "NVIDIA L40"),
+        ("AMD Instinct MI300X", "AMD Instinct MI300X"),
     ],
 )
-def test_jax_s_names_of_devices_are_known(spelling: str, name: str | None):
-    assert known_kind(spelling) == name
+def test_jax_s_names_of_devices_are_known(spelling: str, name: str) -> None:
+    assert device_of(spelling).kind == name
+    assert (device_of(spelling).peak is None) == (name not in DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "sms", "cudnn", "fa4"),
+    [
+        ("NVIDIA H200", "hopper", 132, 256, 256),
+        ("NVIDIA H100 PCIe", "hopper", 114, 256, 256),
+        ("NVIDIA H20", "hopper", 78, 256, 256),
+        ("NVIDIA GH200 480GB", "hopper", 132, 256, 256),
+        ("NVIDIA H800-PCIe", "hopper", 114, 256, 256),
+        ("NVIDIA GB200", "blackwell", 148, 256, 128),
+        ("NVIDIA A100-SXM4-80GB", "ampere", 108, 128, 256),
+        ("NVIDIA A10G", "before-hopper", 132, 128, 256),
+        ("NVIDIA L40S", "before-hopper", 132, 128, 256),
+        ("NVIDIA GeForce RTX 4090", "before-hopper", 132, 128, 256),
+        ("NVIDIA X", "nvidia", 132, 256, 256),
+        ("AMD Instinct MI325X", "amd-cdna3", 304, 256, 256),
+        ("AMD Radeon RX 7900 XTX", "amd", 132, 256, 256),
+    ],
+)
+def test_a_gpu_without_figures_has_its_family(
+    kind: str, family: str, sms: int, cudnn: int, fa4: int
+) -> None:
+    its = device_of(kind)
+    assert (its.family.name, its.sms) == (family, sms)
+    assert (its.family.cudnn_head_dim, its.family.fa4_head_dim) == (cudnn, fa4)
+
+
+def test_a_device_that_nobody_knows_has_the_usual_figures_of_its_platform() -> None:
+    assert machine_of(Target("tpu", "TPU v99")) == DEVICES["TPU v5p"].machine
+    assert machine_of(Target("gpu", "NVIDIA X")) == DEVICES["NVIDIA H100"].machine
+    assert machine_of(Target("gpu", "AMD X")) == DEVICES["AMD Instinct MI300X"].machine
+    assert memory_of("NVIDIA A100-SXM4-40GB") is None

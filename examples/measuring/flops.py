@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from maxattn.target import PEAK, known_kind
+from maxattn.devices import peak_flops
 
 BACKWARD = {"attention": 2.5, "matmul": 2.0}  # of the forward
 
@@ -49,7 +49,7 @@ def peak(device_kind: str) -> float | None:
     """Return the dense bfloat16 operations a second that a device's maker gives, or None where
     unknown.
     """
-    return PEAK.get(known_kind(device_kind) or "")
+    return peak_flops(device_kind)
 
 
 def _of(jaxpr: Any) -> Work:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
+from maxattn.devices import DEVICES
 from maxattn.target import Target
 
-MIB = 2**20
 Family = Literal["v4", "v5p", "v6e", "v7x"]
 
 
@@ -26,15 +26,20 @@ class Chip(NamedTuple):
     family: Family
 
 
-# Limits as libtpu 0.0.42 states them in the message of a kernel that needs more.
-CHIPS = {
-    "TPU v4": Chip("TPU v4", 16 * MIB, "v4"),
-    "TPU v5e": Chip("TPU v5e", 16 * MIB, "v6e"),
-    "TPU v5p": Chip("TPU v5p", 16 * MIB, "v5p"),
-    "TPU v6e": Chip("TPU v6e", 32 * MIB, "v6e"),
-    "TPU v7x": Chip("TPU v7x", 32 * MIB, "v7x"),
+# The constants that each family follows: v5e's compiler keeps scores as v6e's does.
+_FOLLOWS: dict[str, Family] = {
+    "tpu-v4": "v4",
+    "tpu-v5e": "v6e",
+    "tpu-v5p": "v5p",
+    "tpu-v6e": "v6e",
+    "tpu-v7x": "v7x",
 }
-SMALLEST = "TPU v4"
+CHIPS = {
+    kind: Chip(kind, device.vmem, _FOLLOWS[device.family.name])
+    for kind, device in DEVICES.items()
+    if device.platform == "tpu"
+}
+SMALLEST = min(CHIPS, key=lambda kind: CHIPS[kind].limit)
 
 
 LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")

@@ -13,18 +13,8 @@ from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
-KIB = 1024
 ELEMENT = 2  # bytes, of bfloat16
 SHORTEST, LONGEST = 256, 2048  # tokens, of the blocks tried for the least padding
-
-# Shared memory that one multiprocessor gives a block of threads, from NVIDIA's CUDA programming
-# guide, compute capabilities 8.0, 9.0 and 10.0.
-SHARED_MEMORY = {
-    "NVIDIA A100": 163 * KIB,
-    "NVIDIA H100": 227 * KIB,
-    "NVIDIA H200": 227 * KIB,
-    "NVIDIA B200": 227 * KIB,
-}
 
 # (longest sequence, block q, block kv), head dim 64; beyond the last row, the last row.
 LDS_TABLE = ((512, 64, 64), (2048, 64, 64), (8192, 32, 128))
@@ -104,8 +94,8 @@ def _asked(size: int, call: Call, target: Target) -> tuple[BlockSizes, tuple[Cha
 
 def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
     chip = chip_of(target)
-    memory = chip.limit if chip else SHARED_MEMORY.get(target.device_kind)
-    if memory is None:
+    memory = chip.limit if chip else target.device.family.shared_memory
+    if not memory:
         return []
     rows, columns = flash_attention_blocks(memory // ELEMENT, head_dim)
     note = f"B_c = ceil(M/4d), B_r = min(B_c, d), M = {memory // ELEMENT:,} elements of bfloat16"

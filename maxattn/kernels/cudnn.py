@@ -21,16 +21,6 @@ from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.target import Target
 
-HEAD_LIMIT, HEAD_LIMIT_BEFORE_HOPPER = 256, 128
-BEFORE_HOPPER = (
-    "A10",
-    "A30",
-    "A40",
-    "L4",
-    "RTX",
-    "GeForce",
-)  # how device kinds begin, after "NVIDIA"
-
 
 @dataclass(frozen=True)
 class Cudnn(Fused):
@@ -43,7 +33,7 @@ class Cudnn(Fused):
         """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
         bands and lengths.
         """
-        reason = fused_masks.refuse_call("cudnn", call, head_limit(target))
+        reason = fused_masks.refuse_call("cudnn", call, target.device.family.cudnn_head_dim)
         parts = fused_masks.split(call.mask)
         reason = (
             reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
@@ -84,12 +74,6 @@ class Cudnn(Fused):
     ) -> tuple[Array, Array, Array]:
         """Return (dq, dk, dv) of one rectangle."""
         return cudnn_backward(q, k, v, out, lse, dout, _some(lengths), *_band(piece), self.scale)
-
-
-def head_limit(target: Target) -> int:
-    """Return the largest head dim of cuDNN's kernels on a device."""
-    old = any(target.device_kind.startswith(f"NVIDIA {name}") for name in BEFORE_HOPPER)
-    return HEAD_LIMIT_BEFORE_HOPPER if old else HEAD_LIMIT
 
 
 def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:

@@ -20,7 +20,6 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Lines
-from maxattn.kernels.cudnn import head_limit
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused.pieces import Piece, pieces
@@ -43,7 +42,8 @@ class CudnnFlashTe(Fused):
         """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
         bands and lengths.
         """
-        reason = fused_masks.refuse_call("cudnn_flash_te", call, head_limit(target))
+        most = target.device.family.cudnn_head_dim
+        reason = fused_masks.refuse_call("cudnn_flash_te", call, most)
         parts = fused_masks.split(call.mask)
         reason = (
             reason

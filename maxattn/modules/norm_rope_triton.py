@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxattn.devices import DEVICES
 from maxattn.jax_private.triton import triton_params, triton_split
 
 CHUNK = 1024  # channels
@@ -38,7 +39,7 @@ MAX_CHUNKS = 32
 CHANNELS = 12
 ROOMY = 24  # up to here registers hold bias, scale and the next row as well
 MOST_CHANNELS = 48  # beyond, not even the sums
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = DEVICES["NVIDIA H200"].sms
 Parts = tuple[Array, ...]  # of a chunk as it is loaded: the whole, or a and b
 Pair = Parts  # a and b
 

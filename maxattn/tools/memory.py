@@ -16,9 +16,9 @@ from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.call import Call
 from maxattn.context_parallel.base import itemsize, readable
+from maxattn.devices import memory_of
 from maxattn.plan import Plan
 from maxattn.sharding import ways
-from maxattn.target import HBM
 
 FLOAT = 4
 
@@ -143,7 +143,7 @@ def fits_alone(
         2 * _queries(local, local.head_dim) + _keys(local, local.head_dim)
     )
     needed = operands + sum(part.bytes for part in of_tiles(kernel, local, blocks, training))
-    return needed <= HBM.get(device_kind, float("inf"))
+    return needed <= (memory_of(device_kind) or float("inf"))
 
 
 def _score_copies(plan: Plan, training: bool) -> float:
@@ -162,4 +162,4 @@ def total(parts: tuple[Part, ...]) -> int:
 
 def limit(plan: Plan) -> float | None:
     """Return the bytes that one device of the target has, or None where that is not known."""
-    return HBM.get(plan.target.device_kind)
+    return memory_of(plan.target.device_kind)

@@ -4,6 +4,7 @@ was not taken.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,8 +29,9 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let permutes cost nothing on a CPU, so that every uneven mask is dealt out, at test lengths
     too.
     """
-    free = maxattn_devices.MACHINES["cpu"]._replace(exchange=1e30)
-    monkeypatch.setitem(maxattn_devices.MACHINES, "cpu", free)
+    cpu = maxattn_devices.DEVICES["cpu"]
+    free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
+    monkeypatch.setitem(maxattn_devices.DEVICES, "cpu", free)
     monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
     _plan.cache_clear()
     yield

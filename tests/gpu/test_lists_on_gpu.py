@@ -63,7 +63,7 @@ def skip_without_lists() -> None:
     """Skip where flash cannot run, or takes no lists."""
     skip_unless_there("flash")
     target = ma.Target.here()
-    if not takes_lists(target.version("fa4-jax") or "", target.device_kind):
+    if not takes_lists(target.version("fa4-jax") or "", target.device):
         pytest.skip(f"lists of tiles are for Hopper GPUs and fa4-jax 0.1, and this is {target}")
 
 

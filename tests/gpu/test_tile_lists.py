@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
+from maxattn.devices import device_of
 from maxattn.kernels.fa4 import mask_inputs, tile_sizes
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, tally, tiling
 from maxattn.kernels.fa4.block_sparse_lists import visited as visited_pairs
@@ -164,9 +165,8 @@ def test_smaller_tiles_where_they_skip_more() -> None:
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:
-    assert tile_sizes.takes_lists("0.1.0", "NVIDIA H200") and tile_sizes.takes_lists(
-        "0.1.3", "NVIDIA H100 80GB HBM3"
-    )
-    assert not tile_sizes.takes_lists("0.2.0", "NVIDIA H200") and not tile_sizes.takes_lists(
-        "0.1.0", "NVIDIA B200"
-    )
+    def takes(version: str, kind: str) -> bool:
+        return tile_sizes.takes_lists(version, device_of(kind))
+
+    assert takes("0.1.0", "NVIDIA H200") and takes("0.1.3", "NVIDIA H100 80GB HBM3")
+    assert not takes("0.2.0", "NVIDIA H200") and not takes("0.1.0", "NVIDIA B200")

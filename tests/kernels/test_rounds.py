@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import maxattn as ma
+from maxattn.devices import device_of
 from maxattn.kernels.dq_accumulator import shares_of
 from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, Tail, tail_for, tail_of
-from maxattn.kernels.fa4.tile_sizes import processors, whole_tile
+from maxattn.kernels.fa4.tile_sizes import whole_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.kv_block import Shares
 from maxattn.tools.model_shapes import SHAPES, read
@@ -111,7 +112,7 @@ def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
         "NVIDIA H100 PCIe",
         "NVIDIA H20",
     )
-    assert [processors(kind) for kind in kinds] == [132, 132, 132, 114, 78]
+    assert [device_of(kind).sms for kind in kinds] == [132, 132, 132, 114, 78]
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
     assert tail_for(q, k, 78) != tail_for(q, k)
 

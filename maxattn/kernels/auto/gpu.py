@@ -20,7 +20,6 @@ from maxattn.kernels import KERNELS
 from maxattn.kernels.fa4.kernel import launches_parts
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.tokamax_mosaic import HOPPER
 from maxattn.kernels.table import missing
 from maxattn.target import Target
 
@@ -64,9 +63,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """
     tables = read_tables()
     device = target.device_kind if target.device_kind in tables else "NVIDIA H200"
-    if device not in tables or (
-        device != target.device_kind and not any(name in target.device_kind for name in HOPPER)
-    ):
+    if device not in tables or (device != target.device_kind and not target.device.is_a("hopper")):
         usable = tuple(n for n in BY_RULE if n == "cudnn" or _refusal(n, call, target) is None)
         return (*usable, *PLAIN), "a rule, not measured on this GPU: cuDNN first"
     entry = _as_launched(nearest(call, tables[device]), call, target)

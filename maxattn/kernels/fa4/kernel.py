@@ -21,7 +21,7 @@ from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
 from maxattn.kernels.fa4 import block_sparse, mask_inputs, primitives, split_queries
 from maxattn.kernels.fa4.launch_order import PROCESSORS
-from maxattn.kernels.fa4.tile_sizes import SMALL, processors, stays, takes_lists
+from maxattn.kernels.fa4.tile_sizes import SMALL, stays, takes_lists
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused.pieces import Piece, fits_shards
@@ -29,7 +29,6 @@ from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
-HEAD_LIMIT, HEAD_LIMIT_BLACKWELL = 256, 128
 OWN = "the library's own"
 
 
@@ -66,8 +65,7 @@ class Fa4(Fused):
             return Reason(
                 "flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)'
             )
-        limit = HEAD_LIMIT_BLACKWELL if "B200" in target.device_kind else HEAD_LIMIT
-        reason = masks.refuse_call("flash", call, limit)
+        reason = masks.refuse_call("flash", call, target.device.family.fa4_head_dim)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
             return reason
         parts = mask_split.split(call.mask)
@@ -86,9 +84,9 @@ class Fa4(Fused):
         cut = not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
         pairs = masks.refuse_mask("flash", parts) is not None or not cut
         version = target.version("fa4-jax") or ""
-        launched = takes_lists(version, target.device_kind)
+        launched = takes_lists(version, target.device)
         lists = pairs and launched and not mask_inputs.positions(call.mask).is_full
-        many = processors(target.device_kind)
+        many = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, many)
 
     def lines(self, call: Call) -> Lines:
@@ -233,11 +231,8 @@ def shapes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def launches_parts(call: Call, target: Target) -> bool:
     """Tell whether a call's backward is launched in parts."""
-    plain = call.mask.is_full and takes_lists(target.version("fa4-jax") or "", target.device_kind)
-    return (
-        plain
-        and split_queries.tail_for(*shapes_of(call), processors(target.device_kind)) is not None
-    )
+    plain = call.mask.is_full and takes_lists(target.version("fa4-jax") or "", target.device)
+    return plain and split_queries.tail_for(*shapes_of(call), target.device.sms) is not None
 
 
 def _whole_line(call: Call) -> str:

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-PROCESSORS = 132  # of an H100 or H200; more light rows than these bring nothing
+from maxattn.devices import DEVICES
+
+PROCESSORS = DEVICES["NVIDIA H200"].sms  # more light rows than these bring nothing
 LIGHT = 0.95  # of the work of a usual row
 START = 2  # what a row costs beside its tiles, in tiles, with a block of threads each
 STAY_START = 1  # the same where they stay

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from maxattn.kernels.fa4.launch_order import PROCESSORS
+from maxattn.devices import Device
 
-HOPPER_GPUS = ("H100", "H200", "H800", "H20", "GH200")
 VERSIONS = "0.1."  # of fa4-jax: the launch uses what it keeps to itself
 
 
-def takes_lists(version: str, device_kind: str) -> bool:
+def takes_lists(version: str, device: Device) -> bool:
     """Tell whether this fa4-jax can be launched with lists on this GPU."""
-    return version.startswith(VERSIONS) and any(name in device_kind for name in HOPPER_GPUS)
-
-
-def processors(device_kind: str) -> int:
-    """Return the multiprocessors of a Hopper GPU, each of which takes a row of tiles at a time."""
-    few = {"H20": 78, "PCIe": 114}  # PCIe: the H100 and H800 of that form
-    words = device_kind.replace("-", " ").split()
-    return next((n for name, n in few.items() if name in words), PROCESSORS)
+    return version.startswith(VERSIONS) and device.is_a("hopper")
 
 
 class Tile(NamedTuple):

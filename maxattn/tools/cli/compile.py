@@ -17,8 +17,8 @@ import re
 from dataclasses import asdict
 
 from maxattn.context_parallel.base import readable
+from maxattn.devices import memory_of
 from maxattn.errors import MeshError
-from maxattn.target import HBM
 from maxattn.tools.cli import common
 from maxattn.tools.compile.job import Job, Outcome, run_in_child
 
@@ -85,9 +85,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fits(outcome: Outcome) -> bool:
     """Say whether it compiled, and needs no more memory than a device has."""
-    return outcome.ending == "compiled" and outcome.needed <= HBM.get(
-        outcome.device_kind, float("inf")
-    )
+    memory = memory_of(outcome.device_kind) or float("inf")
+    return outcome.ending == "compiled" and outcome.needed <= memory
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def _machine(job: Job) -> str:
 
 
 def _memory(outcome: Outcome) -> list[str]:
-    sizes, most = outcome.memory, HBM.get(outcome.device_kind)
+    sizes, most = outcome.memory, memory_of(outcome.device_kind)
     parts = " + ".join(f"{name} {readable(sizes[key])}" for name, key in _MEMORY.items())
     shared = f" - {readable(sizes['alias'])} shared" if sizes["alias"] else ""
     return [

@@ -91,7 +91,8 @@ def _unknown_topology(name: str, message: str) -> Exception:
 
 
 def _target(kind: str) -> Target:
-    from maxattn.target import Target, device_kind, installed
+    from maxattn.devices import device_kind
+    from maxattn.target import Target, installed
 
     return Target("tpu", device_kind(kind), installed())
 
