@@ -1,7 +1,7 @@
 """The page that says what is adjusted, when and why: a flowchart and a list, written from the table
 of rules.
 
-`python -m maxattn.block_sizes.flowchart` prints it; `docs/block_sizes_flowchart.md` is its output.
+`python -m maxattn.block_sizes.flowchart` prints `docs/guide/block_sizes_flowchart.md`.
 """
 
 from __future__ import annotations

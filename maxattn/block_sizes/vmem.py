@@ -9,7 +9,7 @@ that fits.
 
 The windows are exact: they follow from the kernels' tiles, a row of 128 lanes at least. The
 constants a to d are fitted from above to what the TPU compiler says a kernel needs
-(`docs/block_sizes.md`).
+(`docs/measured/tpu_block_sizes.md`).
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, s
 
 
 # Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses
-# and the compiler takes (`docs/presets.md`): compiled one by one, with segment ids and a computed
-# mask. A shorter Q block needs less.
+# and the compiler takes (`docs/measured/tpu_block_sizes.md`): compiled one by one, with segment
+# ids and a computed mask. A shorter Q block needs less.
 PROVEN_HEAD_DIM = 128
 PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
     ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024), (4608, 1024, 1024)),
