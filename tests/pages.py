@@ -1,0 +1,74 @@
+"""Read the pages: README.md and docs/, their fenced blocks, and the comments that mark blocks.
+
+A block is run (`python`, `sh`), loaded (`yaml`), or shown alone (`text`, `mermaid`). A comment on
+the line before its fence says what a block is:
+
+    <!-- needs: an NVIDIA GPU -->   it is not run here, and why
+    <!-- output -->                 it is what the block before prints; `...` stands for any text
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"<!-- (needs: .+|output) -->\n\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Hold one fenced block of a page.
+
+    Args:
+        page: the path of the page from the root of the repository.
+        line: the line of its fence, from 1.
+        language: the word behind the fence.
+        text: what stands between the fences.
+        mark: what the comment before the fence says, or "".
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def where(self) -> str:
+        """Where it stands, as `README.md:12`."""
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> tuple[str, ...]:
+    """List README.md and every page of docs/, as paths from the root."""
+    docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+    return ("README.md", *docs)
+
+
+def text_of(page: str) -> str:
+    """Return the text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Give the fenced blocks of a page, from its top."""
+    text = text_of(page)
+    for found in FENCE.finditer(text):
+        before = text[: found.start()]
+        mark = MARK.search(before)
+        line = before.count("\n") + 1
+        yield Block(page, line, found[1], found[2], mark[1] if mark else "")
+
+
+def prose(page: str) -> Iterator[tuple[int, str]]:
+    """Give (number, line) of the lines of a page outside of fences and tables."""
+    inside = False
+    for number, line in enumerate(text_of(page).splitlines(), 1):
+        fence = line.startswith("```")
+        if not (inside or fence or line.startswith("|")):
+            yield number, line
+        inside ^= fence

@@ -1,0 +1,151 @@
+"""README.md and docs/ say what is so: their code runs, their output is what it prints, their links
+lead somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from contextlib import redirect_stdout
+from doctest import ELLIPSIS, OutputChecker
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import maxattn as ma
+from maxattn.tools.cli import main
+from tests.pages import ROOT, Block, blocks, pages, prose, text_of
+
+RUN, LOADED, SHOWN = ("python", "sh"), ("yaml",), ("text", "mermaid")
+WIDTH, README_LINES = 100, 120
+# What is printed from the rules, and what was written before these pages had a width.
+FREE = ("docs/guide/block_sizes_flowchart.md", "docs/measured/LOG.md")
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"# ([\w/]+\.yml)\n")
+
+
+# ---- what blocks do ------------------------------------------------------------------------------
+
+
+def run_page(page: str) -> None:
+    """Run the blocks of a page in their order and in one namespace; compare what is marked."""
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = ""
+    for block in blocks(page):
+        if block.mark == "output":
+            check_output(block, printed)
+        elif not block.mark and block.language not in SHOWN:
+            printed = run_block(block, names)
+
+
+def run_block(block: Block, names: dict[str, Any]) -> str:
+    """Run or load one block; return what it prints."""
+    with redirect_stdout(StringIO()) as out:
+        if block.language == "python":
+            # Line breaks before the code: a traceback then names the line of the page.
+            exec(compile("\n" * block.line + block.text, ROOT / block.page, "exec"), names)
+        elif block.language == "yaml":
+            load(block)
+        else:
+            for command in commands(block):
+                run_command(block, command)
+    return out.getvalue()
+
+
+def commands(block: Block) -> list[str]:
+    """Split a block of commands; a line that ends with a backslash goes on."""
+    return [line for line in block.text.replace("\\\n", "").splitlines() if line.strip()]
+
+
+def run_command(block: Block, command: str) -> None:
+    """Run a command of maxattn in this process, as a shell would."""
+    name, *words = shlex.split(command, comments=True)
+    assert name == "maxattn", f"{block.where}: only maxattn runs here; mark it <!-- needs: ... -->"
+    assert main(words) == 0, f"{block.where}: `{command}` ended with an error"
+
+
+def load(block: Block) -> None:
+    """Load a config; a first line `# NAME.yml` keeps it as that file for the blocks that follow."""
+    named = FILE.match(block.text)
+    path = Path(named[1] if named else "block.yml")
+    path.write_text(block.text)
+    ma.AttentionConfig.from_yaml(path)
+
+
+def check_output(block: Block, printed: str) -> None:
+    """Compare a block of output with what was printed."""
+    same = OutputChecker().check_output(block.text, printed, ELLIPSIS)
+    assert same, f"{block.where}: the block should be\n\n```text\n{printed.rstrip()}\n```"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("configs", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    run_page(page)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_runs_or_says_what_it_needs(page):
+    for block in blocks(page):
+        shown = block.mark or block.language in (*RUN, *LOADED, *SHOWN)
+        assert shown, f"{block.where}: a block in '{block.language}' is neither run nor marked"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_fences_and_marks_are_read(page):
+    """What the parser does not see would not be run."""
+    text, found = text_of(page), list(blocks(page))
+    assert text.count("```") == 2 * len(found)
+    marks = re.findall(r"^<!-- .* -->$", text, re.MULTILINE)
+    assert len(marks) == sum(bool(block.mark) for block in found)
+
+
+def test_the_plan_of_the_readme_is_compared():
+    assert [block.mark for block in blocks("README.md")].count("output") >= 1
+
+
+def test_a_wrong_output_says_what_to_paste(monkeypatch):
+    block = Block("README.md", 7, "text", "runs ring\n", "output")
+    with pytest.raises(AssertionError, match=r"README.md:7: the block should be\s+```text\nruns x"):
+        check_output(block, "runs x\n")
+
+
+# ---- the form of pages ---------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    lines = text_of("README.md").splitlines()
+    assert len(lines) <= README_LINES
+    assert max(map(len, lines)) <= WIDTH
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in FREE])
+def test_lines_of_prose_fit(page):
+    wide = [number for number, line in prose(page) if len(line) > WIDTH]
+    assert not wide, f"{page}: lines {wide} are over {WIDTH} columns"
+
+
+@pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(text_of(page)):
+        if not target.startswith(("http://", "https://")):
+            assert leads(ROOT / page, target), f"{page}: the link {target} leads nowhere"
+
+
+def leads(page: Path, target: str) -> bool:
+    """Tell whether a link of a page leads to a file, and to a heading of it where it names one."""
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not anchor:
+        return file.exists()
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return anchor in map(slug, headings)
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
