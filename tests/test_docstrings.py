@@ -33,10 +33,11 @@ KINDS = [
     and issubclass(value, masks.Mask)
     and value not in (masks.Mask, masks.And, masks.Or, masks.Not)
 ]
-CALLED = (
-    "AttentionConfig Call CrossAttention FlaxAttention JointAttention Target apply_rotary attention"
-    " attention_fn plan remat rope_1d rope_2d rope_3d swap"
-).split()
+CALLED = [
+    "AttentionConfig", "Call", "CrossAttention", "FlaxAttention", "JointAttention", "Target",
+    "apply_rotary", "attention", "attention_fn", "plan", "remat", "rope_1d", "rope_2d", "rope_3d",
+    "swap",
+]  # fmt: skip
 SHOWN = [
     *(f"maxattn.{name}" for name in CALLED),
     *(f"maxattn.weights.{name}" for name in ("load_diffusers", "merge_lora", "save_diffusers")),
