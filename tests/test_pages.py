@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from contextlib import redirect_stdout
 from doctest import ELLIPSIS, OutputChecker
 from io import StringIO
@@ -76,15 +77,30 @@ def load(block: Block) -> None:
 
 def check_output(block: Block, printed: str) -> None:
     """Compare a block of output with what was printed."""
-    same = OutputChecker().check_output(block.text, printed, ELLIPSIS)
-    assert same, f"{block.where}: the block should be\n\n```text\n{printed.rstrip()}\n```"
+    if not OutputChecker().check_output(block.text, printed, ELLIPSIS):
+        paste = f"```text\n{printed.rstrip()}\n```"
+        raise AssertionError(f"{block.where}: paste this ('...' for what may differ):\n{paste}")
 
 
-@pytest.mark.parametrize("page", pages())
-def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+@pytest.fixture
+def root_of_pages(tmp_path, monkeypatch):
+    """Stand in an empty folder with the repository's configs and examples; forget what a page
+    imports from them.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for folder in ("configs", "examples"):
         (tmp_path / folder).symlink_to(ROOT / folder)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("root_of_pages")
+@pytest.mark.parametrize("page", pages())
+def test_the_blocks_of_a_page_run(page):
     run_page(page)
 
 
@@ -108,9 +124,9 @@ def test_the_plan_of_the_readme_is_compared():
     assert [block.mark for block in blocks("README.md")].count("output") >= 1
 
 
-def test_a_wrong_output_says_what_to_paste(monkeypatch):
+def test_a_wrong_output_says_what_to_paste():
     block = Block("README.md", 7, "text", "runs ring\n", "output")
-    with pytest.raises(AssertionError, match=r"README.md:7: the block should be\s+```text\nruns x"):
+    with pytest.raises(AssertionError, match=r"README.md:7: paste this .*\n```text\nruns x\n```"):
         check_output(block, "runs x\n")
 
 
