@@ -32,7 +32,7 @@ FILE = re.compile(r"# ([\w/]+\.yml)\n")
 
 def run_page(page: str) -> None:
     """Run the blocks of a page in their order and in one namespace; compare what is marked."""
-    names: dict[str, Any] = {"__name__": "page"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     for block in blocks(page):
         if block.mark == "output":
