@@ -64,11 +64,11 @@ def blocks(page: str) -> Iterator[Block]:
         yield Block(page, line, found[1], found[2], mark[1] if mark else "")
 
 
-def prose(page: str) -> Iterator[tuple[int, str]]:
-    """Give (number, line) of the lines of a page outside of fences and tables."""
+def lines_outside_of_fences(page: str) -> Iterator[tuple[int, str]]:
+    """Give (number, line) of the lines of a page that stand in no fenced block."""
     inside = False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = line.startswith("```")
-        if not (inside or fence or line.startswith("|")):
+        if not (inside or fence):
             yield number, line
         inside ^= fence

@@ -17,14 +17,17 @@ import pytest
 
 import maxattn as ma
 from maxattn.tools.cli import main
-from tests.pages import ROOT, Block, blocks, pages, prose, text_of
+from tests.pages import ROOT, Block, blocks, lines_outside_of_fences, pages, text_of
 
 RUN, LOADED, SHOWN = ("python", "sh"), ("yaml",), ("text", "mermaid")
 WIDTH, README_LINES = 100, 120
 # What is printed from the rules, and what was written before these pages had a width.
 FREE = ("docs/guide/block_sizes_flowchart.md", "docs/measured/LOG.md")
+# Files of which pages speak that somebody else has.
+MADE = ("scheduler/scheduler_config.json", "maxattn/kernels/mine.py")
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
-FILE = re.compile(r"# ([\w/]+\.yml)\n")
+CONFIG = re.compile(r"# ([\w/]+\.yml)\n")
+FILE = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|yml|json|sh))`")
 
 
 # ---- what blocks do ------------------------------------------------------------------------------
@@ -46,7 +49,8 @@ def run_block(block: Block, names: dict[str, Any]) -> str:
     with redirect_stdout(StringIO()) as out:
         if block.language == "python":
             # Line breaks before the code: a traceback then names the line of the page.
-            exec(compile("\n" * block.line + block.text, ROOT / block.page, "exec"), names)
+            source = "\n" * block.line + block.text
+            exec(compile(source, ROOT / block.page, "exec", dont_inherit=True), names)
         elif block.language == "yaml":
             load(block)
         else:
@@ -69,7 +73,7 @@ def run_command(block: Block, command: str) -> None:
 
 def load(block: Block) -> None:
     """Load a config; a first line `# NAME.yml` keeps it as that file for the blocks that follow."""
-    named = FILE.match(block.text)
+    named = CONFIG.match(block.text)
     path = Path(named[1] if named else "block.yml")
     path.write_text(block.text)
     ma.AttentionConfig.from_yaml(path)
@@ -141,7 +145,8 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("page", [page for page in pages() if page not in FREE])
 def test_lines_of_prose_fit(page):
-    wide = [number for number, line in prose(page) if len(line) > WIDTH]
+    lines = lines_outside_of_fences(page)
+    wide = [n for n, line in lines if len(line) > WIDTH and not line.startswith("|")]
     assert not wide, f"{page}: lines {wide} are over {WIDTH} columns"
 
 
@@ -150,6 +155,13 @@ def test_links_lead_somewhere(page):
     for target in LINK.findall(text_of(page)):
         if not target.startswith(("http://", "https://")):
             assert leads(ROOT / page, target), f"{page}: the link {target} leads nowhere"
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in FREE])
+def test_files_that_are_named_are_there(page):
+    for name in FILE.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
+        there = (ROOT / name).exists() or (ROOT / "maxattn" / name).exists()
+        assert there or name in MADE, f"{page}: there is no file {name}"
 
 
 def leads(page: Path, target: str) -> bool:
