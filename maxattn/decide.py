@@ -16,12 +16,14 @@ from maxattn.block_sizes import padding_notes
 from maxattn.call import Call, Reason, Role
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel import STRATEGIES, Strategy
+from maxattn.context_parallel import table as strategy_table
 from maxattn.context_parallel.auto.choose import choose
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import KERNELS, Kernel
+from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.order import order
 from maxattn.kernels.pair import Pair
-from maxattn.kernels.table import REQUIREMENTS, missing
+from maxattn.kernels.requirements import missing
 from maxattn.masks import Full, KeyPadding, Mask
 from maxattn.plan import Plan, pad_call
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
@@ -289,13 +291,7 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
     if "/" in name:
         found = (refusal(part, local, target, deterministic) for part in name.split("/"))
         return next((reason for reason in found if reason is not None), None)
-    lacks = missing(name, target) if name in REQUIREMENTS else None
-    if name not in KERNELS and (lacks is None or lacks.feature == "package"):
-        # Installing the package would not help yet, so the remedy must not say so.
-        also = f"; {lacks.rule} either" if lacks else ""
-        has = f"this version of maxattn has the kernels {', '.join(KERNELS)}, and not {name}"
-        return Reason(name, "kernel", has + also, "set attention: auto")
-    reason = lacks or KERNELS[name].supports(local, target)
+    reason = missing(name, target) or KERNELS[name].supports(local, target)
     return KERNELS[name].repeats(local, target) if reason is None and deterministic else reason
 
 
@@ -319,35 +315,32 @@ def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reas
 
 # ---- notes ---------------------------------------------------------------------------------------
 
-_BLOCKWISE = ("use_memory_efficient_attention", "query_chunk_size", "key_chunk_size")
-_ONLY_FOR = {
-    **dict.fromkeys(_BLOCKWISE, "read by the blockwise dot_product alone"),
-    "use_base2_exp": "read by tokamax_flash alone",
-    "use_experimental_scheduler": "read by tokamax_flash alone",
-    "flash_block_sizes": "read by flash and tokamax_flash alone",
-    "ulysses_shards": "read by ulysses_ring alone",
-    "ulysses_attention_chunks": "read by ulysses and ulysses_ring alone",
+# What is said of a setting beside who reads it.
+_SAID = {
     "attention_sharding_uniform": (
         "it gives self-attention ulysses on a context axis, where no strategy is named"
     ),
 }
-_READ_BY = {
-    **{key: {"memory_efficient"} for key in _BLOCKWISE},
-    "flash_block_sizes": {"flash", "tokamax_flash"},
-    **{key: {"tokamax_flash"} for key in ("use_base2_exp", "use_experimental_scheduler")},
-    "ulysses_shards": {"ulysses_ring"},
-    "ulysses_attention_chunks": {"ulysses", "ulysses_ring"},
-    "attention_sharding_uniform": {"ulysses"},
-}
+
+
+def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
+    """Say which settings that were changed nothing reads that runs."""
+    notes = []
+    for table in (kernel_table.TABLE, strategy_table.TABLE):
+        readers = table.readers()
+        # Those that one kernel alone reads come first.
+        for key in sorted(readers, key=lambda key: len(readers[key])):
+            names = [row.title or row.name for row in readers[key]]
+            if key in config.changed and not runs & {row.name for row in readers[key]}:
+                said = _SAID.get(key, f"read by {' and '.join(names)} alone")
+                notes.append(f"{key} has no effect: {said}")
+    return notes
 
 
 def _notes(
     config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str], unit: int
 ) -> tuple[str, ...]:
-    unread = (
-        key for key in _ONLY_FOR if key in config.changed and not runs & _READ_BY.get(key, set())
-    )
-    notes = [f"{key} has no effect: {_ONLY_FOR[key]}" for key in unread]
+    notes = _unread(config, runs)
     if call.q_len % ways("T", shape):
         notes.append(
             f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside"

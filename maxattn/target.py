@@ -14,11 +14,14 @@ from importlib import metadata
 
 from maxattn.devices import DEVICES, USUAL, Device, Platform, device_kind, device_of
 from maxattn.errors import ConfigError, did_you_mean
+from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 
-# Distribution names as pip knows them; the import name may differ.
-PACKAGES = ("jax", "tokamax", "fa4-jax", "transformer-engine-jax")
-ENVIRONMENT = ("NVTE_FUSED_ATTN", "LIBTPU_INIT_ARGS", "XLA_FLAGS")
+Pairs = tuple[tuple[str, str], ...]
+
+# Beside the switches of the kernels: they give a TPU's kernels more memory, or say how a ring's
+# blocks travel.
+ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Target:
         """
         if (assumed := _ASSUMED.get()) is not None:
             return assumed
-        here = _here(tuple((k, os.environ[k]) for k in ENVIRONMENT if k in os.environ))
+        names = (*table.switches(), *ENVIRONMENT)
+        here = _here(tuple((k, os.environ[k]) for k in names if k in os.environ), installed())
         return _with_tuned(here, table_of(here.device_kind, here.packages))
 
     @staticmethod
@@ -106,20 +110,27 @@ def _with_tuned(here: Target, table: tuple[Tuned, ...]) -> Target:
 
 
 @lru_cache(maxsize=8)
-def _here(env: tuple[tuple[str, str], ...]) -> Target:
+def _here(env: Pairs, packages: Pairs) -> Target:
     import jax
 
     backend = jax.default_backend()
     platform: Platform = (
         "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
     )
-    return Target(platform, device_kind(str(jax.devices()[0].device_kind)), installed(), env)
+    return Target(platform, device_kind(str(jax.devices()[0].device_kind)), packages, env)
 
 
-def installed() -> tuple[tuple[str, str], ...]:
-    """List the optional packages that are installed here, with their versions."""
+def installed() -> Pairs:
+    """List jax and the packages that kernels call, those that are installed here, with their
+    versions.
+    """
+    return _installed(("jax", *table.packages()))
+
+
+@lru_cache(maxsize=8)
+def _installed(names: tuple[str, ...]) -> Pairs:
     found = []
-    for name in PACKAGES:
+    for name in names:
         try:
             found.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:

@@ -7,48 +7,26 @@ reported at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
+from maxattn.context_parallel import table as strategy_table
 from maxattn.errors import ConfigError
+from maxattn.kernels import table as kernel_table
 
 Role = Literal["self", "cross"]
-Kernel = Literal["auto", "dot_product", "flash", "tokamax_flash", "cudnn_flash_te", "cudnn"]
-Strategy = Literal["auto", "none", "all_gather", "ring", "ulysses", "ulysses_ring"]
 Hardware = Literal["cpu", "gpu", "tpu"]
 Fallback = Literal["error", "warn", "allow"]
 RematPolicy = Literal[
     "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH",
     "OFFLOAD_MATMUL_WITHOUT_BATCH",
 ]  # fmt: skip
-Attention = Literal[
-    "auto",
-    "dot_product",
-    "flash",
-    "tokamax_flash",
-    "cudnn_flash_te",
-    "cudnn",
-    "ring",
-    "ulysses",
-    "ulysses_ring",
-    "tokamax_ring",
-    "tokamax_ring_custom",
-    "ulysses_custom",
-    "ulysses_custom_fixed_m",
-    "ulysses_ring_custom",
-    "ulysses_ring_custom_bidir",
-    "ulysses_ring_custom_fixed_m",
-]
-
 Axis = Literal["data", "fsdp", "context", "tensor"]
 AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
 PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling")
 
-# Spellings of `attention` that name a context strategy: the kernel inside it, and the strategy.
-PAIRS: Final[Mapping[str, tuple[str, str]]] = {
-    "ring": ("auto", "ring"),
-    "ulysses": ("auto", "ulysses"),
-    "ulysses_ring": ("auto", "ulysses_ring"),
+# Foreign spellings of `attention`: the kernel, and the strategy around it.
+FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "tokamax_ring": ("tokamax_flash", "ring"),
     "tokamax_ring_custom": ("tokamax_flash", "ring"),
     "ulysses_custom": ("flash", "ulysses"),
@@ -59,18 +37,35 @@ PAIRS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+def kernels() -> tuple[str, ...]:
+    """Return the names of kernels that a config may use."""
+    return "auto", *kernel_table.spellings()
+
+
+def strategies() -> tuple[str, ...]:
+    """Return the names of context strategies that a config may use."""
+    return "auto", *strategy_table.TABLE
+
+
+def attentions() -> tuple[str, ...]:
+    """Return the spellings of `attention`: kernels, strategies, and both in one word."""
+    return (*kernels(), *strategy_table.in_attention(), *FOREIGN)
+
+
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
     """Read one spelling of `attention` as (kernel, strategy), either of them "auto" when it leaves
     that open.
     """
-    return PAIRS.get(attention, (attention, "auto"))
+    if attention in strategy_table.in_attention():
+        return "auto", attention
+    return FOREIGN.get(attention, (attention, "auto"))
 
 
 def is_foreign(attention: str) -> bool:
     """Say whether a spelling names both a kernel and a strategy, so that it is ours only after
     translation.
     """
-    return attention in PAIRS and attention not in get_args(Strategy)
+    return attention in FOREIGN
 
 
 def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -7,24 +7,21 @@ settings are made in `plan.py`, none here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from maxattn.config import rules
 from maxattn.config.rules import (
     AXES,
-    Attention,
     Axis,
     Fallback,
     Hardware,
-    Kernel,
     RematPolicy,
     Role,
-    Strategy,
 )
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
@@ -57,13 +54,31 @@ def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 
 def _not_a_strategy(value: Any) -> Any:
-    if isinstance(value, str) and value in rules.PAIRS:
-        kernels = ", ".join(get_args(Kernel))
-        raise _broken(
-            f"one of {kernels}; {value} is a strategy of self-attention",
-            f"write `attention: {value}`",
-        )
+    if isinstance(value, str) and rules.kernel_and_strategy(value)[1] != "auto":
+        rule = f"one of {', '.join(rules.kernels())}; {value} is a strategy of self-attention"
+        raise _broken(rule, f"write `attention: {value}`")
     return value
+
+
+class _OneOf:
+    """Take one of the names of a table, as it stands when a value is checked."""
+
+    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
+        self.names = names
+
+    def check(self, value: Any) -> str:
+        names = self.names()
+        if isinstance(value, str) and value in names:
+            return value
+        listed = [repr(name) for name in names]
+        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.names()), "type": "string"}
 
 
 Positive = Annotated[int, Ge(1)]
@@ -73,7 +88,9 @@ PositiveOrRest = Annotated[
     AfterValidator(_positive_or_rest),
     WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}),
 ]
-KernelName = Annotated[Kernel, BeforeValidator(_not_a_strategy)]
+Attention = Annotated[str, _OneOf(rules.attentions)]
+Strategy = Annotated[str, _OneOf(rules.strategies)]
+KernelName = Annotated[str, _OneOf(rules.kernels), BeforeValidator(_not_a_strategy)]
 Axes = Annotated[
     tuple[Axis, ...],
     AfterValidator(_some_and_each_once),

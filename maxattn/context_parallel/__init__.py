@@ -1,21 +1,24 @@
-"""The context strategies: how Q, K and V move between devices. One line each; a new strategy is one
-new file.
+"""The context strategies: how Q, K and V move between devices. `table.py` has one row a strategy.
+
+Importing this package imports no strategy: `STRATEGIES["ring"]` and `maxattn.context_parallel.Ring`
+do, when they are first asked for.
 """
 
 from __future__ import annotations
 
-from maxattn.context_parallel.all_gather import AllGather, WholeKeys
-from maxattn.context_parallel.base import Collective, Specs, Strategy
-from maxattn.context_parallel.ring.ring import Ring
-from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-STRATEGIES: dict[str, type] = {
-    "none": WholeKeys,
-    "all_gather": AllGather,
-    "ring": Ring,
-    "ulysses": Ulysses,
-    "ulysses_ring": UlyssesRing,
-}
+from maxattn.context_parallel.table import TABLE
+from maxattn.kernels.table import Classes
+
+if TYPE_CHECKING:
+    from maxattn.context_parallel.all_gather import AllGather, WholeKeys
+    from maxattn.context_parallel.base import Collective, Specs, Strategy
+    from maxattn.context_parallel.ring.ring import Ring
+    from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
+
+STRATEGIES: Mapping[str, type[Strategy]] = Classes(TABLE)
 
 __all__ = [
     "STRATEGIES",
@@ -28,3 +31,14 @@ __all__ = [
     "UlyssesRing",
     "WholeKeys",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Collective", "Specs", "Strategy"):
+        from maxattn.context_parallel import base
+
+        return getattr(base, name)
+    found = [row.name for row in TABLE.values() if row.where.endswith(f":{name}")]
+    if not found:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return STRATEGIES[found[0]]

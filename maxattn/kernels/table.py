@@ -1,90 +1,191 @@
-"""What each kernel of the field needs before it can run: facts that a plan states when one is
-missing.
+"""One row a kernel: what the config, the plan and the tools know of it before they import it.
+
+A new kernel is one file and one row. The rows are plain data: this module imports no kernel and no
+jax, so that the config can check names against it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
 
-from maxattn.call import Reason
-from maxattn.target import Target
+from maxattn.errors import ConfigError
+
+EVERYWHERE = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """Name the platforms and the package that a kernel needs.
+class Row:
+    """Say what a kernel is called, where it runs, and what it needs.
 
     Args:
-        platforms: where it can run.
-        package: pip's name of what it calls, one of `EXTRAS`; None when jax alone suffices.
+        name: as `attention:` spells it.
+        where: "module:Class", imported when the class is first asked for.
+        platforms: where it runs.
+        gpus: the vendors of the GPUs that it runs on.
+        package: pip's name of the package that it calls; None where jax alone suffices.
         switch: an environment variable whose value "0" forbids it.
+        reads: the settings that change what it does and that not every kernel reads.
+        custom_calls: how the names of its custom calls in compiled programs begin.
+        is_spelled: whether `attention:` takes its name; if not, a setting of `reads` asks for it.
+        title: what messages call it; default its name.
     """
 
-    platforms: tuple[str, ...]
+    name: str
+    where: str
+    platforms: tuple[str, ...] = EVERYWHERE
+    gpus: tuple[str, ...] = ("NVIDIA", "AMD")
     package: str | None = None
     switch: str | None = None
+    reads: tuple[str, ...] = ()
+    custom_calls: tuple[str, ...] = ()
+    is_spelled: bool = True
+    title: str = ""
 
 
-REQUIREMENTS: dict[str, Requirement] = {
-    "dot_product": Requirement(("cpu", "gpu", "tpu")),
-    "memory_efficient": Requirement(("cpu", "gpu", "tpu")),
-    "flash": Requirement(("cpu", "gpu", "tpu")),
-    "tokamax_flash": Requirement(("cpu", "gpu", "tpu"), "tokamax"),
-    "cudnn_flash_te": Requirement(("gpu",), "transformer-engine-jax", "NVTE_FUSED_ATTN"),
-    "cudnn": Requirement(("gpu",)),
-}
+_NVIDIA = ("NVIDIA",)
+_BLOCKWISE = ("use_memory_efficient_attention", "query_chunk_size", "key_chunk_size")
+_TOKAMAX = ("use_base2_exp", "use_experimental_scheduler", "flash_block_sizes")
+_ROWS = (
+    Row("dot_product", "maxattn.kernels.dot_product:DotProduct"),
+    Row(
+        "memory_efficient", "maxattn.kernels.memory_efficient:MemoryEfficient",
+        reads=_BLOCKWISE, is_spelled=False, title="the blockwise dot_product",
+    ),
+    Row(
+        "flash", "maxattn.kernels.flash:Flash", gpus=_NVIDIA,
+        reads=("flash_block_sizes",), custom_calls=("tpu_custom_call", "fa4", "__cudnn", "cudnn"),
+    ),
+    Row(
+        "tokamax_flash", "maxattn.kernels.tokamax_flash:TokamaxFlash", gpus=_NVIDIA,
+        package="tokamax", reads=_TOKAMAX,
+        custom_calls=("tpu_custom_call", "tokamax", "mosaic_gpu"),
+    ),
+    Row(
+        "cudnn_flash_te", "maxattn.kernels.cudnn_flash_te:CudnnFlashTe", ("gpu",), _NVIDIA,
+        package="transformer-engine-jax", switch="NVTE_FUSED_ATTN", custom_calls=("te_",),
+    ),
+    Row(
+        "cudnn", "maxattn.kernels.cudnn:Cudnn", ("gpu",), _NVIDIA,
+        custom_calls=("__cudnn", "cudnn"),
+    ),
+)  # fmt: skip
+
 # pip's name -> the extra of maxattn that brings it, and a version that every kernel here can call.
 EXTRAS = {
     "tokamax": ("tokamax", "0.0.17"),
     "transformer-engine-jax": ("te", "2.20.2"),
     "fa4-jax": ("fa4", "0.1.0"),
 }
-_PLATFORM_NAMES = {"cpu": "a CPU", "gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
-def missing(kernel: str, target: Target) -> Reason | None:
-    """Return the first thing that the target lacks for a kernel, or None."""
-    need = REQUIREMENTS[kernel]
-    if target.platform not in need.platforms:
-        where = " or ".join(_PLATFORM_NAMES[p] for p in need.platforms)
-        return Reason(
-            kernel,
-            "platform",
-            f"it needs {where}, and this is {target.device_kind}",
-            "use attention: auto",
-        )
-    if need.switch and dict(target.env).get(need.switch) == "0":
-        return Reason(
-            kernel,
-            need.switch,
-            f"{need.switch}=0 in the environment forbids it",
-            f"unset {need.switch}",
-        )
-    if need.package and target.version(need.package) is None:
-        lacks = (
-            "is not installed"
-            if is_here(target)
-            else f"was not named among the {target.device_kind}'s packages"
-        )
-        return Reason(kernel, "package", f"{need.package} {lacks}", remedy(need.package, target))
-    return None
+# ---- rows by name --------------------------------------------------------------------------------
 
 
-def is_here(target: Target) -> bool:
-    """Tell whether a target's packages were looked up on this machine: jax is then among them."""
-    return target.version("jax") is not None
+class Named(Protocol):
+    """A row of a table: a name, and where its class is."""
+
+    @property
+    def name(self) -> str:
+        """The name that the config spells."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Return "module:Class"."""
+        ...
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The settings that it reads."""
+        ...
 
 
-def remedy(package: str, target: Target, least: str = "") -> str:
-    """Say how a target comes by a package: pip brings it here; a named target has what is said of
-    it.
+R = TypeVar("R", bound=Named)
+
+
+class Table(Mapping[str, R], Generic[R]):
+    """Hold rows by name, in order.
 
     Args:
-        package: pip's name.
-        target: that lacks it, or has it too old.
-        least: the version that pip must bring, where an older one is there.
+        kind: what a row describes, for errors.
+        rows: the first ones.
     """
-    extra, version = EXTRAS[package]
-    if is_here(target):
-        return f'pip install "{package}>={least}"' if least else f'pip install "maxattn[{extra}]"'
-    return f"add --with {package}={version}, in Python packages= of Target.named"
+
+    def __init__(self, kind: str, rows: tuple[R, ...]) -> None:
+        self.kind, self._rows = kind, {row.name: row for row in rows}
+
+    def __getitem__(self, name: str) -> R:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: R) -> None:
+        """Add a row, whose name a config may then use.
+
+        Raises:
+            ConfigError: another row has the name.
+        """
+        if row.name in self:
+            rule = f"there is a {self.kind} of that name"
+            raise ConfigError(self.kind, row.name, rule, "take another name, or remove that one")
+        self._rows[row.name] = row
+
+    def remove(self, name: str) -> None:
+        """Take out a row that was added."""
+        del self._rows[name]
+
+    def readers(self) -> dict[str, tuple[R, ...]]:
+        """Return the rows that read each setting, by setting."""
+        settings = dict.fromkeys(setting for row in self.values() for setting in row.reads)
+        return {s: tuple(row for row in self.values() if s in row.reads) for s in settings}
+
+
+class Classes(Mapping[str, Any]):
+    """Look up the class of each row of a table; it is imported when it is asked for."""
+
+    def __init__(self, table: Table[Any]) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, cls = self._table[name].where.partition(":")
+        return getattr(import_module(module), cls)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+# ---- the kernels ---------------------------------------------------------------------------------
+
+TABLE: Table[Row] = Table("kernel", _ROWS)
+add, remove = TABLE.add, TABLE.remove
+
+
+def spellings() -> tuple[str, ...]:
+    """Return the names that `attention:` takes."""
+    return tuple(row.name for row in TABLE.values() if row.is_spelled)
+
+
+def packages() -> tuple[str, ...]:
+    """Return pip's names of all packages that kernels call."""
+    needed = (row.package for row in TABLE.values() if row.package)
+    return tuple(dict.fromkeys((*EXTRAS, *needed)))
+
+
+def switches() -> tuple[str, ...]:
+    """Return the environment variables that forbid kernels."""
+    return tuple(row.switch for row in TABLE.values() if row.switch)
+
+
+def custom_calls() -> tuple[str, ...]:
+    """Return how the names of all kernels' custom calls begin."""
+    return tuple(dict.fromkeys(call for row in TABLE.values() for call in row.custom_calls))

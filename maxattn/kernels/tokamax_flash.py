@@ -14,10 +14,10 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
+from maxattn.kernels.requirements import is_here, remedy
 from maxattn.kernels.splash import kernel as splash_kernel
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.tokamax import TokamaxSplash
-from maxattn.kernels.table import is_here, remedy
 from maxattn.target import Target
 
 LEAST_ON_GPU = "0.0.17"

@@ -6,7 +6,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 
@@ -37,7 +36,7 @@ SPELLINGS = {
 
 
 def test_every_spelling_has_its_pair():
-    assert set(get_args(rules.Attention)) == set(SPELLINGS)
+    assert set(rules.attentions()) == set(SPELLINGS)
     for spelling, (kernel, strategy) in SPELLINGS.items():
         config = AttentionConfig(attention=spelling)
         assert config.attention == spelling

@@ -20,7 +20,7 @@ from maxattn.kernels import KERNELS
 from maxattn.kernels.fa4.kernel import launches_parts
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import masks
-from maxattn.kernels.table import missing
+from maxattn.kernels.requirements import missing
 from maxattn.target import Target
 
 PLAIN = ("memory_efficient", "dot_product")

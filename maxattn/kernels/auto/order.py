@@ -5,13 +5,14 @@ from __future__ import annotations
 from maxattn.call import Call
 from maxattn.target import Target
 
+UNMEASURED = "a rule, not measured on this machine"
 # Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
 # was measured. On the GPU dense is faster beyond this too, but its float32 scores would take more
 # than 4 GB.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
     "gpu": (1e9, "measured on an H200"),
-    "tpu": (4e6, "a rule, not measured on this machine"),
+    "tpu": (4e6, UNMEASURED),
 }
 
 
@@ -22,12 +23,15 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         call: the call that one device computes.
         target: the machine.
     """
-    if target.platform == "gpu" and call.dtype != "float32" and call.bias is None:
+    is_nvidia = target.device.vendor == "NVIDIA"
+    if is_nvidia and call.dtype != "float32" and call.bias is None:
         from maxattn.kernels.auto import gpu
 
         return gpu.order(call, target)
     scores = call.batch * call.heads * call.q_len * call.kv_len
     most, measured = DENSE_SCORES[target.platform]
+    if target.device.vendor == "AMD":
+        measured = UNMEASURED
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
     if scores <= most:
         return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from maxattn.kernels.table import custom_calls
+
 # HLO's word for a transfer, and jax's, which plans use.
 KINDS = {
     "collective-permute": "ppermute",
@@ -24,18 +26,8 @@ KINDS = {
     "ragged-all-to-all": "ragged_all_to_all",
     "collective-broadcast": "pbroadcast",
 }
-# Custom calls that compute; others describe memory or indices.
-KERNEL_TARGETS = (
-    "tpu_custom_call",
-    "__cudnn",
-    "__cublas",
-    "cudnn",
-    "triton",
-    "mosaic_gpu",
-    "te_",
-    "fa4",
-    "tokamax",
-)
+# Custom calls that compute, beside those of the kernels; others describe memory or indices.
+COMPUTING_CALLS = ("__cublas", "triton")
 PRODUCTS = ("dot", "convolution")
 Groups = tuple[tuple[int, ...], ...]
 
@@ -339,7 +331,7 @@ class _Program:
         """Say whether an instruction is a kernel or a product, or calls a computation with one."""
         if instruction.opcode == "custom-call":
             target = instruction.attribute(r'custom_call_target="([^"]*)"')
-            return target.startswith(KERNEL_TARGETS)
+            return target.startswith((*COMPUTING_CALLS, *custom_calls()))
         if instruction.opcode in PRODUCTS:
             return True
         return any(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from maxattn.kernels.table import EXTRAS, remedy
+from maxattn.kernels.requirements import remedy
+from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
