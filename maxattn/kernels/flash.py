@@ -18,10 +18,10 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.requirements import is_here, remedy
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
 from maxattn.kernels.splash.kernel import Splash, refusal
-from maxattn.kernels.requirements import is_here, remedy
 from maxattn.target import Target
 
 INSTALL = 'pip install "maxattn[fa4]", Python 3.12 or newer'
