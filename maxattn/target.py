@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
+from typing import Any
 
 from maxattn.devices import DEVICES, USUAL, Device, Platform, device_kind, device_of
 from maxattn.errors import ConfigError, did_you_mean
@@ -117,7 +118,16 @@ def _here(env: Pairs, packages: Pairs) -> Target:
     platform: Platform = (
         "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
     )
-    return Target(platform, device_kind(str(jax.devices()[0].device_kind)), packages, env)
+    return Target(platform, _kind_of(jax.devices()[0]), packages, env)
+
+
+def _kind_of(device: Any) -> str:
+    """Return our name of a device; one that ROCm runs on begins with its vendor's."""
+    kind = str(device.device_kind)
+    is_amd = "rocm" in str(device.client.platform_version).lower()
+    if is_amd and device_of(kind).vendor != "AMD":
+        kind = f"AMD {kind}"
+    return device_kind(kind)
 
 
 def installed() -> Pairs:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -10,8 +15,13 @@ import pytest
 import maxattn as ma
 from maxattn.block_sizes.chips import CHIPS
 from maxattn.devices import DEVICES, GIB, device_of, machine_of, memory_of
+from maxattn.jax_private.versions import TESTED, numbers
+from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
+from maxattn.target import _kind_of as kind_of
 from tests.block_sizes.compiler import TOPOLOGIES
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_an_assumed_target_is_what_is_here():
@@ -108,3 +118,24 @@ def test_a_device_that_nobody_knows_has_the_usual_figures_of_its_platform() -> N
     assert machine_of(Target("gpu", "NVIDIA X")) == DEVICES["NVIDIA H100"].machine
     assert machine_of(Target("gpu", "AMD X")) == DEVICES["AMD Instinct MI300X"].machine
     assert memory_of("NVIDIA A100-SXM4-40GB") is None
+
+
+def test_the_extras_bring_versions_that_kernels_were_tested_with() -> None:
+    """What pip can install by an extra and a kernel would refuse is told at install time."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for package, (extra, example) in EXTRAS.items():
+        lower, below = re.findall(r"[\d.]+(?=[,;]|$)", extras[extra][0].partition(";")[0].strip())
+        tested = TESTED[package]
+        assert numbers(lower) >= numbers(tested.first) and below == tested.below
+        assert tested.hold(example) and not tested.hold(below)
+    assert f"jax>={TESTED['jax'].first}" in project["dependencies"]
+
+
+def test_a_gpu_that_rocm_runs_on_is_amd_s() -> None:
+    def device(kind: str, version: str) -> Any:
+        return SimpleNamespace(device_kind=kind, client=SimpleNamespace(platform_version=version))
+
+    assert kind_of(device("AMD Instinct MI300X", "rocm 60400")) == "AMD Instinct MI300X"
+    assert device_of(kind_of(device("Graphics", "PJRT C API\nrocm 60400"))).vendor == "AMD"
+    assert device_of(kind_of(device("Graphics", "cuda 12090"))).vendor == "NVIDIA"

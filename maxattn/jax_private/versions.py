@@ -1,18 +1,52 @@
-"""Where tokamax keeps its splash attention, in the versions that maxattn supports (0.0.12 to
-0.0.17).
+"""The versions that kernels were tested with of the packages whose insides they take hold of.
 
-Their functions take the same arguments. What differs is inside: 0.0.17 leaves out tiles whose
-segment ids cannot meet, and with segment ids its backward sums dQ's parts in three buffers of the
-queries' dtype.
+What is not public can change with any release. So a kernel that uses it refuses other versions
+(`kernels/requirements.py`), and kernels of public functions alone take every version. The extras in
+pyproject.toml have the same bounds.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 
-def library() -> Any:
-    """Import the module of tokamax's splash kernels; only a call of the kernel needs it."""
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel
+class Versions(NamedTuple):
+    """Hold a range of versions: `first`, and all from there that are below `below`."""
 
-    return splash_attention_kernel
+    first: str
+    below: str
+
+    def __str__(self) -> str:
+        return f">={self.first},<{self.below}"
+
+    def hold(self, version: str) -> bool:
+        """Tell whether a version is in the range; one without a number, such as "?", is taken to
+        be.
+
+        >>> Versions("0.10.2", "0.13").hold("0.12.1"), Versions("0.1", "0.2").hold("0.2.0")
+        (True, False)
+        """
+        given = numbers(version)
+        return not given or numbers(self.first) <= given < numbers(self.below)
+
+
+# pip's names. jax: cuDNN's primitives and splash attention; tokamax: splash attention on TPUs, the
+# Mosaic kernels on GPUs; fa4-jax: its launches; TransformerEngine: its fused attention.
+TESTED = {
+    "jax": Versions("0.10.2", "0.13"),
+    "tokamax": Versions("0.0.12", "0.0.18"),
+    "fa4-jax": Versions("0.1", "0.2"),
+    "transformer-engine-jax": Versions("2.20", "3"),
+}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (0, 0, 17) of "0.0.17.dev3"."""
+    found = []
+    for part in version.split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        if digits:
+            found.append(int(digits))
+        if digits != part:
+            break
+    return tuple(found)

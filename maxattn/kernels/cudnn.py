@@ -19,6 +19,7 @@ from maxattn.kernels.base import Lines
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.requirements import untested
 from maxattn.target import Target
 
 
@@ -33,7 +34,8 @@ class Cudnn(Fused):
         """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
         bands and lengths.
         """
-        reason = fused_masks.refuse_call("cudnn", call, target.device.family.cudnn_head_dim)
+        most = target.device.family.cudnn_head_dim
+        reason = untested("cudnn", "jax", target) or fused_masks.refuse_call("cudnn", call, most)
         parts = fused_masks.split(call.mask)
         reason = (
             reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)

@@ -23,6 +23,7 @@ from maxattn.kernels.base import Lines
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
 from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.requirements import untested
 from maxattn.target import Target
 
 
@@ -43,7 +44,8 @@ class CudnnFlashTe(Fused):
         bands and lengths.
         """
         most = target.device.family.cudnn_head_dim
-        reason = fused_masks.refuse_call("cudnn_flash_te", call, most)
+        reason = untested("cudnn_flash_te", "transformer-engine-jax", target)
+        reason = reason or fused_masks.refuse_call("cudnn_flash_te", call, most)
         parts = fused_masks.split(call.mask)
         reason = (
             reason

@@ -18,7 +18,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4
-from maxattn.kernels.requirements import is_here, remedy
+from maxattn.kernels.requirements import is_here, remedy, untested
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
 from maxattn.kernels.splash.kernel import Splash, refusal
@@ -41,7 +41,7 @@ class Flash(Splash):
         """
         if target.platform == "gpu":
             return _refusal_on_gpu(call, target)
-        return refusal("flash", call, target)
+        return untested("flash", "jax", target) or refusal("flash", call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:

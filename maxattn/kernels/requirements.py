@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from maxattn.call import Reason
+from maxattn.jax_private.versions import TESTED
 from maxattn.kernels.table import EXTRAS, TABLE, Row
 from maxattn.target import Target
 
@@ -24,9 +25,10 @@ def _wrong_device(row: Row, target: Target) -> Reason | None:
 
 
 def _devices(row: Row) -> str:
-    """Name what a kernel runs on, for example "a CPU or an NVIDIA GPU"."""
+    """Name what a kernel runs on, for example "a CPU, an NVIDIA GPU or a TPU"."""
     names = _PLATFORMS | {"gpu": f"an {' or '.join(row.gpus)} GPU"}
-    return " or ".join(names[platform] for platform in row.platforms)
+    *others, last = [names[platform] for platform in row.platforms]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _switched_off(row: Row, target: Target) -> Reason | None:
@@ -42,6 +44,24 @@ def _no_package(row: Row, target: Target) -> Reason | None:
     named = f"was not named among the {target.device_kind}'s packages"
     lacks = "is not installed" if is_here(target) else named
     return Reason(row.name, "package", f"{row.package} {lacks}", remedy(row.package, target))
+
+
+def untested(kernel: str, package: str, target: Target) -> Reason | None:
+    """Refuse a version of a package that a kernel, which takes hold of its insides, was not tested
+    with.
+
+    Args:
+        kernel: its name.
+        package: pip's name, one of `versions.TESTED`.
+        target: whose version is judged; none that is not known there.
+    """
+    version, tested = target.version(package), TESTED[package]
+    if version is None or tested.hold(version):
+        return None
+    rule = f"it uses what {package} keeps private, was tested with {tested}, and this is {version}"
+    plain = package not in EXTRAS
+    bring = f'pip install "{package}{tested}"' if plain else remedy(package, target)
+    return Reason(kernel, "version", rule, f"{bring}; or use attention: auto")
 
 
 def is_here(target: Target) -> bool:

@@ -14,7 +14,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
-from maxattn.kernels.requirements import is_here, remedy
+from maxattn.kernels.requirements import is_here, remedy, untested
 from maxattn.kernels.splash import kernel as splash_kernel
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.tokamax import TokamaxSplash
@@ -46,7 +46,8 @@ class TokamaxFlash(splash_kernel.Splash):
         """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
-        return splash_kernel.refusal("tokamax_flash", call, target)
+        reason = untested("tokamax_flash", "tokamax", target)
+        return reason or splash_kernel.refusal("tokamax_flash", call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:

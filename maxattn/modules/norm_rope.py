@@ -73,7 +73,7 @@ def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTN
         mesh: the module's.
         letters: of the result's axes.
     """
-    if Target.here().platform != "gpu" or not triton_there():
+    if Target.here().device.vendor != "NVIDIA" or not triton_there():
         return False
     if x.dtype.name not in DTYPES or _checked() or (mesh is None and _may_be_spread()):
         return False

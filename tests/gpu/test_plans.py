@@ -4,6 +4,8 @@ as golden files.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,16 @@ EXTRAS = (("tokamax", "0.0.17"), ("fa4-jax", "0.1.0"), ("transformer-engine-jax"
 H200 = ma.Target("gpu", "NVIDIA H200", EXTRAS)
 BARE = ma.Target("gpu", "NVIDIA H200")
 A100 = ma.Target("gpu", "NVIDIA A100", EXTRAS)
+MI300X = ma.Target("gpu", "AMD Instinct MI300X", EXTRAS)
 OLD_TOKAMAX = ma.Target("gpu", "NVIDIA H200", (("tokamax", "0.0.12"),))
+
+
+V5P = ma.Target.named("TPU v5p")
+
+
+def with_version(target: ma.Target, package: str, version: str) -> ma.Target:
+    packages = dict(target.packages) | {package: version}
+    return replace(target, packages=tuple(packages.items()))
 
 
 def call(
@@ -41,6 +52,9 @@ EXPLAINED = {
     "auto_cross": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),
+    "auto_amd": lambda: plan("auto", MI300X, SHAPES["wan-14b-720p"].call()),
+    "auto_amd_ring": lambda: plan("auto", MI300X, SHAPES["wan-14b-720p"].call(), {"context": 4}),
+    "auto_jax_untested": lambda: plan("auto", with_version(BARE, "jax", "0.13.0"), call()),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
     "auto_head_dim_512": lambda: plan("auto", H200, call(h=512)),
     "auto_mask_of_pairs": lambda: plan("auto", H200, call(mask=M.Dense(TABLE))),
@@ -92,6 +106,22 @@ REFUSED = {
     "cudnn_two_sided": lambda: plan("cudnn", BARE, call(mask=M.LocalWindow(7, 3))),
     "cudnn_causal_gathered": lambda: plan(
         "cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
+    ),
+    "amd_flash": lambda: plan("flash", MI300X, call()),
+    "amd_tokamax_flash": lambda: plan("tokamax_flash", MI300X, call()),
+    "amd_cudnn": lambda: plan("cudnn", MI300X, call()),
+    "amd_cudnn_flash_te": lambda: plan("cudnn_flash_te", MI300X, call()),
+    "untested_cudnn": lambda: plan("cudnn", with_version(BARE, "jax", "0.13.0"), call()),
+    "untested_fa4": lambda: plan("flash", with_version(H200, "fa4-jax", "0.2.0"), call()),
+    "untested_tokamax": lambda: plan(
+        "tokamax_flash", with_version(H200, "tokamax", "0.0.18"), call()
+    ),
+    "untested_te": lambda: plan(
+        "cudnn_flash_te", with_version(H200, "transformer-engine-jax", "3.0.1"), call()
+    ),
+    "untested_splash": lambda: plan("flash", with_version(V5P, "jax", "0.13.0"), call()),
+    "untested_tokamax_splash": lambda: plan(
+        "tokamax_flash", with_version(V5P, "tokamax", "0.0.11"), call()
     ),
     "deterministic": lambda: plan("cudnn", BARE, call(), deterministic=True),
 }

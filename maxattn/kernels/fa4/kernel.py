@@ -25,6 +25,7 @@ from maxattn.kernels.fa4.tile_sizes import SMALL, stays, takes_lists
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused.pieces import Piece, fits_shards
+from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
@@ -65,7 +66,8 @@ class Fa4(Fused):
             return Reason(
                 "flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)'
             )
-        reason = masks.refuse_call("flash", call, target.device.family.fa4_head_dim)
+        most = target.device.family.fa4_head_dim
+        reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
             return reason
         parts = mask_split.split(call.mask)

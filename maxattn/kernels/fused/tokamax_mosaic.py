@@ -25,6 +25,7 @@ from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.tokamax_fence import backward_module
+from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
@@ -62,7 +63,8 @@ class TokamaxMosaic(Fused):
         if not target.device.is_a("hopper"):
             rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
-        reason = fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
+        reason = untested("tokamax_flash", "tokamax", target)
+        reason = reason or fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
         parts = fused_masks.split(call.mask)
         return (
             reason

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.jax_private.versions import library
+from maxattn.jax_private.tokamax import library
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.kernels.splash.calls import Blocks, Ids, Rows, Setup
 from maxattn.masks import EMPTY, FULL
