@@ -1,49 +1,48 @@
 """`attention()`: run a plan. One `custom_vjp`, outside `shard_map`; forward and backward each map
 over shards.
 
-It decides nothing: `plan.py` does, and this file executes what the plan says.
+It decides nothing: `decide.py` does, and this file executes what the plan says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float
 
-from maxattn import sharding
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
-from maxattn.call import Call, Role, as_mask, check_operands
+from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
-from maxattn.decide import checked_config, plan, without_padding
+from maxattn.decide import checked_config, plan
 from maxattn.errors import InputError, MeshError
-from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, is_tracer
-from maxattn.jax_private.varying import checked_axes, vary_over, varying_axes
+from maxattn.jax_private.mesh import ambient_mesh, is_tracer
+from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
-from maxattn.kernels.bias_shift import level_of, levelled
+from maxattn.kernels.bias_shift import bias_shift, shifted
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.plan import Plan
 from maxattn.sharding import (
-    AXES,
+    Layout,
+    check_unchecked,
     mesh_shape,
-    over_shards,
+    on_shards,
     pad_axis,
-    spec_of,
     sum_over,
-    to_partition_spec,
+    usable_mesh,
 )
 from maxattn.target import Target
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
+ROWS = ("BTNH", "BNT", "BTNH", "BNT")  # the axes of out, lse and their gradients
 MaskLike = Mask | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None
 
 
@@ -109,23 +108,81 @@ def attention(
         InputError: shapes, dtypes, mask or bias do not fit.
         MeshError: batch or heads do not divide over the mesh.
         Unsupported: what the config names cannot compute this call here.
+
+    >>> import jax, maxattn as ma
+    >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 32))
+    >>> out, lse = ma.attention(x, x, x, mask=ma.masks.Causal(), return_lse=True)
+    >>> out.shape, lse.shape
+    ((1, 64, 4, 32), (1, 4, 64))
     """
-    config = checked_config(config)
-    check_operands(q, k, v)
+    prepared = prepare(q, k, v, mask, bias, scale, config, mesh, role, return_lse)
     if v is None:
-        raise InputError(
-            "v", "None", "v must be an array [B, S, K, H]", "pass the values beside the keys"
-        )
-    mesh = _usable_mesh(mesh, q)
-    bound = bind_mask(mask, q, k, config)
-    call = Call.of(q, k, bound, bias, scale, role, return_lse)
-    target = Target.here()
-    decided = plan(call, config, mesh, target)
-    _check_surroundings(decided)
-    announce(decided)
-    warn_of_other_mesh(config, mesh, role)
-    out, lse = run(decided, q, k, v, bias, bound, mesh)
+        rule, remedy = "v must be an array [B, S, K, H]", "pass the values beside the keys"
+        raise InputError("v", "None", rule, remedy)
+    out, lse = attend(prepared, q, k, v, bias)
     return (out, lse) if return_lse else out
+
+
+class Prepared(NamedTuple):
+    """Hold a call that was checked, and what it runs with.
+
+    Args:
+        call: its structure.
+        mask: bound to it.
+        config, mesh: as for `attention`.
+    """
+
+    call: Call
+    mask: Mask
+    config: AttentionConfig
+    mesh: Any
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: MaskLike = None,
+    bias: Any = None,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+    mesh: Any = None,
+    role: Role = "self",
+    return_lse: bool = False,
+) -> Prepared:
+    """Check a call and bind its mask, before anything is computed.
+
+    Args:
+        q, k, v: arrays, or their shapes and dtypes; v may be None where there are no values yet.
+        mask, bias, scale, config, mesh, role, return_lse: as for `attention`.
+
+    Raises:
+        InputError, MeshError, ConfigError: as `attention`.
+    """
+    config, mesh = checked_config(config), usable_mesh(mesh)
+    padding = config.mask_padding_tokens
+    call = bound_call(q, k, v, mask, bias, scale, role, return_lse, mask_padding=padding)
+    return Prepared(*call, config, mesh)
+
+
+def attend(
+    prepared: Prepared, q: Query, k: Key, v: Key, bias: Array | None = None
+) -> tuple[Query, Float[Array, "B N T"]]:
+    """Plan a prepared call and run it on arrays of its shapes.
+
+    Raises:
+        MeshError: the mesh does not fit the call, or the devices that q is on.
+        Unsupported: what the config names cannot compute this call here.
+    """
+    call, mask, config, mesh = prepared
+    if mesh_shape(mesh) and not is_tracer(q):
+        _check_devices(mesh, q)
+    decided = plan(call, config, mesh, Target.here())
+    if decided.kernel.is_pallas:
+        check_unchecked(decided.kernel.name)
+    announce(decided)
+    warn_of_other_mesh(config, mesh, call.role)
+    return run(decided, q, k, v, bias, mask, mesh)
 
 
 def run(
@@ -146,85 +203,21 @@ def run(
     return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
 
 
-# ---- inputs --------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
-def bind_mask(mask: MaskLike, q: Query, k: Key, config: AttentionConfig) -> Mask:
-    """Turn what the caller gave as a mask into a bound mask.
-
-    Raises:
-        InputError: an array that is not boolean, or does not broadcast.
-    """
-    (b, t, n, _), s = q.shape, k.shape[1]
-    bound = as_mask(mask, q, k).bind(t, s, b, n)
-    return bound if config.mask_padding_tokens else without_padding(bound)
-
-
-def _usable_mesh(mesh: Any, q: Any) -> Any:
-    """Return the mesh to map over: the one given, else the surrounding one; refuse what cannot be
-    mapped over.
-    """
-    ambient = ambient_mesh()
-    if mesh is None and (ambient is None or not set(AXES) & set(ambient.axis_names)):
-        return None
-    mesh = ambient if mesh is None else mesh
-    if isinstance(mesh, Mapping):
-        raise MeshError(
-            "mesh",
-            mesh,
-            "attention runs on devices; sizes alone are for plan()",
-            "pass config.make_mesh()",
-        )
-    if not mesh_shape(mesh):
-        return mesh
-    _check_devices(mesh, ambient, q)
-    return mesh
-
-
-def _check_devices(mesh: Any, ambient: Any, q: Any) -> None:
-    """Refuse a mesh that jax cannot map over here: not the surrounding one, without devices, not
-    where q is.
-    """
-    sharding.check_surrounding(mesh)
-    if is_tracer(q):
+def _check_devices(mesh: Any, q: Any) -> None:
+    """Refuse a mesh without devices, and one of other devices than q is on."""
+    if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
+        rule, remedy = "it has no devices to run on", "pass a Mesh; plan() takes either"
+        raise MeshError("mesh", "AbstractMesh", rule, remedy)
+    if not isinstance(mesh, Mesh) or not getattr(q, "committed", False):
         return
-    if ambient is None and isinstance(mesh, AbstractMesh):
-        raise MeshError(
-            "mesh",
-            "AbstractMesh",
-            "it has no devices to run on",
-            "pass a Mesh; plan() takes either",
-        )
-    if (
-        isinstance(mesh, Mesh)
-        and getattr(q, "committed", False)
-        and q.sharding.device_set != set(mesh.devices.flat)
-    ):
-        raise MeshError(
-            "mesh",
-            dict(mesh.shape),
-            "q was put on other devices than those of the mesh",
-            "put the arrays on the mesh, e.g. with jax.device_put(q, NamedSharding(mesh,"
-            " PartitionSpec()))",
-        )
-
-
-def _check_surroundings(plan: Plan) -> None:
-    """Refuse a Pallas kernel where jax would: in a `shard_map` over all axes that checks what
-    varies over them.
-    """
-    ambient = ambient_mesh()
-    if ambient is None or not plan.kernel.is_pallas:
-        return
-    manual = axis_names_of_type(ambient, AxisType.Manual)
-    if manual == set(ambient.axis_names) and checked_axes(manual):
-        raise MeshError(
-            "check_vma",
-            True,
-            f"{plan.kernel.name} is a Pallas kernel, and this shard_map checks what varies over its"
-            f" axes, {', '.join(sorted(manual))}",
-            "pass check_vma=False to jax.shard_map, or set attention: dot_product",
-        )
+    if q.sharding.device_set != set(mesh.devices.flat):
+        rule = "q was put on other devices than those of the mesh"
+        example = "jax.device_put(q, NamedSharding(mesh, PartitionSpec()))"
+        remedy = f"put the arrays on the mesh, e.g. with {example}"
+        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
 
 
 # ---- execution -----------------------------------------------------------------------------------
@@ -237,21 +230,19 @@ def _run(
     q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    out, lse = cast(tuple[Array, Array], _attend(plan, mesh, q, k, v, bias, mask))
-    return out, lse if bias is None else lse + level_of(bias)[..., 0]
+    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    return out, lse if bias is None else lse + bias_shift(bias)[..., 0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-) -> tuple[Array, Array]:
-    # The LSE is that of the bias without its level (bias_shift.py), here and for the backward.
+def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
+    # The LSE is that of the shifted bias (bias_shift.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
-    return _forward(plan, plan.kernel.for_inference(), mesh, q, k, v, bias, mask)
+    return _forward(plan, plan.kernel.for_inference(), mesh, *operands)
 
 
-def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> Any:
-    result = _forward(plan, plan.kernel, mesh, q, k, v, bias, mask)
+def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
+    result = _forward(plan, plan.kernel, mesh, *operands)
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for whoever else reads the result (jax 0.11.2; 287 of
@@ -260,30 +251,21 @@ def _attend_fwd(plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias,
     # Named here, inside the rule: a policy that saves both names then has all that the backward
     # needs.
     out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
-    return (out, lse), (q, k, v, bias, mask, out, lse)
+    return (out, lse), (*operands, out, lse)
 
 
 def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-    q, k, v, bias, mask, out, lse = residuals
-    dout, dlse = cotangents
-    operands = _padded(plan, q, k, v, bias, mask)
-    rows = [pad_axis(x, 1, plan.q_len) for x in (out, dout)]
-    stats = [pad_axis(lse, 2, plan.q_len, NEG_INF), pad_axis(dlse, 2, plan.q_len)]
-    s = _specs(plan, operands[4])
-    body: Any = over_shards(
-        partial(_backward_on_shards, plan),
-        mesh,
-        plan.mesh,
-        (*s[:5], s[0], s[5], s[0], s[5]),
-        (s[0], s[1], s[1], s[3]),
+    *operands, out, lse = residuals
+    lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
+    inputs = _inputs(plan, *operands)
+    cut, layout = plan.cut(inputs[4]), _layout(plan, mesh)
+    q, kv, _, bias, _ = cut.specs
+    rows, f = (q, cut.lse, q, cut.lse), partial(_backward_on_shards, plan)
+    letters, specs = (*cut.letters, *ROWS), (*cut.specs, *rows)
+    grads = on_shards(
+        f, layout, (*inputs, out, lse, *cotangents), letters, specs, (q, kv, kv, bias)
     )
-    dq, dk, dv, dbias = vary_over(
-        body(*operands, rows[0], stats[0], rows[1], stats[1]), varying_axes(q)
-    )
-    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
-    if bias is not None:
-        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
+    return _unpadded(vary_over(grads, varying_axes(operands[0])), *operands[:4])
 
 
 def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
@@ -292,64 +274,39 @@ def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array
     return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
 
+def _unpadded(grads: Any, q: Array, k: Array, v: Array, bias: Bias) -> tuple[Any, ...]:
+    """Cut gradients to the sizes of their operands, in their dtypes; a mask has none."""
+    dq, dk, dv, dbias = grads
+    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
+    if bias is not None:
+        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
+
+
+def _inputs(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:
+    """Shift the bias, and add to the mask the limit that hides the keys of the padding."""
+    return q, k, v, None if bias is None else shifted(bias), plan.full_mask(mask)
+
+
+def _layout(plan: Plan, mesh: Any) -> Layout:
+    return Layout(mesh, plan.mesh, {"T": plan.q_len, "S": plan.kv_len})
+
+
+def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Array, Array]:
+    inputs = _inputs(plan, *operands)
+    cut, f = plan.cut(inputs[4]), partial(_forward_on_shards, plan, kernel)
+    rows = cut.specs[0], cut.lse
+    result = on_shards(f, _layout(plan, mesh), inputs, cut.letters, cut.specs, rows)
+    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
+    # one its results do.
+    out, lse = vary_over(result, varying_axes(operands[0]))
+    out = say_when_compiled(out, log_lines(plan.call.role, kernel.changes))
+    return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
+
+
 def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Array, Array]:
     out, lse = plan.context.forward(kernel, Inputs(*operands))
     return out, lse
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(
-    plan: Plan, kernel: Kernel, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
-) -> tuple[Array, Array]:
-    operands = _padded(plan, q, k, v, bias, mask)
-    specs = _specs(plan, operands[4])
-    body = over_shards(
-        partial(_forward_on_shards, plan, kernel),
-        mesh,
-        plan.mesh,
-        tuple(specs[:5]),
-        (specs[0], specs[5]),
-    )
-    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
-    # one its results do.
-    out, lse = vary_over(body(*operands), varying_axes(q))
-    out = say_when_compiled(out, log_lines(plan.call.role, kernel.changes))
-    return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
-
-
-def _padded(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:
-    """Pad every operand to whole shards and add the limit that masks what was added."""
-    sizes = {"T": plan.q_len, "S": plan.kv_len}
-    q = pad_axis(q, 1, plan.q_len)
-    k, v = (pad_axis(x, 1, plan.kv_len) for x in (k, v))
-    if bias is not None:
-        bias = levelled(bias)
-        bias = _pad_letters(
-            bias,
-            "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias.shape, strict=True)),
-            sizes,
-        )
-    mask = jax.tree.map(lambda x, letters: _pad_letters(x, letters, sizes), mask, mask.leaf_axes())
-    return q, k, v, bias, plan.full_mask(mask)
-
-
-def _pad_letters(x: Array, letters: str, sizes: dict[str, int]) -> Array:
-    """Pad the axes named T and S; broadcast axes are named 1 and stay."""
-    for axis, letter in enumerate(letters):
-        if letter in sizes:
-            x = pad_axis(x, axis, sizes[letter])
-    return x
-
-
-def _specs(plan: Plan, mask: Mask) -> tuple[Any, ...]:
-    """Return the partition specs of (q, k, v, bias, mask, lse)."""
-    specs = plan.context.specs(plan.padded_call)
-    q, kv, lse, bias = (to_partition_spec(s) for s in (specs.q, specs.kv, specs.lse, specs.bias))
-    masks = jax.tree.map(lambda letters: _mask_spec(letters, plan), mask.leaf_axes())
-    return q, kv, kv, bias if plan.call.bias else None, masks, lse
-
-
-def _mask_spec(letters: str, plan: Plan) -> PartitionSpec:
-    return to_partition_spec(spec_of(plan.context.mask_letters(letters), plan.mesh))

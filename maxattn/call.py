@@ -4,12 +4,12 @@ devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal
 
 from maxattn.errors import InputError
-from maxattn.masks import Dense, Full, Mask
+from maxattn.masks import Dense, Full, KeyPadding, Mask
 
 Role = Literal["self", "cross"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,35 +91,76 @@ class Call:
         Raises:
             InputError: on a wrong rank, dtype, head count or mask.
         """
-        check_operands(q, k)
-        (b, t, n, h), (s, kh) = q.shape, (k.shape[1], k.shape[2])
-        bound = as_mask(mask, q, k).bind(t, s, b, n).form()
-        return Call(
-            b,
-            t,
-            s,
-            n,
-            kh,
-            h,
-            str(q.dtype),
-            bound,
-            _bias_shape(bias, (b, n, t, s)),
-            _scale(scale, h),
-            role,
-            return_lse,
-        )
+        return bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
 
     @property
     def shape_text(self) -> str:
         """Spell the shape as `B=1 T=S=4096 N=16 H=64 bf16`."""
-        lengths = (
-            f"T=S={self.q_len}" if self.q_len == self.kv_len else f"T={self.q_len} S={self.kv_len}"
-        )
+        same = self.q_len == self.kv_len
+        lengths = f"T=S={self.q_len}" if same else f"T={self.q_len} S={self.kv_len}"
         heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
-        return (
-            f"B={self.batch} {lengths} {heads} H={self.head_dim}"
-            f" {SHORT_DTYPE.get(self.dtype, self.dtype)}"
-        )
+        dtype = SHORT_DTYPE.get(self.dtype, self.dtype)
+        return f"B={self.batch} {lengths} {heads} H={self.head_dim} {dtype}"
+
+    def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
+        """Return the call with the dtype of operands that were not there when it was made.
+
+        Raises:
+            InputError: when they have several, or one that no kernel computes in.
+        """
+        check_dtypes(q, k, v)
+        dtype = str(q.dtype)
+        return self if dtype == self.dtype else replace(self, dtype=dtype)
+
+
+def bound_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    role: Role = "self",
+    return_lse: bool = False,
+    *,
+    mask_padding: bool = True,
+) -> tuple[Call, Mask]:
+    """Check operands, bind the mask, and describe both: done once for each attention.
+
+    Args:
+        q, k, mask, bias, scale, role, return_lse: as in `Call.of`.
+        v: [B, S, K, H], or None where there are no values yet.
+        mask_padding: False drops the caller's key padding from the mask.
+
+    Returns:
+        The call, and the bound mask with its arrays.
+    """
+    check_operands(q, k, v)
+    (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
+    bound = bind_mask(mask, q, k, mask_padding=mask_padding)
+    bias_shape, form = _bias_shape(bias, (b, n, t, s)), bound.form()
+    sizes, rest = (b, t, s, n, kv_heads, h), (_scale(scale, h), role, return_lse)
+    return Call(*sizes, str(q.dtype), form, bias_shape, *rest), bound
+
+
+def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
+    """Turn what a caller gave as a mask into a bound mask.
+
+    Raises:
+        InputError: neither a mask nor an array, or one that does not fit.
+    """
+    (b, t, n, _), s = q.shape, k.shape[1]
+    bound = as_mask(mask, q, k).bind(t, s, b, n)
+    return bound if mask_padding else without_padding(bound)
+
+
+def without_padding(mask: Mask) -> Mask:
+    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
+    kept = (term for term in mask.terms() if not isinstance(term, KeyPadding))
+    full: Mask = Full()
+    for term in kept:
+        full = full & term
+    return full
 
 
 def as_mask(mask: Any, q: Any, k: Any) -> Mask:
@@ -133,19 +174,15 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if not _is_array(mask):
-        raise InputError(
-            "mask",
-            repr(mask) if isinstance(mask, str | bool) else type(mask).__name__,
-            "a mask is a mask of maxattn.masks or a boolean array",
-            "write for example masks.Causal() or masks.KeyPadding(lengths)",
-        )
-    if tuple(mask.shape) == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
-        raise InputError(
-            "mask",
-            f"shape {tuple(mask.shape)}",
-            "an array of two axes is [T, S], and this looks like [B, S]",
-            "say masks.KeyPadding(mask) for keys that are padding",
-        )
+        found = repr(mask) if isinstance(mask, str | bool) else type(mask).__name__
+        rule = "a mask is a mask of maxattn.masks or a boolean array"
+        remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
+        raise InputError("mask", found, rule, remedy)
+    shape = tuple(mask.shape)
+    if shape == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
+        rule = "an array of two axes is [T, S], and this looks like [B, S]"
+        remedy = "say masks.KeyPadding(mask) for keys that are padding"
+        raise InputError("mask", f"shape {shape}", rule, remedy)
     return Dense(mask)
 
 
@@ -159,124 +196,100 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     Raises:
         InputError: naming the operand, what it is, and the rule.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None or name != "v":
-            _check_one(name, x)
-    (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
-    if kb != b:
-        raise InputError(
-            "k",
-            f"batch {kb}",
-            f"q has batch {b}, and both must be equal",
-            "give q, k and v one batch size",
-        )
-    if kh != h:
-        raise InputError(
-            "k",
-            f"head dim {kh}",
-            f"q has head dim {h}, and both must be equal",
-            "project both to one size",
-        )
-    if n % kn:
-        raise InputError(
-            "kv_heads",
-            kn,
-            f"the {n} query heads must be a multiple of the key heads",
-            f"use a number of key heads that divides {n}",
-        )
+    _check_one("q", q, "[B, T, N, H]")
+    _check_one("k", k, "[B, S, K, H]")
+    if v is not None:
+        _check_one("v", v, "[B, S, K, H]")
+    _check_sizes(q.shape, k.shape)
     if v is not None and tuple(v.shape) != tuple(k.shape):
-        raise InputError(
-            "v",
-            tuple(v.shape),
-            f"v must have the shape of k, {tuple(k.shape)}",
-            "pass k and v of one shape",
-        )
-    if len({str(x.dtype) for x in (q, k, v) if x is not None}) > 1:
-        found = ", ".join(str(x.dtype) for x in (q, k, v) if x is not None)
-        raise InputError(
-            "dtype", found, "q, k and v must have one dtype", "cast them to one before the call"
-        )
+        rule = f"v must have the shape of k, {tuple(k.shape)}"
+        raise InputError("v", tuple(v.shape), rule, "pass k and v of one shape")
+    check_dtypes(q, k, v)
 
 
-def _check_one(name: str, x: Any) -> None:
-    axes = "[B, T, N, H]" if name == "q" else "[B, S, K, H]"
-    if not _is_array(x):
-        raise InputError(
-            name,
-            "None" if x is None else type(x).__name__,
-            f"{name} must be an array {axes}",
-            f"pass {name} as one",
-        )
-    shape, dtype = tuple(x.shape), str(x.dtype)
-    if len(shape) != 4:
-        raise InputError(
-            name,
-            f"shape {shape}",
-            f"{name} must be {axes}, four axes",
-            "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)",
-        )
-    if not all(isinstance(size, int) for size in shape):
-        raise InputError(
-            name,
-            f"shape {shape}",
-            "every size must be a number, since kernels are chosen by them",
-            "export or trace with fixed shapes",
-        )
-    if 0 in shape:
-        raise InputError(
-            name,
-            f"shape {shape}",
-            "every size must be at least 1",
-            "skip the call when there is nothing to attend",
-        )
+def _check_sizes(q: Any, k: Any) -> None:
+    (b, _, n, h), (kb, _, kn, kh) = q, k
+    if kb != b:
+        rule = f"q has batch {b}, and both must be equal"
+        raise InputError("k", f"batch {kb}", rule, "give q, k and v one batch size")
+    if kh != h:
+        rule = f"q has head dim {h}, and both must be equal"
+        raise InputError("k", f"head dim {kh}", rule, "project both to one size")
+    if n % kn:
+        rule = f"the {n} query heads must be a multiple of the key heads"
+        remedy = f"use a number of key heads that divides {n}"
+        raise InputError("kv_heads", kn, rule, remedy)
+
+
+def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
+    """Refuse a dtype that no kernel computes in, and several dtypes.
+
+    Raises:
+        InputError: naming them.
+    """
+    dtypes = {n: str(x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    for name, dtype in dtypes.items():
+        _check_dtype(name, dtype)
+    if len(set(dtypes.values())) > 1:
+        rule, remedy = "q, k and v must have one dtype", "cast them to one before the call"
+        raise InputError("dtype", ", ".join(dtypes.values()), rule, remedy)
+
+
+def _check_dtype(name: str, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise InputError(
-            name,
-            dtype,
-            f"dtype must be one of {', '.join(DTYPES)}",
-            f"cast it, e.g. {name}.astype(jnp.float32)",
-        )
+        rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
+        raise InputError(name, dtype, rule, f"cast it, e.g. {remedy}")
+
+
+def _check_one(name: str, x: Any, axes: str) -> None:
+    if not _is_array(x):
+        found = "None" if x is None else type(x).__name__
+        raise InputError(name, found, f"{name} must be an array {axes}", f"pass {name} as one")
+    if refused := _refused_shape(name, tuple(x.shape), axes):
+        raise InputError(name, f"shape {tuple(x.shape)}", *refused)
+
+
+def _refused_shape(name: str, shape: tuple[Any, ...], axes: str) -> tuple[str, str] | None:
+    """Return the rule that a shape breaks, and the remedy."""
+    if len(shape) != 4:
+        split = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
+        return f"{name} must be {axes}, four axes", split
+    if not all(isinstance(size, int) for size in shape):
+        rule = "every size must be a number, since kernels are chosen by them"
+        return rule, "export or trace with fixed shapes"
+    if 0 in shape:
+        return "every size must be at least 1", "skip the call when there is nothing to attend"
+    return None
 
 
 def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
     if bias is None:
         return None
     if not _is_array(bias):
-        raise InputError(
-            "bias",
-            type(bias).__name__,
-            f"it is an array that broadcasts to [B, N, T, S] = {full}",
-            "pass an array; a mask goes to mask=",
-        )
-    shape = tuple(bias.shape)
-    shape = (1,) * (4 - len(shape)) + shape
+        rule = f"it is an array that broadcasts to [B, N, T, S] = {full}"
+        remedy = "pass an array; a mask goes to mask="
+        raise InputError("bias", type(bias).__name__, rule, remedy)
+    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
-        raise InputError(
-            "bias",
-            f"shape {tuple(bias.shape)}",
-            f"it must broadcast to [B, N, T, S] = {full}",
-            "give every axis its full size or 1",
-        )
-    if str(bias.dtype) not in DTYPES:
-        floating = "a bias is additive and floating: float32, bfloat16 or float16"
-        is_mask = str(bias.dtype) == "bool"
-        remedy = (
-            "a boolean mask goes to mask=, as masks.Dense(mask)"
-            if is_mask
-            else "cast it, e.g. to float32"
-        )
-        raise InputError("bias", str(bias.dtype), floating, remedy)
+        found, remedy = f"shape {tuple(bias.shape)}", "give every axis its full size or 1"
+        raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
+    _check_bias_dtype(str(bias.dtype))
     return shape  # type: ignore[return-value]
 
 
+def _check_bias_dtype(dtype: str) -> None:
+    if dtype in DTYPES:
+        return
+    rule = "a bias is additive and floating: float32, bfloat16 or float16"
+    to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
+    remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
+    raise InputError("bias", dtype, rule, remedy)
+
+
 def is_number(value: Any) -> bool:
-    """Tell whether a value is one number that is known now: text, booleans, tracers and complex
-    numbers are not.
-    """
-    if (
-        isinstance(value, str | bytes | bool | complex)
-        or str(getattr(value, "dtype", "")) == "bool"
-    ):
+    """Tell whether a value is one real number that is known now, and no text, boolean or tracer."""
+    is_bool = str(getattr(value, "dtype", "")) == "bool"
+    if isinstance(value, str | bytes | bool | complex) or is_bool:
         return False
     try:
         float(value)
@@ -289,12 +302,9 @@ def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
     if not is_number(scale):
-        raise InputError(
-            "scale",
-            repr(scale) if isinstance(scale, str | bool) else type(scale).__name__,
-            "scale is a static number",
-            "multiply q by a learned or traced scale instead",
-        )
+        found = repr(scale) if isinstance(scale, str | bool) else type(scale).__name__
+        remedy = "multiply q by a learned or traced scale instead"
+        raise InputError("scale", found, "scale is a static number", remedy)
     value = float(scale)
     if value == 0.0 or not isfinite(value):
         rule = "scale must be a finite number other than 0"

@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any, cast
 
 from maxattn.block_sizes import padding_notes
-from maxattn.call import Call, Reason, Role
+from maxattn.call import Call, Reason, Role, without_padding
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
@@ -24,20 +24,10 @@ from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.order import order
 from maxattn.kernels.pair import Pair
 from maxattn.kernels.requirements import missing
-from maxattn.masks import Full, KeyPadding, Mask
 from maxattn.plan import Plan, pad_call
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
 from maxattn.tuned import tuned_for, with_sizes
-
-
-def without_padding(mask: Mask) -> Mask:
-    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
-    kept = [term for term in mask.terms() if not isinstance(term, KeyPadding)]
-    full: Mask = Full()
-    for term in kept:
-        full = full & term
-    return full
 
 
 def checked_config(config: AttentionConfig | None) -> AttentionConfig:

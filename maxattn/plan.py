@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
 
 from maxattn.call import Call, Reason
 from maxattn.context_parallel import Collective, Strategy
-from maxattn.context_parallel.base import bias_axes, bias_collectives, itemsize
+from maxattn.context_parallel.base import bias_axes, bias_collectives, bias_letters, itemsize
 from maxattn.kernels import Kernel
 from maxattn.masks import KeyLimit, Mask
-from maxattn.sharding import MeshShape, ways
+from maxattn.sharding import MeshShape, spec_of, to_partition_spec, ways
 from maxattn.target import Target
 
 if TYPE_CHECKING:
@@ -102,6 +105,23 @@ class Plan:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
         return limit_keys(mask, self.call.kv_len, self.kv_len)
 
+    def cut(self, mask: Mask) -> Cut:
+        """Say how the operands are cut over the mesh.
+
+        Args:
+            mask: from `full_mask`.
+        """
+        specs, axes = self.context.specs(self.padded_call), mask.leaf_axes()
+        q, kv, lse = (to_partition_spec(each) for each in (specs.q, specs.kv, specs.lse))
+        masks = jax.tree.map(self._mask_spec, axes)
+        if self.call.bias is None:
+            return Cut((*_QKV, None, axes), (q, kv, kv, None, masks), lse)
+        letters, bias = bias_letters(self.call.bias), to_partition_spec(specs.bias)
+        return Cut((*_QKV, letters, axes), (q, kv, kv, bias, masks), lse)
+
+    def _mask_spec(self, letters: str) -> PartitionSpec:
+        return to_partition_spec(spec_of(self.context.mask_letters(letters), self.mesh))
+
     def explain(self) -> str:
         """Say what runs, why, what moves and what was refused, in a few lines."""
         from maxattn.explain import explain
@@ -121,6 +141,23 @@ class Plan:
         return tuple(
             f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k)
         )
+
+
+_QKV = ("BTNH", "BSKH", "BSKH")
+
+
+class Cut(NamedTuple):
+    """Say how (q, k, v, bias, mask) are cut over a mesh.
+
+    Args:
+        letters: of the axes of each array.
+        specs: the partition spec of each.
+        lse: the spec of the LSE; the output has that of q.
+    """
+
+    letters: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    lse: PartitionSpec
 
 
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:

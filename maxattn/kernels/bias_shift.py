@@ -5,7 +5,7 @@ A row whose every key has a bias of -1e9, as an example that is all padding gets
 -1e9 + log(S). Of log(S) float32 keeps nothing there, and exp(score - LSE) would be 1 for each of S
 keys instead of 1 / S.
 
-    softmax(s + b) = softmax(s + b - level)        LSE(s + b) = LSE(s + b - level) + level
+    softmax(s + b) = softmax(s + b - shift)        LSE(s + b) = LSE(s + b - shift) + shift
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 LARGE = {"float32": 2.0**7, "bfloat16": 2.0**12, "float16": 2.0**12}
 
 
-def level_of(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
+def bias_shift(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
     """Return what all keys of a row have, hidden ones too: no entry is farther from 0 without it.
 
     The largest entry where all are far below 0, the smallest finite one where all are far above,
@@ -33,6 +33,6 @@ def level_of(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
     return jnp.where(below, top, jnp.where(above, bottom, 0.0))
 
 
-def levelled(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T #S"]:
-    """Return the bias without its level, in its dtype."""
-    return (bias.astype(jnp.float32) - level_of(bias)).astype(bias.dtype)
+def shifted(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T #S"]:
+    """Return the bias less its shift, in its dtype."""
+    return (bias.astype(jnp.float32) - bias_shift(bias)).astype(bias.dtype)

@@ -1,5 +1,4 @@
-"""What self- and cross-attention share: projections with their places on a mesh, norms, heads, the
-output.
+"""What the attention modules share: projections with their places on a mesh, norms, heads, output.
 
 It chooses no kernel: `maxattn.attention` does.
 """
@@ -8,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxattn import sharding
-from maxattn.attention import attention, bind_mask
-from maxattn.call import Call
+from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
@@ -31,6 +28,59 @@ Heads = Float[Array, "B T N H"]
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
 BIAS_INIT = nnx.initializers.zeros_init()
+IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
+"""The mesh axes of the kernels of projections to heads, and from heads."""
+
+
+class Sizes(NamedTuple):
+    """Hold the sizes of a module, as its constructor takes them."""
+
+    query_dim: int
+    kv_dim: int
+    heads: int
+    kv_heads: int | None
+    dim_head: int
+    out_dim: int | None
+
+
+class Options(NamedTuple):
+    """Hold what a module computes beside the matmuls, as its constructor takes it."""
+
+    dropout: float
+    bias: bool
+    out_bias: bool
+    qk_norm: str | None
+    eps: float
+    scale: float | None
+
+
+class Build(NamedTuple):
+    """Hold how the projections are made and computed: arguments of `nnx.Linear`."""
+
+    dtype: Any
+    param_dtype: Any
+    precision: Any
+    kernel_init: Callable[..., Array]
+    bias_init: Callable[..., Array]
+    rngs: nnx.Rngs
+
+
+class Projection(NamedTuple):
+    """Say how queries, keys or values are made of hidden states.
+
+    Args:
+        linear: the projection.
+        name: of its result, for checkpoint policies.
+        heads: N of queries, K of keys and values.
+        norm: taken before the rotary embedding, or None.
+        letters: of the result's axes, which say where it lies on the mesh.
+    """
+
+    linear: nnx.Linear
+    name: str
+    heads: int
+    norm: QKNorm | None = None
+    letters: str = "BTNH"
 
 
 class AttentionBase(nnx.Module):
@@ -45,52 +95,33 @@ class AttentionBase(nnx.Module):
 
     def __init__(
         self,
-        query_dim: int,
-        kv_dim: int,
-        heads: int,
-        kv_heads: int | None,
-        dim_head: int,
-        dropout: float,
-        bias: bool,
-        out_bias: bool,
-        qk_norm: str | None,
-        eps: float,
-        scale: float | None,
-        out_dim: int | None,
-        *,
+        sizes: Sizes,
+        options: Options,
+        build: Build,
         config: AttentionConfig | None,
         mesh: jax.sharding.Mesh | None,
-        dtype: Any,
-        param_dtype: Any,
-        precision: Any,
-        kernel_init: Callable[..., Array],
-        bias_init: Callable[..., Array],
-        rngs: nnx.Rngs,
     ) -> None:
-        self.query_dim, self.out_dim = query_dim, query_dim if out_dim is None else out_dim
-        self.heads, self.kv_heads, self.dim_head = (
-            heads,
-            heads if kv_heads is None else kv_heads,
-            dim_head,
-        )
-        self.qk_norm, self.eps, self.scale = qk_norm, eps, checks.scale(scale)
+        self.query_dim, kv_dim, self.heads, kv_heads, self.dim_head, out_dim = sizes
+        self.out_dim = self.query_dim if out_dim is None else out_dim
+        self.kv_heads = self.heads if kv_heads is None else kv_heads
+        self.qk_norm, self.eps = options.qk_norm, options.eps
+        self.scale = checks.scale(options.scale)
         self.config, self.mesh = config, mesh
-        self._check(dropout, dtype, param_dtype, precision)
-        checks.parameter_rngs(rngs)
-        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        linear = partial(linear_on_mesh, kernel_init=kernel_init, bias_init=bias_init, **how)
-        inner, kv_inner = self.heads * dim_head, self.kv_heads * dim_head
-        self.to_q: nnx.Linear = linear(query_dim, inner, bias, ("fsdp", "tensor"), rngs=rngs)
-        self.to_k: nnx.Linear = linear(kv_dim, kv_inner, bias, ("fsdp", "tensor"), rngs=rngs)
-        self.to_v: nnx.Linear = linear(kv_dim, kv_inner, bias, ("fsdp", "tensor"), rngs=rngs)
-        self.to_out: nnx.Linear = linear(
-            inner, self.out_dim, out_bias, ("tensor", "fsdp"), rngs=rngs
-        )
-        self.norm_q = self._norm(self.heads, param_dtype, rngs)
-        self.norm_k = self._norm(self.kv_heads, param_dtype, rngs)
-        self.dropout = nnx.Dropout(dropout, deterministic=True)
+        self._check(options.dropout, build)
+        self._add_projections(kv_dim, options, build)
+        self.norm_q = self._norm(self.heads, build)
+        self.norm_k = self._norm(self.kv_heads, build)
+        self.dropout = nnx.Dropout(options.dropout, deterministic=True)
 
-    def _check(self, dropout: float, dtype: Any, param_dtype: Any, precision: Any) -> None:
+    def _add_projections(self, kv_dim: int, options: Options, build: Build) -> None:
+        inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
+        bias, out_bias = options.bias, options.out_bias
+        self.to_q: nnx.Linear = linear_on_mesh(self.query_dim, inner, bias, IN, build)
+        self.to_k: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
+        self.to_v: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
+        self.to_out: nnx.Linear = linear_on_mesh(inner, self.out_dim, out_bias, OUT, build)
+
+    def _check(self, dropout: float, build: Build) -> None:
         for setting in ("query_dim", "dim_head", "out_dim"):
             checks.positive(setting, getattr(self, setting))
         checks.head_counts(self.heads, self.kv_heads)
@@ -99,30 +130,36 @@ class AttentionBase(nnx.Module):
         checks.config(self.config)
         checks.mesh(self.mesh)
         check_qk_norm(self.qk_norm)
-        checks.dtype("dtype", dtype, optional=True)
-        checks.dtype("param_dtype", param_dtype)
-        checks.precision(precision)
+        checks.dtype("dtype", build.dtype, optional=True)
+        checks.dtype("param_dtype", build.param_dtype)
+        checks.precision(build.precision)
+        checks.parameter_rngs(build.rngs)
 
-    def _norm(self, heads: int, param_dtype: Any, rngs: nnx.Rngs) -> QKNorm | None:
-        norm = make_qk_norm(
-            self.qk_norm, heads, self.dim_head, self.eps, param_dtype=param_dtype, rngs=rngs
-        )
-        return nnx.data(norm)
+    def _norm(self, heads: int, build: Build) -> QKNorm | None:
+        how: dict[str, Any] = {"param_dtype": build.param_dtype, "rngs": build.rngs}
+        return nnx.data(make_qk_norm(self.qk_norm, heads, self.dim_head, self.eps, **how))
 
-    def _check_attention(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> None:
-        """Refuse a mask, a bias or surroundings that do not fit before anything is projected."""
-        sharding.check_surrounding(self.mesh)
-        q = jax.ShapeDtypeStruct((batch, q_len, self.heads, self.dim_head), jnp.float32)
-        k = jax.ShapeDtypeStruct((batch, kv_len, self.kv_heads, self.dim_head), jnp.float32)
-        bound = bind_mask(mask, q, k, self.config or AttentionConfig())  # type: ignore[arg-type]
-        Call.of(q, k, bound, bias, self.scale, self.role)
+    # ---- before anything is projected ------------------------------------------------------------
+
+    def _prepare(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> Prepared:
+        """Check the call and bind its mask, once; refuse what does not fit."""
+        kv = self._shape(batch, kv_len, self.kv_heads)
+        return self._prepare_shapes(batch, q_len, kv, kv, mask, bias)
+
+    def _prepare_shapes(
+        self, batch: int, q_len: int, k: Any, v: Any, mask: Any = None, bias: Any = None
+    ) -> Prepared:
+        q = self._shape(batch, q_len, self.heads)
+        return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
+
+    def _shape(self, batch: int, length: int, heads: int) -> jax.ShapeDtypeStruct:
+        # The dtype is known once the projections have run: `_attend` sees to it.
+        return jax.ShapeDtypeStruct((batch, length, heads, self.dim_head), jnp.float32)
 
     def _check_rotary(self, rotary: Any, batch: int, length: int, name: str) -> Rotary | None:
-        return (
-            None
-            if rotary is None
-            else as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
-        )
+        if rotary is None:
+            return None
+        return as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
 
     # ---- the steps of a call ---------------------------------------------------------------------
 
@@ -130,36 +167,25 @@ class AttentionBase(nnx.Module):
         named = self.config is not None and self.config.enable_jax_named_scopes
         return jax.named_scope(f"maxattn/{name}") if named else nullcontext()
 
-    def _project(self, x: Array, linear: nnx.Linear, name: str) -> Float[Array, "B T NH"]:
+    def _project_norm_rope(self, x: Array, to: Projection, rotary: Rotary | None) -> Heads:
+        """Project to queries or keys, norm and rotate them: in one kernel where there is one."""
+        row = fused_row(self.qk_norm, to.norm, rotary, to.heads, self.dim_head)
+        if row is None or not runs_here(row, x, self.mesh, to.letters):
+            return self._rotate(self._project(x, to), rotary)
         with self._scope("to_qkv"):
-            return checkpoint_name(linear(x), name)
-
-    def _turned_heads(
-        self,
-        x: Array,
-        linear: nnx.Linear,
-        name: str,
-        heads: int,
-        norm: QKNorm | None,
-        rotary: Rotary | None,
-        letters: str = "BTNH",
-    ) -> Heads:
-        """Project to queries or keys, norm them and turn them: in one kernel where there is one."""
-        row = fused_row(self.qk_norm, norm, rotary, heads, self.dim_head)
-        if row is None or not runs_here(row, x, self.mesh, letters):
-            return self._rotate(self._to_heads(self._project(x, linear, name), heads, norm), rotary)
-        with self._scope("to_qkv"):
-            y, bias = without_bias(linear, x)
-            y = checkpoint_name(y, name)
+            y, bias = without_bias(to.linear, x)
+            y = checkpoint_name(y, to.name)
         with self._scope("norm_rope"):
-            return norm_rotary(row, y, bias, norm, rotary, self.mesh, letters)
+            return norm_rotary(row, y, bias, to.norm, rotary, self.mesh, to.letters)
 
-    def _to_heads(self, x: Float[Array, "B T NH"], heads: int, norm: QKNorm | None = None) -> Heads:
-        """Norm and split: across heads before the split, per head after it."""
+    def _project(self, x: Array, to: Projection) -> Heads:
+        """Project to heads and norm them: across heads before the split, per head after it."""
+        with self._scope("to_qkv"):
+            y = checkpoint_name(to.linear(x), to.name)
         with self._scope("norm"):
             if self.qk_norm == "rms_norm_across_heads":
-                return split_heads(normalise(norm, x), heads)
-            return normalise(norm, split_heads(x, heads))
+                return split_heads(normalise(to.norm, y), to.heads)
+            return normalise(to.norm, split_heads(y, to.heads))
 
     def _rotate(self, x: Heads, rotary: Rotary | None) -> Heads:
         if rotary is None:
@@ -168,55 +194,42 @@ class AttentionBase(nnx.Module):
             return apply_rotary(x, rotary)
 
     def _queries(self, hidden_states: Array, rotary: Rotary | None) -> Heads:
-        q = self._turned_heads(
-            hidden_states, self.to_q, "query_proj", self.heads, self.norm_q, rotary
-        )
-        return sharding.constrain(q, self.mesh, "BTNH")
+        to = Projection(self.to_q, "query_proj", self.heads, self.norm_q)
+        return self._on_mesh(self._project_norm_rope(hidden_states, to, rotary), to.letters)
 
-    def _attend(self, q: Heads, k: Heads, v: Heads, mask: Any = None, bias: Any = None) -> Heads:
-        return attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            scale=self.scale,
-            config=self.config,
-            mesh=self.mesh,
-            role=self.role,
-        )
+    def _on_mesh(self, x: Array, letters: str) -> Array:
+        return sharding.constrain(x, self.mesh, letters)
+
+    def _attend(self, prepared: Prepared, q: Heads, k: Heads, v: Heads, bias: Any = None) -> Heads:
+        call = prepared.call.of_dtype(q, k, v)
+        return attend(prepared._replace(call=call), q, k, v, bias)[0]
 
     def _output(
         self, out: Heads, deterministic: bool | None, rngs: Any
     ) -> Float[Array, "B T out_dim"]:
         with self._scope("to_out"):
             y = self.to_out(checkpoint_name(merge_heads(out), "attn_output"))
-        y = sharding.constrain(y, self.mesh, "BT.")
-        return self.dropout(y, deterministic=deterministic, rngs=rngs)
+        return self.dropout(self._on_mesh(y, "BT."), deterministic=deterministic, rngs=rngs)
 
 
 def linear_on_mesh(
-    width_in: int, width_out: int, bias: bool, axes: tuple[str, str], *, rngs: nnx.Rngs, **how: Any
+    width_in: int, width_out: int, bias: bool, axes: tuple[str, str], build: Build
 ) -> nnx.Linear:
-    """Build a projection whose kernel [in, out] names its mesh axes; its bias is split only where
-    the heads are.
-    """
+    """Build a projection whose kernel [in, out] names its mesh axes; its bias those of heads."""
     # Without eager_sharding=False, naming axes would ask for a mesh when the parameter is made.
-    kernel = {"out_sharding": axes, "eager_sharding": False}
     bias_axis = axes[1] if axes[1] == "tensor" else None
     return nnx.Linear(
         width_in,
         width_out,
         use_bias=bias,
-        rngs=rngs,
-        kernel_metadata=kernel,
+        kernel_metadata={"out_sharding": axes, "eager_sharding": False},
         bias_metadata={"out_sharding": (bias_axis,), "eager_sharding": False},
-        **how,
+        **build._asdict(),
     )
 
 
 @jax.custom_jvp
-def apart(x: Array) -> Array:
+def sum_grads_in_order(x: Array) -> Array:
     """Return x for readers whose gradients are summed first; project it once more after them, from
     x itself.
 
@@ -227,22 +240,17 @@ def apart(x: Array) -> Array:
     return x
 
 
-@apart.defjvp
-def _apart_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+@sum_grads_in_order.defjvp
+def _sum_grads_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     # The tangent alone is another variable: of x itself a scan over layers would keep two.
     (x,), (t,) = primals, tangents
     return x, jax.lax.reshape(jax.lax.reshape(t, (1, *t.shape)), t.shape)
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
-    """Project without adding the bias, and return it beside; None where it is in the result or
-    there is none.
-    """
-    if (
-        type(linear) is not nnx.Linear
-        or linear.bias is None
-        or linear.preferred_element_type is not None
-    ):
+    """Project without adding the bias, and return it beside; None where it is added already."""
+    plain = type(linear) is nnx.Linear and linear.preferred_element_type is None
+    if not plain or linear.bias is None:
         return linear(x), None
     bias = linear.bias.get_value()
     x, kernel, _ = linear.promote_dtype((x, linear.kernel.get_value(), bias), dtype=linear.dtype)

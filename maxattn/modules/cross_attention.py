@@ -5,18 +5,28 @@ for many steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxattn import sharding
+from maxattn.attention import Prepared, prepare
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.modules import checks
-from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase, linear_on_mesh
+from maxattn.modules.base import (
+    BIAS_INIT,
+    IN,
+    KERNEL_INIT,
+    AttentionBase,
+    Build,
+    Options,
+    Projection,
+    Sizes,
+    linear_on_mesh,
+)
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary
 
@@ -87,35 +97,20 @@ class CrossAttention(AttentionBase):
         self.cross_attention_dim = query_dim if cross_attention_dim is None else cross_attention_dim
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
-        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        how |= {"kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}
-        super().__init__(
-            query_dim,
-            self.cross_attention_dim,
-            heads,
-            kv_heads,
-            dim_head,
-            dropout,
-            bias,
-            out_bias,
-            qk_norm,
-            eps,
-            scale,
-            out_dim,
-            config=config,
-            mesh=mesh,
-            **how,
-        )
+        sizes = Sizes(query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
+        super().__init__(sizes, options, build, config, mesh)
         self.norm_added_k: QKNorm | None = nnx.data(None)
         if added_kv_proj_dim is not None:
-            self._add_image(added_kv_proj_dim, bias, how)
+            self._add_image(added_kv_proj_dim, bias, build)
 
-    def _add_image(self, width: int, bias: bool, how: dict[str, Any]) -> None:
+    def _add_image(self, width: int, bias: bool, build: Build) -> None:
         checks.positive("added_kv_proj_dim", width)
         inner = self.kv_heads * self.dim_head
-        self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, ("fsdp", "tensor"), **how)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, inner, bias, ("fsdp", "tensor"), **how)
-        self.norm_added_k = self._norm(self.kv_heads, how["param_dtype"], how["rngs"])
+        self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
+        self.add_v_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
+        self.norm_added_k = self._norm(self.kv_heads, build)
 
     def __call__(
         self,
@@ -155,16 +150,28 @@ class CrossAttention(AttentionBase):
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
-        self._check_source(b, encoder_hidden_states, kv, encoder_hidden_states_image, rotary_emb_k)
+        text, image = encoder_hidden_states, encoder_hidden_states_image
+        self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        text: Any = encoder_hidden_states
-        self._check_attention(b, t, (text if kv is None else kv.k).shape[1], mask, bias)
-        kv = self.compute_kv(text, encoder_hidden_states_image, rotary_emb_k) if kv is None else kv
+        prepared = self._prepare_text(b, t, text, kv, mask, bias)
+        kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
         q = self._queries(hidden_states, rotary_q)
-        out = self._attend(q, kv.k, kv.v, mask, bias)
+        out = self._attend(prepared, q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
-            out = out + self._attend(q, kv.image_k, kv.image_v)
+            out = out + self._attend_image(q, kv.image_k, kv.image_v)
         return self._output(out, deterministic, rngs)
+
+    def _prepare_text(
+        self, batch: int, length: int, text: Any, kv: KV | None, mask: Any, bias: Any
+    ) -> Prepared:
+        if kv is None:
+            return self._prepare(batch, length, text.shape[1], mask, bias)
+        k, v = (self._shape(x.shape[0], x.shape[1], x.shape[2]) for x in (kv.k, kv.v))
+        return self._prepare_shapes(batch, length, k, v, mask, bias)
+
+    def _attend_image(self, q: Array, k: Array, v: Array) -> Array:
+        prepared = prepare(q, k, v, None, None, self.scale, self.config, self.mesh, self.role)
+        return self._attend(prepared, q, k, v)
 
     def compute_kv(
         self,
@@ -191,9 +198,8 @@ class CrossAttention(AttentionBase):
         k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k, rotary_k)
         if image is None:
             return KV(k, v)
-        return KV(
-            k, v, *self._keys_values(image, self.add_k_proj, self.add_v_proj, self.norm_added_k)
-        )
+        added = self.add_k_proj, self.add_v_proj, self.norm_added_k
+        return KV(k, v, *self._keys_values(image, *added))
 
     def _keys_values(
         self,
@@ -203,10 +209,11 @@ class CrossAttention(AttentionBase):
         norm: QKNorm | None,
         rotary: Rotary | None = None,
     ) -> tuple[Array, Array]:
-        k = self._turned_heads(x, to_k, "key_proj", self.kv_heads, norm, rotary, "B.KH")
-        v = self._to_heads(self._project(x, to_v, "value_proj"), self.kv_heads)
         # A text is short and every shard of the queries needs all of it: its length stays whole.
-        return sharding.constrain(k, self.mesh, "B.KH"), sharding.constrain(v, self.mesh, "B.KH")
+        to = Projection(to_k, "key_proj", self.kv_heads, norm, "B.KH")
+        k = self._project_norm_rope(x, to, rotary)
+        v = self._project(x, Projection(to_v, "value_proj", self.kv_heads))
+        return self._on_mesh(k, "B.KH"), self._on_mesh(v, "B.KH")
 
     # ---- what is refused -------------------------------------------------------------------------
 
@@ -214,77 +221,53 @@ class CrossAttention(AttentionBase):
         self, batch: int, text: Any, kv: KV | None, image: Any, rotary_emb_k: Any
     ) -> None:
         if (text is None) == (kv is None):
-            raise InputError(
-                "encoder_hidden_states",
-                "None, and no kv" if text is None else "given, and kv too",
-                "cross-attention takes exactly one of encoder_hidden_states and kv",
-                "pass the text's states, or kv=module.compute_kv(text)",
-            )
+            found = "None, and no kv" if text is None else "given, and kv too"
+            rule = "cross-attention takes exactly one of encoder_hidden_states and kv"
+            remedy = "pass the text's states, or kv=module.compute_kv(text)"
+            raise InputError("encoder_hidden_states", found, rule, remedy)
         if kv is None:
-            checks.states(
-                "encoder_hidden_states",
-                text,
-                self.cross_attention_dim,
-                "cross_attention_dim",
-                batch,
-            )
+            width = self.cross_attention_dim
+            checks.states("encoder_hidden_states", text, width, "cross_attention_dim", batch)
             return
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
-                raise InputError(
-                    name,
-                    "given, and kv too",
-                    "kv already holds its part",
-                    f"give {name} to compute_kv",
-                )
+                rule, remedy = "kv already holds its part", f"give {name} to compute_kv"
+                raise InputError(name, "given, and kv too", rule, remedy)
         self._check_kv(kv, batch)
 
     def _check_image(self, image: Any, batch: int) -> None:
-        if (image is None) != (self.added_kv_proj_dim is None):
-            raise InputError(
-                "encoder_hidden_states_image",
-                "None" if image is None else f"shape {tuple(image.shape)}",
-                f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}, so it "
-                + (
-                    "attends to an image too"
-                    if image is None
-                    else "has no projections for an image"
-                ),
-                (
-                    "pass the image's states"
-                    if image is None
-                    else "build it with added_kv_proj_dim, or pass no image"
-                ),
-            )
-        if image is not None and self.added_kv_proj_dim is not None:
-            checks.states(
-                "encoder_hidden_states_image",
-                image,
-                self.added_kv_proj_dim,
-                "added_kv_proj_dim",
-                batch,
-            )
+        name, width = "encoder_hidden_states_image", self.added_kv_proj_dim
+        built = f"the module was built with added_kv_proj_dim={width}, so it"
+        if image is None and width is not None:
+            rule = f"{built} attends to an image too"
+            raise InputError(name, "None", rule, "pass the image's states")
+        if image is not None and width is None:
+            rule = f"{built} has no projections for an image"
+            remedy = "build it with added_kv_proj_dim, or pass no image"
+            raise InputError(name, f"shape {tuple(image.shape)}", rule, remedy)
+        if image is not None and width is not None:
+            checks.states(name, image, width, "added_kv_proj_dim", batch)
 
     def _check_kv(self, kv: Any, batch: int) -> None:
         if not isinstance(kv, KV):
-            raise InputError(
-                "kv", type(kv).__name__, "it must be a KV", "make it with module.compute_kv(text)"
-            )
+            remedy = "make it with module.compute_kv(text)"
+            raise InputError("kv", type(kv).__name__, "it must be a KV", remedy)
         if (kv.image_k is None) != (self.added_kv_proj_dim is None):
-            raise InputError(
-                "kv",
-                "without an image" if kv.image_k is None else "with an image",
-                f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}",
-                "make it with this module's compute_kv",
-            )
+            found = "without an image" if kv.image_k is None else "with an image"
+            rule = f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}"
+            raise InputError("kv", found, rule, "make it with this module's compute_kv")
         for name, x in kv._asdict().items():
-            if x is not None and (
-                x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, self.kv_heads, self.dim_head)
-            ):
-                raise InputError(
-                    f"kv.{name}",
-                    f"shape {tuple(x.shape)}",
-                    f"it must be [{batch}, S, {self.kv_heads}, {self.dim_head}]",
-                    "make it with this module's compute_kv, from as many examples as"
-                    " hidden_states has",
-                )
+            if x is not None:
+                self._check_kv_shape(f"kv.{name}", tuple(x.shape), batch)
+        k, v = (None if x is None else tuple(x.shape) for x in (kv.image_k, kv.image_v))
+        if k != v:
+            made = "make it with this module's compute_kv"
+            raise InputError("kv.image_v", v, f"it must have the shape of kv.image_k, {k}", made)
+
+    def _check_kv_shape(self, name: str, shape: tuple[int, ...], batch: int) -> None:
+        wanted = (batch, self.kv_heads, self.dim_head)
+        if len(shape) != 4 or (shape[0], *shape[2:]) != wanted:
+            rule = f"it must be [{batch}, S, {self.kv_heads}, {self.dim_head}]"
+            made = "make it with this module's compute_kv"
+            remedy = f"{made}, from as many examples as hidden_states has"
+            raise InputError(name, f"shape {shape}", rule, remedy)

@@ -12,10 +12,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxattn import sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
-from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, apart, linear_on_mesh
+from maxattn.modules.base import (
+    BIAS_INIT,
+    IN,
+    KERNEL_INIT,
+    OUT,
+    AttentionBase,
+    Build,
+    Options,
+    Projection,
+    Sizes,
+    linear_on_mesh,
+    sum_grads_in_order,
+)
 from maxattn.modules.heads import merge_heads
 from maxattn.modules.self_attention import FlaxAttention
 
@@ -68,36 +79,23 @@ class JointAttention(FlaxAttention):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
-        how |= {"kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}
-        super().__init__(
-            query_dim,
-            heads,
-            kv_heads,
-            dim_head,
-            dropout,
-            bias,
-            out_bias,
-            qk_norm,
-            eps,
-            scale,
-            out_dim,
-            config=config,
-            mesh=mesh,
-            **how,
-        )
+        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
+        sizes = Sizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        AttentionBase.__init__(self, sizes, options, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
         self.added_kv_proj_dim = width
-        inner, kv_inner, into = self.heads * dim_head, self.kv_heads * dim_head, ("fsdp", "tensor")
-        self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, added_proj_bias, into, **how)
-        self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, added_proj_bias, into, **how)
-        self.to_add_out: nnx.Linear = linear_on_mesh(
-            inner, width, out_bias, ("tensor", "fsdp"), **how
-        )
-        self.norm_added_q = self._norm(self.heads, param_dtype, rngs)
-        self.norm_added_k = self._norm(self.kv_heads, param_dtype, rngs)
+        self._add_text(width, added_proj_bias, out_bias, build)
+
+    def _add_text(self, width: int, bias: bool, out_bias: bool, build: Build) -> None:
+        inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
+        self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
+        self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
+        self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
+        self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, OUT, build)
+        self.norm_added_q = self._norm(self.heads, build)
+        self.norm_added_k = self._norm(self.kv_heads, build)
 
     def __call__(  # type: ignore[override]
         self,
@@ -135,47 +133,44 @@ class JointAttention(FlaxAttention):
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
-        self._check_attention(b, s + t, s + t, mask, bias)
-        both, norms_k = (apart(text), apart(x)), (self.norm_added_k, self.norm_k)
-        k = self._joint(*both, self.add_k_proj, self.to_k, "key_proj", self.kv_heads, *norms_k)
-        v = self._joint(*both, self.add_v_proj, self.to_v, "value_proj", self.kv_heads)
+        prepared = self._prepare(b, s + t, s + t, mask, bias)
+        q, k, v = self._joint_heads(text, x)
+        q, k = (self._rotate(each, rotary) for each in (q, k))
+        q, k, v = (
+            self._on_mesh(each, letters)
+            for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
+        )
+        out = self._attend(prepared, q, k, v, bias)
+        return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
+
+    def _joint_heads(self, text: Array, x: Array) -> tuple[Array, Array, Array]:
+        both = sum_grads_in_order(text), sum_grads_in_order(x)
+        k = self._joint(
+            *both,
+            Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k),
+            Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k),
+        )
+        v = self._joint(
+            *both,
+            Projection(self.add_v_proj, "value_proj", self.kv_heads),
+            Projection(self.to_v, "value_proj", self.kv_heads),
+        )
         q = self._joint(
             text,
             x,
-            self.add_q_proj,
-            self.to_q,
-            "query_proj",
-            self.heads,
-            self.norm_added_q,
-            self.norm_q,
+            Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q),
+            Projection(self.to_q, "query_proj", self.heads, self.norm_q),
         )
-        q, k = (self._rotate(each, rotary) for each in (q, k))
-        q, k, v = (
-            sharding.constrain(each, self.mesh, letters)
-            for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
-        )
-        out = self._attend(q, k, v, mask, bias)
-        return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
+        return q, k, v
 
     def _joint(
-        self,
-        text: Array,
-        x: Array,
-        added: nnx.Linear,
-        own: nnx.Linear,
-        name: str,
-        heads: int,
-        norm_added: Any = None,
-        norm: Any = None,
+        self, text: Array, x: Array, added: Projection, own: Projection
     ) -> Float[Array, "B ST N H"]:
-        parts = [
-            self._to_heads(self._project(text, added, name), heads, norm_added),
-            self._to_heads(self._project(x, own, name), heads, norm),
-        ]
+        parts = self._project(text, added), self._project(x, own)
         return jnp.concatenate(parts, axis=1)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"]:
         with self._scope("to_add_out"):
             y = self.to_add_out(merge_heads(out))
         # A text is short: its length stays whole.
-        return sharding.constrain(y, self.mesh, "B..")
+        return self._on_mesh(y, "B..")

@@ -10,10 +10,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxattn import sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
-from maxattn.modules.base import BIAS_INIT, KERNEL_INIT, AttentionBase, apart
+from maxattn.modules.base import (
+    BIAS_INIT,
+    KERNEL_INIT,
+    AttentionBase,
+    Build,
+    Options,
+    Projection,
+    Sizes,
+    sum_grads_in_order,
+)
 from maxattn.rope import Rotary
 
 
@@ -74,28 +82,10 @@ class FlaxAttention(AttentionBase):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(
-            query_dim,
-            query_dim,
-            heads,
-            kv_heads,
-            dim_head,
-            dropout,
-            bias,
-            out_bias,
-            qk_norm,
-            eps,
-            scale,
-            out_dim,
-            config=config,
-            mesh=mesh,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
+        sizes = Sizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
+        super().__init__(sizes, options, build, config, mesh)
 
     def __call__(
         self,
@@ -127,18 +117,16 @@ class FlaxAttention(AttentionBase):
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
-        rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        rotary_k = (
-            rotary_q
-            if rotary_emb_k is None
-            else self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
-        )
-        self._check_attention(b, t, t, mask, bias)
-        k, v = self._keys_values(apart(hidden_states), rotary_k)
+        rotary_q = rotary_k = self._check_rotary(rotary_emb, b, t, "rotary_emb")
+        if rotary_emb_k is not None:
+            rotary_k = self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
+        prepared = self._prepare(b, t, t, mask, bias)
+        k, v = self._keys_values(sum_grads_in_order(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)
-        return self._output(self._attend(q, k, v, mask, bias), deterministic, rngs)
+        return self._output(self._attend(prepared, q, k, v, bias), deterministic, rngs)
 
     def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
-        k = self._turned_heads(x, self.to_k, "key_proj", self.kv_heads, self.norm_k, rotary, "BSKH")
-        v = self._to_heads(self._project(x, self.to_v, "value_proj"), self.kv_heads)
-        return sharding.constrain(k, self.mesh, "BSKH"), sharding.constrain(v, self.mesh, "BSKH")
+        to_k = Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k, "BSKH")
+        k = self._project_norm_rope(x, to_k, rotary)
+        v = self._project(x, Projection(self.to_v, "value_proj", self.kv_heads))
+        return self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.attention import bind_mask, run
+from maxattn.attention import run
+from maxattn.call import bind_mask
 from maxattn.context_parallel.ring import gpu, gpu_full_mask
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels import dq_accumulator, kv_block
@@ -53,7 +54,7 @@ def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
         **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
     )
     mesh = config.make_mesh(jax.devices()[: case["size"]])
-    mask = bind_mask(x["mask"], x["q"], x["k"], config)
+    mask = bind_mask(x["mask"], x["q"], x["k"])
     call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
     plan = ma.plan(call, config, mesh)
     return replace(plan, context=replace(plan.context, direct=True)), mesh  # type: ignore[type-var]

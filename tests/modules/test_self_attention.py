@@ -181,4 +181,5 @@ def test_named_scopes_are_there_when_asked_for() -> None:
     for on in (True, False):
         module = built(config=AttentionConfig(enable_jax_named_scopes=on), qk_norm="rms_norm")
         text = jax.jit(lambda x, m=module: m(x, rope_1d(H, T))).lower(x).as_text(debug_info=True)
-        assert [f"/{name}/" in text for name in names] == [on] * 4
+        # A scope stands behind the function's name; a file's path may hold the same words.
+        assert [f"jit(<lambda>)/{name}/" in text for name in names] == [on] * 4

@@ -1,8 +1,6 @@
-"""Rotary position embeddings: the tables, in one, two and three dimensions, and their application
-to heads.
+"""Rotary tables in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. It
-holds no learned state and knows nothing of attention.
+Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from maxattn.call import is_number
 from maxattn.errors import InputError, did_you_mean
-from maxattn.jax_private.mesh import is_tracer
 
 STYLES = ("interleaved", "half")
 
@@ -225,140 +221,3 @@ def _grid(**sizes: int) -> np.ndarray:
     return np.stack(
         np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij"), -1
     ).reshape(-1, len(sizes))
-
-
-# ---- application ---------------------------------------------------------------------------------
-
-
-def apply_rotary(
-    x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb"
-) -> Float[Array, "B T N H"]:
-    """Turn the channel pairs of every head by the angles of its token, in float32, and cast back.
-
-    Args:
-        x: queries or keys [B, T, N, H].
-        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the
-            interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B
-            possibly 1. D is H/2; in a pair also H, with each number twice: (c0, c0, c1, c1, ...).
-            Where they are traced, or on other hosts, another order shows as NaN.
-        name: what the argument is called in errors.
-
-    Raises:
-        InputError: when the table does not fit x.
-    """
-    table = as_rotary(rotary, x.shape, name)
-    # [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D] -> [B, T, 1, D], B possibly 1
-    cos, sin = (
-        jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1])
-        for a in (table.cos, table.sin)
-    )
-    turn = _turn_half if table.style == "half" else _turn_interleaved
-    return turn(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
-
-
-def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rotary:
-    """Read a `Rotary` off what models pass around, and check that it fits.
-
-    Args:
-        value: as in `apply_rotary`.
-        shape: of the queries or keys, (B, T, N, H).
-        name: what the argument is called in errors.
-
-    Raises:
-        InputError: for anything that `apply_rotary` does not take.
-    """
-    if shape[-1] % 2:
-        raise InputError(
-            "dim_head",
-            shape[-1],
-            f"{name} turns channels in pairs: it must be even",
-            "use an even dim_head",
-        )
-    table = _read(value, shape[-1], name)
-    for part in (table.cos, table.sin):
-        _check_fit(part, shape, name)
-    return table
-
-
-def _read(value: Any, head_dim: int, name: str) -> Rotary:
-    if isinstance(value, Rotary):
-        return value
-    if isinstance(value, tuple | list):
-        if len(value) == 2 and all(hasattr(part, "shape") for part in value):
-            return Rotary(*(_once(part, head_dim, name) for part in value))
-        found = f"{type(value).__name__} of {len(value)}"
-    elif not hasattr(value, "dtype"):
-        found = type(value).__name__
-    elif jnp.issubdtype(value.dtype, jnp.complexfloating):
-        return Rotary(value.real, value.imag)
-    else:
-        found = f"{value.dtype} array of shape {tuple(value.shape)}"
-    raise InputError(
-        name,
-        found,
-        "it is a Rotary, an array of complex numbers, or a pair (cos, sin)",
-        "make it with maxattn.rope.rope_1d, rope_2d or rope_3d",
-    )
-
-
-def _once(part: Any, head_dim: int, name: str) -> Any:
-    """Drop every second number of a cos or sin that holds each twice."""
-    if not part.shape or part.shape[-1] != head_dim:
-        return part
-    # A table for heads of twice the size, or of the half style, has this width too: what is not
-    # traced is looked at.
-    if not _can_look(part):
-        return _or_nan(jnp.asarray(part))
-    if not np.array_equal(part[..., ::2], part[..., 1::2]):
-        raise InputError(
-            name,
-            f"(cos, sin) of width {head_dim}",
-            "at the full head dim each number stands twice: c0, c0, c1, c1",
-            "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
-        )
-    return part[..., ::2]
-
-
-def _or_nan(part: Array) -> Array:
-    """Drop every second number of a table that nobody can look at here; of one of another order
-    make NaN.
-    """
-    once, again = part[..., ::2], part[..., 1::2]
-    return jnp.where(jnp.all(once == again), once, jnp.nan)
-
-
-def _can_look(part: Any) -> bool:
-    # A tracer is asked first: it has no such attribute to give, and fails over the question.
-    return not is_tracer(part) and getattr(
-        part, "is_fully_addressable", isinstance(part, np.ndarray)
-    )
-
-
-def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
-    b, t, _, h = shape
-    dims = tuple(part.shape)
-    if len(dims) == 2:
-        dims = (1, *dims)
-    elif len(dims) == 4 and 1 in dims[1:3]:
-        dims = (dims[0], dims[1] * dims[2], dims[3])
-    if len(dims) != 3 or dims[0] not in (1, b) or dims[1:] != (t, h // 2):
-        raise InputError(
-            name,
-            f"shape {tuple(part.shape)}",
-            f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or"
-            " with 1 for heads",
-            "make it for these tokens and this head dim, or slice it to them",
-        )
-
-
-def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a
-    # GPU's bandwidth.
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
-    return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)
-
-
-def _turn_half(x: Array, cos: Array, sin: Array) -> Array:
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

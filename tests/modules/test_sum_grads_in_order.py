@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.modules.base import apart
+from maxattn.modules.base import sum_grads_in_order
 
 MOVES = ("reshape", "name")
 
@@ -58,15 +58,17 @@ def test_sums_begin_with_a_matmul(joint: bool) -> None:
     )
 
 
-def test_apart_is_the_identity() -> None:
+def test_sum_grads_in_order_is_the_identity() -> None:
     x = jnp.arange(6.0).reshape(2, 3)
-    out, vjp = jax.vjp(apart, x)
+    out, vjp = jax.vjp(sum_grads_in_order, x)
     assert np.array_equal(out, x) and np.array_equal(vjp(2 * x)[0], 2 * x)
 
 
-def test_apart_makes_no_second_variable_of_its_input() -> None:
+def test_sum_grads_in_order_makes_no_second_variable_of_its_input() -> None:
     """Of two a scan over layers would keep both for the backward."""
     x = jnp.ones((2, 3))
-    assert "reshape" not in str(jax.make_jaxpr(apart)(x).jaxpr.eqns[0].params["call_jaxpr"])
-    out, tangent = jax.jvp(apart, (x,), (3 * x,))
+    assert "reshape" not in str(
+        jax.make_jaxpr(sum_grads_in_order)(x).jaxpr.eqns[0].params["call_jaxpr"]
+    )
+    out, tangent = jax.jvp(sum_grads_in_order, (x,), (3 * x,))
     assert np.array_equal(out, x) and np.array_equal(tangent, 3 * x)

@@ -1,0 +1,185 @@
+"""The mesh: its axes, what is refused of one, and how a config's is made.
+
+Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from maxattn.errors import MeshError, did_you_mean
+from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type
+from maxattn.jax_private.varying import checked_axes
+
+if TYPE_CHECKING:
+    from maxattn.config import AttentionConfig
+
+AXES = ("data", "fsdp", "context", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+MeshShape = tuple[tuple[str, int], ...]
+
+
+def mesh_shape(mesh: Any) -> MeshShape:
+    """Reduce a mesh to the (axis, size) pairs that a plan holds.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None.
+
+    Raises:
+        MeshError: for an axis name in a mapping that attention does not know, a size below 1, a
+            mesh of several devices whose every axis has another name, an Explicit axis, or what is
+            no mesh.
+    """
+    if mesh is None:
+        return ()
+    if isinstance(mesh, Mapping):
+        return _checked_shape(mesh)
+    check_mesh(mesh)
+    manual = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
+    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
+    _check_explicit(axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes))
+    return tuple((a, sizes[a]) for a in AXES if a in sizes)
+
+
+def _check_explicit(axes: frozenset[str]) -> None:
+    if axes:
+        found = f"Explicit axes {', '.join(sorted(axes))}"
+        rule = "attention lays out its operands itself, over Auto axes"
+        auto = "make the mesh with axis_types=(AxisType.Auto, ...)"
+        raise MeshError("mesh", found, rule, f"{auto}, or call inside jax.sharding.auto_axes")
+
+
+def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            rule = f"a mesh axis is one of {', '.join(AXES)}"
+            raise MeshError("mesh", axis, rule, did_you_mean(axis, AXES) or "rename the axis")
+        if not isinstance(size, int) or size < 1:
+            rule = "an axis has at least one device"
+            raise MeshError("mesh", f"{axis}={size!r}", rule, "give it a positive size")
+    return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh, and a mesh of several devices with none of attention's axes.
+
+    Args:
+        mesh: None is no mesh, and is accepted.
+
+    Raises:
+        MeshError: naming what it is.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        found = repr(mesh) if isinstance(mesh, str) else type(mesh).__name__
+        kinds = "a jax.sharding.Mesh, or for a plan a mapping such as {'context': 4}"
+        raise MeshError("mesh", found, f"a mesh is {kinds}", "make one with config.make_mesh()")
+    if mesh.size > 1 and not set(AXES) & set(mesh.axis_names):
+        found = f"axes {', '.join(map(str, mesh.axis_names))}"
+        rule = f"attention is spread over {', '.join(AXES)}"
+        raise MeshError("mesh", found, rule, "name the axes so, or pass no mesh")
+
+
+def check_surrounding(mesh: Any) -> None:
+    """Refuse a mesh of several devices inside another one; None is no mesh.
+
+    Raises:
+        MeshError: naming both.
+    """
+    ambient = ambient_mesh()
+    if ambient is not None and mesh_shape(mesh) and dict(ambient.shape) != dict(mesh.shape):
+        rule = f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same"
+        remedy = "leave out mesh=, or call outside of the other mesh"
+        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
+
+
+def surrounding_manual_axes() -> frozenset[str]:
+    """Return the axes of the surrounding mesh over which a `shard_map` has split the work."""
+    ambient = ambient_mesh()
+    return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
+
+
+def usable_mesh(mesh: Any) -> Any:
+    """Return the mesh to map over: the one given, else the surrounding one, or None.
+
+    Raises:
+        MeshError: for sizes without devices, or another mesh than the surrounding one.
+    """
+    ambient = ambient_mesh()
+    if mesh is None:
+        named = ambient is not None and set(AXES) & set(ambient.axis_names)
+        return ambient if named else None
+    if isinstance(mesh, Mapping):
+        rule = "attention runs on devices; sizes alone are for plan()"
+        raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
+    check_surrounding(mesh)
+    return mesh
+
+
+def check_unchecked(kernel: str) -> None:
+    """Refuse a Pallas kernel where jax would: in a `shard_map` that checks what varies.
+
+    Raises:
+        MeshError: naming the kernel and the axes.
+    """
+    ambient = ambient_mesh()
+    manual = surrounding_manual_axes()
+    if ambient is None or manual != set(ambient.axis_names) or not checked_axes(manual):
+        return
+    checks = f"checks what varies over its axes, {', '.join(sorted(manual))}"
+    rule = f"{kernel} is a Pallas kernel, and this shard_map {checks}"
+    remedy = "pass check_vma=False to jax.shard_map, or set attention: dot_product"
+    raise MeshError("check_vma", True, rule, remedy)
+
+
+# ---- making a mesh -------------------------------------------------------------------------------
+
+
+def make_mesh(config: AttentionConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build the mesh that a config describes: `ici_*` within a slice, `dcn_*` between slices.
+
+    Args:
+        config: its `mesh_axes` and parallelisms; one -1 each takes what is left.
+        devices: default all of `jax.devices()`.
+
+    Raises:
+        MeshError: when the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    asked = config.axis_parallelism()
+    axes = tuple(config.mesh_axes)
+    ici = _fill([asked[a][0] for a in axes], len(devices) // slices, axes, "ici")
+    dcn = _fill([asked[a][1] for a in axes], slices, axes, "dcn")
+    return auto_mesh(_arrange(ici, dcn, devices), axes)
+
+
+def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
+    """Replace the one -1 by what is left of `count`, and check the product."""
+    known = prod(s for s in sizes if s != -1)
+    if -1 in sizes and count % known == 0:
+        return [count // known if s == -1 else s for s in sizes]
+    if -1 not in sizes and known == count:
+        return sizes
+    text = " ".join(f"{kind}_{a}_parallelism={s}" for a, s in zip(axes, sizes, strict=True))
+    unit = "devices of a slice" if kind == "ici" else "slices"
+    rule = f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}"
+    remedy = f"change one {kind}_*_parallelism, or set one to -1 to take what is left"
+    raise MeshError(text, f"product {known}", rule, remedy)
+
+
+def _arrange(ici: list[int], dcn: list[int], devices: list[jax.Device]) -> np.ndarray:
+    from jax.experimental import mesh_utils
+
+    if prod(dcn) > 1:
+        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+    return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)

@@ -1,0 +1,124 @@
+"""Where activations, batches and parameters lie on a mesh outside of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from maxattn.errors import InputError, MeshError
+from maxattn.jax_private.mesh import ambient_mesh
+from maxattn.sharding.mesh import MeshShape, check_mesh, mesh_shape
+from maxattn.sharding.shards import spec_of, ways
+
+
+def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
+    """Constrain an activation to its place on the mesh; without a mesh, return it as it is.
+
+    Args:
+        x: any array.
+        mesh: a `Mesh` or None.
+        letters: one an axis, for example "BT." for [B, T, channels].
+
+    A size that does not divide over its axes is left to the compiler: replicating it would gather
+    it.
+    """
+    shape = mesh_shape(mesh)
+    if not shape:
+        return x
+    spec = PartitionSpec(*_divisible(x.shape, letters, shape))
+    ambient = ambient_mesh()
+    target = mesh if ambient is None else ambient
+    where = NamedSharding(target, spec) if isinstance(target, Mesh) else spec
+    return jax.lax.with_sharding_constraint(x, where)
+
+
+def _divisible(sizes: Sequence[int], letters: str, shape: MeshShape) -> list[Any]:
+    """Return the mesh axes of each array axis, open where its size does not divide over them."""
+    even = (n % ways(letter, shape) == 0 for n, letter in zip(sizes, letters, strict=True))
+    cut = zip(spec_of(letters, shape), even, strict=True)
+    return [axes if axes is None or fits else PartitionSpec.UNCONSTRAINED for axes, fits in cut]
+
+
+def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    """Return the sharding of a batch of data: its first axis over (data, fsdp)."""
+    axes = spec_of("B", mesh_shape(mesh))
+    return NamedSharding(mesh, PartitionSpec(*axes, *(None,) * (ndim - 1)))
+
+
+def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Choose the spec of a parameter: its axis names where the mesh has them and the size divides.
+
+    Args:
+        names: the parameter's own axis names, for example ("fsdp", "tensor"), or None for
+            replicated.
+        dims: its shape.
+        mesh: the mesh.
+    """
+    sizes = dict(mesh_shape(mesh))
+    names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
+    pairs = zip(names, dims, strict=False)
+    return PartitionSpec(*(n if n in sizes and d % sizes[n] == 0 else None for n, d in pairs))
+
+
+def parameter_shardings(state: Any, mesh: Mesh) -> Any:
+    """Map an NNX state (or abstract state) to the tree of `NamedSharding` its parameters ask for.
+
+    Args:
+        state: as `nnx.state(module)` returns it, optimiser states included; arrays without axis
+            names are replicated.
+        mesh: the mesh.
+    """
+    from flax import nnx
+
+    def place(variable: Any) -> Any:
+        metadata, shape = variable.get_metadata(), variable.get_value().shape
+        names = metadata.get("sharding_names", metadata.get("out_sharding"))
+        return variable.replace(NamedSharding(mesh, parameter_spec(names, shape, mesh)))
+
+    return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def place(module: Any, mesh: Mesh | None) -> None:
+    """Move the parameters of an NNX module (or optimiser) onto the mesh, in place.
+
+    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated.
+
+    Args:
+        module: with arrays.
+        mesh: None, which `config.make_mesh` never returns, moves nothing: so a program may run with
+            and without one.
+
+    Raises:
+        InputError: `module` is no NNX module or optimiser, or has no arrays yet.
+        MeshError: `mesh` is no mesh of devices.
+    """
+    from flax import nnx
+
+    if not isinstance(module, nnx.Pytree):
+        rule = "place moves the parameters of an NNX module or optimiser"
+        remedy = "pass one, or move arrays with jax.device_put"
+        raise InputError("module", type(module).__name__, rule, remedy)
+    if mesh is None:
+        return
+    _check_devices(mesh)
+    state = nnx.state(module)
+    _check_arrays(module, state)
+    nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))
+
+
+def _check_devices(mesh: Any) -> None:
+    if isinstance(mesh, Mapping | AbstractMesh):
+        said = "AbstractMesh" if isinstance(mesh, AbstractMesh) else dict(mesh)
+        rule = "arrays are put on devices, and this has sizes alone"
+        raise MeshError("mesh", said, rule, "pass config.make_mesh()")
+    check_mesh(mesh)
+
+
+def _check_arrays(module: Any, state: Any) -> None:
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+        rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
+        remedy = "load weights with mesh=, which puts them there"
+        raise InputError("module", type(module).__name__, rule, remedy)

@@ -1,0 +1,133 @@
+"""How arrays are cut over a mesh: partition specs by letters, and the one `shard_map` helper.
+
+Letters name array axes: B batch, T queries, S keys, N and K heads, H channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, shard_map
+from maxattn.sharding.mesh import BATCH_AXES, MeshShape
+
+# Which mesh axes carry which array axis of q, k, v, out and lse.
+LETTERS = {
+    "B": BATCH_AXES,
+    "T": ("context",),
+    "S": ("context",),
+    "N": ("tensor",),
+    "K": ("tensor",),
+}
+
+Spec = tuple[tuple[str, ...] | None, ...]
+
+
+def spec_of(letters: str, shape: MeshShape) -> Spec:
+    """Say over which mesh axes an array is sharded: one entry an array axis, by its letter.
+
+    Args:
+        letters: for example "BTNH"; letters without a mesh axis, and "1", are replicated.
+        shape: the mesh's (axis, size) pairs.
+    """
+    present = dict(shape)
+    axes = (tuple(a for a in LETTERS.get(letter, ()) if a in present) for letter in letters)
+    return tuple(a or None for a in axes)
+
+
+def ways(letter: str, shape: MeshShape) -> int:
+    """Count the shards of one array axis."""
+    sizes = dict(shape)
+    return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
+
+
+def to_partition_spec(spec: Spec) -> PartitionSpec:
+    """Turn a plan's spec into jax's."""
+    return PartitionSpec(*spec)
+
+
+class Layout(NamedTuple):
+    """Say how the operands of one function lie over a mesh.
+
+    Args:
+        mesh: the concrete mesh, or None where `shape` is empty.
+        shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not
+            among them.
+        lengths: the sizes of the axes T and S after padding to whole shards.
+    """
+
+    mesh: Any
+    shape: MeshShape
+    lengths: Mapping[str, int]
+
+
+def on_shards(
+    f: Callable[..., Any],
+    layout: Layout,
+    operands: Any,
+    letters: Any,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """Pad operands with zeros to whole shards, and run `f` on each device's part of them.
+
+    Args:
+        f: a function of local arrays.
+        layout: the mesh and the padded lengths.
+        operands: a tuple of trees of arrays.
+        letters: the same tree with the letters of each array's axes, for example "BTNH".
+        in_specs, out_specs: trees of `PartitionSpec`.
+    """
+    padded = jax.tree.map(partial(_pad, lengths=layout.lengths), operands, letters)
+    return over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
+
+
+def _pad(x: jax.Array, letters: str, lengths: Mapping[str, int]) -> jax.Array:
+    for axis, letter in enumerate(letters):
+        x = pad_axis(x, axis, lengths.get(letter, 0))
+    return x
+
+
+def over_shards(
+    f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Run `f` on each device's shard, over the axes of `shape`; without axes, just run it.
+
+    Args:
+        f: a function of local arrays.
+        mesh, shape: as in `Layout`.
+        in_specs, out_specs: trees of `PartitionSpec`.
+    """
+    ambient = ambient_mesh()
+    inside = ambient is not None and bool(axis_names_of_type(ambient, AxisType.Manual))
+    if not shape and not inside:
+        return f
+    mesh = ambient if inside else mesh
+    # Axes that attention does not use become manual too: a TPU kernel is refused while any is left
+    # to the compiler.
+    names = {a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)
+    return shard_map(f, mesh, in_specs, out_specs, names) if names else f
+
+
+def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
+    """Return the global position of this device's first token along `axis`; 0 where not sharded."""
+    return jax.lax.axis_index(axis) * local_length if axis in dict(shape) else 0
+
+
+def sum_over(x: jax.Array, axes: Sequence[str], shape: MeshShape) -> jax.Array:
+    """Sum over those of `axes` that the mesh has."""
+    present = tuple(a for a in axes if a in dict(shape))
+    return jax.lax.psum(x, present) if present else x
+
+
+def pad_axis(x: jax.Array, axis: int, size: int, fill: float = 0.0) -> jax.Array:
+    """Pad one axis with `fill` at its end up to `size`."""
+    extra = size - x.shape[axis]
+    widths = [(0, extra if i == axis else 0) for i in range(x.ndim)]
+    return x if extra <= 0 else jnp.pad(x, widths, constant_values=fill)
