@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from maxattn.config import AttentionConfig
 from maxattn.config.rules import AXES, Role
+from maxattn.decide import Asked
 from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
@@ -46,7 +47,7 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
         role: which setting names the strategy.
     """
     there = {} if mesh is None else dict(mesh.shape)
-    text = _other_mesh(config, there) or _unspread(config, there, config.strategy_for(role))
+    text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
     if not text or text in _said or not log.isEnabledFor(logging.WARNING):
         return
     _said.add(text)

@@ -7,10 +7,10 @@ executes a plan and decides nothing itself, so what is explained is what runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from maxattn.block_sizes import padding_notes
 from maxattn.call import Call, Reason, Role, without_padding
@@ -30,6 +30,49 @@ from maxattn.target import Target
 from maxattn.tuned import tuned_for, with_sizes
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Say what a config asks for in one role, and by which of its keys. Made by `Asked.of`.
+
+    Args:
+        kernel, kernel_key: the kernel, "auto" where it is left open, and the key that names it.
+        strategy, strategy_key: the context strategy, likewise; "none" for cross-attention.
+        fallback: "error", "warn" or "allow" another where what is named cannot run.
+        text: how `explain` prints it.
+    """
+
+    kernel: str
+    kernel_key: str
+    strategy: str
+    strategy_key: str
+    fallback: str
+    text: str
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(config: AttentionConfig, role: Role) -> Asked:
+        """Read a config for "self" or "cross"."""
+        kernel, strategy = config.kernel_for(role), config.strategy_for(role)
+        fallback = config.fallback_for(role)
+        if role == "cross":
+            key, text = "cross_attention", f"cross_attention: {config.cross_attention}"
+            return Asked(kernel, key, strategy, key, fallback, text)
+        kernel_key = "attention_kernel" if config.attention_kernel == kernel else "attention"
+        strategy_key = "context_parallel" if config.context_parallel == strategy else "attention"
+        return Asked(kernel, kernel_key, strategy, strategy_key, fallback, _text_of(config))
+
+
+def _text_of(config: AttentionConfig) -> str:
+    parts = [f"attention: {config.attention}"]
+    if config.attention_kernel:
+        parts.append(f"attention_kernel: {config.attention_kernel}")
+    if config.context_parallel != "auto":
+        parts.append(f"context_parallel: {config.context_parallel}")
+    if not config.attention_sharding_uniform:
+        parts.append("attention_sharding_uniform: false")
+    return ", ".join(parts)
+
+
 def checked_config(config: AttentionConfig | None) -> AttentionConfig:
     """Return the config, the default one for None.
 
@@ -40,13 +83,9 @@ def checked_config(config: AttentionConfig | None) -> AttentionConfig:
         return AttentionConfig()
     if isinstance(config, AttentionConfig):
         return config
-    raise ConfigError(
-        "config",
-        type(config).__name__,
-        "it must be an AttentionConfig",
-        "make one with AttentionConfig(...), AttentionConfig.from_yaml or"
-        " AttentionConfig.from_overrides",
-    )
+    makers = "AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides"
+    rule = "it must be an AttentionConfig"
+    raise ConfigError("config", type(config).__name__, rule, f"make one with {makers}")
 
 
 def plan(
@@ -66,36 +105,34 @@ def plan(
     Raises:
         MeshError: a batch or heads that do not divide over the mesh.
         Unsupported: the kernel or strategy that the user named cannot compute this call, under
-        `fallback: error`. ConfigError: `hardware` names another platform than the target's, or what
-        is no config or target.
+            `fallback: error`.
+        ConfigError: `hardware` names another platform than the target's, or what is no config or
+            target.
+
+    >>> import jax, maxattn as ma
+    >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    >>> config = ma.AttentionConfig(attention="ring")
+    >>> plan = ma.plan(ma.Call.of(x, x), config, {"context": 4}, ma.Target.named("TPU v5p"))
+    >>> plan.kernel.name, plan.context.name
+    ('flash', 'ring')
     """
     config = checked_config(config)
     if not isinstance(call, Call):
-        raise InputError(
-            "call",
-            type(call).__name__,
-            "a plan is made for a Call",
-            "write plan(Call.of(q, k), ...)",
-        )
+        rule, remedy = "a plan is made for a Call", "write plan(Call.of(q, k), ...)"
+        raise InputError("call", type(call).__name__, rule, remedy)
     if not isinstance(target, Target | None):
-        raise ConfigError(
-            "target", repr(target), "it must be a Target", f"write Target.named({target!r})"
-        )
+        remedy = f"write Target.named({target!r})"
+        raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
         call = replace(call, mask=without_padding(call.mask))
     return _plan(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
 
 
 def default_target(config: AttentionConfig) -> Target:
-    """Return this machine, or the usual one of the platform that `hardware` names when this is
-    another.
-    """
+    """Return this machine, or the usual one of another platform that `hardware` names."""
     here = Target.here()
-    return (
-        here
-        if not config.hardware or config.hardware == here.platform
-        else Target.named(config.hardware)
-    )
+    is_here = not config.hardware or config.hardware == here.platform
+    return here if is_here else Target.named(config.hardware)
 
 
 def check_hardware(config: AttentionConfig, target: Target) -> None:
@@ -104,67 +141,68 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
     Raises:
         ConfigError: naming both.
     """
-    if config.hardware not in (None, target.platform):
-        raise ConfigError(
-            "hardware",
-            config.hardware,
-            f"it must be the platform that runs, and this is {target.platform}",
-            f"set hardware={target.platform}, leave it out, or run where there is a"
-            f" {config.hardware}",
-        )
+    named = config.hardware
+    if named not in (None, target.platform):
+        rule = f"it must be the platform that runs, and this is {target.platform}"
+        remedy = f"set hardware={target.platform}, leave it out, or run where there is a {named}"
+        raise ConfigError("hardware", named, rule, remedy)
+
+
+class _Question(NamedTuple):
+    """Hold what a plan is asked for: the arguments of `plan`, checked, and `Asked` of them."""
+
+    call: Call
+    config: AttentionConfig
+    mesh: MeshShape
+    target: Target
+    asked: Asked
 
 
 @lru_cache(maxsize=4096)
 def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     check_hardware(config, target)
     _check_divides(call, shape)
-    context, sums, unmet = _choose_strategy(call, config, shape, target)
-    repeat = lcm(call.kv_heads, context.head_ways()) // call.kv_heads
-    n = context.unit()
-    q_len = -(-call.q_len // n) * n
-    kv_len = -(-call.kv_len // n) * n if context.kv_letter() == "S" else call.kv_len
-    padded = pad_call(call, q_len, kv_len, repeat)
-    # A strategy's local call says nothing of a bias; that there is one decides which kernels can
-    # run.
-    share = context.local_call(padded)
-    local = replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
-    kernel, because, refused, fell = _choose_kernel(local, config, call, target)
-    context = context.over(kernel, local)
-    role = call.role
-    runs = {kernel.name, context.name, *(reason.who for reason in unmet)}
-    notes = (*sums, *context.notes(), *_notes(config, call, shape, repeat, runs, n))
-    notes += padding_notes(local, kernel.blocks)
+    question = _Question(call, config, shape, target, Asked.of(config, call.role))
+    over = _choose_strategy(question)
+    sizes = _padded_sizes(call, over.strategy)
+    local = _local_call(call, over.strategy, sizes)
+    runs = _choose_kernel(question, local)
+    context = over.strategy.over(runs.kernel, local)
+    return Plan(
+        call=call,
+        target=target,
+        mesh=shape,
+        asked=question.asked.text,
+        kernel=runs.kernel,
+        context=context,
+        kv_repeat=sizes.kv_repeat,
+        q_len=sizes.q_len,
+        kv_len=sizes.kv_len,
+        because=runs.because,
+        notes=_all_notes(question, context, runs.kernel, over.refused, sizes, local),
+        refused=(*over.refused, *runs.refused),
+        fell_back=runs.fell_back or bool(over.refused),
+        fallback=question.asked.fallback,
+        arithmetic=over.arithmetic,
+        sums=over.sums,
+    )
+
+
+def _all_notes(
+    question: _Question,
+    context: Strategy,
+    kernel: Kernel,
+    refused: tuple[Reason, ...],
+    sizes: _Padded,
+    local: Call,
+) -> tuple[str, ...]:
+    call, config, shape, target, _ = question
+    runs = {kernel.name, context.name, *(reason.who for reason in refused)}
+    notes = _notes(config, call, shape, sizes.kv_repeat, runs, context.unit())
+    notes = (*context.notes(), *notes, *padding_notes(local, kernel.blocks))
     if tuned := tuned_for(config, kernel.name, local, target.tuned):
         notes += (f"sizes measured on this machine, {tuned}; from {tuned.source}",)
-    return Plan(
-        call,
-        target,
-        shape,
-        _asked(config, role),
-        kernel,
-        context,
-        repeat,
-        q_len,
-        kv_len,
-        because,
-        notes,
-        (*unmet, *refused),
-        fell or bool(unmet),
-        config.fallback_for(role),
-    )
-
-
-def _asked(config: AttentionConfig, role: Role) -> str:
-    if role == "cross":
-        return f"cross_attention: {config.cross_attention}"
-    extra = f", attention_kernel: {config.attention_kernel}" if config.attention_kernel else ""
-    parallel = (
-        f", context_parallel: {config.context_parallel}"
-        if config.context_parallel != "auto"
-        else ""
-    )
-    heads = ", attention_sharding_uniform: false" if not config.attention_sharding_uniform else ""
-    return f"attention: {config.attention}{extra}{parallel}{heads}"
+    return notes
 
 
 # ---- what must divide ----------------------------------------------------------------------------
@@ -175,69 +213,114 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
     sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
-        raise MeshError(
-            "batch",
-            call.batch,
-            f"it must be a multiple of {batch}, the shards of the mesh axes {axes}",
-            f"use a batch of {-(-call.batch // batch) * batch}, or fewer devices on data and fsdp",
-        )
+        rule = f"it must be a multiple of {batch}, the shards of the mesh axes {axes}"
+        fits = -(-call.batch // batch) * batch
+        remedy = f"use a batch of {fits}, or fewer devices on data and fsdp"
+        raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
         divisors = ", ".join(str(d) for d in range(1, call.heads + 1) if call.heads % d == 0)
-        raise MeshError(
-            "heads",
-            call.heads,
-            f"they must be a multiple of the mesh axis tensor={tensor}",
-            f"set ici_tensor_parallelism to one of {divisors}",
-        )
+        rule = f"they must be a multiple of the mesh axis tensor={tensor}"
+        remedy = f"set ici_tensor_parallelism to one of {divisors}"
+        raise MeshError("heads", call.heads, rule, remedy)
+
+
+class _Padded(NamedTuple):
+    """Hold the lengths after padding to whole shards, and how often key heads are repeated."""
+
+    q_len: int
+    kv_len: int
+    kv_repeat: int
+
+
+def _padded_sizes(call: Call, context: Strategy) -> _Padded:
+    unit, repeat = context.unit(), lcm(call.kv_heads, context.head_ways()) // call.kv_heads
+    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
+    return _Padded(q_len, kv_len if context.kv_letter() == "S" else call.kv_len, repeat)
+
+
+def _local_call(call: Call, context: Strategy, sizes: _Padded) -> Call:
+    """Return the call that one device's kernel gets."""
+    padded = pad_call(call, *sizes)
+    share = context.local_call(padded)
+    # A strategy's local call says nothing of a bias; that there is one decides which kernels can
+    # run.
+    return replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
 
 
 # ---- the strategy --------------------------------------------------------------------------------
 
 
-def _choose_strategy(
-    call: Call, config: AttentionConfig, shape: MeshShape, target: Target
-) -> tuple[Strategy, tuple[str, ...], tuple[Reason, ...]]:
-    """Return the strategy, the sums of `auto`, and who was asked for and refused."""
-    asked = config.strategy_for(call.role)
-    if "context" not in dict(shape):
-        return STRATEGIES["none"].build(shape, config, call, target), (), ()
-    if call.role == "cross":
-        return STRATEGIES["none"].build(shape, config, call, target), (), ()
-    key = "context_parallel"
-    if asked == "auto" and not config.attention_sharding_uniform:
-        key, asked = "attention_sharding_uniform", "ulysses"
-    reasons: tuple[Reason, ...] = ()
-    if asked != "auto":
-        named = STRATEGIES[asked].build(shape, config, call, target)
-        reason = named.supports(call)
-        if reason is None:
-            return named, (), ()
-        _refuse_if_asked(config, call.role, key, reason)
-        reasons = (reason,)
+class _Over(NamedTuple):
+    """Hold the strategy, what `auto` added up, and who was asked for and refused."""
+
+    strategy: Strategy
+    arithmetic: str = ""
+    sums: tuple[str, ...] = ()
+    refused: tuple[Reason, ...] = ()
+
+
+def _choose_strategy(question: _Question) -> _Over:
+    call, config, shape, target, asked = question
+    if "context" not in dict(shape) or call.role == "cross":
+        return _Over(_strategy("none", question))
+    name, key = asked.strategy, asked.strategy_key
+    if name == "auto" and not config.attention_sharding_uniform:
+        name, key = "ulysses", "attention_sharding_uniform"
+    refused: tuple[Reason, ...] = ()
+    if name != "auto":
+        named = _strategy(name, question)
+        if (reason := named.supports(call)) is None:
+            return _Over(named)
+        _refuse_if_asked(question, key, reason)
+        refused = (reason,)
     choice = choose(call, config, shape, target)
-    return choice.strategy, choice.sums, reasons
+    return _Over(choice.strategy, choice.arithmetic, choice.sums, refused)
+
+
+def _strategy(name: str, question: _Question) -> Strategy:
+    call, config, shape, target, _ = question
+    return STRATEGIES[name].build(shape, config, call, target)
+
+
+def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
+    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the reason.
+
+    Raises:
+        Unsupported: with the rule and the remedy of the reason.
+    """
+    if question.asked.fallback != "error":
+        return
+    first = reason.remedy.replace("attention: auto", f"{key}: auto")
+    remedy = (f"{first}; or " if first else "") + "set fallback: warn to let another one run"
+    raise Unsupported(key, getattr(question.config, key), reason.rule, remedy)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-def _choose_kernel(
-    local: Call, config: AttentionConfig, call: Call, target: Target
-) -> tuple[Kernel, str, tuple[Reason, ...], bool]:
-    """Return (kernel, why, who was refused, whether it is not the one the user named)."""
-    named = config.kernel_for(call.role)
-    names, because = _candidates(named, local, config, call, target)
+class _Runs(NamedTuple):
+    """Hold the kernel, why it is this one, who was refused, and whether it is not the named one."""
+
+    kernel: Kernel
+    because: str
+    refused: tuple[Reason, ...]
+    fell_back: bool
+
+
+def _choose_kernel(question: _Question, local: Call) -> _Runs:
+    call, config, _, target, asked = question
+    names, because = _candidates(asked.kernel, local, config, call, target)
     refused: list[Reason] = []
     for name in names:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            return _build(name, local, config, target), because, tuple(refused), False
+            return _Runs(_build(name, local, config, target), because, tuple(refused), False)
         refused.append(reason)
-        if name == named or named != "auto":
-            _refuse_if_asked(config, call.role, "attention_kernel", reason)
+        if asked.kernel != "auto":
+            _refuse_if_asked(question, asked.kernel_key, reason)
     names, because = order(local, target)
     usable = next(n for n in names if refusal(n, local, target, config.deterministic) is None)
-    return _build(usable, local, config, target), because, tuple(refused), True
+    return _Runs(_build(usable, local, config, target), because, tuple(refused), True)
 
 
 def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
@@ -285,24 +368,6 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
     return KERNELS[name].repeats(local, target) if reason is None and deterministic else reason
 
 
-def _refuse_if_asked(config: AttentionConfig, role: Role, key: str, reason: Reason) -> None:
-    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the
-    reason.
-    """
-    if config.fallback_for(role) != "error":
-        return
-    if role == "cross":
-        key = "cross_attention"
-    elif key != "attention_sharding_uniform" and getattr(config, key) != reason.who:
-        key = "attention"
-    remedy = (
-        reason.remedy.replace("attention: auto", f"{key}: auto") + "; or " if reason.remedy else ""
-    )
-    raise Unsupported(
-        key, getattr(config, key), reason.rule, f"{remedy}set fallback: warn to let another one run"
-    )
-
-
 # ---- notes ---------------------------------------------------------------------------------------
 
 # What is said of a setting beside who reads it.
@@ -346,7 +411,7 @@ def _notes(
             f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the"
             " devices"
         )
-    asked = config.strategy_for(call.role)
+    asked = Asked.of(config, call.role).strategy
     if asked not in ("auto", "none") and "context" not in dict(shape):
         notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")
     if not config.mask_padding_tokens:

@@ -4,90 +4,105 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, cast
 
 from maxattn.call import Call
 
 if TYPE_CHECKING:
+    from maxattn.kernels.base import Lines
     from maxattn.plan import Plan
 
 INDENT = 10
 
 
-def explain(plan: Plan, training: bool = True) -> str:
-    """Return the plan as a few lines: asked, runs, mask, shards, blocks, moves, notes, and who was
-    refused.
+def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
+    """Return the plan as a few lines: what was asked, what runs, moves and was refused.
 
     Args:
         plan: what is told of.
         training: False leaves out what its backward does and sends.
+        why: print what `context_parallel: auto` added up for every strategy.
     """
-    lines = [_headline(plan)]
-    for heading, text in _entries(plan, training):
-        lines.append(f"  {heading:<{INDENT - 2}}{text}")
-    return "\n".join(lines)
+    entries = _entries(plan, training, why)
+    lines = (f"  {heading:<{INDENT - 2}}{text}" for heading, text in entries)
+    return "\n".join([_headline(plan), *lines])
 
 
 def _headline(plan: Plan) -> str:
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
-    return (
-        f"{plan.call.role}-attention  {plan.call.shape_text}"
-        + (f"   mesh {mesh}" if mesh else "")
-        + f"   {plan.target.device_kind}"
-    )
+    sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
+    call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""
+    return f"{call.role}-attention  {call.shape_text}{mesh}   {plan.target.device_kind}"
 
 
-def _entries(plan: Plan, training: bool) -> list[tuple[str, str]]:
-    local = plan.context.local_call(plan.padded_call)
-    runs_with = plan.kernel if training else plan.kernel.for_inference()
-    kernel = runs_with.lines(plan.context.kernel_call(local))
-    if instead := plan.context.backward_line():
-        kernel = kernel._replace(backward=instead)
+def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
+    kernel = _lines_of_kernel(plan, training)
     strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
-    runs = strategy + kernel.runs
-    entries = [("asked", plan.asked), ("runs", runs), ("because", plan.because)]
+    entries = [("asked", plan.asked), ("runs", strategy + kernel.runs), ("because", plan.because)]
     if not plan.call.mask.is_full:
         entries.append(("mask", _mask(plan.call)))
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
-    both = training and kernel.backward
-    blocks = f"forward: {kernel.blocks}; backward: {kernel.backward}" if both else kernel.blocks
-    entries += [("blocks", line) for line in blocks.splitlines()]
-    moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
-    entries += moves or ([("moves", "nothing")] if plan.mesh else [])
-    entries += [("note", note) for note in plan.notes]
+    entries += [("blocks", line) for line in _blocks(kernel, training).splitlines()]
+    entries += _moves(plan, training)
+    entries += [("note", note) for note in (*_arithmetic(plan, why), *plan.notes)]
     return entries + [("not", str(reason)) for reason in plan.refused]
 
 
+def _lines_of_kernel(plan: Plan, training: bool) -> Lines:
+    local = plan.context.local_call(plan.padded_call)
+    runs_with = plan.kernel if training else plan.kernel.for_inference()
+    kernel = runs_with.lines(plan.context.kernel_call(local))
+    instead = plan.context.backward_line()
+    return kernel._replace(backward=instead) if instead else kernel
+
+
+def _blocks(kernel: Lines, training: bool) -> str:
+    if not (training and kernel.backward):
+        return kernel.blocks
+    return f"forward: {kernel.blocks}; backward: {kernel.backward}"
+
+
+def _moves(plan: Plan, training: bool) -> list[tuple[str, str]]:
+    moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
+    return moves or ([("moves", "nothing")] if plan.mesh else [])
+
+
+def _arithmetic(plan: Plan, why: bool) -> tuple[str, ...]:
+    if why:
+        return plan.sums
+    return (f"{plan.arithmetic} (explain --why prints all)",) if plan.arithmetic else ()
+
+
 def _mask(call: Call) -> str:
-    text = str(call.mask)
-    pairs = call.mask.allowed_pairs(call.q_len, call.kv_len)
-    share = pairs / (call.q_len * call.kv_len)
+    share = call.mask.allowed_pairs(call.q_len, call.kv_len) / (call.q_len * call.kv_len)
     at_most = "at most " if call.mask.has_data else ""
-    return f"{text}, {at_most}{share:.1%} of the pairs"
+    return f"{call.mask}, {at_most}{_percent(share)} of the pairs"
+
+
+def _percent(share: float) -> str:
+    """Write a share with three digits, as 28.6%."""
+    value = 100 * share
+    decimals = max(0, 2 - floor(log10(value))) if value else 0
+    return f"{value:.{decimals}f}%"
 
 
 def _shards(plan: Plan) -> str:
-    local = plan.context.local_call(plan.padded_call)
+    local, call = plan.context.local_call(plan.padded_call), plan.call
     runs = f"{plan.context.runs} x " if plan.context.runs > 1 else ""
-    parts = [f"{local.batch} of B", f"{runs}{local.q_len} queries", f"{local.heads} heads"]
-    extra = [
-        f"{what}: {padded - real} padded, masked"
-        for what, padded, real in (
-            ("queries", plan.q_len, plan.call.q_len),
-            ("keys", plan.kv_len, plan.call.kv_len),
-        )
-        if padded > real
-    ]
-    return ", ".join(parts) + " each" + "".join(f"; {e}" for e in extra)
+    parts = f"{local.batch} of B, {runs}{local.q_len} queries, {local.heads} heads each"
+    queries = _padding("queries", plan.q_len - call.q_len)
+    return parts + queries + _padding("keys", plan.kv_len - call.kv_len)
+
+
+def _padding(what: str, added: int) -> str:
+    return f"; {what}: {added} padded, masked" if added else ""
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return what decides the numbers of a plan, as plain values that JSON can hold."""
-    kernel = {
-        "kernel": plan.kernel.name,
-        **{f"kernel.{k}": v for k, v in asdict(cast(Any, plan.kernel)).items()},
-    }
+    fields = asdict(cast(Any, plan.kernel))
+    kernel = {"kernel": plan.kernel.name, **{f"kernel.{k}": v for k, v in fields.items()}}
     values = {
         "role": plan.call.role,
         "call": plan.call.shape_text,

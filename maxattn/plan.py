@@ -50,6 +50,8 @@ class Plan:
         refused: kernels and strategies that were asked for or come first, and cannot run here.
         fell_back: whether another kernel or strategy runs than the user named.
         fallback: the policy under which it did: "error", "warn" or "allow".
+        arithmetic: which strategy `context_parallel: auto` chose and by what times, in a line.
+        sums: what it added up for every strategy, a line each.
     """
 
     call: Call
@@ -66,27 +68,20 @@ class Plan:
     refused: tuple[Reason, ...] = ()
     fell_back: bool = False
     fallback: str = "error"
+    arithmetic: str = ""
+    sums: tuple[str, ...] = ()
     _hash: int = field(default=0, init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:
         if self._hash == 0:
-            facts = (
-                self.call,
-                self.mesh,
-                self.kernel,
-                self.context,
-                self.asked,
-                self.notes,
-                self.target,
-            )
+            what = self.kernel, self.context, self.asked, self.notes
+            facts = (self.call, self.mesh, self.target, *what)
             object.__setattr__(self, "_hash", hash(facts) or 1)
         return self._hash
 
     @property
     def padded_call(self) -> Call:
-        """The call after repeating key heads and padding to whole shards: what the strategy lays
-        out.
-        """
+        """The call after repeating key heads and padding: what the strategy lays out."""
         return pad_call(self.call, self.q_len, self.kv_len, self.kv_repeat)
 
     @property
@@ -122,11 +117,15 @@ class Plan:
     def _mask_spec(self, letters: str) -> PartitionSpec:
         return to_partition_spec(spec_of(self.context.mask_letters(letters), self.mesh))
 
-    def explain(self) -> str:
-        """Say what runs, why, what moves and what was refused, in a few lines."""
+    def explain(self, why: bool = False) -> str:
+        """Say what runs, why, what moves and what was refused, in a few lines.
+
+        Args:
+            why: print the sums of every strategy that `context_parallel: auto` weighed.
+        """
         from maxattn.explain import explain
 
-        return explain(self)
+        return explain(self, why=why)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values to save beside a checkpoint."""
@@ -138,9 +137,8 @@ class Plan:
         """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
         keys = [*mine, *(k for k in theirs if k not in mine)]
-        return tuple(
-            f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in keys if mine.get(k) != theirs.get(k)
-        )
+        pairs = ((k, theirs.get(k), mine.get(k)) for k in keys)
+        return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
 
 
 _QKV = ("BTNH", "BSKH", "BSKH")

@@ -74,7 +74,7 @@ def test_what_it_decides() -> None:
 
 
 def test_the_plan_prints_every_sum_and_where_the_figures_are_from() -> None:
-    text = chosen(32768, 6, 4, "TPU v5p").explain()
+    text = chosen(32768, 6, 4, "TPU v5p").explain(why=True)
     for part in (
         "context_parallel: auto is",
         "not measured by us",
@@ -84,6 +84,19 @@ def test_the_plan_prints_every_sum_and_where_the_figures_are_from() -> None:
         "6 heads",
     ):
         assert part in text
+
+
+def test_without_why_the_sums_are_one_line_with_the_next_best() -> None:
+    plan = chosen(32768, 40, 4, "NVIDIA H200")
+    (line,) = [each for each in plan.explain().splitlines() if "ms a step" in each]
+    assert line == (
+        "  note    context_parallel: auto is ulysses, the first within 2% of the shortest, by"
+        " arithmetic: 34 ms a step; next best ring 34 ms (explain --why prints all)"
+    )
+    assert len(plan.sums) == 5 and not set(plan.sums) & set(plan.explain().splitlines())
+    named = ma.AttentionConfig(attention="ring")
+    x = ma.plan(plan.call, named, {"context": 4}, plan.target)
+    assert not x.sums and x.explain(why=True) == x.explain()
 
 
 def test_memory_comes_before_time_and_the_simplest_of_equals_before_others() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import AllGather, WholeKeys
-from maxattn.context_parallel.auto.cost import Cost, cost_of
+from maxattn.context_parallel.auto.cost import Cost, cost_of, in_ms
 from maxattn.context_parallel.base import Strategy, readable
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
@@ -29,9 +29,16 @@ SHARE = 0.5  # of the memory, for what the strategy holds: the model needs the r
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold what was chosen, and the sums it was chosen by, one a line."""
+    """Hold what was chosen, and the sums it was chosen by.
+
+    Args:
+        strategy: the one that runs.
+        arithmetic: its time and that of the next best, in a line.
+        sums: those of every strategy, a line each, and why others cannot run.
+    """
 
     strategy: Strategy
+    arithmetic: str
     sums: tuple[str, ...]
 
 
@@ -58,10 +65,13 @@ def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         for name, strategy in built.items() if reasons[name] is None and name not in alone
     }  # fmt: skip
     name = fastest(costs, SHARE * machine.memory)
-    why = _why(name, costs, SHARE * machine.memory)
-    head = f"context_parallel: auto is {name}{why}, by this arithmetic ({machine.source})"
+    limit = SHARE * machine.memory
+    why = _why(name, costs, limit)
+    head = f"context_parallel: auto is {name}{why}"
     left_out = (str(reason) for reason in reasons.values() if isinstance(reason, Reason))
-    return Choice(built[name], (head, *_lines(costs, SHARE * machine.memory), *left_out))
+    first = f"{head}, by this arithmetic ({machine.source})"
+    times = f"{head}{',' if why else ''} by arithmetic: {_times(name, costs, limit)}"
+    return Choice(built[name], times, (first, *_lines(costs, limit), *left_out))
 
 
 def fastest(costs: Mapping[str, Cost], limit: float) -> str:
@@ -85,6 +95,17 @@ def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
         if costs[name].step == min(fitting)
         else f", the first within {EQUAL - 1:.0%} of the shortest"
     )
+
+
+def _times(name: str, costs: Mapping[str, Cost], limit: float) -> str:
+    """Say how long the chosen one takes, and the fastest of the others that fit in memory."""
+    chosen = f"{in_ms(costs[name].step)} ms a step"
+    others = {n: cost for n, cost in costs.items() if n != name}
+    others = {n: cost for n, cost in others.items() if cost.memory <= limit} or others
+    if not others:
+        return chosen
+    next_best = min(others, key=lambda n: others[n].step)
+    return f"{chosen}; next best {next_best} {in_ms(others[next_best].step)} ms"
 
 
 def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:

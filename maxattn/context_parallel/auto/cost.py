@@ -53,11 +53,15 @@ class Cost:
         return self.compute + self.exposed
 
     def __str__(self) -> str:
-        parts = f"{self.compute * 1e3:.4g} computing + {self.exposed * 1e3:.3g} waiting"
-        return (
-            f"{self.name}: {self.step * 1e3:.4g} ms a step = {parts}, holds {readable(self.memory)}"
-            " more"
-        )
+        step, compute, waits = map(in_ms, (self.step, self.compute, self.exposed))
+        parts = f"{compute} computing + {waits} waiting"
+        return f"{self.name}: {step} ms a step = {parts}, holds {readable(self.memory)} more"
+
+
+def in_ms(seconds: float) -> str:
+    """Write seconds as milliseconds, with the two digits that this arithmetic is worth."""
+    value = float(f"{seconds * 1e3:.2g}")
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def cost_of(strategy: WholeKeys, call: Call, machine: Machine) -> Cost:

@@ -20,6 +20,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     common.config_arguments(parser)
     common.shape_arguments(parser)
     common.machine_arguments(parser)
+    text = "print the sums of every strategy that `context_parallel: auto` weighs"
+    parser.add_argument("--why", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,9 +29,6 @@ def run(args: argparse.Namespace) -> int:
     source = common.read_source(args)
     found = common.shapes_of(args, source)
     mesh, target = common.mesh_of(args, source.config), common.target_of(args, source.config)
-    print(
-        common.joined(
-            [plan(shape.call(), source.config, mesh, target).explain() for shape in found]
-        )
-    )
+    plans = (plan(shape.call(), source.config, mesh, target) for shape in found)
+    print(common.joined([each.explain(why=args.why) for each in plans]))
     return 0

@@ -35,6 +35,16 @@ GOOD = {
         "16",
         "attention=dot_product",
     ],
+    "why": [
+        "attention=dot_product",
+        "--shape",
+        "1,4096,4096,6,64",
+        "--target",
+        "TPU v5p",
+        "--mesh",
+        "context=4",
+        "--why",
+    ],
     "masks": [
         "attention=dot_product",
         "--shape",
