@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from maxattn.errors import InputError
-from maxattn.masks import Dense, Full, KeyPadding, Mask
+from maxattn.masks import Dense, Full, Mask
 
 Role = Literal["self", "cross"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -156,7 +156,7 @@ def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
 
 def without_padding(mask: Mask) -> Mask:
     """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
-    kept = (term for term in mask.terms() if not isinstance(term, KeyPadding))
+    kept = (term for term in mask.terms() if not term.is_key_padding)
     full: Mask = Full()
     for term in kept:
         full = full & term

@@ -54,11 +54,6 @@ def adjust(
     return sizes, tuple(_changes(asked, sizes, reasons, facts))
 
 
-DIVIDING = frozenset(
-    {"BlockSlidingWindow", "BlockCausal", "VideoMask"}
-)  # masks whose test divides positions
-
-
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
     """Gather what the rules look at."""
     return Facts(
@@ -70,7 +65,7 @@ def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> 
         kernel,
         training,
         chip_of(target),
-        not DIVIDING.isdisjoint(call.mask.names()),
+        call.mask.divides_positions,
     )
 
 

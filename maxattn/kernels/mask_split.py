@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from maxattn.call import Reason
 from maxattn.kernels.base import Offset
-from maxattn.masks import EMPTY, FULL, MIXED, Full, KeyPadding, Mask, Segments
+from maxattn.masks import EMPTY, FULL, MIXED, Full, Mask
 
 Kinds = Any  # int8 [query tiles, key tiles], numpy or traced
 QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
@@ -29,8 +29,8 @@ class Split:
     """
 
     positions: Mask
-    segments: Segments | None
-    padding: tuple[KeyPadding, ...]
+    segments: Mask | None
+    padding: tuple[Mask, ...]
 
     @property
     def has_ids(self) -> bool:
@@ -41,14 +41,14 @@ class Split:
 def split(mask: Mask) -> Split | Reason:
     """Split a bound mask, or its form, into what splash takes, or say which part it cannot take."""
     positions: Mask = Full()
-    segments: list[Segments] = []
-    padding: list[KeyPadding] = []
+    segments: list[Mask] = []
+    padding: list[Mask] = []
     for term in mask.terms():
         if not term.has_data:
             positions = positions & term
-        elif isinstance(term, Segments):
+        elif term.segment_ids() is not None:
             segments.append(term)
-        elif isinstance(term, KeyPadding):
+        elif term.is_key_padding:
             padding.append(term)
         else:
             return _refused(term)
@@ -64,17 +64,23 @@ REMEDY = "set attention: dot_product with use_memory_efficient_attention: true"
 
 
 def _refused(term: Mask) -> Reason:
-    if term.names() == ("Dense",):
+    what = " and ".join(sorted(_names_with_data(term)))
+    if not term.parts():
         rule = (
             "it tests masks of positions, lengths and segments inside the kernel, and takes no"
             " table of pairs"
         )
-        return Reason(
-            "flash", "mask Dense", rule, f"say the mask as one of maxattn.masks, or {REMEDY}"
-        )
-    what = " and ".join(n for n in term.names() if n in ("Dense", "KeyPadding", "Segments"))
+        remedy = f"say the mask as one of maxattn.masks, or {REMEDY}"
+        return Reason("flash", f"mask {what}", rule, remedy)
     rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
     return Reason("flash", f"mask {what} under | or ~", rule, REMEDY)
+
+
+def _names_with_data(mask: Mask) -> set[str]:
+    """Name the kinds of mask in it that hold arrays."""
+    if not mask.parts():
+        return {*mask.names()} if mask.has_data else set()
+    return {name for part in mask.parts() for name in _names_with_data(part)}
 
 
 def segment_ids(
@@ -90,13 +96,11 @@ def segment_ids(
         return None
     q_ids, kv_ids = jnp.zeros((1, q_len), jnp.int32), jnp.zeros((1, kv_len), jnp.int32)
     if parts.segments is not None:
-        q_ids, kv_ids = (
-            jnp.asarray(x).astype(jnp.int32) for x in (parts.segments.q_ids, parts.segments.kv_ids)
-        )
-        q_ids, kv_ids = (
-            jnp.where(q_ids < 0, QUERY_PAD, q_ids),
-            jnp.where(kv_ids < 0, KEY_PAD, kv_ids),
-        )
+        given = parts.segments.segment_ids()
+        assert given is not None
+        q_ids, kv_ids = (jnp.asarray(x).astype(jnp.int32) for x in given)
+        q_ids = jnp.where(q_ids < 0, QUERY_PAD, q_ids)
+        kv_ids = jnp.where(kv_ids < 0, KEY_PAD, kv_ids)
     for term in parts.padding:
         real = term.allowed(np.zeros(1, np.int32), jnp.arange(kv_len), 0, kv_offset)[:, 0, 0]
         kv_ids = jnp.where(real, kv_ids, KEY_PAD)

@@ -1,6 +1,4 @@
-"""Masks: which query may attend to which key, as functions of positions that combine with `&`, `|`
-and `~`.
-"""
+"""Masks: which query may attend to which key; they combine with `&`, `|` and `~`."""
 
 from __future__ import annotations
 
@@ -8,7 +6,10 @@ from maxattn.masks.algebra import And, Empty, Full, Not, Or
 from maxattn.masks.base import BIG, Mask
 from maxattn.masks.blocks import EMPTY, FULL, MIXED
 from maxattn.masks.data import Dense, KeyPadding, Segments
+from maxattn.masks.for_kernels import Band
+from maxattn.masks.position_mask import PositionMask
 from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
+from maxattn.masks.tree import mask_type
 from maxattn.masks.video import VideoMask
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "FULL",
     "MIXED",
     "And",
+    "Band",
     "BlockCausal",
     "BlockSlidingWindow",
     "Causal",
@@ -29,6 +31,8 @@ __all__ = [
     "Mask",
     "Not",
     "Or",
+    "PositionMask",
     "Segments",
     "VideoMask",
+    "mask_type",
 ]

@@ -82,6 +82,10 @@ class And(_Joined):
         """List the masks that must all allow a pair."""
         return self.args
 
+    def most_keys(self) -> int | None:
+        """Take the least bound that one of the masks gives."""
+        return min((n for arg in self.args if (n := arg.most_keys()) is not None), default=None)
+
     def __repr__(self) -> str:
         """Write the masks joined by `&`."""
         return self._repr("&")
@@ -129,9 +133,7 @@ class Not(Mask):
         return Not(self.arg.over_leaves(change))
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Take the gaps between the intervals: the upper bound of a complement is the complement of
-        a lower bound.
-        """
+        """Take the gaps: the upper bound of a complement is the complement of a lower bound."""
         return _complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
@@ -144,9 +146,7 @@ class Not(Mask):
 
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:
-    """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty
-    absorbed.
-    """
+    """Rewrite in negation normal form: flat, without repeats, sorted, Full and Empty absorbed."""
     if isinstance(mask, Not):
         return canonical(mask.arg, not negated)
     if isinstance(mask, _Joined):
@@ -178,8 +178,9 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
 
 
 def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
-    """Drop one after the other what another that is still there makes say nothing: of `a | b` and
-    `b | a` one stays.
+    """Drop, one after the other, each mask to which one that is still there leaves no say.
+
+    Of `a | b` and `b | a` one stays.
     """
     kept = masks
     for mask in masks:
@@ -189,17 +190,16 @@ def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
 
 
 def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> bool:
-    """Tell whether another mask makes this one say nothing new, as `a` does `a | b` in `a & (a |
-    b)`.
-    """
+    """Tell whether another mask leaves this one no say, as `a` does `a | b` in `a & (a | b)`."""
     mine = mask.args if isinstance(mask, other) else (mask,)
     rivals = ((x.args if isinstance(x, other) else (x,)) for x in among)
     return any(all(_among(part, mine) for part in rival) for rival in rivals)
 
 
 def _among(mask: Mask, others: Iterable[Mask]) -> bool:
-    """Tell whether a mask is one of others, with the very same arrays: forms of two arrays are
-    equal, not the same.
+    """Tell whether a mask is one of others, with the very same arrays.
+
+    Forms of two arrays are equal, not the same.
     """
     mine, shape = jax.tree.flatten(mask)
     found = ((leaves, other) for leaves, other in map(jax.tree.flatten, others) if other == shape)

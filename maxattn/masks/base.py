@@ -8,7 +8,7 @@ in `positions.py`, `video.py` and `data.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from maxattn.errors import InputError
 from maxattn.masks import blocks
+from maxattn.masks.for_kernels import ForKernels
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -33,7 +34,7 @@ Span = tuple[Any, Any]
 
 
 class Lengths(NamedTuple):
-    """The sizes of the call that a mask is bound to; None is a size nobody has named."""
+    """Hold the sizes of the call that a mask is bound to; None is a size that was not named."""
 
     q_len: int
     kv_len: int
@@ -42,9 +43,7 @@ class Lengths(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """The queries and keys that `allowed` is asked about: indexes into the leaves, and positions in
-    the sequence.
-    """
+    """Hold what `allowed` is asked about: indexes into the leaves, positions, and numpy's name."""
 
     q_idx: Any
     kv_idx: Any
@@ -53,7 +52,7 @@ class Spots(NamedTuple):
     xp: Any
 
 
-class Mask:
+class Mask(ForKernels):
     """Answer which keys a query may attend to, from positions alone.
 
     Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
@@ -66,9 +65,7 @@ class Mask:
     # -- what each kind of mask defines ------------------------------------------------------------
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Bound the key positions that each query may attend to; `data` is what data masks count
-        as.
-        """
+        """Bound the keys that each query may see; `data` is what data masks count as."""
         raise NotImplementedError(type(self).__name__)
 
     def at(self, spots: Spots) -> Any:
@@ -129,17 +126,11 @@ class Mask:
 
     def __bool__(self) -> bool:
         """Refuse to be a truth value: `a and b` would silently be `b`."""
-        raise InputError(
-            "mask",
-            self,
-            "a mask has no truth value",
-            "combine masks with &, | and ~, test for `is None`",
-        )
+        remedy = "combine masks with &, | and ~, test for `is None`"
+        raise InputError("mask", self, "a mask has no truth value", remedy)
 
     def canonical(self) -> Mask:
-        """Rewrite in negation normal form: flattened, deduplicated, sorted, with Full and Empty
-        absorbed.
-        """
+        """Rewrite in negation normal form: flat, sorted, no repeats, Full and Empty absorbed."""
         from maxattn.masks.algebra import canonical
 
         return canonical(self)
@@ -149,8 +140,7 @@ class Mask:
     def bind(
         self, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None
     ) -> Mask:
-        """Fit the mask to a call: resolve every offset, check every leaf, return the canonical
-        form.
+        """Fit the mask to a call: resolve offsets, check leaves, return the canonical form.
 
         An offset of None becomes `kv_len - q_len`: the last query sits at the last key. Binding
         twice changes nothing.
@@ -248,30 +238,22 @@ class Mask:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
 
     def leaf_axes(self) -> Self:
-        """Replace every array leaf by a string that names its dims: letters of "BNTS", or "1" for a
-        dim of size 1.
-        """
+        """Replace every array leaf by the names of its dims: of "BNTS", "1" where the size is 1."""
         return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
 
     def _all_axes(self) -> tuple[str, ...]:
         return sum((part._all_axes() for part in self.parts()), self.axes())
 
     def period(self) -> int | None:
-        """Give the natural block length along the sequence, in tokens; None when there is none or
-        when two disagree.
-        """
+        """Give the block length in tokens; None where there is none or where two disagree."""
         found = {p for p in (self.own_period(), *(part.period() for part in self.parts())) if p}
         longest = max(found, default=0)
         return longest if longest and all(longest % p == 0 for p in found) else None
 
     def names(self) -> tuple[str, ...]:
         """Name the kinds of mask in it, sorted, without the connectives."""
-        parts = self.parts()
-        return (
-            tuple(sorted({n for part in parts for n in part.names()}))
-            if parts
-            else (type(self).__name__,)
-        )
+        found = {name for part in self.parts() for name in part.names()}
+        return tuple(sorted(found)) or (type(self).__name__,)
 
     def terms(self) -> tuple[Mask, ...]:
         """List the masks that must all allow a pair: those joined by `&`, else the mask itself."""
@@ -280,7 +262,9 @@ class Mask:
     @property
     def is_full(self) -> bool:
         """Whether everything is allowed."""
-        return self.canonical().names() == ("Full",)
+        from maxattn.masks.algebra import Full
+
+        return isinstance(self.canonical(), Full)
 
     @property
     def has_data(self) -> bool:
@@ -341,13 +325,9 @@ class Mask:
 
     def __repr__(self) -> str:
         """Write the mask as the call that makes it, without defaults; arrays as dtype and shape."""
-        shown = [(f, getattr(self, f.name)) for f in fields(self)]  # pyright: ignore[reportArgumentType]
-        names = (
-            ("" if f.default is MISSING else f"{f.name}=", v)
-            for f, v in shown
-            if v is not f.default
-        )
-        return f"{type(self).__name__}({', '.join(name + text(value) for name, value in names)})"
+        shown = ((f, getattr(self, f.name)) for f in fields(self))  # pyright: ignore[reportArgumentType]
+        said = (_argument(f, value) for f, value in shown if value is not f.default)
+        return f"{type(self).__name__}({', '.join(said)})"
 
 
 def as_mask(other: object) -> Mask:
@@ -357,6 +337,11 @@ def as_mask(other: object) -> Mask:
     raise InputError(
         "mask", text(other), "masks combine with masks", "wrap a bool array in Dense(...)"
     )
+
+
+def _argument(field: Field[Any], value: Any) -> str:
+    name = "" if field.default is MISSING else f"{field.name}="
+    return name + text(value)
 
 
 def _is_array(x: object) -> bool:

@@ -1,6 +1,4 @@
-"""Masks that depend on arrays: lengths or flags of keys, segment ids, and a whole table of
-pairs.
-"""
+"""Masks that depend on arrays: lengths or flags of keys, segment ids, a whole table of pairs."""
 
 from __future__ import annotations
 
@@ -77,6 +75,15 @@ class KeyPadding(DataMask):
         """Name the batch, and the keys of flags."""
         return (_named(self.keys, "BS" if _is_bool(self.keys) else "B", "B"),)
 
+    @property
+    def is_key_padding(self) -> bool:
+        """Whether it marks the padding of each batch row."""
+        return True
+
+    def key_limit(self) -> Any:
+        """Give the lengths; flags mark keys in no order."""
+        return None if _is_bool(self.keys) else self.keys
+
 
 @mask_type
 class Segments(DataMask):
@@ -132,6 +139,10 @@ class Segments(DataMask):
         """Name batch, queries and keys."""
         return _named(self.q_ids, "BT", "B"), _named(self.kv_ids, "BS", "B")
 
+    def segment_ids(self) -> tuple[Any, Any]:
+        """Give both arrays."""
+        return self.q_ids, self.kv_ids
+
 
 @mask_type
 class Dense(DataMask):
@@ -179,6 +190,11 @@ class Dense(DataMask):
         """Name the dims there are."""
         letters = {2: "TS", 3: "BTS", 4: "BNTS"}[len(self.table.shape)]
         return (_named(self.table, letters, letters),)
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether the table says the same for every query and head."""
+        return all(axes[-3:-1].strip("1") == "" for axes in self.axes())
 
 
 def _four(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,71 +1,15 @@
-"""Masks that are functions of the positions of a query and a key."""
+"""Masks of positions: causal, windows of tokens and of blocks, and a limit of the keys."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from operator import index
 from typing import Any
-
-import jax
-import numpy as np
 
 from maxattn.errors import InputError
 from maxattn.masks.algebra import Full
-from maxattn.masks.base import BIG, Lengths, Mask, Span, Spots, text
+from maxattn.masks.base import BIG, Mask, Span, Spots
+from maxattn.masks.for_kernels import Band
+from maxattn.masks.position_mask import MOST, PositionMask, whole
 from maxattn.masks.tree import mask_type
-
-MOST = BIG // 2  # of a number: int32 holds the sum of a position, an offset and a width
-
-
-class PositionMask(Mask):
-    """Give intervals of key positions for a query at `index + offset`; everything else follows from
-    them.
-    """
-
-    offset: int | None
-
-    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """Give the key positions that a query at a position sees."""
-        raise NotImplementedError(type(self).__name__)
-
-    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Shift the queries by the offset and give what they see."""
-        if self.offset is None:
-            rule = "where the queries sit depends on the lengths"
-            raise InputError("mask", self, rule, "call bind(q_len, kv_len) first, or give offset=")
-        return self.seen(q_pos + self.offset, xp)
-
-    def at(self, spots: Spots) -> Any:
-        """Test every key against the intervals of every query."""
-        out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
-        for lo, hi in self.spans(spots.q_pos, spots.xp, True):
-            inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
-            inside = (
-                inside
-                if lo is None
-                else inside & (spots.kv_pos[None, None, None, :] >= lo[None, None, :, None])
-            )
-            inside = (
-                inside
-                if hi is None
-                else inside & (spots.kv_pos[None, None, None, :] < hi[None, None, :, None])
-            )
-            out = out | inside
-        return out
-
-    def bound_to(self, lengths: Lengths) -> Mask:
-        """Resolve an offset of None so that the last query sits at the last key."""
-        if self.offset is not None:
-            return self
-        if lengths.q_len > lengths.kv_len:
-            rule = (
-                "without an offset the last query sits at the last key, which needs q_len <= kv_len"
-            )
-            remedy = "give offset= (offset=0 puts query 0 at key 0)"
-            raise InputError(
-                "mask", f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}", rule, remedy
-            )
-        return replace(self, offset=lengths.kv_len - lengths.q_len)  # pyright: ignore[reportArgumentType]
 
 
 @mask_type
@@ -85,6 +29,15 @@ class Causal(PositionMask):
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See up to oneself."""
         return ((None, pos + 1),)
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether its test divides positions."""
+        return False
+
+    def band(self) -> Band:
+        """Give the band that is open to the left."""
+        return Band(None, 0, self.offset or 0)
 
 
 @mask_type
@@ -109,12 +62,22 @@ class LocalWindow(PositionMask):
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See from `left` before to `right` after."""
-        return (
-            (
-                None if self.left is None else pos - self.left,
-                None if self.right is None else pos + self.right + 1,
-            ),
-        )
+        start = None if self.left is None else pos - self.left
+        end = None if self.right is None else pos + self.right + 1
+        return ((start, end),)
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether its test divides positions."""
+        return False
+
+    def band(self) -> Band:
+        """Give both sides."""
+        return Band(self.left, self.right, self.offset or 0)
+
+    def most_keys(self) -> int | None:
+        """Count both sides and the query's own position."""
+        return None if self.left is None or self.right is None else self.left + self.right + 1
 
     def simplified(self) -> Mask:
         """Be `Full` without sides, and `Causal` when only the past is seen."""
@@ -196,6 +159,10 @@ class BlockSlidingWindow(PositionMask):
         """Give the block."""
         return self.block
 
+    def most_keys(self) -> int | None:
+        """Count the tokens of the window."""
+        return self.block * self.window
+
 
 @mask_type
 class KeyLimit(Mask):
@@ -219,42 +186,11 @@ class KeyLimit(Mask):
         """Compare keys alone."""
         return (spots.kv_pos < self.limit)[None, None, None, :]
 
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether it allows the same keys to every query."""
+        return True
 
-def whole(mask: Mask, name: str, least: int, optional: bool = False, most: int = MOST) -> None:
-    """Check that a field is a whole number in range, and keep it as an int.
-
-    Args:
-        mask: the mask that is being made.
-        name: the field.
-        least: smallest value.
-        optional: whether None is a value.
-        most: largest value, a power of two.
-
-    Raises:
-        InputError: it is not.
-    """
-    value, where = getattr(mask, name), f"{type(mask).__name__}.{name}"
-    if value is None and optional:
-        return
-    number = _int(value)
-    none = ", or None" if optional else ""
-    if number is None:
-        raise InputError(
-            where,
-            text(value),
-            f"a whole number{none}",
-            f"give {name} as a Python int, known before tracing",
-        )
-    if number < least:
-        raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")
-    if number > most:
-        rule = f"at most 2**{most.bit_length() - 1} = {most}{none}"
-        raise InputError(where, value, rule, f"give a smaller {name}")
-    object.__setattr__(mask, name, number)
-
-
-def _int(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, (bool, np.bool_)) else index(value)
-    except (TypeError, jax.errors.JAXTypeError):
-        return None
+    def key_limit(self) -> int:
+        """Give the limit."""
+        return self.limit

@@ -1,6 +1,4 @@
-"""The mask of autoregressive video diffusion: blocks of frames, a window of them, and sink
-frames.
-"""
+"""The mask of autoregressive video diffusion: blocks of frames, a window of them, a sink."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any
 
 from maxattn.errors import InputError
 from maxattn.masks.base import Lengths, Mask, Span
-from maxattn.masks.positions import MOST, PositionMask, whole
+from maxattn.masks.position_mask import MOST, PositionMask, whole
 from maxattn.masks.tree import mask_type
 
 
@@ -102,3 +100,7 @@ class VideoMask(PositionMask):
     def own_period(self) -> int | None:
         """Give the tokens of a block, or of a frame when a lone first frame shifts the blocks."""
         return self.tokens_per_frame * (1 if self.first_frame_alone else self.frames_per_block)
+
+    def most_keys(self) -> int | None:
+        """Count the tokens of the budget."""
+        return None if self.budget is None else self.budget * self.tokens_per_frame

@@ -5,17 +5,15 @@ from __future__ import annotations
 from maxattn.call import Call
 from maxattn.masks import Mask
 
-QUERY_CHUNKS = 64  # the seed's rule: query_chunk_size = sequence_length // 64
+QUERY_CHUNKS = 64  # of a long sequence
 LEAST_QUERY_CHUNK = 128  # below this a matmul's overhead shows, measured on a CPU
-KEY_CHUNK = 16384  # the seed's rule: 4096 * 4
+KEY_CHUNK = 16384
 SPARSE_CHUNK = 512  # chunks of a mask that leaves parts empty: small enough to skip them
 LARGEST_PERIOD_CHUNK = 1024
-LEAVES_PARTS_EMPTY = {"Causal", "LocalWindow", "BlockSlidingWindow", "BlockCausal", "VideoMask"}
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
-    """Choose (query chunk, key chunk): what the user asked for, cut to the sequence, else by these
-    rules.
+    """Choose (query chunk, key chunk): what the user asked for, else by these rules.
 
     A mask that lets every query see everything: max(T // 64, 128) queries by 16,384 keys. A mask
     that leaves parts of the square empty: the longest divisor of its period (a frame block) up to
@@ -28,17 +26,15 @@ def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) ->
 
 
 def _sparse_chunk(mask: Mask) -> int | None:
-    if not LEAVES_PARTS_EMPTY & set(mask.names()):
+    if not mask.leaves_parts_empty:
         return None
     period = mask.period()
-    return (
-        largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK) if period else SPARSE_CHUNK
-    )
+    if period is None:
+        return SPARSE_CHUNK
+    return largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK)
 
 
 def largest_divisor(n: int, most: int, least: int) -> int:
-    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` where there is
-    none.
-    """
+    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` without one."""
     fits = (d for d in range(min(n, most), least - 1, -1) if n % d == 0)
     return next(fits, SPARSE_CHUNK)

@@ -9,7 +9,7 @@ without positions does not notice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,24 +17,9 @@ from jaxtyping import Array, Bool, Int
 
 from maxattn.call import Call, Reason
 from maxattn.kernels.base import Offset
-from maxattn.masks import Causal, Dense, Full, KeyLimit, KeyPadding, LocalWindow, Mask
+from maxattn.masks import Band, Mask
 
 REMEDY = "set attention: auto"
-
-
-class Band(NamedTuple):
-    """Allow `query - left <= key <= query + right`, with query 0 at `offset`; None is a side
-    without a bound.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    offset: int = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every pair is allowed."""
-        return self.left is None and self.right is None
 
 
 @dataclass(frozen=True)
@@ -43,13 +28,13 @@ class Parts:
 
     Args:
         positions: masks without arrays that depend on queries and keys.
-        limits: masks of the first so many keys.
+        limits: masks without arrays that depend on keys alone.
         keys: masks with arrays that depend on keys alone.
         rest: everything else.
     """
 
     positions: tuple[Mask, ...]
-    limits: tuple[KeyLimit, ...]
+    limits: tuple[Mask, ...]
     keys: tuple[Mask, ...]
     rest: tuple[Mask, ...]
 
@@ -59,41 +44,26 @@ class Parts:
         if len(self.positions) > 1:
             return None
         for mask in self.positions:
-            return _band_of(mask)
+            return mask.band()
         return Band()
 
     @property
     def has_flags(self) -> bool:
         """Whether keys are real by flags, in no order."""
-        return any(len(axes) > 1 for term in self.keys for axes in term.axes())
-
-
-def _band_of(mask: Mask) -> Band | None:
-    if isinstance(mask, Causal):
-        return Band(None, 0, mask.offset or 0)
-    return Band(mask.left, mask.right, mask.offset or 0) if isinstance(mask, LocalWindow) else None
+        return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
 
 def split(mask: Mask) -> Parts:
     """Sort the terms of a bound mask, or of its form."""
     positions, limits, keys, rest = [], [], [], []
     for term in mask.terms():
-        if isinstance(term, Full):
+        if term.is_full:
             continue
-        if isinstance(term, KeyLimit):
-            limits.append(term)
-        elif not term.has_data:
-            positions.append(term)
-        elif isinstance(term, KeyPadding) or _of_keys(term):
-            keys.append(term)
+        if term.is_of_keys:
+            (keys if term.has_data else limits).append(term)
         else:
-            rest.append(term)
+            (rest if term.has_data else positions).append(term)
     return Parts(tuple(positions), tuple(limits), tuple(keys), tuple(rest))
-
-
-def _of_keys(term: Mask) -> bool:
-    """Tell whether a table of pairs says the same for every query and head."""
-    return isinstance(term, Dense) and all(axes[-3:-1].strip("1") == "" for axes in term.axes())
 
 
 def refuse_mask(who: str, parts: Parts, rows: bool = False) -> Reason | None:
@@ -149,10 +119,10 @@ def lengths_of(parts: Parts, batch: int, kv_len: int, kv_offset: Offset) -> Int[
         return jnp.sum(real_keys(parts, kv_len, kv_offset), axis=1).astype(jnp.int32) + jnp.zeros(
             batch, jnp.int32
         )
-    ends = [jnp.full(batch, term.limit, jnp.int32) for term in parts.limits]
-    ends += [
-        jnp.broadcast_to(jnp.asarray(_leaf(term)).astype(jnp.int32), (batch,))
-        for term in parts.keys
+    terms = (*parts.limits, *parts.keys)
+    ends = [
+        jnp.broadcast_to(jnp.asarray(term.key_limit()).astype(jnp.int32), (batch,))
+        for term in terms
     ]
     first = ends[0]
     for end in ends[1:]:
@@ -167,7 +137,3 @@ def real_keys(parts: Parts, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"
         ok = term.allowed(np.zeros(1, np.int32), jnp.arange(kv_len), 0, kv_offset)
         real = real & ok[:, 0, 0]
     return real
-
-
-def _leaf(term: Mask) -> Any:
-    return term.keys  # type: ignore[attr-defined]  # only KeyPadding by lengths gets here

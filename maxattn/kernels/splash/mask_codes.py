@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Int
 
 from maxattn.kernels.base import Offset
 from maxattn.kernels.splash.kernel_ints import KernelInts, KernelNumpy, unwrap
-from maxattn.masks import BlockSlidingWindow, LocalWindow, Mask, VideoMask
+from maxattn.masks import Mask
 
 WORD = 32
 POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
@@ -148,23 +148,7 @@ def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
         return None
     lower, upper = (end is not None for end in spans[0])
     lo_bits = kv_len.bit_length()
-    width = min(kv_len, widest(mask) or kv_len)
+    width = min(kv_len, mask.most_keys() or kv_len)
     if lower and upper and lo_bits + width.bit_length() > WORD:
         return None
     return OneInterval(kv_len, lower, upper, lo_bits if lower and upper else 0)
-
-
-def widest(mask: Mask) -> int | None:
-    """Bound the keys that one query sees, from the mask's numbers; None where they do not say."""
-    known = [w for term in mask.terms() if (w := _width(term)) is not None]
-    return min(known, default=None)
-
-
-def _width(mask: Mask) -> int | None:
-    if isinstance(mask, BlockSlidingWindow):
-        return mask.block * mask.window
-    if isinstance(mask, LocalWindow) and mask.left is not None and mask.right is not None:
-        return mask.left + mask.right + 1
-    if isinstance(mask, VideoMask) and mask.budget is not None:
-        return mask.budget * mask.tokens_per_frame
-    return None

@@ -1,0 +1,69 @@
+"""What kernels ask of a mask, each with an answer that is right for every mask.
+
+A mask that knows better says so, and is then computed with less work: no kernel, no table of chunk
+sizes and no rule of block sizes looks at the class of a mask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from maxattn.masks.base import Mask
+
+
+class Band(NamedTuple):
+    """Allow `query - left <= key <= query + right`, with query 0 at `offset`; None is no bound."""
+
+    left: int | None = None
+    right: int | None = None
+    offset: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every pair is allowed."""
+        return self.left is None and self.right is None
+
+
+class ForKernels:
+    """Answer with what is right for every mask."""
+
+    def parts(self) -> tuple[Mask, ...]:
+        """List the masks that this one is directly built of."""
+        return ()
+
+    @property
+    def leaves_parts_empty(self) -> bool:
+        """Whether it forbids whole stretches of pairs, so that skipping chunks saves work."""
+        return any(part.leaves_parts_empty for part in self.parts())
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether its test divides positions, which takes more registers inside a kernel."""
+        return any(part.divides_positions for part in self.parts())
+
+    @property
+    def is_key_padding(self) -> bool:
+        """Whether it marks the padding of each batch row by an array."""
+        return False
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether it allows the same keys to every query of every head."""
+        return self.is_key_padding
+
+    def key_limit(self) -> Any:
+        """Give how many first keys it allows, an int or `[B]`; None where it says more."""
+        return None
+
+    def segment_ids(self) -> tuple[Any, Any] | None:
+        """Give ids `[B, T]` and `[B, S]` that are equal where a query may attend, or None."""
+        return None
+
+    def band(self) -> Band | None:
+        """Give the mask as a band round the diagonal, or None where it is none."""
+        return None
+
+    def most_keys(self) -> int | None:
+        """Bound how many keys one query sees, from the mask's numbers alone; None is no bound."""
+        return None
