@@ -49,6 +49,7 @@ class Call:
         role: "self" or "cross": which setting of the config governs it.
         return_lse: whether the log-sum-exp is asked for.
         sharded: whether this is one device's share, whose positions are known only where it runs.
+        sequence: of one device's share, T and S of the whole padded sequence.
     """
 
     batch: int
@@ -64,6 +65,7 @@ class Call:
     role: Role = "self"
     return_lse: bool = False
     sharded: bool = False
+    sequence: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.scale == 0.0:

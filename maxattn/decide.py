@@ -244,7 +244,9 @@ def _local_call(call: Call, context: Strategy, sizes: _Padded) -> Call:
     share = context.local_call(padded)
     # A strategy's local call says nothing of a bias; that there is one decides which kernels can
     # run.
-    return replace(share, bias=padded.bias, sharded=share.q_len < padded.q_len)
+    sharded = share.q_len < padded.q_len
+    sequence = (padded.q_len, padded.kv_len) if sharded else None
+    return replace(share, bias=padded.bias, sharded=sharded, sequence=sequence)
 
 
 # ---- the strategy --------------------------------------------------------------------------------

@@ -176,6 +176,47 @@ def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
     assert np.isnan(np.asarray(forward(SHARD - 1))).all()
 
 
+TOO_LONG = {
+    "positions": (2**21, 8, M.VideoMask(2**14, 128, 4, window=3, sink=1)),
+    "shards": (2**20, 4096, M.VideoMask(2**13, 128, 4, window=3, sink=1)),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_a_sequence_too_long_for_the_codes_is_refused_in_the_plan(name: str) -> None:
+    length, devices, mask = TOO_LONG[name]
+    asked = call(length, n=1, mask=mask)
+
+    def plan(target: ma.Target, strategy: str = "ring", **settings: str) -> ma.Plan:
+        config = ma.AttentionConfig(context_parallel=strategy, **settings)
+        return ma.plan(asked, config, {"context": devices}, target)
+
+    with pytest.raises(Unsupported) as caught:
+        plan(V5P, attention="flash")
+    check_golden(f"refused/flash_too_many_{name}", f"{type(caught.value).__name__}\n{caught.value}")
+    other = plan(V5P)  # auto
+    assert other.kernel.name in ("memory_efficient", "dot_product") and not other.fell_back
+    assert plan(V5P, "all_gather", attention="flash").kernel.name == "flash"  # offsets of keys: 0
+
+
+def test_shorter_sequences_and_masks_of_one_interval_are_not_refused() -> None:
+    for length, mask in ((2**20, TOO_LONG["shards"][2]), (2**21, M.BlockSlidingWindow(1560, 4))):
+        config = ma.AttentionConfig(attention="flash", context_parallel="ring")
+        plan = ma.plan(call(length, n=1, mask=mask), config, {"context": 8}, V5P)
+        assert plan.kernel.name == "flash"
+
+
+def test_known_offsets_are_refused_before_tracing_goes_on() -> None:
+    kernel, x = Flash(0.125, UNFUSED, interpret=True), jnp.ones((1, SHARD, 1, 64))
+
+    def run(offset: jax.Array) -> jax.Array:
+        return kernel.forward(Inputs(x, x, x, None, VIDEO, 2**20, offset)).out
+
+    with pytest.raises(Unsupported) as caught:
+        jax.eval_shape(run, jnp.int32(0))
+    check_golden("refused/flash_known_offset", f"{type(caught.value).__name__}\n{caught.value}")
+
+
 def test_very_negative_scores_and_rows_with_nothing() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 40, 2, 64)), "float32") for _ in range(3))

@@ -143,8 +143,10 @@ class Problem:
         return self.k.shape[2]
 
     def checked(self, x: Array) -> Array:
-        """Turn a result into NaN where the offsets did not fit the codes that carry them: never a
-        wrong number.
+        """Turn a result into NaN where the offsets do not fit the codes that carry them.
+
+        A plan refuses sequences that are too long. Only the device can know a traced offset that no
+        context strategy makes: one beyond 2**20, or that is no whole number of key shards.
         """
         valid = self._setup(self.q_len, self.kv_len).valid
         return x if valid is None else jnp.where(valid, x, jnp.nan)

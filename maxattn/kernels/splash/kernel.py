@@ -27,6 +27,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Offset, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
+from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -179,14 +180,25 @@ class Splash(Kernel):
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
-    """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
+    """Refuse a bias, tables of pairs, arrays under | or ~, float16 on a TPU, very long shards."""
     if target.platform == "tpu" and call.dtype == "float16":
         rule = "the TPU's compiler takes no float16 in it"
         return Reason(name, "dtype float16", rule, "use bfloat16, or " + mask_split.REMEDY)
     if call.bias is not None:
         return Reason(name, "bias", "it takes no additive bias", mask_split.REMEDY)
     parts = mask_split.split(call.mask)
-    return replace(parts, who=name) if isinstance(parts, Reason) else None
+    if isinstance(parts, Reason):
+        return replace(parts, who=name)
+    return _refuse_length(name, call, parts.positions)
+
+
+def _refuse_length(name: str, call: Call, positions: Mask) -> Reason | None:
+    """Refuse a sequence too long for its keys to be sharded: their offset is traced then."""
+    queries, keys = call.sequence or (call.q_len, call.kv_len)
+    if keys == call.kv_len:
+        return None
+    rule = mask_codes.too_long(positions, call.kv_len, queries, keys)
+    return None if rule is None else Reason(name, "length", rule, mask_codes.REMEDY)
 
 
 def _changed(changes: tuple[Change, ...]) -> str:

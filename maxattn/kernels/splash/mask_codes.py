@@ -22,12 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from maxattn.errors import Unsupported
 from maxattn.kernels.base import Offset
 from maxattn.kernels.splash.kernel_ints import KernelInts, KernelNumpy, unwrap
 from maxattn.masks import Mask
 
 WORD = 32
 POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
+MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
+REMEDY = (
+    "set context_parallel: ulysses or all_gather, or attention: dot_product with"
+    " use_memory_efficient_attention: true"
+)
 
 
 class RowCode(Protocol):
@@ -127,6 +133,9 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
         mask: without array leaves.
         q_len, kv_len: real local lengths.
         q_offset, kv_offset: position of the first local query and key; ints or traced.
+
+    Raises:
+        Unsupported: `Shards` is needed, and it is known here that a position does not fit.
     """
     q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
     code = one_interval(mask, kv_len)
@@ -135,10 +144,32 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
         return Rows(code, code.pack(*(jnp.clip(end - kv_offset, 0, kv_len) for end in (lo, hi))))
     if not isinstance(kv_offset, jax.Array):
         return Rows(Positions(mask, kv_len, int(kv_offset)), q_pos)
+    end = q_len if isinstance(q_offset, jax.Array) else q_offset + q_len
+    rule = too_long(mask, kv_len, end, kv_len)
+    if rule is not None:
+        raise Unsupported("mask", mask, rule, REMEDY)
     shard = kv_offset // kv_len
-    fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < 2 ** (WORD - 1 - POSITION_BITS))
-    fits &= jnp.all((q_pos >= 0) & (q_pos < 2**POSITION_BITS))
+    fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < MOST_SHARDS)
+    fits &= jnp.all((q_pos >= 0) & (q_pos < MOST_POSITIONS))
     return Rows(Shards(mask, kv_len), q_pos | (shard.astype(jnp.int32) << POSITION_BITS), fits)
+
+
+def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
+    """Return why a sequence does not fit the code of a traced key offset, or None where it does.
+
+    Args:
+        mask: bound, without array leaves.
+        shard: keys of one shard.
+        queries, keys: of the whole sequence.
+    """
+    if one_interval(mask, shard) is not None:
+        return None
+    packs = f"on a shard of the keys it packs each query's position under {mask} into an int32"
+    if queries > MOST_POSITIONS:
+        return f"{packs}: up to {MOST_POSITIONS} queries, and the sequence has {queries}"
+    if keys > MOST_SHARDS * shard:
+        return f"{packs}: up to {MOST_SHARDS} shards, and the keys have {-(-keys // shard)}"
+    return None
 
 
 def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
