@@ -15,7 +15,16 @@ from maxattn.masks.tree import leaf, mask_type
 
 @mask_type
 class Full(Mask):
-    """Allow every pair."""
+    """Allow every pair.
+
+    >>> from maxattn import masks
+    >>> print(masks.Full().show(3, 4))
+    Full()
+    3 queries down, 4 keys across
+    █ █ █ █
+    █ █ █ █
+    █ █ █ █
+    """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Give one interval without ends."""
@@ -28,7 +37,15 @@ class Full(Mask):
 
 @mask_type
 class Empty(Mask):
-    """Allow no pair."""
+    """Allow no pair.
+
+    >>> from maxattn import masks
+    >>> print(masks.Empty().show(2, 4))
+    Empty()
+    2 queries down, 4 keys across
+    · · · ·
+    · · · ·
+    """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Give no interval."""
@@ -64,6 +81,15 @@ class And(_Joined):
 
     Args:
         args: the masks, at least one.
+
+    >>> from maxattn import masks
+    >>> print((masks.Causal() & masks.KeyLimit(2)).show(4, 4))
+    Causal(offset=0) & KeyLimit(2)
+    4 queries down, 4 keys across
+    █ · · ·
+    █ █ · ·
+    █ █ · ·
+    █ █ · ·
     """
 
     args: tuple[Mask, ...] = leaf()
@@ -97,6 +123,16 @@ class Or(_Joined):
 
     Args:
         args: the masks, at least one.
+
+    >>> from maxattn import masks
+    >>> print((masks.LocalWindow(1, 0) | masks.KeyLimit(1)).show(5, 5))
+    KeyLimit(1) | LocalWindow(1, 0, offset=0)
+    5 queries down, 5 keys across
+    █ · · · ·
+    █ █ · · ·
+    █ █ █ · ·
+    █ · █ █ ·
+    █ · · █ █
     """
 
     args: tuple[Mask, ...] = leaf()
@@ -120,6 +156,15 @@ class Not(Mask):
 
     Args:
         arg: the mask.
+
+    >>> from maxattn import masks
+    >>> print((~masks.Causal()).show(4, 4))
+    ~Causal(offset=0)
+    4 queries down, 4 keys across
+    · █ █ █
+    · · █ █
+    · · · █
+    · · · ·
     """
 
     arg: Mask = leaf()

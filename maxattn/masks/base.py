@@ -58,6 +58,17 @@ class Mask(ForKernels):
     Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
     different ways are equal. Two array leaves are equal when they are the same array; `form()`
     compares structure alone.
+
+    >>> from maxattn import masks
+    >>> masks.KeyLimit(3) & (masks.KeyLimit(3) | masks.Causal())
+    KeyLimit(3)
+    >>> masks.Causal().bind(q_len=2, kv_len=6)
+    Causal(offset=4)
+    >>> masks.BlockSlidingWindow(4, 2).block_map(4, 4, 16, 16)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 1, 1, 0],
+           [0, 0, 1, 1]], dtype=int8)
     """
 
     __array_ufunc__ = None  # so that numpy leaves `array & mask` to us

@@ -38,6 +38,19 @@ class KeyPadding(DataMask):
 
     Raises:
         InputError: the array is neither.
+
+    >>> from maxattn import masks
+    >>> print(masks.KeyPadding([2]).show(3, 4))
+    KeyPadding(int64[1])
+    3 queries down, 4 keys across
+    █ █ · ·
+    █ █ · ·
+    █ █ · ·
+    >>> print(masks.KeyPadding([[True, False, True]]).show(2, 3))
+    KeyPadding(bool[1,3])
+    2 queries down, 3 keys across
+    █ · █
+    █ · █
     """
 
     keys: Int[Array, " B"] | Bool[Array, "B S"] | np.ndarray = leaf()
@@ -96,6 +109,15 @@ class Segments(DataMask):
 
     Raises:
         InputError: an array is not a table of whole numbers.
+
+    >>> from maxattn import masks
+    >>> print(masks.Segments([[0, 0, 1, -1]], [[0, 1, 1, -1, 0]]).show(4, 5))
+    Segments(int64[1,4], int64[1,5])
+    4 queries down, 5 keys across
+    █ · · · █
+    █ · · · █
+    · █ █ · ·
+    · · · · ·
     """
 
     q_ids: Int[Array, "B T"] | np.ndarray = leaf()
@@ -154,6 +176,13 @@ class Dense(DataMask):
 
     Raises:
         InputError: the table is not bool, or has another number of dims.
+
+    >>> from maxattn import masks
+    >>> print(masks.Dense([[True, False], [False, True]]).show(2, 2))
+    Dense(bool[1,1,2,2])
+    2 queries down, 2 keys across
+    █ ·
+    · █
     """
 
     table: Bool[Array, "*dims"] | np.ndarray = leaf()

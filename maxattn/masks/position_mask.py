@@ -26,8 +26,9 @@ class PositionMask(Mask):
     What else it may define makes it cheaper, not right: `own_period` (the length of its blocks,
     which chunks are then divisors of), `most_keys` and `band`.
 
-    >>> @mask_type
-    ... class Dilated(PositionMask):
+    >>> from maxattn import masks
+    >>> @masks.mask_type
+    ... class Dilated(masks.PositionMask):
     ...     step: int
     ...     offset: int | None = None
     ...

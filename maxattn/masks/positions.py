@@ -18,6 +18,15 @@ class Causal(PositionMask):
 
     Args:
         offset: position of query 0; None puts the last query at the last key.
+
+    >>> from maxattn import masks
+    >>> print(masks.Causal().show(4, 4))
+    Causal(offset=0)
+    4 queries down, 4 keys across
+    █ · · ·
+    █ █ · ·
+    █ █ █ ·
+    █ █ █ █
     """
 
     offset: int | None = None
@@ -48,6 +57,16 @@ class LocalWindow(PositionMask):
         left: keys before the query, 0 or more; None for all.
         right: keys after the query, 0 or more; None for all.
         offset: position of query 0; None puts the last query at the last key.
+
+    >>> from maxattn import masks
+    >>> print(masks.LocalWindow(1, 2).show(5, 5))
+    LocalWindow(1, 2, offset=0)
+    5 queries down, 5 keys across
+    █ █ █ · ·
+    █ █ █ █ ·
+    · █ █ █ █
+    · · █ █ █
+    · · · █ █
     """
 
     left: int | None
@@ -93,6 +112,16 @@ class BlockCausal(PositionMask):
     Args:
         block: tokens in a block.
         offset: position of query 0; None puts the last query at the last key.
+
+    >>> from maxattn import masks
+    >>> print(masks.BlockCausal(2).show(5, 5))
+    BlockCausal(2, offset=0)
+    5 queries down, 5 keys across
+    █ █ · · ·
+    █ █ · · ·
+    █ █ █ █ ·
+    █ █ █ █ ·
+    █ █ █ █ █
     """
 
     block: int
@@ -126,6 +155,17 @@ class BlockSlidingWindow(PositionMask):
             be a multiple.
         window: blocks seen, the query's own included.
         offset: position of query 0; None puts the last query at the last key.
+
+    >>> from maxattn import masks
+    >>> print(masks.BlockSlidingWindow(2, 2).show(6, 6))
+    BlockSlidingWindow(2, 2, offset=0)
+    6 queries down, 6 keys across
+    █ █ · · · ·
+    █ █ · · · ·
+    █ █ █ █ · ·
+    █ █ █ █ · ·
+    · · █ █ █ █
+    · · █ █ █ █
     """
 
     block: int
@@ -170,6 +210,14 @@ class KeyLimit(Mask):
 
     Args:
         limit: number of keys allowed.
+
+    >>> from maxattn import masks
+    >>> print(masks.KeyLimit(2).show(3, 4))
+    KeyLimit(2)
+    3 queries down, 4 keys across
+    █ █ · ·
+    █ █ · ·
+    █ █ · ·
     """
 
     limit: int

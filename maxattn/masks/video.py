@@ -31,6 +31,17 @@ class VideoMask(PositionMask):
     Raises:
         InputError: a number is out of range, or `sink` leaves no room in the budget for a query's
         own block.
+
+    >>> from maxattn import masks
+    >>> print(masks.VideoMask(6, 1, window=3, sink=1).show(6, 6))
+    VideoMask(6, 1, window=3, sink=1, offset=0)
+    6 queries down, 6 keys across
+    █ · · · · ·
+    █ █ · · · ·
+    █ █ █ · · ·
+    █ · █ █ · ·
+    █ · · █ █ ·
+    █ · · · █ █
     """
 
     frames: int
