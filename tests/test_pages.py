@@ -23,6 +23,7 @@ RUN, LOADED, SHOWN = ("python", "sh"), ("yaml",), ("text", "mermaid")
 WIDTH, README_LINES = 100, 120
 # What is printed from the rules, and what was written before these pages had a width.
 FREE = ("docs/guide/block_sizes_flowchart.md", "docs/measured/LOG.md")
+PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|txt|json|png)\b")
 # Files of which pages speak that somebody else has.
 MADE = ("scheduler/scheduler_config.json", "maxattn/kernels/mine.py")
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
@@ -162,6 +163,13 @@ def test_files_that_are_named_are_there(page):
     for name in FILE.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
         there = (ROOT / name).exists() or (ROOT / "maxattn" / name).exists()
         assert there or name in MADE, f"{page}: there is no file {name}"
+
+
+def test_pages_that_code_names_are_there():
+    for folder in ("maxattn", "examples", "configs", "tests"):
+        for file in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.yml")]:
+            for name in PAGE.findall(file.read_text(encoding="utf-8", errors="replace")):
+                assert (ROOT / name).exists(), f"{file.relative_to(ROOT)}: there is no {name}"
 
 
 def leads(page: Path, target: str) -> bool:
