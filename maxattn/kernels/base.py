@@ -15,6 +15,8 @@ from jaxtyping import Array, Float
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.kernels.dq_accumulator import DqAccumulator, SumOfParts
+from maxattn.kernels.kv_block import KeySplit, halves
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
@@ -146,6 +148,35 @@ class Kernel:
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return the share of the gradients that these inputs have, from given rows."""
         raise NotImplementedError
+
+    # ---- the backward over several blocks of keys, every pair allowed ----------------------------
+
+    @staticmethod
+    def may_keep_dq(call: Call, platform: str) -> bool:
+        """Tell whether, once built, its accumulator could keep dQ in one float32 array."""
+        return False
+
+    def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
+        """Begin a backward over several blocks of keys.
+
+        Args:
+            inputs: the queries and one block of keys, whose shape alone counts.
+            rows: of the queries, over all blocks.
+        """
+        return SumOfParts(self.backward, inputs, rows)
+
+    def accumulator_line(self, inputs: Inputs) -> str:
+        """Say for `explain` how the accumulator launches, if not by `backward`; else ""."""
+        return ""
+
+    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
+        """Say how a backward over so many blocks divides their keys over launches.
+
+        Args:
+            inputs: the queries and one block of keys, whose shapes alone count.
+            blocks: of that length, the local one among them.
+        """
+        return halves(inputs.k.shape[1])
 
     def lines(self, call: Call) -> Lines:
         """Return what `explain` prints of the kernel for a local call."""

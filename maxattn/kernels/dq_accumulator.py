@@ -1,131 +1,90 @@
-"""The backward over many blocks of keys, every pair allowed: dQ is begun once, added to block by
-block, and read once.
+"""The backward over several blocks of keys, every pair allowed: dQ is summed block by block.
 
-A kernel that keeps dQ in float32 between blocks saves each block's passes over the queries. For any
-other kernel the parts are kept as it wrote them, and summed in float32.
+A kernel may keep dQ in one float32 array between blocks, which saves each block's passes over the
+queries. For any other kernel the dQ of each block is kept as the kernel wrote it, and all of them
+are summed in float32.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import Inputs, Kernel, Rows
-from maxattn.kernels.fa4.kernel import Fa4
-from maxattn.kernels.kv_block import WHOLE, Cut, Packed, Shares, as_one, cut_out, halves, put
-from maxattn.kernels.pair import Pair
+from maxattn.kernels.kv_block import WHOLE, Cut, Packed, pack, slice_one, write_keys
+
+if TYPE_CHECKING:
+    from maxattn.kernels.base import Grads, Inputs, Rows
 
 MOST_PARTS = 4  # that are kept before they become one in float32
 
 
-class Sums(Protocol):
-    """Hold the sum so far; `state` is a tree of arrays, which a caller may replace by equal
-    ones.
+class DqAccumulator:
+    """Hold the sum of dQ over the blocks so far.
+
+    Attributes:
+        state: a tree of arrays, which a caller may replace by equal ones.
     """
 
     state: Any
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and return its (dk, dv), in an array of the block's
-        shape.
+        """Add what a range of a block's keys gives to dQ, and return (dk, dv) of the block.
 
         Args:
             keys: the block, [2,B,S,K,H].
-            cut: the part.
-            grads: what an earlier part of the block gave; without it, gradients of other parts are
-                not set.
+            cut: the range.
+            grads: what earlier ranges of the block gave. Without it, the gradients of keys outside
+                of the range are not set.
         """
-        ...
+        raise NotImplementedError
 
     def dq(self) -> Array:
         """Return dQ over all blocks so far, in q's dtype."""
-        ...
+        raise NotImplementedError
 
 
-class Parts:
-    """Sum what a kernel's own backward gives.
+class SumOfParts(DqAccumulator):
+    """Sum the dQ that a kernel's own backward gives for each block.
 
     Args:
-        kernel: any.
-        q: this device's queries.
+        backward: the kernel's.
+        inputs: the local queries; its keys are replaced by those of each block.
         rows: of the queries.
     """
 
-    def __init__(self, kernel: Kernel, q: Array, rows: Rows) -> None:
-        self._kernel, self._q, self._rows = kernel, q, rows
+    def __init__(
+        self, backward: Callable[[Inputs, Rows], Grads], inputs: Inputs, rows: Rows
+    ) -> None:
+        self._backward, self._inputs, self._rows = backward, inputs, rows
         self.state: Any = []
 
     def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a part of a block of keys to dQ, and return its (dk, dv), among those of `grads`."""
-        k, v = (cut_out(keys, which, cut) for which in (0, 1))
-        dq, dk, dv, _ = self._kernel.backward(Inputs(self._q, k, v), self._rows)
+        """Add a range of a block's keys, and return (dk, dv) of the block."""
+        k, v = (slice_one(keys, which, cut) for which in (0, 1))
+        dq, dk, dv, _ = self._backward(self._inputs.replace(k=k, v=v), self._rows)
         self.state = added(self.state, dq)
-        found = as_one(dk.astype(k.dtype), dv.astype(k.dtype))
+        found = pack(dk.astype(k.dtype), dv.astype(k.dtype))
         start, end = cut.bounds(keys.shape[2])
         if grads is None:
             return jnp.pad(found, ((0, 0), (0, 0), (start, keys.shape[2] - end), (0, 0), (0, 0)))
-        return put(found, grads, start)
+        return write_keys(found, grads, start)
 
     def dq(self) -> Array:
         """Return dQ over all blocks so far, in q's dtype."""
-        return total(self.state, self._q).astype(self._q.dtype)
-
-
-def sums_of(kernel: Kernel, q: Array, k: Array, rows: Rows) -> Sums:
-    """Begin the backward over many blocks of keys.
-
-    Args:
-        kernel: whose backward it is.
-        q, k: this device's queries and keys; of the keys the shape alone counts.
-        rows: of the queries.
-    """
-    from maxattn.kernels.fa4 import backward_steps, dq_accumulator
-
-    fa4 = in_place(kernel, q.shape, k.shape)
-    if fa4 is None or not backward_steps.made_apart():
-        return Parts(_backward_of(kernel), q, rows)
-    return dq_accumulator.Fa4Sums(fa4.scale, q, k, rows)
-
-
-def shares_of(
-    kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...], places: int
-) -> Shares:
-    """Say how the backward of a ring divides keys over its launches.
-
-    Args:
-        kernel: whose backward it is.
-        queries, keys: the shapes [B,T,N,H] and [B,S,K,H] of a device's.
-        places: of the ring.
-    """
-    from maxattn.kernels.fa4 import dq_accumulator
-
-    fa4 = in_place(kernel, queries, keys)
-    return halves(keys[1]) if fa4 is None else dq_accumulator.shares(fa4, keys, places)
-
-
-def in_place(kernel: Kernel, queries: tuple[int, ...], keys: tuple[int, ...]) -> Fa4 | None:
-    """Return the kernel that keeps dQ in float32 between blocks, where that is what computes."""
-    from maxattn.kernels.fa4 import dq_accumulator
-
-    kernel = _backward_of(kernel)
-    return (
-        kernel if isinstance(kernel, Fa4) and dq_accumulator.fits(kernel, queries, keys) else None
-    )
-
-
-def _backward_of(kernel: Kernel) -> Kernel:
-    return kernel.second if isinstance(kernel, Pair) else kernel
+        q = self._inputs.q
+        return total(self.state, q).astype(q.dtype)
 
 
 def added(parts: list[Array], part: Array) -> list[Array]:
-    """Keep one part more; many become one in float32."""
+    """Return a list with one part more; many parts become one in float32."""
     return [total(parts, part), part] if len(parts) >= MOST_PARTS else [*parts, part]
 
 
 def total(parts: list[Array], like: Array) -> Array:
-    """Sum parts in float32, in one pass."""
+    """Return the sum of parts in float32, computed in one pass; zeros like `like` for none."""
     if not parts:
         return jnp.zeros(like.shape, jnp.float32)
     first, *rest = (x.astype(jnp.float32) for x in parts)

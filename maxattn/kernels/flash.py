@@ -59,6 +59,11 @@ class Flash(Splash):
             return Fa4.build(call, config, target)
         return CudnnForFlash(call.scale, call.return_lse, install(target))
 
+    @staticmethod
+    def may_keep_dq(call: Call, platform: str) -> bool:
+        """Ask the kernel of the platform."""
+        return platform == "gpu" and flash_gpu.Fa4.may_keep_dq(call, platform)
+
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         return Lines(f"flash (JAX splash attention, {self.how})", self.block_lines())

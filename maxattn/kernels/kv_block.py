@@ -1,6 +1,4 @@
-"""A block of keys as one array, as it travels round a ring, its parts, and how a ring divides the
-work on blocks.
-"""
+"""A block of keys as one array, ranges of it, and how a backward divides keys over its launches."""
 
 from __future__ import annotations
 
@@ -17,16 +15,21 @@ Packed = Float[Array, "R2 B S K H"]
 
 
 class Cut(NamedTuple):
-    """Name a part of a block of keys, as a slice does: a negative stop counts from the block's
-    end.
+    """Name a range of the keys of a block, as a slice does.
+
+    Args:
+        start: the first key.
+        stop: the key after the last; None for the end of the block, negative counts from there.
     """
 
     start: int = 0
     stop: int | None = None
 
     def bounds(self, length: Any) -> tuple[int, Any]:
-        """Return where it begins and ends in a block of so many keys: an int, or a number of a
-        kernel.
+        """Return the first key and the one after the last, in a block of `length` keys.
+
+        Args:
+            length: an int, or a number that a kernel computes with.
         """
         if self.stop is None:
             return self.start, length
@@ -36,64 +39,54 @@ class Cut(NamedTuple):
 WHOLE = Cut()
 
 
-class Shares(NamedTuple):
-    """Say how the backward of a ring divides keys over its launches.
+class KeySplit(NamedTuple):
+    """Say how a backward over several blocks of keys divides them over its launches.
 
     Args:
-        middle: where a block that is computed in two parts is cut; 0: it is computed in one.
-        along: keys of a place's own that are computed along with each other place's block, at that
-            block's end.
+        middle: the key at which a block that takes two launches is cut; 0: no block takes two.
+        spare_keys: room at the end of a block for keys of the local one, which are computed in the
+            same launch so that its last wave is full.
     """
 
     middle: int
-    along: int = 0
-
-    def guests(self, hop: int, length: int) -> Cut:
-        """Return which of a place's own keys go along with the block of a hop: the last ones, hop
-        by hop.
-        """
-        return Cut(length - hop * self.along, length - (hop - 1) * self.along)
-
-    def rest(self, places: int) -> Cut:
-        """Return what is left of its own after the first part, in a block with room for guests at
-        its end.
-        """
-        return Cut(self.middle, -places * self.along or None)
+    spare_keys: int = 0
 
 
-def halves(length: int) -> Shares:
-    """Cut in the middle: at a multiple of 128, the later of two as near; short ones, of less than
-    two tiles, anywhere.
+def halves(length: int) -> KeySplit:
+    """Cut a block in the middle, at a multiple of 128 where it has two tiles.
 
     Args:
-        length: of a place's keys.
+        length: keys of a block.
     """
-    return Shares(length // 2 if length < TWO_TILES else -(-length // TWO_TILES) * (TWO_TILES // 2))
+    if length < TWO_TILES:
+        return KeySplit(length // 2)
+    return KeySplit(-(-length // TWO_TILES) * (TWO_TILES // 2))
 
 
-def as_one(k: Array, v: Array, room: int = 0) -> Packed:
-    """Make one array of two, with room for so many more keys at its end."""
-    if room:
-        k, v = (jnp.pad(x, ((0, 0), (0, room), (0, 0), (0, 0))) for x in (k, v))
+def pack(k: Array, v: Array, spare_keys: int = 0) -> Packed:
+    """Make one array of K and V, with room for spare keys at its end."""
+    if spare_keys:
+        k, v = (jnp.pad(x, ((0, 0), (0, spare_keys), (0, 0), (0, 0))) for x in (k, v))
     # Chosen element by element: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB
     # on an H200).
     return jnp.where(jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0, k, v)
 
 
-def taken(packed: Packed, cut: Cut) -> Packed:
-    """Take a part out of a block."""
+def slice_keys(packed: Packed, cut: Cut) -> Packed:
+    """Return a range of the keys of a block, K and V."""
     start, end = cut.bounds(packed.shape[2])
     return jax.lax.slice_in_dim(packed, start, end, axis=2)
 
 
-def put(part: Packed, packed: Packed, start: int) -> Packed:
-    """Put a part into a block."""
+def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
+    """Return a block with some of its keys, from `start` on, replaced."""
     return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
 
 
-def cut_out(packed: Packed, which: int, cut: Cut) -> Array:
-    """Cut K (0) or V (1) of a part out, in one slice, which XLA need not copy for most kernels
-    where the batch is 1.
+def slice_one(packed: Packed, which: int, cut: Cut) -> Array:
+    """Return a range of K (0) or of V (1).
+
+    One slice does both: for most kernels XLA need not copy it where the batch is 1.
     """
     _, b, length, k, h = packed.shape
     start, end = cut.bounds(length)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from maxattn.call import Call
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.kv_block import KeySplit
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,24 @@ class Pair(Kernel):
         return f"{self.first.name}/{self.second.name}"
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
+        """Return (out [B,T,N,H], lse [B,N,T]) of the first."""
         return self.first.forward(inputs)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        """Return (dq, dk, dv, dbias) of the second, from a given LSE and output."""
         return self.second.backward(inputs, rows)
+
+    def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
+        """Begin a backward of the second over several blocks of keys."""
+        return self.second.accumulator(inputs, rows)
+
+    def accumulator_line(self, inputs: Inputs) -> str:
+        """Say how the second's accumulator launches."""
+        return self.second.accumulator_line(inputs)
+
+    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
+        """Say how the second divides keys over launches."""
+        return self.second.split_keys(inputs, blocks)
 
     def lines(self, call: Call) -> Lines:
         """Describe both for `explain`."""

@@ -19,12 +19,22 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
-from maxattn.kernels.fa4 import block_sparse, mask_inputs, primitives, split_queries
+from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.fa4 import (
+    backward_steps,
+    block_sparse,
+    dq_accumulator,
+    mask_inputs,
+    primitives,
+    ring_waves,
+    split_queries,
+)
 from maxattn.kernels.fa4.launch_order import PROCESSORS
-from maxattn.kernels.fa4.tile_sizes import SMALL, stays, takes_lists
+from maxattn.kernels.fa4.tile_sizes import SMALL, backward_tile, stays, takes_lists
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, pad_heads
 from maxattn.kernels.fused.pieces import Piece, fits_shards
+from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
@@ -156,6 +166,37 @@ class Fa4(Fused):
         return (mask_inputs.listed if listed else mask_inputs.pairs_of)(
             mask, q, k, q_offset, kv_offset
         )
+
+    @staticmethod
+    def may_keep_dq(call: Call, platform: str) -> bool:
+        """Tell whether its accumulator could keep dQ in one float32 array."""
+        return dq_accumulator.may_fit(call)
+
+    def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
+        """Keep dQ in one float32 array over all blocks, where the launches fit the shapes."""
+        if self._keeps_dq(inputs) and backward_steps.made_apart():
+            return dq_accumulator.Fa4DqAccumulator(self.scale, inputs, rows)
+        return super().accumulator(inputs, rows)
+
+    def accumulator_line(self, inputs: Inputs) -> str:
+        """Say how the accumulator launches."""
+        return f"{OWN}, block by block" if self._keeps_dq(inputs) else ""
+
+    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
+        """Divide keys so that last waves are full, on Hopper GPUs; elsewhere in halves."""
+        halved = super().split_keys(inputs, blocks)
+        if not self.launched or not self._keeps_dq(inputs):
+            return halved
+        batch, length, heads, head_dim = inputs.k.shape
+        tile = backward_tile(head_dim).keys
+        made = ring_waves.split_keys(length, tile, batch * heads, blocks, self.processors)
+        # Spare keys stand between a block's batch rows: the forward would have to copy K and V out.
+        fits = made.middle and (batch == 1 or not made.spare_keys)
+        return made if fits else halved
+
+    def _keeps_dq(self, inputs: Inputs) -> bool:
+        """Tell whether the accumulator keeps dQ for arrays of these shapes."""
+        return not self.lse_gradient and dq_accumulator.fits(inputs)
 
     def piece_forward(
         self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
