@@ -167,7 +167,7 @@ def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target)
     sizes = _padded_sizes(call, over.strategy)
     local = _local_call(call, over.strategy, sizes)
     runs = _choose_kernel(question, local)
-    context = over.strategy.over(runs.kernel, local)
+    context = over.strategy.with_kernel(runs.kernel, local)
     return Plan(
         call=call,
         target=target,

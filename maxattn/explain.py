@@ -89,8 +89,8 @@ def _percent(share: float) -> str:
 
 def _shards(plan: Plan) -> str:
     local, call = plan.context.local_call(plan.padded_call), plan.call
-    runs = f"{plan.context.runs} x " if plan.context.runs > 1 else ""
-    parts = f"{local.batch} of B, {runs}{local.q_len} queries, {local.heads} heads each"
+    chunks = f"{plan.context.chunks_per_rank} x " if plan.context.chunks_per_rank > 1 else ""
+    parts = f"{local.batch} of B, {chunks}{local.q_len} queries, {local.heads} heads each"
     queries = _padding("queries", plan.q_len - call.q_len)
     return parts + queries + _padding("keys", plan.kv_len - call.kv_len)
 

@@ -13,7 +13,7 @@ from maxattn.context_parallel.table import TABLE
 from maxattn.kernels.table import Classes
 
 if TYPE_CHECKING:
-    from maxattn.context_parallel.all_gather import AllGather, WholeKeys
+    from maxattn.context_parallel.all_gather import AllGather, ReplicatedKeys
     from maxattn.context_parallel.base import Collective, Specs, Strategy
     from maxattn.context_parallel.ring.ring import Ring
     from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
@@ -24,12 +24,12 @@ __all__ = [
     "STRATEGIES",
     "AllGather",
     "Collective",
+    "ReplicatedKeys",
     "Ring",
     "Specs",
     "Strategy",
     "Ulysses",
     "UlyssesRing",
-    "WholeKeys",
 ]
 
 

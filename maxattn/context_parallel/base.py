@@ -1,12 +1,10 @@
-"""What a context strategy is: how Q, K and V move between devices around a kernel. It computes no
-attention.
-"""
+"""What a strategy is: how Q, K and V move between devices around a kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar
 
 import jax
 
@@ -15,6 +13,9 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of, ways
 from maxattn.target import Target
+
+CONTEXT = "context"
+"""The mesh axis that the sequence is split over."""
 
 
 def readable(size: float) -> str:
@@ -66,93 +67,110 @@ class Specs:
     bias: Spec
 
 
-@runtime_checkable
-class Strategy(Protocol):
-    """Run a kernel's forward and backward on the shards of q, k and v. Called inside
-    `shard_map`.
+class Strategy:
+    """Run a kernel's forward and backward on the shards of q, k and v, inside `shard_map`.
+
+    Every strategy is a frozen dataclass. The defaults are those of one that splits the queries over
+    the context axis and gives each device all keys.
+
+    Attributes:
+        name: the value of `context_parallel`.
+        shape: the mesh's axes.
     """
 
     name: ClassVar[str]
+    shape: MeshShape
 
-    def specs(self, call: Call) -> Specs:
-        """Return the layout of the operands of the global call."""
-        ...
+    # ---- before the call -------------------------------------------------------------------------
 
     @classmethod
     def build(
         cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
     ) -> Strategy:
         """Decide everything about the strategy for one (global) call."""
-        ...
-
-    @property
-    def runs(self) -> int:
-        """Contiguous parts of the sequence that a device attends with, each at its own position."""
-        ...
-
-    def unit(self) -> int:
-        """Return what the length of the queries, and of sharded keys, is padded to a multiple
-        of.
-        """
-        ...
-
-    def over(self, kernel: Kernel, call: Call) -> Self:
-        """Return the strategy as it runs a kernel, which gets this (local) call."""
-        ...
-
-    def kernel_call(self, call: Call) -> Call:
-        """Return the call of one run of the kernel, from the (local) call of a device."""
-        ...
-
-    def backward_line(self) -> str:
-        """Say how the kernel's backward is launched, where the strategy does that itself; else
-        "".
-        """
-        ...
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what else the user should know."""
-        ...
-
-    def label(self) -> str:
-        """Return the strategy's name and devices, for `explain`."""
-        ...
+        raise NotImplementedError
 
     def supports(self, call: Call) -> Reason | None:
         """Return None when the strategy can lay out the call, else the reason why not."""
-        ...
+        return None
+
+    def with_kernel(self, kernel: Kernel, call: Call) -> Strategy:
+        """Return the strategy as it runs a kernel, which gets this (local) call."""
+        return self
+
+    # ---- the layout ------------------------------------------------------------------------------
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Contiguous chunks of the sequence that a device attends with, each at its position."""
+        return 1
+
+    def unit(self) -> int:
+        """Return what the lengths of the queries, and of sharded keys, are padded to."""
+        return ways("T", self.shape)
 
     def head_ways(self) -> int:
         """Return over how many devices the key heads are split while attention is computed."""
-        ...
+        return ways("N", self.shape)
 
     def kv_letter(self) -> str:
-        """Return "S" where the key axis is sharded over context, "." where each device gets all
-        keys.
-        """
-        ...
+        """Return "S" where the key axis is sharded over context, "." where it is replicated."""
+        return "."
 
     def mask_letters(self, letters: str) -> str:
         """Replace by "." those axes of a mask or bias that stay whole on every device."""
-        ...
+        return letters.replace("S", ".")
+
+    def specs(self, call: Call) -> Specs:
+        """Return the layout of the operands of the global call."""
+        return operand_specs(call, self.shape, self)
 
     def local_call(self, call: Call) -> Call:
-        """Return the call that the kernel sees on one device."""
-        ...
+        """Return the call that the kernel sees on one device, without its bias."""
+        tensor = ways("N", self.shape)
+        return replace(
+            call,
+            batch=call.batch // ways("B", self.shape),
+            q_len=-(-call.q_len // ways("T", self.shape)),
+            heads=call.heads // tensor,
+            kv_heads=call.kv_heads // tensor,
+            bias=None,
+        )
+
+    def kernel_call(self, call: Call) -> Call:
+        """Return the call of one run of the kernel, from the (local) call of a device."""
+        return call
+
+    # ---- what `explain` prints -------------------------------------------------------------------
+
+    def label(self) -> str:
+        """Return the strategy's name and devices."""
+        return f"{self.name} over {ways('T', self.shape)}"
+
+    def backward_line(self) -> str:
+        """Say how the strategy launches the kernel's backward; "" where the kernel does."""
+        return ""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what else the user should know."""
+        return ()
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name every transfer, forward and backward."""
-        ...
+        raise NotImplementedError
+
+    # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
-        ...
+        raise NotImplementedError
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's (dq, dk, dv, dbias); dk and dv summed over the context axis, dbias
-        its own share.
+        """Return this device's (dq, dk, dv, dbias).
+
+        dk and dv are summed over the context axis; dbias is this device's share of its sum.
         """
-        ...
+        raise NotImplementedError
 
 
 def bias_letters(bias: tuple[int, ...] | None) -> str:
@@ -163,8 +181,7 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
 def bias_axes(
     bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 ) -> tuple[str, ...]:
-    """Name the mesh axes over which a bias gradient is summed: those that split the call and not
-    the bias.
+    """Name the mesh axes over which a bias gradient is summed: they split the call, not the bias.
 
     Args:
         bias: the global shape; a local one cannot tell a broadcast axis from a share of size 1.
@@ -173,7 +190,7 @@ def bias_axes(
         return ()
     split = strategy.mask_letters(bias_letters(bias))
     kept = {a for letter in split for a in LETTERS.get(letter, ())}
-    return tuple(a for a, _ in shape if a in {*BATCH_AXES, "context", "tensor"} - kept)
+    return tuple(a for a, _ in shape if a in {*BATCH_AXES, CONTEXT, "tensor"} - kept)
 
 
 def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[Collective, ...]:
@@ -187,9 +204,7 @@ def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[
 
 
 def operand_specs(call: Call, shape: MeshShape, strategy: Strategy) -> Specs:
-    """Lay q, out and lse over batch, context and tensor axes, and keys, masks and biases as the
-    strategy says.
-    """
+    """Lay q, out and lse over batch, context and tensor; the rest as the strategy says."""
     return Specs(
         spec_of("BTNH", shape),
         spec_of(f"B{strategy.kv_letter()}KH", shape),

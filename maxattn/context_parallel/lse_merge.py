@@ -1,5 +1,4 @@
-"""Merge attention over parts of the keys into attention over all of them, by log-sum-exp, in
-float32.
+"""Merge attention over disjoint sets of keys into attention over all of them, in float32.
 
     lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
@@ -39,13 +38,8 @@ def merge_all(parts: Sequence[Partial]) -> Result:
     total = reduce(add, weights)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    out = reduce(
-        add,
-        (
-            _rows(w / total) * out.astype(jnp.float32)
-            for w, (out, _) in zip(weights, parts, strict=True)
-        ),
-    )
+    pairs = zip(weights, parts, strict=True)
+    out = reduce(add, (_rows(w / total) * out.astype(jnp.float32) for w, (out, _) in pairs))
     return Result(out, jnp.where(seen, safe + jnp.log(total), NEG_INF))
 
 

@@ -37,7 +37,7 @@ _CHUNKS, _SHARDS = "ulysses_attention_chunks", "ulysses_shards"
 TABLE: Table[Row] = Table(
     "context strategy",
     (
-        Row("none", "maxattn.context_parallel.all_gather:WholeKeys"),
+        Row("none", "maxattn.context_parallel.all_gather:ReplicatedKeys"),
         Row("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
         Row("ring", "maxattn.context_parallel.ring.ring:Ring", in_attention=True),
         Row("ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, "attention_sharding_uniform"), True),

@@ -1,9 +1,8 @@
-"""Ulysses: devices exchange heads for tokens, so that each attends over a longer sequence with
-fewer heads.
+"""Ulysses: devices exchange heads for tokens: a longer sequence with fewer heads on each.
 
 `ulysses`: an all-to-all over the context axis gives each device all tokens of N / n heads; the
-kernel runs; another all-to-all gives the tokens back. `ulysses_ring`: groups of `inner` neighbours
-exchange heads, and the groups form a ring.
+kernel runs; another all-to-all gives the tokens back. `ulysses_ring`: groups of neighbouring
+devices exchange heads, and the groups are the ranks of a ring.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719).
 """
@@ -12,286 +11,207 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.all_gather import CONTEXT
-from maxattn.context_parallel.base import Collective, itemsize
+from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize
+from maxattn.context_parallel.head_exchange import Exchange, HeadGroup
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
-from maxattn.masks import Mask
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
+AXES = (CONTEXT,)
+
 
 @dataclass(frozen=True)
-class UlyssesRing(Ring):
-    """Exchange heads for tokens within groups of `inner` devices, and send K and V round the
-    groups.
+class Ulysses(Strategy):
+    """Exchange heads for tokens over the whole context axis.
 
     Args:
         shape: the mesh's axes.
-        inner: devices that exchange heads.
+        inner: what attends to the exchanged arrays: a ring whose ranks are the groups of devices
+            that exchange heads. With one group it is a ring of one, which sends nothing.
         chunks: groups of heads that are exchanged one after the other, so that one can travel while
             another computes.
     """
 
-    name: ClassVar[str] = "ulysses_ring"
+    name: ClassVar[str] = "ulysses"
+    shape: MeshShape
+    inner: Ring
     chunks: int = 1
 
     @classmethod
-    def build(
-        cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
-    ) -> UlyssesRing:
-        """Take the group from `ulysses_shards`, or the largest part of the context axis that
-        divides the heads.
-        """
-        n, heads = ways("S", shape), call.heads // ways("N", shape)
-        parts = [u for u in range(1, n) if n % u == 0 and heads % u == 0]
-        inner = config.ulysses_shards if config.ulysses_shards > 0 else max(parts, default=1)
-        chunks = _chunks(config.ulysses_attention_chunks, call, ways("N", shape) * inner)
-        built = cls(shape, inner, chunks=chunks)
-        return built if built.supports(call) else built.balanced(call, target)
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
+        """Let all devices of the context axis exchange."""
+        return cls._of(Ring(shape, group=ways("S", shape)), config, call)
 
-    def label(self) -> str:
-        """Name the groups too, where there are several."""
-        groups = f" ({self.places} groups of {self.inner})" if self.places > 1 else ""
-        return super().label() + groups
+    @classmethod
+    def _of(cls, inner: Ring, config: AttentionConfig, call: Call) -> Self:
+        """Exchange heads within the groups of a ring."""
+        chunks = _chunks(config.ulysses_attention_chunks, call, inner.head_ways())
+        return cls(inner.shape, inner, chunks)
+
+    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
+        """Let the inner strategy ask the kernel."""
+        return replace(self, inner=self.inner.with_kernel(kernel, self.kernel_call(call)))
 
     def supports(self, call: Call) -> Reason | None:
-        """Refuse groups that divide neither the context axis nor the heads, naming sizes that
-        do.
-        """
-        n, heads, tensor = ways("S", self.shape), call.heads, ways("N", self.shape)
-        if n % self.inner:
-            rule = f"ulysses_shards={self.inner} must divide the context axis, {n}"
+        """Refuse groups that divide neither the context axis nor the heads."""
+        n, group, shares = ways("S", self.shape), self.inner.group, self.inner.head_ways()
+        if n % group:
+            rule = f"ulysses_shards={group} must divide the context axis, {n}"
             return Reason(self.name, "ulysses_shards", rule, f"set it to one of {_divisors(n)}")
-        if heads % (self.inner * tensor):
-            rule = (
-                f"{heads} heads must be a multiple of {self.inner * tensor} (exchanging"
-                f" {self.inner} x tensor {tensor})"
-            )
-            fits = ", ".join(str(u) for u in range(1, heads + 1) if heads % (u * tensor) == 0)
-            return Reason(
-                self.name,
-                "heads",
-                rule,
-                f"exchange heads among {fits} devices, or set context_parallel: ring",
-            )
-        return None
+        return self._refuse_heads(call.heads) if call.heads % shares else None
+
+    def _refuse_heads(self, heads: int) -> Reason:
+        """Name group sizes that divide the heads."""
+        tensor, group = ways("N", self.shape), self.inner.group
+        fits = ", ".join(str(u) for u in range(1, heads + 1) if heads % (u * tensor) == 0)
+        rule = (
+            f"{heads} heads must be a multiple of {group * tensor} (exchanging"
+            f" {group} x tensor {tensor})"
+        )
+        remedy = f"exchange heads among {fits} devices, or set context_parallel: ring"
+        return Reason(self.name, "heads", rule, remedy)
+
+    # ---- the layout ------------------------------------------------------------------------------
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Contiguous chunks of the sequence that a group holds."""
+        return self.inner.chunks_per_rank
+
+    def unit(self) -> int:
+        """Lengths are padded as the inner strategy needs them."""
+        return self.inner.unit()
 
     def head_ways(self) -> int:
         """Count the shares of the heads during attention."""
-        return ways("N", self.shape) * self.inner
+        return self.inner.head_ways()
+
+    def kv_letter(self) -> str:
+        """Keys are split over context until they are exchanged."""
+        return "S"
 
     def mask_letters(self, letters: str) -> str:
-        """Queries and keys of a mask or bias stay whole: each device takes the part that it attends
-        with.
-        """
+        """Masks and biases stay whole: each device slices the part that it attends with."""
         return letters.replace("S", ".").replace("T", ".")
 
-    def place_call(self, call: Call) -> Call:
-        """Return the call of one hop: the group's queries and keys, this device's share of the
-        heads.
-        """
-        local = super().place_call(call)
-        heads, kv_heads = local.heads // self.inner, local.kv_heads // self.inner
-        return replace(local, q_len=call.q_len // self.places, heads=heads, kv_heads=kv_heads)
+    def local_call(self, call: Call) -> Call:
+        """Return the inner strategy's: a group's tokens, this device's share of the heads."""
+        return self.inner.local_call(call)
 
     def kernel_call(self, call: Call) -> Call:
         """One group of heads is computed at a time."""
         return replace(call, heads=call.heads // self.chunks, kv_heads=call.kv_heads // self.chunks)
 
+    # ---- what `explain` prints -------------------------------------------------------------------
+
+    def label(self) -> str:
+        """Name the groups too, where there are several."""
+        ring = self.inner
+        groups = f" ({ring.ring_size} groups of {ring.group})" if ring.ring_size > 1 else ""
+        return super().label() + ring.order_label + groups
+
+    def backward_line(self) -> str:
+        """Say how the inner strategy launches the kernel's backward."""
+        return self.inner.backward_line()
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what the inner strategy says."""
+        return self.inner.notes()
+
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the exchanges and, with more than one group, the ring's hops."""
-        local = self.place_call(call)
-        unit = (
-            local.batch
-            * local.heads
-            * local.head_dim
-            * itemsize(call.dtype)
-            * (self.inner - 1)
-            // self.inner
-        )
-        kv = 2 * local.kv_len * unit * local.kv_heads // local.heads
-        q = local.q_len * unit
-        stats = 4 * local.batch * local.heads * local.q_len * (self.inner - 1) // self.inner
-        exchanges = (
+        hops = self.inner.collectives(call) if self.inner.ring_size > 1 else ()
+        exchanges = self._exchanges(call) if self.inner.group > 1 else ()
+        return *exchanges, *(replace(c, hops=c.hops * self.chunks) for c in hops)
+
+    def _exchanges(self, call: Call) -> tuple[Collective, ...]:
+        q, kv, stats = self._received(self.inner.rank_call(call))
+        made = (
             ("Q,K,V,out,LSE", "forward", 2 * q + kv + stats, 5),
             ("Q,K,V,out,dout,LSE,dLSE", "backward", 3 * q + kv + 2 * stats, 7),
             ("dQ,dK,dV", "backward", q + kv, 3),
         )
-        made = [
-            Collective("all_to_all", (CONTEXT,), w, when, b, self.chunks, n)
-            for w, when, b, n in exchanges
-        ]
-        rounds = super().collectives(call) if self.places > 1 else ()
-        return (
-            *(made if self.inner > 1 else ()),
-            *(replace(c, hops=c.hops * self.chunks) for c in rounds),
+        return tuple(
+            Collective("all_to_all", AXES, what, when, size, self.chunks, arrays)
+            for what, when, size, arrays in made
         )
+
+    def _received(self, local: Call) -> tuple[int, int, int]:
+        """Count the bytes that a device receives of q, of k and v together, and of the LSE."""
+        group, rows = self.inner.group, local.batch * local.heads
+        unit = rows * local.head_dim * itemsize(local.dtype) * (group - 1) // group
+        kv = 2 * local.kv_len * unit * local.kv_heads // local.heads
+        return local.q_len * unit, kv, 4 * rows * local.q_len * (group - 1) // group
+
+    # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
         outs, lses = [], []
-        for heads in self._head_groups(inputs.q, inputs.k):
-            part = _Exchange(self, heads, inputs.q)
-            out, lse = super().forward(kernel, part.inputs(heads, inputs))
-            outs.append(part.back(out))
-            lses.append(part.back_stats(lse))
+        for heads in self._head_groups(inputs):
+            part = Exchange.of(self.inner.group, self.inner.ring_size, heads, inputs.q)
+            out, lse = self.inner.forward(kernel, part.inputs(inputs))
+            outs.append(part.to_tokens(out))
+            lses.append(part.stats_to_tokens(lse))
         return Result(jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1))
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; the bias's is its share of a sum over the context
-        axis.
-        """
+        """Return this device's gradients; the bias's is its share of a sum over context."""
         grads: list[list[Array]] = [[], [], []]
         dbias = None if inputs.bias is None else jnp.zeros_like(inputs.bias, jnp.float32)
-        for heads in self._head_groups(inputs.q, inputs.k):
-            part = _Exchange(self, heads, inputs.q)
-            *g, db = super().backward(kernel, part.inputs(heads, inputs), part.rows(heads, rows))
-            for total, x in zip(grads, g, strict=True):
-                total.append(part.back(x))
+        for heads in self._head_groups(inputs):
+            part = Exchange.of(self.inner.group, self.inner.ring_size, heads, inputs.q)
+            *found, db = self.inner.backward(kernel, part.inputs(inputs), part.rows(rows))
+            for total, x in zip(grads, found, strict=True):
+                total.append(part.to_tokens(x))
             dbias = part.add_bias(dbias, db)
         dq, dk, dv = (jnp.concatenate(x, axis=2) for x in grads)
         return Grads(dq, dk, dv, dbias)
 
-    def _head_groups(self, q: Array, k: Array) -> list[_Heads]:
-        n, kv = q.shape[2] // self.chunks, k.shape[2] // self.chunks
-        return [_Heads(i * n, n, i * kv, kv) for i in range(self.chunks)]
+    def _head_groups(self, inputs: Inputs) -> list[HeadGroup]:
+        n, kv = (x.shape[2] // self.chunks for x in (inputs.q, inputs.k))
+        return [HeadGroup(i * n, n, i * kv, kv) for i in range(self.chunks)]
 
 
 @dataclass(frozen=True)
-class Ulysses(UlyssesRing):
-    """Exchange heads for tokens over the whole context axis."""
+class UlyssesRing(Ulysses):
+    """Exchange heads within groups of devices, and send K and V round the groups."""
 
-    name: ClassVar[str] = "ulysses"
+    name: ClassVar[str] = "ulysses_ring"
 
     @classmethod
-    def build(
-        cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
-    ) -> Ulysses:
-        """Let all devices of the context axis exchange."""
-        n = ways("S", shape)
-        return cls(
-            shape, n, chunks=_chunks(config.ulysses_attention_chunks, call, ways("N", shape) * n)
-        )
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
+        """Take the group from `ulysses_shards`, or the largest part of context that fits."""
+        group = config.ulysses_shards
+        if group <= 0:
+            group = _largest_group(ways("S", shape), call.heads // ways("N", shape))
+        built = cls._of(Ring(shape, group=group), config, call)
+        if built.supports(call):
+            return built
+        return replace(built, inner=Ring.of_groups(group, shape, call, target))
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """One group of this device's heads, before the exchange."""
-
-    start: int
-    count: int
-    kv_start: int
-    kv_count: int
-
-    def of(self, q: Array, k: Array, v: Array) -> list[Array]:
-        return [*self.of_queries(q), *(jax.lax.slice_in_dim(x, *self._kv, axis=2) for x in (k, v))]
-
-    def of_queries(self, *xs: Array) -> list[Array]:
-        return [jax.lax.slice_in_dim(x, self.start, self.start + self.count, axis=2) for x in xs]
-
-    def of_stats(self, *xs: Array) -> list[Array]:
-        return [jax.lax.slice_in_dim(x, self.start, self.start + self.count, axis=1) for x in xs]
-
-    @property
-    def _kv(self) -> tuple[int, int]:
-        return self.kv_start, self.kv_start + self.kv_count
-
-
-class _Exchange:
-    """The exchange of one group of heads, and where its share lies in a mask or bias that is
-    whole.
-    """
-
-    def __init__(self, ring: UlyssesRing, heads: _Heads, q: Array) -> None:
-        self.inner = ring.inner
-        groups = [
-            [place * ring.inner + i for i in range(ring.inner)] for place in range(ring.places)
-        ]
-        self.groups = groups if ring.places > 1 else None
-        device = jax.lax.axis_index(CONTEXT)
-        share = heads.count // ring.inner
-        place = device // ring.inner if ring.places > 1 else 0
-        # The start and the length of this device's share along each axis that is cut.
-        self.spans = {
-            "N": (heads.start + device % ring.inner * share, share),
-            "T": (place * q.shape[1] * ring.inner, q.shape[1] * ring.inner),
-        }
-
-    def _swap(self, x: Array, split: int, join: int) -> Array:
-        if self.inner == 1:
-            return x
-        return jax.lax.all_to_all(
-            x, CONTEXT, split, join, axis_index_groups=self.groups, tiled=True
-        )
-
-    def inputs(self, heads: _Heads, inputs: Inputs) -> Inputs:
-        """Give heads away for tokens, and cut the bias and the mask."""
-        q, k, v = (self.out(x) for x in heads.of(inputs.q, inputs.k, inputs.v))
-        return Inputs(q, k, v, self.cut_bias(inputs.bias), self.cut_mask(inputs.mask))
-
-    def rows(self, heads: _Heads, rows: Rows) -> Rows:
-        """Give heads away for tokens."""
-        out, dout = (self.out(x) for x in heads.of_queries(rows.out, rows.dout))
-        lse, dlse = (self.out_stats(x) for x in heads.of_stats(rows.lse, rows.dlse))
-        return Rows(out, lse, dout, dlse)
-
-    def out(self, x: Array) -> Array:
-        """Give heads away for tokens: [B, T, N, H]."""
-        return self._swap(x, 2, 1)
-
-    def back(self, x: Array) -> Array:
-        """Give tokens away for heads: [B, T, N, H]."""
-        return self._swap(x, 1, 2)
-
-    def out_stats(self, x: Array) -> Array:
-        """Give heads away for tokens: [B, N, T]."""
-        return self._swap(x, 1, 2)
-
-    def back_stats(self, x: Array) -> Array:
-        """Give tokens away for heads: [B, N, T]."""
-        return self._swap(x, 2, 1)
-
-    def cut(self, x: Any, letters: str) -> Array:
-        """Cut the axes of queries and heads to this device's share."""
-        for axis, letter in enumerate(letters):
-            if letter in self.spans:
-                start, size = self.spans[letter]
-                x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, size, axis)
-        return x
-
-    def cut_mask(self, mask: Mask) -> Mask:
-        """Cut the arrays of a mask."""
-        return jax.tree.map(self.cut, mask, mask.leaf_axes())
-
-    def cut_bias(self, bias: Bias) -> Bias:
-        """Cut a bias."""
-        return None if bias is None else self.cut(bias, _full_axes(bias))
-
-    def add_bias(self, total: Bias, part: Bias) -> Bias:
-        """Add the gradient of a cut bias where it was cut from."""
-        if total is None or part is None:
-            return None
-        starts = [self.spans[c][0] if c in self.spans else 0 for c in _full_axes(total)]
-        old = jax.lax.dynamic_slice(total, starts, part.shape)
-        return jax.lax.dynamic_update_slice(total, old + part, starts)
-
-
-def _full_axes(bias: Array) -> str:
-    return "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias.shape, strict=True))
+def _largest_group(devices: int, heads: int) -> int:
+    """Return the largest proper divisor of the devices that divides the heads."""
+    fits = (u for u in range(1, devices) if devices % u == 0 and heads % u == 0)
+    return max(fits, default=1)
 
 
 def _chunks(asked: int, call: Call, shares: int) -> int:
-    """Return the most groups, up to what was asked, that leave each share of the heads whole heads
-    and key heads.
+    """Return the most chunks, up to what was asked, of whole heads and key heads.
+
+    Args:
+        asked: the setting.
+        call: whose heads.
+        shares: of the heads, which the chunks divide.
     """
     heads, kv_heads = call.heads // shares, lcm(call.kv_heads, shares) // shares
     return max((c for c in range(1, asked + 1) if heads % c == 0 and kv_heads % c == 0), default=1)

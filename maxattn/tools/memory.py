@@ -41,7 +41,7 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         plan: its kernel, strategy and lengths.
         training: forward and backward at their largest; else forward alone.
     """
-    local, runs = plan.context.local_call(plan.padded_call), plan.context.runs
+    local, runs = plan.context.local_call(plan.padded_call), plan.context.chunks_per_rank
     place = replace(
         local, q_len=runs * local.q_len, kv_len=runs * local.kv_len
     )  # a kernel sees one run of them

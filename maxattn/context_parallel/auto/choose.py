@@ -1,15 +1,13 @@
-"""`context_parallel: auto`: the strategy with the shortest step, among those that can run and fit
-in memory.
-"""
+"""`context_parallel: auto`: the strategy with the shortest step, of those that run and fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from maxattn.call import Call, Reason
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.all_gather import AllGather, WholeKeys
+from maxattn.context_parallel.all_gather import AllGather
 from maxattn.context_parallel.auto.cost import Cost, cost_of, in_ms
 from maxattn.context_parallel.base import Strategy, readable
 from maxattn.context_parallel.ring.ring import Ring
@@ -20,7 +18,7 @@ from maxattn.sharding import MeshShape
 from maxattn.target import Target
 
 # In the order of preference where two take equally long: fewer moving parts first.
-CANDIDATES: Mapping[str, type[WholeKeys]] = {
+CANDIDATES: Mapping[str, type[Strategy]] = {
     "all_gather": AllGather, "ulysses": Ulysses, "ring": Ring, "ulysses_ring": UlyssesRing,
 }  # fmt: skip
 EQUAL = 1.02  # times that differ by less are taken as equal
@@ -52,31 +50,25 @@ def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         target: whose figures count.
     """
     machine = machine_of(target)
-    built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
-    reasons = {name: strategy.supports(call) for name, strategy in built.items()}
-    # One group, or groups of one, are the strategies that have their own line.
-    alone = {
-        name
-        for name, s in built.items()
-        if isinstance(s, UlyssesRing) and name == "ulysses_ring" and _trivial(s)
-    }
-    costs = {
-        name: cost_of(strategy, _padded(call, strategy), machine)
-        for name, strategy in built.items() if reasons[name] is None and name not in alone
-    }  # fmt: skip
-    name = fastest(costs, SHARE * machine.memory)
     limit = SHARE * machine.memory
+    built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
+    refused = {name: reason for name, s in built.items() if (reason := s.supports(call))}
+    costs = {
+        name: cost_of(s, _padded(call, s), machine)
+        for name, s in built.items() if name not in refused and not _has_own_line(s)
+    }  # fmt: skip
+    name = fastest(costs, limit)
     why = _why(name, costs, limit)
     head = f"context_parallel: auto is {name}{why}"
-    left_out = (str(reason) for reason in reasons.values() if isinstance(reason, Reason))
     first = f"{head}, by this arithmetic ({machine.source})"
     times = f"{head}{',' if why else ''} by arithmetic: {_times(name, costs, limit)}"
-    return Choice(built[name], times, (first, *_lines(costs, limit), *left_out))
+    return Choice(built[name], times, (first, *_lines(costs, limit), *map(str, refused.values())))
 
 
 def fastest(costs: Mapping[str, Cost], limit: float) -> str:
-    """Return the first name whose step is about the shortest of those within the memory; if none
-    is, the smallest.
+    """Return the first name whose step is about the shortest of those within the memory.
+
+    If none is within it, return the one that holds least.
     """
     fitting = {name: cost for name, cost in costs.items() if cost.memory <= limit}
     if not fitting:
@@ -90,11 +82,9 @@ def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
     fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
     if not fitting:
         return ", which holds least"
-    return (
-        ""
-        if costs[name].step == min(fitting)
-        else f", the first within {EQUAL - 1:.0%} of the shortest"
-    )
+    if costs[name].step == min(fitting):
+        return ""
+    return f", the first within {EQUAL - 1:.0%} of the shortest"
 
 
 def _times(name: str, costs: Mapping[str, Cost], limit: float) -> str:
@@ -113,16 +103,16 @@ def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:
     return [str(cost) + (over if cost.memory > limit else "") for cost in costs.values()]
 
 
-def _trivial(strategy: UlyssesRing) -> bool:
-    return strategy.inner == 1 or strategy.places == 1
+def _has_own_line(strategy: Strategy) -> bool:
+    """Tell whether it is another candidate too: one group of devices, or groups of one."""
+    if not isinstance(strategy, UlyssesRing):
+        return False
+    return strategy.inner.group == 1 or strategy.inner.ring_size == 1
 
 
-def _padded(call: Call, strategy: WholeKeys) -> Call:
+def _padded(call: Call, strategy: Strategy) -> Call:
     unit = strategy.unit()
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    mask = (
-        call.mask & KeyLimit(call.kv_len)
-        if kv_len > call.kv_len and not call.mask.is_full
-        else call.mask
-    )
+    hidden = kv_len > call.kv_len and not call.mask.is_full
+    mask = call.mask & KeyLimit(call.kv_len) if hidden else call.mask
     return replace(call, q_len=q_len, kv_len=kv_len, mask=mask)

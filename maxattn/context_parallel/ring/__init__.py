@@ -1,1 +1,1 @@
-"""The ring: K and V travel round the context axis."""
+"""Ring attention: queries stay, K and V go round the devices of the context axis."""

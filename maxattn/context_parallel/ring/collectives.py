@@ -1,110 +1,125 @@
-"""What a ring sends, as values for the plan: hops of K, V and their gradients, and the deal to
-zig-zag and back.
-"""
+"""What a ring sends, as values for the plan: the hops, and the permutes to zig-zag and back."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import jax
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import Collective, bias_letters, itemsize
+from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters, itemsize
 from maxattn.sharding import MeshShape, ways
 
-if TYPE_CHECKING:
-    from maxattn.context_parallel.ring.ring import Ring
-
-CONTEXT = ("context",)
+AXES = (CONTEXT,)
 
 
-def hops_of(
-    place: Call, sends: int, runs: int, direct: bool = False, room: int = 0
+def kv_bytes(call: Call, size: int, spare_keys: int = 0) -> int:
+    """Count the bytes of K and V of a call, with room for spare keys, of elements of `size`."""
+    return 2 * call.batch * (call.kv_len + spare_keys) * call.kv_heads * call.head_dim * size
+
+
+def hop_collectives(
+    sends: int, block: int, home: tuple[int, int], arrays: int
 ) -> tuple[Collective, ...]:
-    """Name the hops: K and V forward and backward, and their gradients, which go one further, home.
+    """Name the hops of K and V, forward and backward, and of their gradients.
 
     Args:
-        place: the call of one hop.
         sends: hops after the first.
-        runs: parts of the sequence that a place holds, each an array of its own.
-        direct: whether K and V are one array, and gradients go straight home in K's dtype, but for
-            a place's own.
-        room: keys more that a block has room for.
+        block: bytes of K and V of a hop.
+        home: hops of dK and dV, and the bytes of each.
+        arrays: that travel in each hop.
     """
-    size = 2 * place.batch * (place.kv_len + room) * place.kv_heads * place.head_dim
-    item = itemsize(place.dtype)
-    home = sends if direct else sends + 1
-    moved = sends * size * item
+    hops, grads = home
     made = (
-        ("K,V", "forward", moved, sends),
-        ("K,V", "backward", moved, sends),
-        ("dK,dV", "backward", moved if direct else home * size * 4, home),
+        ("K,V", "forward", sends * block, sends),
+        ("K,V", "backward", sends * block, sends),
+        ("dK,dV", "backward", hops * grads, hops),
     )
-    arrays = 1 if direct else 2 * runs
-    return tuple(Collective("ppermute", CONTEXT, *each, arrays) for each in made if sends)
+    return tuple(Collective("ppermute", AXES, *each, arrays) for each in made)
 
 
-def dealt(call: Call, place: Call, shape: MeshShape, ring: Ring) -> tuple[Collective, ...]:
+class Shares(NamedTuple):
+    """Say into how many parts the axes of a mask or bias are split.
+
+    Args:
+        ring_size: ranks of the ring, which split the queries.
+        head_ways: devices that split the heads.
+        shape: the mesh's axes.
+    """
+
+    ring_size: int
+    head_ways: int
+    shape: MeshShape
+
+    def elements(self, sizes: tuple[int, ...], letters: str) -> int:
+        """Count the elements of one device's share of an array."""
+        parts = {"T": self.ring_size, "B": ways("B", self.shape), "N": self.head_ways}
+        return prod(-(-n // parts.get(letter, 1)) for n, letter in zip(sizes, letters, strict=True))
+
+
+class _Bytes(NamedTuple):
+    """The bytes of a device's share of each array that is permuted to zig-zag."""
+
+    q: int
+    kv: int
+    lse: int
+    bias: int
+    masks: tuple[int, ...]
+
+    @property
+    def extra(self) -> int:
+        return self.bias + sum(self.masks)
+
+    @property
+    def words(self) -> str:
+        return (",bias" if self.bias else "") + (",mask" if self.masks else "")
+
+    @property
+    def arrays(self) -> int:
+        return bool(self.bias) + len(self.masks)
+
+
+def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collective, ...]:
     """Name the permutes to zig-zag and back: two for every array, each of half of it.
 
     Args:
         call: the global, padded call.
-        place: the call of one hop.
-        shape: the mesh's axes.
-        ring: the strategy.
+        local: the call of one hop.
+        shares: how masks and biases are split.
     """
-    rows = place.batch * place.q_len * place.heads
-    q, lse = rows * place.head_dim * itemsize(place.dtype), rows * 4
-    kv = place.batch * place.kv_len * place.kv_heads * place.head_dim * itemsize(place.dtype)
-    shares = _extras(call, shape, ring)
-    words = "".join(f",{name}" for name in dict.fromkeys(name for name, _ in shares))
-    extra, number = sum(size for _, size in shares), len(shares)
-    dbias = next(
-        (
-            2 * size if itemsize(call.dtype) == 2 else size
-            for name, size in shares
-            if name == "bias"
-        ),
-        0,
-    )
-    back = (
-        "dQ,dK,dV" + (",dbias" if dbias else ""),
-        "backward",
-        q + 2 * kv + dbias,
-        3 + bool(dbias),
-    )
+    b = _bytes(call, local, shares)
+    dbias = 2 * b.bias if itemsize(call.dtype) == 2 else b.bias
     moves = (
-        ("Q,K,V" + words, "forward", q + 2 * kv + extra, 3 + number, "to"),
-        ("out,LSE", "forward", q + lse, 2, "from"),
+        (f"Q,K,V{b.words} to", "forward", b.q + 2 * b.kv + b.extra, 3 + b.arrays),
+        ("out,LSE from", "forward", b.q + b.lse, 2),
         (
-            "Q,K,V,out,dout,LSE,dLSE" + words,
-            "backward",
-            3 * q + 2 * kv + 2 * lse + extra,
-            7 + number,
-            "to",
+            f"Q,K,V,out,dout,LSE,dLSE{b.words} to", "backward",
+            3 * b.q + 2 * b.kv + 2 * b.lse + b.extra, 7 + b.arrays,
         ),
-        (*back, "from"),
-    )
+        (
+            f"dQ,dK,dV{',dbias' if dbias else ''} from", "backward",
+            b.q + 2 * b.kv + dbias, 3 + bool(dbias),
+        ),
+    )  # fmt: skip
     return tuple(
-        Collective("ppermute", CONTEXT, f"{what} {way} zig-zag", when, size, 2, arrays)
-        for what, when, size, arrays, way in moves
+        Collective("ppermute", AXES, f"{what} zig-zag", when, size, 2, arrays)
+        for what, when, size, arrays in moves
     )
 
 
-def _extras(call: Call, shape: MeshShape, ring: Ring) -> list[tuple[str, int]]:
-    """Name what else has a query axis, a bias or the mask's arrays, with this device's bytes of
-    it.
-    """
+def _bytes(call: Call, local: Call, shares: Shares) -> _Bytes:
+    item, rows = itemsize(local.dtype), local.batch * local.q_len * local.heads
+    kv = local.batch * local.kv_len * local.kv_heads * local.head_dim * item
     letters = bias_letters(call.bias)
-    found = [("bias", _share(call.bias or (), letters, shape, ring) * 4)] if "T" in letters else []
+    bias = shares.elements(call.bias or (), letters) * 4 if "T" in letters else 0
+    return _Bytes(rows * local.head_dim * item, kv, rows * 4, bias, _mask_bytes(call, shares))
+
+
+def _mask_bytes(call: Call, shares: Shares) -> tuple[int, ...]:
+    """Count the bytes of the mask's arrays that have a query axis."""
     leaves, axes = jax.tree.leaves(call.mask), jax.tree.leaves(call.mask.leaf_axes())
-    return found + [
-        ("mask", _share(x.shape, a, shape, ring) * x.dtype.itemsize)
-        for x, a in zip(leaves, axes, strict=True) if "T" in a
-    ]  # fmt: skip
-
-
-def _share(sizes: tuple[int, ...], letters: str, shape: MeshShape, ring: Ring) -> int:
-    parts = {"T": ring.places, "B": ways("B", shape), "N": ring.head_ways()}
-    return prod(-(-n // parts.get(letter, 1)) for n, letter in zip(sizes, letters, strict=True))
+    return tuple(
+        shares.elements(x.shape, letters) * x.dtype.itemsize
+        for x, letters in zip(leaves, axes, strict=True) if "T" in letters
+    )  # fmt: skip

@@ -1,103 +1,167 @@
-"""A ring among GPUs: every device reaches every other at full rate, and one transfer at a time runs
-beside a kernel.
+"""The schedule of a ring among GPUs: every device reaches every other at full rate.
 
 XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K
 and V travel as one array; the gradients of a hop's keys go straight home, in the dtype of K, while
 the next hop is computed, and are summed there in float32. Partial results are kept as the kernel
-wrote them, and merged or summed in one pass. Where every pair is allowed, no transfer of the
-backward is without a kernel beside it: `gpu_full_mask.py`.
+wrote them, and merged or summed in one pass. Where every query sees every key, each transfer of the
+backward has a kernel beside it: `gpu_full_mask.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.call import Call
+from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.lse_merge import merge_all, nothing_seen
 from maxattn.context_parallel.ring import gpu_full_mask
-from maxattn.context_parallel.ring.hops import Keys, Trip, in_step
-from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
-from maxattn.kernels.dq_accumulator import MOST_PARTS, added, shares_of, total
-from maxattn.kernels.kv_block import Packed, as_one
+from maxattn.context_parallel.ring.collectives import hop_collectives, kv_bytes
+from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
+from maxattn.context_parallel.ring.schedule import Schedule, unseen, zeros
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.dq_accumulator import MOST_PARTS, added, total
+from maxattn.kernels.kv_block import Packed, pack
+from maxattn.target import Target
+
+MODE = "xla_gpu_collective_permute_mode"
+COPY_ENGINES = (
+    "NCCL takes multiprocessors from the kernels while it moves blocks; "
+    f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
+)
 
 
-def forward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array) -> Result:
-    """Return this device's (out, lse)."""
-    # Packed as for the backward: where one program has both, they share it.
-    room = shares_of(kernel, q.shape, k.shape, trip.n).along if trip.is_dense else 0
-    queries, packed = trip.deal.out(q, 1), _packed(trip.keys(k, v), room)
-    parts: list[list[Any]] = [[] for _ in trip.runs]
-    for hop in trip.made:
+@dataclass(frozen=True)
+class GpuSchedule(Schedule):
+    """Send K and V as one array, and their gradients straight home.
 
-        def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            here = _unpacked(packed, trip.kv_run)[j]
-            return kernel.forward(Inputs(queries[i], *here, *trip.operands(hop, i, j)))
+    Args:
+        copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs.
+        accumulator_line: how the kernel's dQ accumulator launches, where it launches by itself.
+        spare_keys: local keys that each block of another rank has room for.
+    """
 
-        packed, found = in_step(trip.send_on(hop, packed), trip.pieces(hop, attend, nothing_seen))
-        for (i, _), part in found.items():
-            parts[i] = (
-                [merge_all(parts[i]), part] if len(parts[i]) >= MOST_PARTS else [*parts[i], part]
+    copy_engine_flag_set: bool = False
+    accumulator_line: str = ""
+    spare_keys: int = 0
+
+    @classmethod
+    def build(cls, target: Target) -> Self:
+        """Read XLA's flags."""
+        return cls(MODE in dict(target.env).get("XLA_FLAGS", ""))
+
+    def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Self:
+        """Ask the kernel how a backward over several blocks of keys is launched."""
+        inputs = _shapes(call)
+        spare_keys = kernel.split_keys(inputs, ring_size).spare_keys
+        line = kernel.accumulator_line(inputs)
+        return replace(self, accumulator_line=line, spare_keys=spare_keys)
+
+    def backward_line(self) -> str:
+        """Say how the accumulator launches, and which keys fill its waves."""
+        if not self.accumulator_line or not self.spare_keys:
+            return self.accumulator_line
+        filled = f"{self.spare_keys} local keys fill up each launch over another rank's block"
+        return f"{self.accumulator_line}; {filled}, so that fewer SMs wait"
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what makes transfers cheaper."""
+        return () if self.copy_engine_flag_set else (COPY_ENGINES,)
+
+    def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
+        """Name the hops; the gradients of a rank's own keys stay."""
+        block = kv_bytes(call, itemsize(call.dtype), self.spare_keys)
+        return hop_collectives(sends, block, (sends, block), arrays=1)
+
+    def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
+        """Return this device's (out, lse)."""
+        # Packed as for the backward: where one program has both, they share it.
+        spare_keys = gpu_full_mask.spare_keys(ring_pass, kernel, inputs)
+        queries = ring_pass.order.to_zigzag(inputs.q, 1)
+        packed = _packed(ring_pass.keys(inputs), spare_keys)
+        parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
+        for hop in ring_pass.hops:
+
+            def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Result:
+                here = _unpacked(packed, ring_pass.kv_chunk)[j]
+                return kernel.forward(ring_pass.inputs(hop, (i, j), queries[i], here))
+
+            packed, found = tie_transfer_to_kernel(
+                ring_pass.send_on(hop, packed), ring_pass.pieces(hop, attend, nothing_seen)
             )
-    nothing = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
-    out, lse = zip(
-        *(merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)), strict=True
-    )
-    out = trip.deal.back([x.astype(q.dtype) for x in out], 1)
-    return Result(out, trip.deal.back(list(lse), 2))
+            for (i, _), part in found.items():
+                parts[i] = _kept(parts[i], part)
+        nothing = [unseen(x) for x in queries]
+        merged = [merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)]
+        return ring_pass.result(merged, inputs.q)
+
+    def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
+        """Return this device's gradients; those of its K and V are complete."""
+        if ring_pass.is_dense:
+            return gpu_full_mask.backward(ring_pass, kernel, inputs, rows)
+        made = _Backward(ring_pass, kernel, inputs, rows)
+        for hop in ring_pass.hops:
+            made.take(hop)
+        return made.grads()
 
 
-def backward(trip: Trip, kernel: Kernel, q: Array, k: Array, v: Array, rows: Rows) -> Grads:
-    """Return this device's gradients; those of its K and V are complete."""
-    if trip.is_dense:
-        return Grads(*gpu_full_mask.backward(trip, kernel, q, k, v, rows))
-    queries, packed, home = trip.deal.out(q, 1), _packed(trip.keys(k, v)), _Home(trip)
-    row_runs = trip.deal_rows(rows)
-    dqs: list[list[Array]] = [[] for _ in trip.runs]
-    dbs: list[Any] = zeros(trip.biases)
-    for hop in trip.made:
+class _Backward:
+    """Hold the keys that are here, and the gradients so far."""
 
-        def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Any:
-            here = _unpacked(packed)[j]
-            return kernel.backward(
-                Inputs(queries[i], *here, *trip.operands(hop, i, j)), row_runs[i]
-            )
+    def __init__(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> None:
+        self.ring_pass, self.kernel, self.dtype = ring_pass, kernel, inputs.q.dtype
+        self.queries = ring_pass.order.to_zigzag(inputs.q, 1)
+        self.packed, self.home = _packed(ring_pass.keys(inputs)), _Home(ring_pass)
+        self.rows = ring_pass.rows(rows)
+        self.dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
+        self.dbias: list[Bias] = zeros(ring_pass.biases)
 
-        found = trip.pieces(hop, gradients, zeros)
-        (packed, home.arrived), found = in_step((trip.send_on(hop, packed), home.sent()), found)
-        for (i, j), (dq, _, _, db) in found.items():
-            dqs[i], dbs[i] = added(dqs[i], dq), trip.add_bias(dbs[i], db, hop, j)
-        home.leave(hop, _gradients_of_keys(trip, found, packed))
-    summed = _unpacked(home.total())
-    dk, dv = (trip.deal.back([pair[which] for pair in summed], 1) for which in (0, 1))
-    dq = [total(parts, x).astype(q.dtype) for parts, x in zip(dqs, queries, strict=True)]
-    return Grads(trip.deal.back(dq, 1), dk, dv, trip.whole_bias(dbs))
+    def take(self, hop: int) -> None:
+        """Compute a hop while its keys travel on, and the gradients of the last hop go home."""
+        ring_pass = self.ring_pass
+        found = ring_pass.pieces(hop, lambda i, j: self._gradients(hop, i, j), zeros)
+        travels = ring_pass.send_on(hop, self.packed), self.home.sent()
+        (self.packed, self.home.arrived), found = tie_transfer_to_kernel(travels, found)
+        for (i, j), (dq, _, _, dbias) in found.items():
+            self.dqs[i] = added(self.dqs[i], dq)
+            self.dbias[i] = ring_pass.add_bias(self.dbias[i], dbias, hop, j)
+        self.home.leave(hop, _gradients_of_keys(ring_pass, found, self.packed))
 
+    def grads(self) -> Grads:
+        """Return all gradients, in contiguous order."""
+        back, summed = self.ring_pass.order.from_zigzag, _unpacked(self.home.total())
+        dk, dv = (back([pair[which] for pair in summed], 1) for which in (0, 1))
+        both = zip(self.dqs, self.queries, strict=True)
+        dq = [total(parts, x).astype(self.dtype) for parts, x in both]
+        return Grads(back(dq, 1), dk, dv, self.ring_pass.whole_bias(self.dbias))
 
-def zeros(tree: Any) -> Any:
-    """Give float32 zeros, in the shapes of arrays or of what describes them."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+    def _gradients(self, hop: int, i: int, j: int) -> Grads:
+        here = _unpacked(self.packed)[j]
+        piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], here)
+        return self.kernel.backward(piece, self.rows[i])
 
 
 class _Home:
-    """Send the gradients of other places' keys to them, one hop late, and sum what comes in."""
+    """Send the gradients of other ranks' keys to them, one hop late, and sum what comes in."""
 
-    def __init__(self, trip: Trip) -> None:
-        self.trip, self.hop = trip, 0
+    def __init__(self, ring_pass: RingPass) -> None:
+        self.ring_pass, self.hop = ring_pass, 0
         self.leaving: Packed | None = None
         self.arrived: Packed | None = None
         self._parts: list[Packed] = []
 
     def sent(self) -> Packed | None:
         """Begin the transfer of what is leaving."""
-        return None if self.leaving is None else self.trip.send_to_owner(self.hop, self.leaving)
+        if self.leaving is None:
+            return None
+        return self.ring_pass.send_to_owner(self.hop, self.leaving)
 
     def leave(self, hop: int, grads: Packed) -> None:
-        """Take what has arrived, and gradients that leave next; those of this place's own keys
-        stay.
-        """
+        """Take what has arrived, and gradients that leave next; those of local keys stay."""
         self._take(self.arrived)
         self.arrived, self.leaving, self.hop = None, grads, hop
         if hop == 0:
@@ -113,21 +177,33 @@ class _Home:
             self._parts = added(self._parts, arrived)
 
 
-def _gradients_of_keys(trip: Trip, found: dict[tuple[int, int], Any], like: Packed) -> Packed:
-    """Sum over runs of queries, and round to the dtype of K."""
+def _shapes(call: Call) -> Inputs:
+    """Return the shapes of q, k and v of a call."""
+    q = jax.ShapeDtypeStruct((call.batch, call.q_len, call.heads, call.head_dim), call.dtype)
+    k = jax.ShapeDtypeStruct((call.batch, call.kv_len, call.kv_heads, call.head_dim), call.dtype)
+    operands: Any = q, k, k
+    return Inputs(*operands)
+
+
+def _kept(parts: list[Result], part: Result) -> list[Result]:
+    """Return a list with one part more; many parts become one in float32."""
+    return [merge_all(parts), part] if len(parts) >= MOST_PARTS else [*parts, part]
+
+
+def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:
+    """Sum over chunks of queries, and round to the dtype of K."""
     sums = [
-        [total([g[p] for (_, j), g in found.items() if j == run], like[0]) for p in (1, 2)]
-        for run in trip.runs
+        [total([g[p] for (_, j), g in found.items() if j == chunk], like[0]) for p in (1, 2)]
+        for chunk in ring_pass.chunks
     ]
     return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
 
 
-def _packed(keys: Keys, room: int = 0) -> Packed:
+def _packed(keys: Keys, spare_keys: int = 0) -> Packed:
     parts = [x for pair in keys for x in pair]
-    return jnp.stack(parts) if len(parts) > 2 else as_one(*parts, room=room)
+    return jnp.stack(parts) if len(parts) > 2 else pack(*parts, spare_keys=spare_keys)
 
 
 def _unpacked(packed: Packed, length: int | None = None) -> Keys:
-    return [
-        (packed[i, :, :length], packed[i + 1, :, :length]) for i in range(0, packed.shape[0], 2)
-    ]
+    starts = range(0, packed.shape[0], 2)
+    return [(packed[i, :, :length], packed[i + 1, :, :length]) for i in starts]

@@ -1,8 +1,7 @@
-"""The heads in two halves: a ring computes its own keys for the one before all others', and for the
-other after them.
+"""The heads in two halves: a ring computes its local keys for one half first, for the other last.
 
 So the first transfer has a kernel beside it, and the last one too, by which the gradients of the
-own keys come home.
+local keys come home.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ class Heads:
     parts: int = 1
 
     def of(self, x: Array, axis: int) -> Array:
-        """Take them out of an array."""
+        """Slice them out of an array."""
         n = x.shape[axis] // self.parts
         return jax.lax.slice_in_dim(x, self.part * n, (self.part + 1) * n, axis=axis)
 
     def widened(self, x: Array, axis: int) -> Array:
-        """Put zeros in the place of the others."""
+        """Return an array of all heads, with zeros for the others."""
         n, around = x.shape[axis], [(0, 0)] * x.ndim
         around[axis] = (self.part * n, (self.parts - 1 - self.part) * n)
         return jnp.pad(x, around)
@@ -45,8 +44,9 @@ ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
 
 
 def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
-    """Tell whether the own keys are computed by halves: of an even number of heads, since a TPU's
-    two cores share them.
+    """Tell whether the local keys are computed by halves of the heads.
+
+    Each half is an even number of heads, since a TPU's two cores share them.
 
     Args:
         heads, kv_heads: of one device.
@@ -61,11 +61,10 @@ def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
     """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
     if heads == ALL:
         return kernel.backward(inputs, rows)
-    # [B, T, N, H] and [B, N, T]
-    q, k, v, out, dout = (
-        heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
-    )
-    lse, dlse = heads.of(rows.lse, 1), heads.of(rows.dlse, 1)
+    # [B, T, N, H]
+    wide = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
+    q, k, v, out, dout = (heads.of(x, 2) for x in wide)
+    lse, dlse = heads.of(rows.lse, 1), heads.of(rows.dlse, 1)  # [B, N, T]
     part = inputs.replace(q=q, k=k, v=v, bias=None)
     *found, _ = kernel.backward(part, Rows(out, lse, dout, dlse))
     return Grads(*(heads.widened(x, 2) for x in found))

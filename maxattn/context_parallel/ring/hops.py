@@ -1,215 +1,221 @@
-"""One trip round a ring: whose keys are here, where they go next, and which pieces of attention are
-computed.
+"""One pass round a ring: whose keys are here, where they go next, and what each hop computes.
 
-Inside `shard_map`. A place holds one run of the sequence, or two under zig-zag; a piece is one run
-of queries against one run of keys, at their own positions.
+Inside `shard_map`. A rank holds one chunk of the sequence, or two under zig-zag; a piece of
+attention is one chunk of queries against one chunk of keys, at their own positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.context_parallel.all_gather import CONTEXT
-from maxattn.context_parallel.ring.zigzag import Deal, Layout, joined
-from maxattn.kernels.base import Bias, Rows
+from maxattn.context_parallel.base import CONTEXT
+from maxattn.context_parallel.ring.zigzag import ChunkOrder, Layout, Moves, joined
+from maxattn.kernels.base import Bias, Inputs, Result, Rows
 from maxattn.masks import Mask
 
+Piece = tuple[int, int]
+"""(query chunk, key chunk)"""
 Keys = list[tuple[Array, Array]]
-"""K and V of each run that is here."""
+"""K and V of each chunk that is here."""
 
 
-def in_step(coming: Any, results: Any) -> Any:
-    """Let what comes be used, and what follows be computed, only when these results are there.
+def tie_transfer_to_kernel(received: Any, computed: Any) -> Any:
+    """Return both, each to be used only when both are there.
 
     The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run
     the kernel before or after it. With nothing else to put between a transfer's start and its end,
     the kernel goes there.
     """
-    return jax.lax.optimization_barrier((coming, results))
+    return jax.lax.optimization_barrier((received, computed))
 
 
-class Trip:
-    """Hold what every hop of one trip shares.
+class RingPass:
+    """Hold what every hop of one pass shares.
 
     Args:
-        layout: the ring's places and runs.
-        inner: neighbouring devices that are one place.
-        q, k: this place's shards, in contiguous order.
-        mask: this place's queries, all keys.
-        bias: the same.
+        layout: the ring's ranks and chunks.
+        group: neighbouring devices that are one rank.
+        inputs: this rank's shards of q, k and v, in contiguous order; a mask and a bias of this
+            rank's queries and all keys.
     """
 
-    def __init__(
-        self, layout: Layout, inner: int, q: Array, k: Array, mask: Mask, bias: Bias
-    ) -> None:
-        self.layout, self.inner, self.n = layout, inner, layout.places
-        lengths = self.n * q.shape[1], self.n * k.shape[1]
+    def __init__(self, layout: Layout, group: int, inputs: Inputs) -> None:
+        mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
+        self.layout, self.group, self.ring_size = layout, group, layout.ring_size
+        lengths = self.ring_size * q_len, self.ring_size * kv_len
         self.empty, self.full = layout.empty(mask, *lengths), layout.full(mask, *lengths)
-        self.made = layout.hops(mask, *lengths)
-        # One place alone has static offsets, so that a kernel's lists of visits are constants.
-        self.place = jax.lax.axis_index(CONTEXT) // inner if self.n > 1 else 0
-        self.deal = Deal(layout, CONTEXT, inner, self.place)
-        self.q_run, self.kv_run = q.shape[1] // layout.runs, k.shape[1] // layout.runs
-        self.tall = (
-            bias is not None and bias.shape[2] == q.shape[1]
-        )  # else it broadcasts over queries
-        self.masks, self.biases = self._masks(mask), self._biases(bias)
+        self.hops = layout.hops(mask, *lengths)
+        # A ring of one has static offsets, so that a kernel's lists of tiles are constants.
+        self.rank = jax.lax.axis_index(CONTEXT) // group if self.ring_size > 1 else 0
+        self.order = ChunkOrder(layout, CONTEXT, group, self.rank)
+        self.q_chunk, self.kv_chunk = (n // layout.chunks_per_rank for n in (q_len, kv_len))
+        # Else the bias broadcasts over queries.
+        self.tall = inputs.bias is not None and inputs.bias.shape[2] == q_len
+        self.masks, self.biases = self._masks(mask), self._biases(inputs.bias)
 
     @property
-    def runs(self) -> range:
-        """Count the runs of a place."""
-        return range(self.layout.runs)
+    def chunks(self) -> range:
+        """The chunks of a rank."""
+        return range(self.layout.chunks_per_rank)
 
     @property
     def is_dense(self) -> bool:
         """Tell whether every query sees every key, with nothing added to the scores."""
-        return (
-            self.layout.runs == 1
-            and all(m.is_full for m in self.masks)
-            and all(b is None for b in self.biases)
-        )
+        plain = all(m.is_full for m in self.masks) and all(b is None for b in self.biases)
+        return self.layout.chunks_per_rank == 1 and plain
 
-    # ---- what is here ----------------------------------------------------------------------------
+    # ---- chunks ----------------------------------------------------------------------------------
 
-    def keys(self, k: Array, v: Array) -> Keys:
-        """Deal out K and V."""
-        return list(zip(self.deal.out(k, 1), self.deal.out(v, 1), strict=True))
+    def keys(self, inputs: Inputs) -> Keys:
+        """Split K and V into chunks."""
+        k, v = self.order.to_zigzag(inputs.k, 1), self.order.to_zigzag(inputs.v, 1)
+        return list(zip(k, v, strict=True))
 
-    def deal_rows(self, rows: Rows) -> list[Rows]:
-        """Deal out what a backward needs of each query."""
-        # [B, T, N, H] and [B, N, T]
-        dealt = (self.deal.out(x, a) for x, a in zip(rows.operands, (1, 2, 1, 2), strict=True))
-        return [Rows(*run) for run in zip(*dealt, strict=True)]
+    def rows(self, rows: Rows) -> list[Rows]:
+        """Split what a backward needs of each query into chunks."""
+        axes = 1, 2, 1, 2  # of T in [B, T, N, H] and [B, N, T]
+        chunks = (self.order.to_zigzag(x, a) for x, a in zip(rows.operands, axes, strict=True))
+        return [Rows(*chunk) for chunk in zip(*chunks, strict=True)]
+
+    def result(self, results: Iterable[Result], like: Array) -> Result:
+        """Join the results of the query chunks, in the dtype of `like`."""
+        outs, lses = zip(*results, strict=True)
+        out = self.order.from_zigzag([x.astype(like.dtype) for x in outs], 1)
+        return Result(out, self.order.from_zigzag(list(lses), 2))
+
+    # ---- what a hop computes ---------------------------------------------------------------------
 
     def pieces(
         self, hop: int, compute: Callable[[int, int], Any], nothing: Callable[[Any], Any]
-    ) -> dict[tuple[int, int], Any]:
+    ) -> dict[Piece, Any]:
         """Compute a hop.
 
         Args:
             hop: which.
-            compute: from (query run, key run) to arrays.
+            compute: from (query chunk, key chunk) to arrays.
             nothing: what it gives where nothing is seen, from the shapes.
 
         Returns:
-            Arrays by (query run, key run), for every piece in which some place sees something.
+            Arrays by (query chunk, key chunk), for every piece in which some rank sees something.
         """
-        all_pairs = [(i, j) for i in self.runs for j in self.runs]
-        made = [piece for piece in all_pairs if not self.empty[:, hop, *piece].all()]
-        return {piece: self._where_seen(hop, piece, compute, nothing) for piece in made}
+        all_pairs = [(i, j) for i in self.chunks for j in self.chunks]
+        idle = {piece: self.empty[:, hop, *piece] for piece in all_pairs}
+        made = [piece for piece in all_pairs if not idle[piece].all()]
+        return {p: self._where_seen(idle[p], partial(compute, *p), nothing) for p in made}
 
     def _where_seen(
-        self,
-        hop: int,
-        piece: tuple[int, int],
-        compute: Callable[[int, int], Any],
-        nothing: Callable[[Any], Any],
+        self, idle: Any, compute: Callable[[], Any], nothing: Callable[[Any], Any]
     ) -> Any:
-        """Compute a piece on the places that see something in it."""
-        idle = self.empty[:, hop, *piece]
+        """Compute a piece on the ranks that see something in it."""
         if not idle.any():
-            return compute(*piece)
-        shapes = jax.eval_shape(lambda: compute(*piece))
-        results = lambda: jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)  # noqa: E731
-        return jax.lax.cond(jnp.asarray(idle)[self.place], results, lambda: compute(*piece))
+            return compute()
+        shapes = jax.eval_shape(compute)
+
+        def empty() -> Any:
+            return jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)
+
+        return jax.lax.cond(jnp.asarray(idle)[self.rank], empty, compute)
+
+    def inputs(self, hop: int, piece: Piece, q: Array, kv: tuple[Array, Array]) -> Inputs:
+        """Return what a kernel computes a piece from."""
+        start = self.first_key(hop, piece[1])
+        bias, mask = self._bias_and_mask(hop, piece, start)
+        return Inputs(q, *kv, bias, mask, self.first_query(piece[0]), start)
+
+    def first_query(self, i: int) -> Any:
+        """Return the position of the first query of chunk i."""
+        return self.layout.chunk(self.rank, i) * self.q_chunk
 
     def first_key(self, hop: int, j: int) -> Any:
-        """Return the position of the first key of run j of the block that is here."""
-        return self.layout.chunk((self.place - hop) % self.n, j) * self.kv_run
-
-    def operands(self, hop: int, i: int, j: int) -> Any:
-        """Return (bias, mask, position of the first query, of the first key) of a piece."""
-        start = self.first_key(hop, j)
-        mask, bias = self.masks[i], self.biases[i]
-        if (self.full | self.empty)[:, hop, i, j].all():
-            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not
-            # test them.
-            mask = joined(term for term in mask.terms() if term.has_data)
-        cut = jax.tree.map(
-            lambda x, a: self._cut(x, a.index("S"), start) if "S" in a else x,
-            mask,
-            mask.leaf_axes(),
-        )
-        if bias is not None and bias.shape[3] > 1:
-            bias = self._cut(bias, 3, start)
-        return bias, cut, self.layout.chunk(self.place, i) * self.q_run, start
+        """Return the position of the first key of chunk j of the block that is here."""
+        return self.layout.chunk((self.rank - hop) % self.ring_size, j) * self.kv_chunk
 
     # ---- what travels ----------------------------------------------------------------------------
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Send K and V to where the next hop computes with them; after the last one they stay."""
-        return keys if hop == self.made[-1] else self.sent(keys, self._next(hop) - hop)
+        return keys if hop == self.hops[-1] else self.sent(keys, self._next(hop) - hop)
 
     def send_home(self, hop: int, grads: Any) -> Any:
-        """Send what belongs to the keys that are here along with them, and home after the last
-        hop.
-        """
+        """Send gradients of the keys that are here with these keys; home after the last hop."""
         return self.sent(grads, self._next(hop) - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
-        """Send what belongs to the keys that are here straight to the place they came from."""
-        return self.sent(grads, self.n - hop)
+        """Send gradients of the keys that are here straight to the rank that owns these keys."""
+        return self.sent(grads, self.ring_size - hop)
 
     def _next(self, hop: int) -> int:
-        """Return the next hop that is made; n, which is at home, after the last."""
-        return next((h for h in self.made if h > hop), self.n)
+        """Return the next hop that is made; ring_size, which is home, after the last."""
+        return next((h for h in self.hops if h > hop), self.ring_size)
 
-    def sent(self, arrays: Any, places: int) -> Any:
-        """Send arrays on by so many places."""
-        if places % self.n == 0:
+    def sent(self, arrays: Any, ranks: int) -> Any:
+        """Send arrays on by so many ranks."""
+        if ranks % self.ring_size == 0:
             return arrays
-        return jax.tree.map(
-            lambda x: jax.lax.ppermute(x, CONTEXT, self.moves(places % self.n)), arrays
-        )
+        moves = self.moves(ranks % self.ring_size)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, moves), arrays)
 
-    def moves(self, places: int) -> list[tuple[int, int]]:
-        """List (from, to) of every device, for arrays that move on by so many places."""
-        devices = self.n * self.inner
-        return [(i, (i + places * self.inner) % devices) for i in range(devices)]
+    def moves(self, ranks: int) -> Moves:
+        """List (from, to) of every device, for arrays that move on by so many ranks."""
+        devices = self.ring_size * self.group
+        return [(i, (i + ranks * self.group) % devices) for i in range(devices)]
 
     # ---- masks and biases ------------------------------------------------------------------------
 
     def add_bias(self, total: Bias, part: Bias, hop: int, j: int) -> Bias:
-        """Add the gradient of a piece's bias where it was cut from."""
+        """Add the gradient of a piece's bias where it was sliced from."""
         if total is None or part is None:
             return None
         if total.shape[3] == 1:
             return total + part
         start = self.first_key(hop, j)
-        old = jax.lax.dynamic_slice_in_dim(total, start, self.kv_run, 3)
+        old = jax.lax.dynamic_slice_in_dim(total, start, self.kv_chunk, 3)
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 3)
 
     def whole_bias(self, totals: list[Bias]) -> Bias:
-        """Join the gradients of the runs' biases: in order where each query has its own, summed
-        where it is shared.
-        """
+        """Join the bias gradients of the query chunks: in order, or summed where they share it."""
         found = [x for x in totals if x is not None]
         if not found:
             return None
-        return self.deal.back(found, 2) if self.tall else sum(found[1:], found[0])
+        return self.order.from_zigzag(found, 2) if self.tall else sum(found[1:], found[0])
+
+    def _bias_and_mask(self, hop: int, piece: Piece, start: Any) -> tuple[Bias, Mask]:
+        """Return the bias and the mask of a piece, whose keys begin at `start`."""
+        i, j = piece
+        mask, bias = self.masks[i], self.biases[i]
+        if (self.full | self.empty)[:, hop, i, j].all():
+            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not
+            # test them.
+            mask = joined(term for term in mask.terms() if term.has_data)
+        mask = jax.tree.map(lambda x, a: self._of_keys(x, a, start), mask, mask.leaf_axes())
+        if bias is not None and bias.shape[3] > 1:
+            bias = self._sliced(bias, 3, start)
+        return bias, mask
 
     def _biases(self, bias: Bias) -> list[Bias]:
         if bias is None or not self.tall:
-            return [bias for _ in self.runs]
-        return list(self.deal.out(bias, 2))
+            return [bias for _ in self.chunks]
+        return list(self.order.to_zigzag(bias, 2))
 
     def _masks(self, mask: Mask) -> list[Mask]:
         leaves, tree = jax.tree.flatten(mask)
         axes = jax.tree.leaves(mask.leaf_axes())
-        dealt = [self._of_queries(x, a) for x, a in zip(leaves, axes, strict=True)]
-        return [jax.tree.unflatten(tree, [x[i] for x in dealt]) for i in self.runs]
+        chunks = [self._of_queries(x, a) for x, a in zip(leaves, axes, strict=True)]
+        return [jax.tree.unflatten(tree, [x[i] for x in chunks]) for i in self.chunks]
 
     def _of_queries(self, x: Any, letters: str) -> list[Any]:
-        return (
-            self.deal.out(jnp.asarray(x), letters.index("T"))
-            if "T" in letters
-            else [x for _ in self.runs]
-        )
+        if "T" not in letters:
+            return [x for _ in self.chunks]
+        return self.order.to_zigzag(jnp.asarray(x), letters.index("T"))
 
-    def _cut(self, x: Any, axis: int, start: Any) -> Array:
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, self.kv_run, axis)
+    def _of_keys(self, x: Any, letters: str, start: Any) -> Any:
+        return self._sliced(x, letters.index("S"), start) if "S" in letters else x
+
+    def _sliced(self, x: Any, axis: int, start: Any) -> Array:
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, self.kv_chunk, axis)

@@ -1,12 +1,9 @@
-"""Ring attention: queries stay, K and V go round the devices of the context axis, one block at a
-time.
+"""Ring attention: queries stay, K and V go round the devices of the context axis, block by block.
 
-Hop h brings each device the block of the device h places before it. The next block is on its way
-while this one is computed. Partial results are merged by log-sum-exp in float32. The backward goes
-round again with the global output and LSE, and the gradients of K and V travel with them until they
-are home, the last way beside half of the place's own keys (head_halves.py). Hops that the mask
-leaves empty on every device are not made, a device skips what is empty for it alone, and uneven
-work is evened by zig-zag (zigzag.py, zigzag_pays.py).
+Hop h brings each rank the block of the rank h before it. The backward goes round again with the
+global output and LSE. Hops that the mask leaves empty on every rank are not made, a rank skips what
+is empty for it alone, and uneven work is evened by zig-zag (zigzag.py, zigzag_pays.py). When blocks
+and their gradients travel, the schedule says: torus.py, gpu.py.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -14,218 +11,143 @@ Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.all_gather import WholeKeys
-from maxattn.context_parallel.base import Collective
-from maxattn.context_parallel.lse_merge import merge, nothing_seen
-from maxattn.context_parallel.ring import gpu, head_halves
-from maxattn.context_parallel.ring.collectives import dealt, hops_of
-from maxattn.context_parallel.ring.gpu import zeros
-from maxattn.context_parallel.ring.head_halves import ALL, FIRST, SECOND, Heads, may_halve
-from maxattn.context_parallel.ring.hops import Keys, Trip, in_step
+from maxattn.context_parallel.base import Collective, Strategy
+from maxattn.context_parallel.ring.collectives import Shares, zigzag_collectives
+from maxattn.context_parallel.ring.gpu import GpuSchedule
+from maxattn.context_parallel.ring.hops import RingPass
+from maxattn.context_parallel.ring.schedule import Schedule
+from maxattn.context_parallel.ring.torus import TorusSchedule
 from maxattn.context_parallel.ring.zigzag import Layout
-from maxattn.context_parallel.ring.zigzag_pays import CONTIGUOUS, Balance, balance
+from maxattn.context_parallel.ring.zigzag_pays import CONTIGUOUS, Balance, Ranks, balance
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
-from maxattn.kernels.dq_accumulator import in_place, shares_of
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
-MODE = "xla_gpu_collective_permute_mode"
-COPY_ENGINES = (
-    "NCCL takes multiprocessors from the kernels while it moves blocks; "
-    f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
-)
-
-# Bytes of a device's queries from which halves of them, of out and of dout are cut out only when
-# they are read: held all the way, they left the TPU's compiler no memory for transfers beside
-# kernels. It covers small ones better without.
-LARGE = 2**28
-
 
 @dataclass(frozen=True)
-class Ring(WholeKeys):
-    """Attend to one device's keys after the other's, while the next ones travel.
+class Ring(Strategy):
+    """Attend to one rank's keys after the other's, while the next ones travel.
 
     Args:
         shape: the mesh's axes.
-        inner: neighbouring devices that act as one place of the ring (they exchange heads:
-            ulysses.py).
-        balance: whether places hold two chunks of the sequence each, and why.
-        direct: whether every device reaches every other at full rate, as GPUs do: `gpu.py`.
-        told: whether XLA has been told how to move blocks between GPUs.
-        summed: whether a kernel adds all blocks to one dQ: `kernels/sums.py`.
-        room: own keys for which a block that comes has room: `kernels/rounds.py`.
+        schedule: when blocks and their gradients travel.
+        group: neighbouring devices that are one rank and share its heads (ulysses.py).
+        balance: whether ranks hold two chunks of the sequence each, and why.
     """
 
     name: ClassVar[str] = "ring"
-    inner: int = 1
+    shape: MeshShape
+    schedule: Schedule = TorusSchedule()  # noqa: RUF009
+    group: int = 1
     balance: Balance = CONTIGUOUS
-    direct: bool = False
-    told: bool = False
-    summed: bool = False
-    room: int = 0
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
-        """Choose between contiguous order and zig-zag."""
-        return cls(shape).balanced(call, target)
+        """Choose the schedule and the order of the sequence."""
+        return cls.of_groups(1, shape, call, target)
 
-    def balanced(self, call: Call, target: Target) -> Self:
-        """Deal the sequence out in zig-zag where that saves more than it costs; see whether
-        transfers go straight.
-        """
-        even = balance(self.places, self.inner, call, self.shape, target)
-        told = MODE in dict(target.env).get("XLA_FLAGS", "")
-        return replace(self, balance=even, direct=target.platform == "gpu", told=told)
+    @classmethod
+    def of_groups(cls, group: int, shape: MeshShape, call: Call, target: Target) -> Self:
+        """Build a ring whose ranks are groups of neighbouring devices."""
+        on_gpu = target.platform == "gpu"
+        schedule = GpuSchedule.build(target) if on_gpu else TorusSchedule()
+        even = balance(Ranks(ways("S", shape) // group, group, shape), call, target)
+        return cls(shape, schedule, group, even)
 
-    def over(self, kernel: Kernel, call: Call) -> Self:
-        """Learn whether dQ stays in one sum, and for how many keys more a block has room."""
-        if self.runs > 1 or self.places == 1 or not call.mask.is_full:
+    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
+        """Let the schedule ask the kernel, where every query sees every key."""
+        if self.chunks_per_rank > 1 or self.ring_size == 1 or not call.mask.is_full:
             return self
-        one = self.kernel_call(call)
-        q, k = (
-            (one.batch, t, n, one.head_dim)
-            for t, n in ((one.q_len, one.heads), (one.kv_len, one.kv_heads))
-        )
-        return replace(
-            self,
-            summed=in_place(kernel, q, k) is not None,
-            room=shares_of(kernel, q, k, self.places).along,
-        )
+        return replace(self, schedule=self.schedule.with_kernel(kernel, call, self.ring_size))
 
-    def backward_line(self) -> str:
-        """Name the sums block by block, and the keys that go along."""
-        along = (
-            f"; {self.room} of the own keys along with each block, so that fewer processors wait"
-        )
-        return (
-            "the library's own, block by block" + (along if self.room else "")
-            if self.summed
-            else ""
-        )
+    # ---- the layout ------------------------------------------------------------------------------
 
     @property
-    def places(self) -> int:
-        """The places of the ring."""
-        return ways("S", self.shape) // self.inner
+    def ring_size(self) -> int:
+        """The ranks of the ring."""
+        return ways("S", self.shape) // self.group
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Contiguous chunks of the sequence that a rank holds."""
+        return 2 if self.balance.zigzag else 1
 
     @property
     def layout(self) -> Layout:
-        """Which part of the sequence each place holds."""
-        return Layout(self.places, self.runs)
-
-    @property
-    def runs(self) -> int:
-        """Contiguous parts of the sequence that a place holds."""
-        return 2 if self.balance.zigzag else 1
+        """Which chunks of the sequence each rank holds."""
+        return Layout(self.ring_size, self.chunks_per_rank)
 
     def unit(self) -> int:
-        """Lengths are padded to whole runs of every device."""
-        return super().unit() * self.runs
+        """Lengths are padded to whole chunks of every device."""
+        return super().unit() * self.chunks_per_rank
 
-    def label(self) -> str:
-        """Name the layout too, where it is zig-zag."""
-        return super().label() + (", zig-zag" if self.balance.zigzag else "")
-
-    def notes(self) -> tuple[str, ...]:
-        """Say why the order is zig-zag, or why uneven work stays uneven, and what makes transfers
-        cheaper on GPUs.
-        """
-        why = (self.balance.why,) if self.balance.why else ()
-        return why + ((COPY_ENGINES,) if self.direct and self.places > 1 and not self.told else ())
+    def head_ways(self) -> int:
+        """Heads are split over tensor, and over the devices of a rank."""
+        return super().head_ways() * self.group
 
     def kv_letter(self) -> str:
         """Keys stay split over context."""
         return "S"
 
-    def place_call(self, call: Call) -> Call:
-        """Return the call of one hop: this place's queries against one place's keys."""
-        return replace(super().local_call(call), kv_len=-(-call.kv_len // self.places))
+    def rank_call(self, call: Call) -> Call:
+        """Return the call of one hop: a rank's queries, a rank's keys, a device's heads."""
+        local = super().local_call(call)
+        q_len, kv_len = (-(-n // self.ring_size) for n in (call.q_len, call.kv_len))
+        heads, kv_heads = local.heads // self.group, local.kv_heads // self.group
+        return replace(local, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads)
 
     def local_call(self, call: Call) -> Call:
-        """Return the call of one kernel: a run of queries against a run of keys."""
-        place = self.place_call(call)
-        return replace(place, q_len=place.q_len // self.runs, kv_len=place.kv_len // self.runs)
-
-    def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the deal to zig-zag and back, the hops of K and V, and of their gradients on the way
-        home.
-        """
-        place = self.place_call(call)
-        sends = len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
-        deals = dealt(call, place, self.shape, self) if self.runs > 1 else ()
-        return (*deals, *hops_of(place, sends, self.runs, self.direct, self.room))
+        """Return the call of one kernel: a chunk of queries against a chunk of keys."""
+        hop, chunks = self.rank_call(call), self.chunks_per_rank
+        return replace(hop, q_len=hop.q_len // chunks, kv_len=hop.kv_len // chunks)
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
-        """List the hops in which at least one device has something to compute; hop 0 is always
-        made.
-        """
+        """List the hops in which some rank has something to compute; hop 0 is always made."""
         return self.layout.hops(mask, q_len, kv_len)
+
+    # ---- what `explain` prints -------------------------------------------------------------------
+
+    def label(self) -> str:
+        """Name the order too, where it is zig-zag."""
+        return super().label() + self.order_label
+
+    @property
+    def order_label(self) -> str:
+        """Name the order, where it is zig-zag."""
+        return ", zig-zag" if self.balance.zigzag else ""
+
+    def backward_line(self) -> str:
+        """Say how the schedule launches the kernel's backward."""
+        return self.schedule.backward_line()
+
+    def notes(self) -> tuple[str, ...]:
+        """Say why the order is zig-zag or why not, and what the schedule has to say."""
+        why = (self.balance.why,) if self.balance.why else ()
+        return why + (self.schedule.notes() if self.ring_size > 1 else ())
+
+    def collectives(self, call: Call) -> tuple[Collective, ...]:
+        """Name the permutes to zig-zag and back, and the hops."""
+        hop, sends = self.rank_call(call), len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
+        moves: tuple[Collective, ...] = ()
+        if self.chunks_per_rank > 1:
+            shares = Shares(self.ring_size, self.head_ways(), self.shape)
+            moves = zigzag_collectives(call, hop, shares)
+        hops = self.schedule.collectives(hop, sends, self.chunks_per_rank) if sends else ()
+        return *moves, *hops
+
+    # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
-        q, k, v, bias, mask, _, _ = inputs.operands
-        trip = Trip(self.layout, self.inner, q, k, mask, bias)
-        if self.direct:
-            return gpu.forward(trip, kernel, q, k, v)
-        queries, here = trip.deal.out(q, 1), trip.keys(k, v)
-        totals = [nothing_seen((x, x[..., 0].swapaxes(1, 2))) for x in queries]
-        for hop in trip.made:
-
-            def attend(i: int, j: int, hop: int = hop, here: Any = here) -> Any:
-                return kernel.forward(Inputs(queries[i], *here[j], *trip.operands(hop, i, j)))
-
-            coming, parts = in_step(trip.send_on(hop, here), trip.pieces(hop, attend, nothing_seen))
-            for (i, _), part in parts.items():
-                totals[i] = merge(totals[i], part)
-            here, totals = in_step(coming, totals)
-        out, lse = ([t[x] for t in totals] for x in (0, 1))
-        out = trip.deal.back([x.astype(q.dtype) for x in out], 1)
-        return Result(out, trip.deal.back(lse, 2))
+        ring_pass = RingPass(self.layout, self.group, inputs)
+        return self.schedule.forward(ring_pass, kernel, inputs)
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; those of its K and V have been round the ring and are
-        complete.
-        """
-        q, k, v, bias, mask, _, _ = inputs.operands
-        trip = Trip(self.layout, self.inner, q, k, mask, bias)
-        if self.direct:
-            return gpu.backward(trip, kernel, q, k, v, rows)
-        queries, here = trip.deal.out(q, 1), trip.keys(k, v)
-        halved = len(trip.made) > 1 and may_halve(q.shape[2], k.shape[2], mask, bias is not None)
-        own = here if halved else None
-        row_runs = trip.deal_rows(rows)
-        dqs, dkvs, dbs = zeros(queries), zeros(here), zeros(trip.biases)
-
-        def computed(hop: int, keys: Keys, heads: Heads = ALL) -> dict[tuple[int, int], Any]:
-            def gradients(i: int, j: int) -> Any:
-                piece = Inputs(queries[i], *keys[j], *trip.operands(hop, i, j))
-                return head_halves.backward(kernel, heads, piece, row_runs[i])
-
-            return trip.pieces(hop, gradients, zeros)
-
-        def add(hop: int, parts: dict[tuple[int, int], Any]) -> None:
-            for (i, j), (dq, dk, dv, db) in parts.items():
-                dqs[i], dkvs[j] = dqs[i] + dq, (dkvs[j][0] + dk, dkvs[j][1] + dv)
-                dbs[i] = trip.add_bias(dbs[i], db, hop, j)
-
-        for hop in trip.made:
-            parts = computed(hop, here, FIRST if halved and hop == 0 else ALL)
-            # Of dkvs too the transfer, begun at the end of the last hop, gets nothing but this
-            # hop's kernels beside it.
-            (coming, dkvs), parts = in_step((trip.send_on(hop, here), dkvs), parts)
-            add(hop, parts)
-            here, (dqs, dkvs, dbs, own) = in_step(coming, (dqs, dkvs, dbs, own))
-            dkvs = trip.send_home(hop, dkvs)
-        if own is not None:
-            if q.size * q.dtype.itemsize >= LARGE:
-                (queries, row_runs), _ = in_step((queries, row_runs), dqs)
-            dkvs, parts = in_step(dkvs, computed(0, own, SECOND))
-            add(0, parts)
-        dk, dv = (trip.deal.back([x[p].astype(k.dtype) for x in dkvs], 1) for p in (0, 1))
-        dq = trip.deal.back([x.astype(q.dtype) for x in dqs], 1)
-        return Grads(dq, dk, dv, trip.whole_bias(dbs))
+        """Return this device's gradients; those of its K and V are complete."""
+        ring_pass = RingPass(self.layout, self.group, inputs)
+        return self.schedule.backward(ring_pass, kernel, inputs, rows)

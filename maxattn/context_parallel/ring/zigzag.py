@@ -1,11 +1,10 @@
-"""Zig-zag: each place of a ring of n holds chunk i and chunk 2n-1-i of the sequence, so that causal
-work is even.
+"""Zig-zag: rank i of a ring of n holds chunks i and 2n-1-i of the sequence, to even causal work.
 
-In contiguous order the last place sees all keys and the first one only its own, and everybody waits
-for the last. With two chunks, an early and a late one, every place computes the same in every hop:
-of the four pairs of (query chunk, key chunk) two are empty. `Layout` is the arithmetic, `Deal`
-moves arrays from the contiguous order and back, inside `shard_map`: two permutes an array and
-direction.
+In contiguous order the last rank sees all keys and the first one only its own, and everybody waits
+for the last. With two chunks, an early and a late one, every rank computes the same in every hop:
+of the four pairs of (query chunk, key chunk) two are empty. `Layout` is the arithmetic.
+`ChunkOrder` moves arrays from the contiguous order and back, inside `shard_map`: two permutes an
+array and direction.
 
 Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al.,
 Striped Attention (arXiv 2311.09431), which evens the work token by token.
@@ -27,113 +26,111 @@ from jaxtyping import Array
 from maxattn.masks import EMPTY, FULL, Full, Mask
 from maxattn.masks.blocks import count
 
+Moves = list[tuple[int, int]]
+"""(from, to) of a permute, by device."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Say which chunks of the sequence each place of a ring holds.
+    """Say which chunks of the sequence each rank of a ring holds.
 
     Args:
-        places: places of the ring, n.
-        runs: 1, place i holds chunk i of n; or 2, place i holds chunks i and 2n-1-i of 2n.
+        ring_size: ranks of the ring, n.
+        chunks_per_rank: 1, rank i holds chunk i of n; or 2, rank i holds chunks i and 2n-1-i of 2n.
     """
 
-    places: int
-    runs: int
+    ring_size: int
+    chunks_per_rank: int
 
     @property
     def chunks(self) -> int:
         """Chunks of the sequence."""
-        return self.places * self.runs
+        return self.ring_size * self.chunks_per_rank
 
-    def chunk(self, place: Any, run: int) -> Any:
-        """Return the chunk that a place (an int, numpy or traced) holds as its run 0 or 1."""
-        return place if run == 0 else self.chunks - 1 - place
+    def chunk(self, rank: Any, i: int) -> Any:
+        """Return the chunk that a rank (an int, numpy or traced) holds as its first or second."""
+        return rank if i == 0 else self.chunks - 1 - rank
 
     def empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Say for [place, hop, query run, key run] whether the queries there see nothing of the
-        keys of that hop.
-        """
+        """Say for [rank, hop, query chunk, key chunk] whether queries see no key."""
         c = self.chunks
         return self._by_hop(mask.block_map(q_len // c, kv_len // c, q_len, kv_len) == EMPTY)
 
     def full(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Say for [place, hop, query run, key run] whether positions alone forbid nothing."""
+        """Say for [rank, hop, query chunk, key chunk] whether positions alone forbid nothing."""
         c = self.chunks
         positions = joined(term for term in mask.terms() if not term.has_data)
         return self._by_hop(positions.block_map(q_len // c, kv_len // c, q_len, kv_len) == FULL)
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
-        """List the hops in which some place has something to compute; hop 0 is always made."""
+        """List the hops in which some rank has something to compute; hop 0 is always made."""
         some = np.any(~self.empty(mask, q_len, kv_len), axis=(0, 2, 3))
-        return tuple(h for h in range(self.places) if h == 0 or some[h])
+        return tuple(h for h in range(self.ring_size) if h == 0 or some[h])
 
     def work(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Count the allowed pairs for [place, hop, query run, key run]; with data masks, an upper
-        bound.
-        """
+        """Count allowed pairs for [rank, hop, query chunk, key chunk]; at most, with data masks."""
         c = self.chunks
         return self._by_hop(count(mask, q_len // c, kv_len // c, q_len, kv_len))
 
     def _by_hop(self, of_chunks: np.ndarray) -> np.ndarray:
-        n, runs = self.places, self.runs
-        place, hop, i, j = np.mgrid[:n, :n, :runs, :runs]
+        n, chunks = self.ring_size, self.chunks_per_rank
+        rank, hop, i, j = np.mgrid[:n, :n, :chunks, :chunks]
         both = np.stack([np.arange(n), self.chunks - 1 - np.arange(n)])
-        return of_chunks[both[i, place], both[j, (place - hop) % n]]
+        return of_chunks[both[i, rank], both[j, (rank - hop) % n]]
 
 
 def joined(terms: Iterable[Mask]) -> Mask:
-    """Allow what all terms allow."""
+    """Return the mask that allows what all terms allow."""
     return reduce(and_, terms, Full())
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Move arrays between the contiguous order and a layout's runs, each device its own shard.
+class ChunkOrder:
+    """Move shards between the contiguous order and a layout's chunks.
 
     Args:
         layout: the ring's.
         axis: name of the mesh axis.
-        inner: neighbouring devices that are one place.
-        place: this device's place, traced.
+        group: neighbouring devices that are one rank.
+        rank: this device's rank, traced.
     """
 
     layout: Layout
     axis: str
-    inner: int
-    place: Any
+    group: int
+    rank: Any
 
-    def out(self, x: Array, axis: int) -> list[Array]:
-        """Split a shard into this place's runs."""
-        if self.layout.runs == 1:
+    def to_zigzag(self, x: Array, axis: int) -> list[Array]:
+        """Split a shard in contiguous order into the chunks that this rank holds."""
+        if self.layout.chunks_per_rank == 1:
             return [x]
-        first, second = jnp.split(x, 2, axis)
-        first, second = (
-            jax.lax.ppermute(y, self.axis, self._moves(k)) for k, y in enumerate((first, second))
-        )
+        halves = jnp.split(x, 2, axis)
+        first, second = (self._permuted(y, self._moves(k)) for k, y in enumerate(halves))
         return list(self._by_parity(first, second))
 
-    def back(self, runs: list[Array], axis: int) -> Array:
-        """Join runs to the shard that this device holds in contiguous order."""
-        if self.layout.runs == 1:
-            return runs[0]
-        halves = self._by_parity(*runs)
-        home = [[(b, a) for a, b in self._moves(k)] for k in (0, 1)]
-        return jnp.concatenate(
-            [jax.lax.ppermute(y, self.axis, h) for y, h in zip(halves, home, strict=True)], axis
-        )
+    def from_zigzag(self, chunks: list[Array], axis: int) -> Array:
+        """Join chunks to the shard that this device holds in contiguous order."""
+        if self.layout.chunks_per_rank == 1:
+            return chunks[0]
+        halves = self._by_parity(*chunks)
+        back = [[(b, a) for a, b in self._moves(k)] for k in (0, 1)]
+        moved = [self._permuted(y, moves) for y, moves in zip(halves, back, strict=True)]
+        return jnp.concatenate(moved, axis)
 
-    def _moves(self, half: int) -> list[tuple[int, int]]:
-        """List where the first or second halves of all shards go: chunk 2i + half goes to the place
-        that holds it.
+    def _permuted(self, x: Array, moves: Moves) -> Array:
+        return jax.lax.ppermute(x, self.axis, moves)
+
+    def _moves(self, half: int) -> Moves:
+        """List where the first or second halves of all shards go.
+
+        Chunk 2i + half, of rank i in contiguous order, goes to the rank that holds it in zig-zag.
         """
-        n = self.layout.places
-        chunks = [(place, 2 * place + half) for place in range(n)]
-        to = [(place, c if c < n else 2 * n - 1 - c) for place, c in chunks]
-        return [(a * self.inner + u, b * self.inner + u) for a, b in to for u in range(self.inner)]
+        n, group = self.layout.ring_size, self.group
+        chunks = [(rank, 2 * rank + half) for rank in range(n)]
+        to = [(rank, c if c < n else 2 * n - 1 - c) for rank, c in chunks]
+        return [(a * group + u, b * group + u) for a, b in to for u in range(group)]
 
     def _by_parity(self, a: Array, b: Array) -> tuple[Array, Array]:
-        """Swap on odd places: their early chunk is odd, and so was the second half of somebody's
-        shard.
-        """
-        even = self.place % 2 == 0
+        """Swap on odd ranks: their early chunk is odd, so it was the second half of a shard."""
+        even = self.rank % 2 == 0
         return jnp.where(even, a, b), jnp.where(even, b, a)

@@ -1,5 +1,4 @@
-"""Whether a ring deals the sequence out in zig-zag: the work that this evens out against the
-permutes that it costs.
+"""Whether a ring uses zig-zag order: the work that it evens out against the permutes that it costs.
 
 Everybody waits in each hop for the device with most to do, so the ring takes, in pairs of a query
 and a key,
@@ -8,20 +7,21 @@ and a key,
 
 counted from the mask, in contiguous order and in zig-zag. The difference, forward and backward, in
 seconds at the target's rate, is what zig-zag saves; moving every operand and result there and back,
-in seconds at the link's, is what it costs. It is taken where it saves more.
+in seconds at the link's, is what it costs. It is used where it saves more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import bias_letters, itemsize
 from maxattn.context_parallel.ring.zigzag import Layout
-from maxattn.devices import START, machine_of
+from maxattn.devices import START, Machine, machine_of
 from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
@@ -37,7 +37,7 @@ class Balance:
     """Hold the decision.
 
     Args:
-        zigzag: whether a place holds an early and a late chunk.
+        zigzag: whether a rank holds an early and a late chunk.
         why: one sentence, empty where the work is even as it is.
     """
 
@@ -48,72 +48,104 @@ class Balance:
 CONTIGUOUS = Balance()
 
 
-def balance(places: int, inner: int, call: Call, shape: MeshShape, target: Target) -> Balance:
+class Ranks(NamedTuple):
+    """Name the ranks that share the work.
+
+    Args:
+        ring_size: ranks of the ring.
+        group: neighbouring devices that are one rank, sharing its heads.
+        shape: the mesh's axes.
+    """
+
+    ring_size: int
+    group: int
+    shape: MeshShape
+
+
+class Work(NamedTuple):
+    """Hold the pairs of the slowest devices, in either order, and those of the mean."""
+
+    contiguous: float
+    zigzag: float
+    mean: float
+
+    @property
+    def is_even(self) -> bool:
+        """Tell whether contiguous order is even enough."""
+        return self.contiguous <= EVEN * self.mean
+
+    def __str__(self) -> str:
+        return (
+            f"the slowest devices' work is {self.zigzag / self.mean:.2f} of the mean, in contiguous"
+            f" order {self.contiguous / self.mean:.2f}"
+        )
+
+
+def balance(ranks: Ranks, call: Call, target: Target) -> Balance:
     """Decide for a global call.
 
     Args:
-        places: places of the ring.
-        inner: neighbouring devices that are one place, sharing its heads.
+        ranks: that share it.
         call: not yet padded.
-        shape: the mesh's axes.
         target: whose rates count.
     """
-    if places == 1 or call.mask.is_full:
+    if ranks.ring_size == 1 or call.mask.is_full:
         return CONTIGUOUS
-    unit = 2 * places * inner
-    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    mask: Mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
-    works = [Layout(places, runs).work(mask, q_len, kv_len) for runs in (1, 2)]
-    plain, dealt = (slowest(work) for work in works)
-    mean = works[0].sum() / places
-    if plain <= EVEN * mean:
+    work = _work(ranks, call)
+    if work.is_even:
         return CONTIGUOUS
     machine = machine_of(target)
-    heads = call.heads // (ways("N", shape) * inner)
-    pair = (
-        TRAINING
-        * FLOPS_A_PAIR
-        * call.head_dim
-        * heads
-        * -(-call.batch // ways("B", shape))
-        / machine.flops
-    )
-    saved, cost = (
-        (plain - dealt) * pair,
-        _bytes(call, shape, places, inner) / machine.exchanged(places * inner),
-    )
-    cost += 4 * START
-    even = (
-        f"the slowest devices' work is {dealt / mean:.2f} of the mean, in contiguous order"
-        f" {plain / mean:.2f}"
-    )
+    pair = _seconds_a_pair(ranks, call, machine)
+    saved = (work.contiguous - work.zigzag) * pair
     if saved <= 0:
-        return Balance(why=f"no zig-zag: with it {even}")
-    sums = (
-        f"of {plain * pair * 1e3:.3g} ms a step it saves {saved * 1e3:.3g}, its permutes cost"
-        f" {cost * 1e3:.3g}"
-    )
-    return Balance(
-        saved > cost, f"{'' if saved > cost else 'no '}zig-zag: {even}; {sums} ({machine.source})"
-    )
+        return Balance(why=f"no zig-zag: with it {work}")
+    return _weighed(work, work.contiguous * pair, saved, _cost(ranks, call, machine), machine)
 
 
 def slowest(work: np.ndarray) -> float:
-    """Add up, over hops, the work of the device that has most of it; `work` is [place, hop,
-    ...].
-    """
+    """Sum over hops the work of the device that has most; `work` is [rank, hop, ...]."""
     return float(work.sum(axis=(2, 3)).max(axis=0).sum())
 
 
-def _bytes(call: Call, shape: MeshShape, places: int, inner: int) -> float:
-    """Count what a device receives: q, k, v, out forward; q, k, v, out, dout, dq, dk, dv backward;
-    a bias as well.
-    """
-    batch, tensor = -(-call.batch // ways("B", shape)), ways("N", shape)
-    rows = (
-        batch
-        * (6 * call.q_len * call.heads + 6 * call.kv_len * call.kv_heads)
-        / (places * inner * tensor)
+def _weighed(work: Work, step: float, saved: float, cost: float, machine: Machine) -> Balance:
+    """Take zig-zag where it saves more seconds of a step than it costs."""
+    pays = saved > cost
+    sums = (
+        f"of {step * 1e3:.3g} ms a step it saves {saved * 1e3:.3g}, its permutes cost"
+        f" {cost * 1e3:.3g}"
     )
-    bias = prod(call.bias or ()) / places if "T" in bias_letters(call.bias) else 0
+    return Balance(pays, f"{'' if pays else 'no '}zig-zag: {work}; {sums} ({machine.source})")
+
+
+def _work(ranks: Ranks, call: Call) -> Work:
+    unit = 2 * ranks.ring_size * ranks.group
+    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
+    mask: Mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
+    works = [Layout(ranks.ring_size, chunks).work(mask, q_len, kv_len) for chunks in (1, 2)]
+    contiguous, zigzag = (slowest(work) for work in works)
+    return Work(contiguous, zigzag, works[0].sum() / ranks.ring_size)
+
+
+def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:
+    """Return the seconds that a device takes for one (query, key), all its heads and batch rows."""
+    heads = call.heads // (ways("N", ranks.shape) * ranks.group)
+    batch = -(-call.batch // ways("B", ranks.shape))
+    return TRAINING * FLOPS_A_PAIR * call.head_dim * heads * batch / machine.flops
+
+
+def _cost(ranks: Ranks, call: Call, machine: Machine) -> float:
+    """Return the seconds of the permutes."""
+    rate = machine.exchanged(ranks.ring_size * ranks.group)
+    return _bytes(ranks, call) / rate + 4 * START
+
+
+def _bytes(ranks: Ranks, call: Call) -> float:
+    """Count what a device receives: six arrays like q and six like k, and a bias.
+
+    Forward: q, k, v, out. Backward: q, k, v, out, dout, dq, dk, dv.
+    """
+    batch, tensor = -(-call.batch // ways("B", ranks.shape)), ways("N", ranks.shape)
+    tokens = batch * (6 * call.q_len * call.heads + 6 * call.kv_len * call.kv_heads)
+    rows = tokens / (ranks.ring_size * ranks.group * tensor)
+    bias = prod(call.bias or ()) / ranks.ring_size if "T" in bias_letters(call.bias) else 0
     return rows * call.head_dim * itemsize(call.dtype) + 12.0 * bias

@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from maxattn.attention import attention
-from maxattn.context_parallel.ring.hops import in_step
+from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
@@ -197,11 +197,11 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
         return attention(q, k, v, shape.mask, config=config).reshape(tokens)
 
     def forward(x: Array, weights: Weights, q: Array, k: Array, v: Array) -> Any:
-        products, (q, k, v) = in_step([x @ w for w in weights[:3]], (q, k, v))
+        products, (q, k, v) = tie_transfer_to_kernel([x @ w for w in weights[:3]], (q, k, v))
         return products, attend(q, k, v) @ weights[3]
 
     def training(x: Array, weights: Weights, q: Array, k: Array, v: Array, dy: Array) -> Any:
-        products, (q, k, v) = in_step([x @ w for w in weights[:3]], (q, k, v))
+        products, (q, k, v) = tie_transfer_to_kernel([x @ w for w in weights[:3]], (q, k, v))
         o, pull = jax.vjp(attend, q, k, v)
         grads = [g.reshape(tokens) for g in pull(dy @ weights[3].T)]
         of_x = [g @ w.T for g, w in zip(grads, weights[:3], strict=True)]

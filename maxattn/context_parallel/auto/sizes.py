@@ -1,0 +1,85 @@
+"""What the costs of all strategies are added up from: a sum, bytes of a device's arrays, pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.context_parallel.base import Strategy, itemsize, readable
+from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag_pays import FLOPS_A_PAIR, TRAINING
+from maxattn.devices import Machine
+from maxattn.sharding import ways
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hold what a strategy costs a step.
+
+    Args:
+        name: the strategy's label.
+        compute: seconds of the slowest device.
+        exposed: seconds of transfers and merges that nothing covers.
+        memory: bytes on one device.
+    """
+
+    name: str
+    compute: float
+    exposed: float
+    memory: float
+
+    @property
+    def step(self) -> float:
+        """Seconds, forward and backward."""
+        return self.compute + self.exposed
+
+    def __str__(self) -> str:
+        step, compute, waits = map(in_ms, (self.step, self.compute, self.exposed))
+        parts = f"{compute} computing + {waits} waiting"
+        return f"{self.name}: {step} ms a step = {parts}, holds {readable(self.memory)} more"
+
+
+def in_ms(seconds: float) -> str:
+    """Write seconds as milliseconds, with the two digits that this arithmetic is worth."""
+    value = float(f"{seconds * 1e3:.2g}")
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold what one device has.
+
+    Args:
+        q: bytes of q in its own dtype.
+        kv: bytes of k and v together, likewise.
+        item: bytes of an element of them.
+        pair: seconds that a (query, key) takes, forward and backward, all heads and batch rows.
+    """
+
+    q: float
+    kv: float
+    item: int
+    pair: float
+
+    @staticmethod
+    def of(strategy: Strategy, call: Call, machine: Machine) -> Sizes:
+        """Count for a global call, padded for the strategy."""
+        shape, item = strategy.shape, itemsize(call.dtype)
+        batch, tensor, n = -(-call.batch // ways("B", shape)), ways("N", shape), ways("T", shape)
+        unit = batch * call.head_dim / tensor
+        pair = TRAINING * FLOPS_A_PAIR * unit * call.heads / machine.flops
+        q = unit * call.q_len / n * call.heads * item
+        kv = unit * (2 * call.kv_len) / n * call.kv_heads * item
+        return Sizes(q, kv, item, pair)
+
+
+def pairs(layout: Layout, call: Call) -> np.ndarray:
+    """Count allowed pairs for [rank, hop]."""
+    if call.mask.is_full:
+        return np.full((layout.ring_size,) * 2, call.q_len * call.kv_len / layout.ring_size**2)
+    return layout.work(call.mask, call.q_len, call.kv_len).sum(axis=(2, 3))

@@ -1,0 +1,65 @@
+"""What the two schedules of a ring have in common: when K, V and their gradients travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.context_parallel.base import Collective
+from maxattn.context_parallel.lse_merge import nothing_seen
+from maxattn.context_parallel.ring.hops import RingPass
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+
+
+class Schedule:
+    """Compute a ring's forward and backward; each schedule is a frozen dataclass."""
+
+    def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Schedule:
+        """Return the schedule as it runs a kernel where every query sees every key.
+
+        Args:
+            kernel: that computes the pieces.
+            call: of one run of it.
+            ring_size: ranks of the ring.
+        """
+        return self
+
+    def backward_line(self) -> str:
+        """Say how it launches the kernel's backward; "" where the kernel does."""
+        return ""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user of a ring of several ranks should know."""
+        return ()
+
+    def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
+        """Name the hops of K and V, and of their gradients.
+
+        Args:
+            call: of one hop.
+            sends: hops after the first; at least one.
+            chunks_per_rank: each is an array of its own.
+        """
+        raise NotImplementedError
+
+    def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
+        """Return this device's (out, lse)."""
+        raise NotImplementedError
+
+    def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
+        """Return this device's gradients; those of its K and V are complete."""
+        raise NotImplementedError
+
+
+def zeros(tree: Any) -> Any:
+    """Return float32 zeros, in the shapes of arrays or of what describes them."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def unseen(queries: Array) -> Result:
+    """Return the result of queries [B,T,N,H] that have seen nothing yet."""
+    return nothing_seen((queries, queries[..., 0].swapaxes(1, 2)))
