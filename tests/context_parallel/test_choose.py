@@ -70,7 +70,7 @@ def test_what_it_decides() -> None:
         "gathered keys take over half of the memory"
     )
     causal = chosen(131072, 12, 8, "TPU v5p", M.Causal())
-    assert (causal.context.name, causal.context.runs) == ("ring", 2)
+    assert (causal.context.name, causal.context.chunks_per_rank) == ("ring", 2)
 
 
 def test_the_plan_prints_every_sum_and_where_the_figures_are_from() -> None:

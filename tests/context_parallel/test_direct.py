@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import pytest
 import maxattn as ma
 from maxattn.attention import run
 from maxattn.call import bind_mask
-from maxattn.context_parallel.ring import gpu, gpu_full_mask
+from maxattn.context_parallel.ring import gpu_full_mask
+from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels import dq_accumulator, kv_block
-from maxattn.kernels.base import Grads, Rows
-from maxattn.kernels.fa4.ring_waves import divided
+from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
+from maxattn.kernels.fa4.ring_waves import split_keys
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
@@ -57,7 +59,14 @@ def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     mask = bind_mask(x["mask"], x["q"], x["k"])
     call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
     plan = ma.plan(call, config, mesh)
-    return replace(plan, context=replace(plan.context, direct=True)), mesh  # type: ignore[type-var]
+    return replace(plan, context=among_gpus(plan.context)), mesh
+
+
+def among_gpus(strategy: Any) -> Any:
+    """Give a ring, or the ring inside of a strategy, the schedule of GPUs."""
+    if isinstance(strategy, Ring):
+        return replace(strategy, schedule=GpuSchedule())
+    return replace(strategy, inner=among_gpus(strategy.inner))
 
 
 @pytest.mark.parametrize(
@@ -95,26 +104,28 @@ def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> 
     assert found["dK,dV", "backward"].bytes == found["K,V", "backward"].bytes
 
 
-@pytest.mark.parametrize("places", range(1, 9))
-@pytest.mark.parametrize("length, along", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
+@pytest.mark.parametrize("ring_size", range(1, 9))
+@pytest.mark.parametrize("length, spare_keys", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
 def test_every_transfer_has_a_kernel_of_its_own_beside_it(
-    places: int, length: int, along: int
+    ring_size: int, length: int, spare_keys: int
 ) -> None:
-    shares = kv_block.halves(length)._replace(along=along)
-    made = list(gpu_full_mask.steps(places, shares))
-    computed = [(step.hop, *step.cut.bounds(length + along)) for step in made]
-    guests = [shares.guests(hop, length).bounds(length) for hop in range(places - 1, 0, -1)]
-    covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(places)}
-    covered[0] = covered[0] if places == 1 else covered[0] + [each for each in guests if along]
+    split = kv_block.halves(length)._replace(spare_keys=spare_keys)
+    made = list(gpu_full_mask.steps(ring_size, split))
+    computed = [(step.hop, *step.cut.bounds(length + spare_keys)) for step in made]
+    filler = gpu_full_mask.LocalKvFiller(length, spare_keys)
+    elsewhere = [filler.keys_of(hop).bounds(length) for hop in range(ring_size - 1, 0, -1)]
+    covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(ring_size)}
+    if ring_size > 1 and spare_keys:
+        covered[0] += elsewhere
     for hop, ends in covered.items():
         assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
-        assert ends[-1][1] == (length + along if hop or places == 1 else length), (
-            "own keys end with the last guest"
+        assert ends[-1][1] == (length + spare_keys if hop or ring_size == 1 else length), (
+            "local keys end with those that fill the first block"
         )
         assert all(a < b for a, b in ends)
-    assert sum(step.fetches for step in made) == places - 1
+    assert sum(step.fetches for step in made) == ring_size - 1
     if length > 1:
-        assert sum(step.returns for step in made) == places - 1, (
+        assert sum(step.returns for step in made) == ring_size - 1, (
             "none is left for after the last kernel"
         )
         assert not any(step.fetches and step.returns for step in made), (
@@ -122,17 +133,17 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(
         )
     # The keys of a hop are there, and gradients are whole, before they are used.
     fetched = [step.hop + 1 for step in made if step.fetches]
-    assert fetched == list(range(1, places))
+    assert fetched == list(range(1, ring_size))
     for i, step in enumerate(made):
         assert step.hop == 0 or any(s.fetches and s.hop == step.hop - 1 for s in made[:i])
 
 
-@pytest.mark.parametrize("places", [2, 4, 8])
-def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> None:
+@pytest.mark.parametrize("ring_size", [2, 4, 8])
+def test_what_travels_is_used_only_after_the_kernel_beside_it(ring_size: int) -> None:
     """In the traced program: what a permute brings goes into a barrier with what was computed, and
     nowhere else.
     """
-    case = {name: values[0] for name, values in AXES.items()} | {"size": places}
+    case = {name: values[0] for name, values in AXES.items()} | {"size": ring_size}
     x = arrays(case)
     plan, mesh = planned(case, x)
 
@@ -142,7 +153,7 @@ def test_what_travels_is_used_only_after_the_kernel_beside_it(places: int) -> No
 
     eqns = list(equations(jax.make_jaxpr(both)(x["q"], x["k"], x["v"]).jaxpr))
     permutes = [eqn for eqn in eqns if eqn.primitive.name == "ppermute"]
-    assert len(permutes) == 3 * (places - 1)
+    assert len(permutes) == 3 * (ring_size - 1)
     for permute in permutes:
         users = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
         assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(
@@ -155,12 +166,12 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
     config = ma.AttentionConfig(attention="dot_product", context_parallel="ring")
     target = ma.Target.named("NVIDIA H200")
 
-    def says(places: int, device: ma.Target = target) -> bool:
-        plan = ma.plan(ma.Call.of(x, x), config, {"context": places}, device)
+    def says(ring_size: int, device: ma.Target = target) -> bool:
+        plan = ma.plan(ma.Call.of(x, x), config, {"context": ring_size}, device)
         return "xla_gpu_collective_permute_mode=peer" in plan.explain()
 
     assert says(4) and not says(4, ma.Target.named("TPU v5p"))
-    assert not Ring((("context", 1),), direct=True).notes()
+    assert not Ring((("context", 1),), GpuSchedule()).notes()
     assert not says(
         4, replace(target, env=(("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer"),))
     )
@@ -178,10 +189,8 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
 
     x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     rows = Rows(x, jnp.zeros((1, 2, 4)), x, jnp.zeros((1, 2, 4)))
-    assert (
-        dq_accumulator.sums_of(InFloat32(1.0), x, x, rows).add(kv_block.as_one(x, x)).dtype
-        == jnp.bfloat16
-    )
+    accumulator = InFloat32(1.0).accumulator(Inputs(x, x, x), rows)
+    assert accumulator.add(kv_block.pack(x, x)).dtype == jnp.bfloat16
     parts = [jnp.full(2, value, jnp.bfloat16) for value in (256, 1, 1)]  # 257 is no bfloat16
     assert dq_accumulator.total(parts, parts[0]).tolist() == [258, 258]
 
@@ -190,68 +199,65 @@ def test_halves_meet_at_a_tile() -> None:
     middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
     assert {n: kv_block.halves(n).middle for n in middles} == middles
     assert kv_block.WHOLE.bounds(300) == (0, 300)
-    shares = kv_block.Shares(4224, 256)
-    assert shares.rest(4).bounds(8190 + 256) == (4224, 8190 - 3 * 256)
-    assert [shares.guests(hop, 8190).bounds(8190) for hop in (1, 3)] == [(7934, 8190), (7422, 7678)]
+    rest = gpu_full_mask.local_rest(kv_block.KeySplit(4224, 256), 4)
+    assert rest.bounds(8190 + 256) == (4224, 8190 - 3 * 256)
+    filler = gpu_full_mask.LocalKvFiller(8190, 256)
+    assert [filler.keys_of(hop).bounds(8190) for hop in (1, 3)] == [(7934, 8190), (7422, 7678)]
 
 
-def rounds_of(shares: kv_block.Shares, length: int, rows: int, places: int, tile: int = 128) -> int:
-    """Count the rounds of 132 rows that the launches of a backward take, as `steps` lists them."""
-    bounds = [
-        step.cut.bounds(length + shares.along) for step in gpu_full_mask.steps(places, shares)
-    ]
+def waves_of(split: kv_block.KeySplit, length: int, rows: int, ring_size: int) -> int:
+    """Count the waves of 132 thread blocks of a backward's launches, as `steps` lists them."""
+    steps, tile = gpu_full_mask.steps(ring_size, split), 128
+    bounds = [step.cut.bounds(length + split.spare_keys) for step in steps]
     return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
 
 
-@pytest.mark.parametrize("places", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("ring_size", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("length", [256, 1024, 4095, 8190, 18900, 65536])
 @pytest.mark.parametrize("rows", [5, 12, 24, 40])
-def test_keys_are_divided_into_fewest_rounds(places: int, length: int, rows: int) -> None:
-    made = divided(length, 128, rows, places, 132)
+def test_keys_are_split_into_fewest_waves(ring_size: int, length: int, rows: int) -> None:
+    made = split_keys(length, 128, rows, ring_size, 132)
     if not made.middle:
         assert length < 2 * 128
         return
-    taken, halved = (rounds_of(x, length, rows, places) for x in (made, kv_block.halves(length)))
-    assert taken <= (0.99 if made.along else 1) * halved
-    own = length - (places - 1) * made.along
-    assert 0 < made.middle < own and made.middle % 128 == made.along % 128 == 0
-    assert min(made.middle, own - made.middle) >= length // 512 * 128 - 128, (
+    taken, halved = (waves_of(x, length, rows, ring_size) for x in (made, kv_block.halves(length)))
+    assert taken <= (0.99 if made.spare_keys else 1) * halved
+    local = length - (ring_size - 1) * made.spare_keys
+    assert 0 < made.middle < local and made.middle % 128 == made.spare_keys % 128 == 0
+    assert min(made.middle, local - made.middle) >= length // 512 * 128 - 128, (
         "as long as the transfer beside it"
     )
 
 
-def test_a_ring_of_four_takes_guests_along_for_wan_at_480p() -> None:
-    made = divided(8190, 128, 40, 4, 132)
-    assert made == kv_block.Shares(33 * 128, 2 * 128)
-    assert (rounds_of(kv_block.halves(8190), 8190, 40, 4), rounds_of(made, 8190, 40, 4)) == (80, 78)
-    assert divided(18900, 128, 40, 4, 132) == kv_block.Shares(
-        69 * 128
-    )  # 720p: no launch but those of halves gains
+def test_a_ring_of_four_has_spare_keys_for_wan_at_480p() -> None:
+    made = split_keys(8190, 128, 40, 4, 132)
+    assert made == kv_block.KeySplit(33 * 128, 2 * 128)
+    assert (waves_of(kv_block.halves(8190), 8190, 40, 4), waves_of(made, 8190, 40, 4)) == (80, 78)
+    # 720p: no launch but those of halves gains
+    assert split_keys(18900, 128, 40, 4, 132) == kv_block.KeySplit(69 * 128)
 
 
-@pytest.mark.parametrize("places", [2, 4, 8])
-@pytest.mark.parametrize("middle, along", [(7, 0), (5, 1), (3, 1)])
-def test_guests_do_not_change_what_is_computed(
-    places: int, middle: int, along: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ring_size", [2, 4, 8])
+@pytest.mark.parametrize("middle, spare_keys", [(7, 0), (5, 1), (3, 1)])
+def test_spare_keys_do_not_change_what_is_computed(
+    ring_size: int, middle: int, spare_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jax.clear_caches()  # what was traced with other shares
-    for module in (gpu, gpu_full_mask):
-        monkeypatch.setattr(module, "shares_of", lambda *_: kv_block.Shares(middle, along))
+    jax.clear_caches()  # what was traced with another split
+    monkeypatch.setattr(Kernel, "split_keys", lambda *_: kv_block.KeySplit(middle, spare_keys))
     case = {name: values[0] for name, values in AXES.items()} | {
         "mask": "none",
-        "size": places,
+        "size": ring_size,
         "length": "96",
     }
     rng = np.random.default_rng(5)
     q, k, v, dout = (
-        jnp.asarray(rng.normal(size=(1, 12 * places, 4, 8)), jnp.float32) for _ in range(4)
+        jnp.asarray(rng.normal(size=(1, 12 * ring_size, 4, 8)), jnp.float32) for _ in range(4)
     )
     plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
+    mask = Full().bind(12 * ring_size, 12 * ring_size)
 
     def both(q, k, v):
-        out, vjp = jax.vjp(
-            lambda *x: run(plan, *x, None, Full().bind(12 * places, 12 * places), mesh)[0], q, k, v
-        )
+        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, mask, mesh)[0], q, k, v)
         return out, *vjp(dout)
 
     want = attention64(q, k, v, dout=dout)
@@ -267,7 +273,7 @@ def test_guests_do_not_change_what_is_computed(
         if e.primitive.name == "ppermute"
     }
     jax.clear_caches()
-    assert blocks == {12 + along}, "guests have room in what travels"
+    assert blocks == {12 + spare_keys}, "spare keys travel with a block"
 
 
 CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}
@@ -281,9 +287,9 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str)
     want = attention64(q, k, v, dout=dout)
     out, lse = (jnp.asarray(x, jnp.float32) for x in (want.out, want.lse))
     rows = Rows(out, lse, dout, jnp.zeros((2, 2, 33)))
-    made = dq_accumulator.sums_of(DenseLibrary(8**-0.5), q, k, rows)
+    made = DenseLibrary(8**-0.5).accumulator(Inputs(q, k, v), rows)
     parts = []
-    for keys in jnp.split(kv_block.as_one(k, v), blocks, 2):
+    for keys in jnp.split(kv_block.pack(k, v), blocks, 2):
         grads = None
         for cut in CUTS[cuts]:
             grads = made.add(keys, kv_block.Cut(*cut), grads)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import dq_accumulator, kv_block
+from maxattn.kernels import kv_block
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4.kernel import Fa4
 from tests.cases import judge
 from tests.gpu.there import skip_unless_there
@@ -38,22 +39,23 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
     )
     want = attention64(q, k, v, dout=dout)
     out, lse = jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32)
-    blocks = jnp.split(kv_block.as_one(k, v), 3, 2)
+    blocks = jnp.split(kv_block.pack(k, v), 3, 2)
 
     @jax.jit
     def gradients(stacked, blocks, rows):
         # XLA hands slices over without a copy, and would then forget which results share memory
         # with which operands.
         q, dout = stacked[0], stacked[1]
-        rows = (*rows[:2], dout, rows[2])
-        made = dq_accumulator.sums_of(Fa4(head_dim**-0.5), q, k[:, :400], rows)
+        rows = Rows(*rows[:2], dout, rows[2])
+        inputs = Inputs(q, k[:, :400], v[:, :400])
+        made = Fa4(head_dim**-0.5).accumulator(inputs, rows)
         found = []
         for keys in blocks:
             grads = None
             for cut in CUTS[cuts]:
                 grads = made.add(keys, kv_block.Cut(*cut), grads)
             found.append(grads)
-        return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4Sums"
+        return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4DqAccumulator"
 
     dq, dk, dv, ours = gradients(jnp.stack([q, dout]), blocks, (out, lse, jnp.zeros_like(lse)))
     assert ours, "the launches of fa4-jax are not where they are looked for"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,14 @@ import pytest
 
 import maxattn as ma
 from maxattn.devices import device_of
-from maxattn.kernels.dq_accumulator import shares_of
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, Tail, tail_for, tail_of
 from maxattn.kernels.fa4.tile_sizes import whole_tile
 from maxattn.kernels.fused.pieces import Piece
-from maxattn.kernels.kv_block import Shares
+from maxattn.kernels.kv_block import KeySplit
 from maxattn.tools.model_shapes import SHAPES, read
 from tests.reference import attention64, error
 
@@ -118,7 +119,7 @@ def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, config, room",
+    "shape, config, spare_keys",
     [
         ("wan-14b-480p", {}, 256),
         ("wan-14b-720p", {}, 0),  # no block ends within a round
@@ -126,20 +127,20 @@ def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
         ("wan-14b-480p", {"attention": "cudnn"}, 0),
     ],
 )
-def test_a_plan_knows_for_what_blocks_have_room(shape: str, config: dict, room: int) -> None:
+def test_a_plan_knows_the_spare_keys_of_blocks(shape: str, config: dict, spare_keys: int) -> None:
     call = (SHAPES.get(shape) or read(shape)).call()
     asked = ma.AttentionConfig(**{"attention": "flash", "context_parallel": "ring", **config})
     made = ma.plan(call, asked, {"context": 4}, H200)
     keys = 8190 if call.q_len == 32760 else 18900
-    assert made.context.room == room  # type: ignore[attr-defined]
-    size = 2 * 2 * call.batch * (keys + room) * call.heads * 128
+    assert made.context.schedule.spare_keys == spare_keys  # type: ignore[attr-defined]
+    size = 2 * 2 * call.batch * (keys + spare_keys) * call.heads * 128
     assert {c.bytes for c in made.collectives} == {3 * size}
 
 
 @pytest.mark.parametrize(
     "why", ["lengths", "bias", "one place", "gradient of the LSE", "TPU", "A100"]
 )
-def test_blocks_have_no_room_where_their_ring_takes_none_along(why: str) -> None:
+def test_blocks_have_no_spare_keys_where_their_ring_fills_none(why: str) -> None:
     x = jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16")
     mask = ma.masks.KeyPadding(np.array([32000])) if why == "lengths" else None
     bias = jax.ShapeDtypeStruct((1, 1, 32760, 32760), "float32") if why == "bias" else None
@@ -152,12 +153,20 @@ def test_blocks_have_no_room_where_their_ring_takes_none_along(why: str) -> None
         attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring"
     )
     made = ma.plan(call, asked, {"context": 1 if why == "one place" else 4}, target.get(why, H200))
-    assert getattr(made.context, "room", 0) == 0
+    schedule = getattr(made.context, "schedule", None)
+    assert (schedule is None) == (why == "one place")
+    assert getattr(schedule, "spare_keys", 0) == 0
 
 
 def test_batch_rows_count_like_heads() -> None:
     kernel, two, one = Fa4(1.0, launched=True), (2, 18900, 20, 128), (1, 18900, 40, 128)
-    assert shares_of(kernel, two, two, 4) == shares_of(kernel, one, one, 4) == Shares(69 * 128)
+    split = [kernel.split_keys(inputs(shape), 4) for shape in (two, one)]
+    assert split == [KeySplit(69 * 128)] * 2
+
+
+def inputs(shape: tuple[int, ...]) -> Inputs:
+    x: Any = jax.ShapeDtypeStruct(shape, "bfloat16")
+    return Inputs(x, x, x)
 
 
 def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
@@ -172,9 +181,9 @@ def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
     )
     made = ma.plan(ma.Call.of(x, x), asked, {"context": 8}, H200)
     one, both = (1, 8000, 5, 64), (1, 8000, 10, 64)
-    want = shares_of(made.kernel, one, one, 2).along
-    assert made.context.room == want > 0  # type: ignore[attr-defined]
-    assert shares_of(made.kernel, both, both, 2).along != want, "the case tells them apart"
+    want, other = (made.kernel.split_keys(inputs(shape), 2).spare_keys for shape in (one, both))
+    assert made.context.inner.schedule.spare_keys == want > 0  # type: ignore[attr-defined]
+    assert other != want, "the case tells them apart"
 
 
 class Launches:

@@ -65,8 +65,8 @@ class GpuSchedule(Schedule):
         """Say how the accumulator launches, and which keys fill its waves."""
         if not self.accumulator_line or not self.spare_keys:
             return self.accumulator_line
-        filled = f"{self.spare_keys} local keys fill up each launch over another rank's block"
-        return f"{self.accumulator_line}; {filled}, so that fewer SMs wait"
+        joined = f"{self.spare_keys} local keys join the launch of each other block"
+        return f"{self.accumulator_line}; {joined}, to fill its last wave"
 
     def notes(self) -> tuple[str, ...]:
         """Say what makes transfers cheaper."""

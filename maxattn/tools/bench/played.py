@@ -17,16 +17,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from maxattn.context_parallel.all_gather import CONTEXT
-from maxattn.context_parallel.ring import gpu
-from maxattn.context_parallel.ring.hops import Trip
+from maxattn.context_parallel.base import CONTEXT
+from maxattn.context_parallel.ring.gpu import GpuSchedule
+from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.zigzag import Layout
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import auto_mesh, shard_map
-from maxattn.kernels.base import Kernel, Rows
-from maxattn.kernels.dq_accumulator import shares_of
-from maxattn.kernels.kv_block import Packed, as_one
-from maxattn.masks import Full
+from maxattn.kernels.base import Inputs, Kernel, Rows
+from maxattn.kernels.kv_block import Packed, pack
 from maxattn.plan import plan
 from maxattn.target import Target
 from maxattn.tools.bench.measure import BOTH, FORWARD, Job, Row, config_of
@@ -55,10 +53,9 @@ def of_played(
     share = tuple(
         jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole
     )
-    q, k = ((x.shape[0], tokens, *x.shape[2:]) for x in whole[:2])
-    room = shares_of(made, q, k, places).along
+    spare_keys = made.split_keys(Inputs(*(x[:, :tokens] for x in whole[:3])), places).spare_keys
     blocks = [
-        as_one(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), room=room)
+        pack(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), spare_keys=spare_keys)
         for i in range(1, places)
     ]
     others = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in blocks)
@@ -94,16 +91,16 @@ def check(shape: Shape, places: int) -> None:
         raise InputError("--played-by", shape.name, rule, "choose a length that does")
 
 
-class Exchanging(Trip):
+class Exchanging(RingPass):
     """Send to the next device there is, whatever place that plays."""
 
-    def moves(self, places: int) -> list[tuple[int, int]]:
+    def moves(self, ranks: int) -> list[tuple[int, int]]:
         """List (from, to) of every device."""
         there = jax.lax.axis_size(CONTEXT)
         return [(i, (i + 1) % there) for i in range(there)]
 
 
-class Mute(Trip):
+class Mute(RingPass):
     """Send nothing: the blocks that would come are here, and gradients stay."""
 
     def __init__(self, others: tuple[Packed, ...], *made_of: Any) -> None:
@@ -112,9 +109,9 @@ class Mute(Trip):
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Return the block of the next hop."""
-        return keys if hop == self.made[-1] else self.others[hop]
+        return keys if hop == self.hops[-1] else self.others[hop]
 
-    def sent(self, arrays: Any, places: int) -> Any:
+    def sent(self, arrays: Any, ranks: int) -> Any:
         """Return the arrays."""
         return arrays
 
@@ -145,15 +142,18 @@ class Played:
     ) -> tuple[Array, Array, Array, Array]:
         """Return arrays in the shapes of the output and the gradients."""
         out, lse = self._forward(others, q, k, v)
-        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-        dq, dk, dv, _ = gpu.backward(self._trip(others, q, k), self.kernel, q, k, v, rows)
+        rows, inputs = Rows(out, lse, dout, jnp.zeros_like(lse)), Inputs(q, k, v)
+        dq, dk, dv, _ = GpuSchedule().backward(
+            self._ring_pass(others, inputs), self.kernel, inputs, rows
+        )
         return out, dq, dk, dv
 
     def _forward(
         self, others: tuple[Packed, ...], q: Array, k: Array, v: Array
     ) -> tuple[Array, Array]:
-        return gpu.forward(self._trip(others, q, k), self.kernel, q, k, v)
+        inputs = Inputs(q, k, v)
+        return GpuSchedule().forward(self._ring_pass(others, inputs), self.kernel, inputs)
 
-    def _trip(self, others: tuple[Packed, ...], q: Array, k: Array) -> Trip:
-        made_of = Layout(self.places, 1), 1, q, k, Full(), None
+    def _ring_pass(self, others: tuple[Packed, ...], inputs: Inputs) -> RingPass:
+        made_of = Layout(self.places, 1), 1, inputs
         return Mute(others, *made_of) if others else Exchanging(*made_of)
