@@ -53,7 +53,8 @@ def of_played(
     share = tuple(
         jax.device_put(x[:, : tokens * devices], NamedSharding(mesh, SPEC)) for x in whole
     )
-    spare_keys = made.split_keys(Inputs(*(x[:, :tokens] for x in whole[:3])), places).spare_keys
+    q, k, v = (x[:, :tokens] for x in whole[:3])
+    spare_keys = made.split_keys(Inputs(q, k, v), places).spare_keys
     blocks = [
         pack(*(x[:, i * tokens : (i + 1) * tokens] for x in whole[1:3]), spare_keys=spare_keys)
         for i in range(1, places)
