@@ -62,7 +62,7 @@ class Flash(Splash):
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
         """Ask the kernel of the platform."""
-        return platform == "gpu" and flash_gpu.Fa4.may_keep_dq(call, platform)
+        return platform == "gpu" and Fa4.may_keep_dq(call, platform)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
