@@ -1,0 +1,293 @@
+"""The layout holds: imports point one way, and what belongs to one place stands nowhere else.
+
+`NOT_YET` names what does not comply yet. It only shrinks: an entry that is no longer needed fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from maxattn.masks import Mask
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "maxattn"
+
+# From the top down: a file imports from its own level's folder, or from lower levels. The tables of
+# names are data that the config reads, wherever they stand.
+LEVELS = (
+    ("maxattn.__main__",),
+    ("maxattn.tools",),
+    ("maxattn",),
+    ("maxattn.modules", "maxattn.weights"),
+    ("maxattn.attention", "maxattn.remat"),
+    ("maxattn.announce",),
+    ("maxattn.decide",),
+    ("maxattn.plan",),
+    ("maxattn.explain",),
+    ("maxattn.context_parallel",),
+    ("maxattn.kernels",),
+    ("maxattn.block_sizes", "maxattn.rope"),
+    ("maxattn.target",),
+    ("maxattn.tuned",),
+    ("maxattn.call",),
+    ("maxattn.masks", "maxattn.config"),
+    ("maxattn.sharding",),
+    ("maxattn.context_parallel.table",),
+    ("maxattn.kernels.table",),
+    ("maxattn.devices",),
+    ("maxattn.jax_private",),
+    ("maxattn.errors",),
+)
+# Names that are looked up when they are asked for: `maxattn.plan.plan`.
+FACADES = {("maxattn.plan", "maxattn.decide")}
+
+NOT_YET: dict[str, set[str]] = {
+    "imports": set(),
+    "jax": set(),
+    "devices": set(),
+    "masks": {
+        "maxattn.block_sizes.adjust",
+        "maxattn.decide",
+        "maxattn.kernels.blockwise.chunk_sizes",
+        "maxattn.kernels.fused.masks",
+        "maxattn.kernels.mask_split",
+        "maxattn.kernels.splash.mask_codes",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, parsed.
+
+    Args:
+        module: its dotted name.
+        path: from the repository.
+        tree: without what stands under `if TYPE_CHECKING`.
+    """
+
+    module: str
+    path: str
+    tree: ast.Module
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    return tuple(_source(path) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def _source(path: Path) -> Source:
+    within = path.relative_to(ROOT)
+    module = ".".join(within.with_suffix("").parts).removesuffix(".__init__")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return Source(module, str(within), _WithoutTypes().visit(tree))
+
+
+class _WithoutTypes(ast.NodeTransformer):
+    """Leave out what only the type checker imports."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        is_types = "TYPE_CHECKING" in ast.unparse(node.test)
+        return ast.Pass() if is_types else self.generic_visit(node)
+
+
+def only_not_yet(what: str, found: Iterable[str]) -> None:
+    """Compare offenders with those that are known."""
+    found = set(found)
+    assert not found - NOT_YET[what], "new"
+    assert not NOT_YET[what] - found, "no longer needed in NOT_YET"
+
+
+# ---- imports -------------------------------------------------------------------------------------
+
+
+def imported(source: Source) -> Iterator[str]:
+    """Name every module that a file imports, at its top or in a function."""
+    modules = {other.module for other in sources()}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{source.path}: imports are absolute"
+            inner = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules else node.module for name in inner)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (str(a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+def level(module: str) -> int:
+    """Number the level of a module: that of the longest name above it."""
+    names = {name: number for number, group in enumerate(LEVELS) for name in group}
+    above = [name for name in names if module == name or module.startswith(f"{name}.")]
+    named = max(above, key=len)
+    assert named != "maxattn" or module == "maxattn", f"give {module} a level"
+    return names[named]
+
+
+def unit(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def climbs(source: Source, module: str) -> bool:
+    """Tell whether an import leads up, or sideways into another folder."""
+    if not module.startswith("maxattn") or (source.module, module) in FACADES:
+        return False
+    here, there = level(source.module), level(module)
+    return here > there or (here == there and unit(source.module) != unit(module))
+
+
+def test_imports_point_one_way() -> None:
+    only_not_yet(
+        "imports",
+        (f"{s.module} -> {m}" for s in sources() for m in imported(s) if climbs(s, m)),
+    )
+
+
+def test_the_levels_are_those_of_files_that_are_there() -> None:
+    modules = {source.module for source in sources()}
+    assert {name for group in LEVELS for name in group} <= modules
+
+
+def test_nothing_but_main_imports_the_tools() -> None:
+    outside = [s for s in sources() if not s.module.startswith("maxattn.tools")]
+    users = {s.module for s in outside for m in imported(s) if m.startswith("maxattn.tools")}
+    assert users == {"maxattn.__main__"}
+
+
+# jax.extend and jax.interpreters are how jax's own guide has a primitive defined.
+INSIDE_JAX = re.compile(r"jaxlib\b|jax\._src\b|jax\.lib\b|jax\.experimental\.pallas\.ops\b")
+
+
+def test_what_is_inside_of_jax_is_taken_in_one_folder() -> None:
+    outside = [s for s in sources() if not s.module.startswith("maxattn.jax_private")]
+    only_not_yet(
+        "jax", (f"{s.module} -> {m}" for s in outside for m in imported(s) if INSIDE_JAX.match(m))
+    )
+
+
+# ---- words that belong to one place --------------------------------------------------------------
+
+DEVICE_WORD = re.compile(r"(NVIDIA|AMD|TPU|Instinct|MI\d+X?|G?[ABHL]\d{2,3})\b")
+SEARCHES = {"startswith", "endswith", "find", "index", "count", "split", "partition"}
+
+
+def parts_of_device_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the tests of a part of a device's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            words = [node.left, *node.comparators]
+            is_part = any(isinstance(op, ast.In | ast.NotIn) for op in node.ops)
+            if any(map(_is_device_word, words)) or (is_part and _is_kind(node.comparators[-1])):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            searched = _is_kind(node.func.value) or any(map(_is_device_word, node.args))
+            if node.func.attr in SEARCHES and searched:
+                yield ast.unparse(node)
+
+
+def _is_device_word(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and bool(DEVICE_WORD.match(node.value))
+        and node.value not in VENDORS
+    )
+
+
+VENDORS = ("NVIDIA", "AMD")  # a row's vendor is compared with these
+
+
+def _is_kind(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("device_kind")
+
+
+def test_no_other_file_tests_a_part_of_a_device_s_name() -> None:
+    others = [s for s in sources() if s.module != "maxattn.devices"]
+    only_not_yet("devices", (s.module for s in others for _ in parts_of_device_names(s.tree)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"H100" in target.device_kind',
+        "any(name in target.device_kind for name in names)",
+        'kind.startswith("TPU v")',
+        "target.device_kind.startswith(names)",
+        'name == "NVIDIA H200"',
+    ],
+)
+def test_a_test_of_a_device_s_name_is_seen(text: str) -> None:
+    assert list(parts_of_device_names(ast.parse(text)))
+
+
+def mask_classes() -> set[str]:
+    """Name every class of masks but the base."""
+    found, todo = set(), [Mask]
+    while todo:
+        subclasses = todo.pop().__subclasses__()
+        todo += subclasses
+        found |= {c.__name__ for c in subclasses if c.__module__.startswith("maxattn.masks")}
+    return found
+
+
+def class_tests(tree: ast.AST, classes: set[str]) -> Iterator[str]:
+    """Yield what asks whether a mask is of a class, or names a class in a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            named |= {n.attr for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)}
+            if named & classes:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and node.value in classes:
+            yield str(node.value)
+        elif isinstance(node, ast.MatchClass) and ast.unparse(node.cls) in classes:
+            yield ast.unparse(node.cls)
+
+
+def test_no_other_file_asks_for_a_mask_s_class() -> None:
+    others = [s for s in sources() if not s.module.startswith("maxattn.masks")]
+    classes = mask_classes()
+    assert {"Causal", "KeyPadding", "VideoMask"} <= classes
+    only_not_yet("masks", (s.module for s in others for _ in class_tests(s.tree, classes)))
+
+
+@pytest.mark.parametrize(
+    "text", ["isinstance(m, Causal)", "isinstance(m, (A, masks.Dense))", 'CELLS = {"Causal": 1}']
+)
+def test_a_test_of_a_mask_s_class_is_seen(text: str) -> None:
+    assert list(class_tests(ast.parse(text), mask_classes()))
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != "__pycache__")
+
+
+def test_a_listing_fits_on_a_screen() -> None:
+    assert len(listing(PACKAGE)) <= 26
+    assert sum(name.endswith(".py") for name in listing(PACKAGE / "kernels")) <= 16
+
+
+def test_no_file_is_long() -> None:
+    long = {
+        s.path: count
+        for s in sources()
+        if (count := len((ROOT / s.path).read_text(encoding="utf-8").splitlines())) > 400
+    }
+    assert not long
+
+
+def test_functions_are_short() -> None:
+    functions = (n for s in sources() for n in ast.walk(s.tree) if isinstance(n, ast.FunctionDef))
+    lines = [(f.end_lineno or 0) - f.lineno + 1 for f in functions]
+    assert len(lines) > 1000 and median(lines) <= 8
