@@ -1,6 +1,4 @@
-"""The machine a plan is made for, as a value: platform, device kind, versions, the few environment
-facts.
-"""
+"""The machine that a plan is made for, as a value: this one, or one that is named."""
 
 from __future__ import annotations
 
@@ -29,6 +27,11 @@ ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 class Target:
     """Say which machine a plan is for.
 
+    >>> ma.Target.named("NVIDIA H200", packages=(("fa4-jax", "0.1.0"),)).version("fa4-jax")
+    '0.1.0'
+    >>> ma.Target.named("TPU v5p").device.memory / 2**30
+    95.74
+
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
@@ -40,14 +43,15 @@ class Target:
 
     platform: Platform
     device_kind: str
-    packages: tuple[tuple[str, str], ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
+    packages: Pairs = ()
+    env: Pairs = ()
     tuned: tuple[Tuned, ...] = ()
 
     @staticmethod
     def here() -> Target:
-        """Describe this machine, or the target of a surrounding `assumed()`. Initialises jax's
-        backend.
+        """Describe this machine, or the target of a surrounding `assumed()`.
+
+        It initialises jax's backend.
         """
         if (assumed := _ASSUMED.get()) is not None:
             return assumed
@@ -56,7 +60,7 @@ class Target:
         return _with_tuned(here, table_of(here.device_kind, here.packages))
 
     @staticmethod
-    def named(kind: str, packages: tuple[tuple[str, str], ...] = ()) -> Target:
+    def named(kind: str, packages: Pairs = ()) -> Target:
         """Describe a machine that need not be there.
 
         Args:
@@ -76,9 +80,7 @@ class Target:
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Make plans for this target inside a `with`: to trace and compile for a machine that is
-        not there.
-        """
+        """Make plans for this target inside a `with`: to trace for a machine that is not there."""
         token = _ASSUMED.set(self)
         try:
             yield
@@ -102,22 +104,23 @@ _ASSUMED: ContextVar[Target | None] = ContextVar(
 
 @lru_cache(maxsize=8)
 def _with_tuned(here: Target, table: tuple[Tuned, ...]) -> Target:
-    """Add what was measured; not over several processes, whose files may differ and whose programs
-    must not.
+    """Add the sizes that were measured here.
+
+    Not over several processes: their files may differ, and their programs must not.
     """
     import jax
 
     return replace(here, tuned=table) if table and jax.process_count() == 1 else here
 
 
+_PLATFORMS: dict[str, Platform] = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+
 @lru_cache(maxsize=8)
 def _here(env: Pairs, packages: Pairs) -> Target:
     import jax
 
-    backend = jax.default_backend()
-    platform: Platform = (
-        "gpu" if backend in ("gpu", "cuda", "rocm") else "tpu" if backend == "tpu" else "cpu"
-    )
+    platform = _PLATFORMS.get(jax.default_backend(), "cpu")
     return Target(platform, _kind_of(jax.devices()[0]), packages, env)
 
 

@@ -1,10 +1,10 @@
-"""What `auto` tries on an NVIDIA GPU: the winners of `table.json`, which `maxattn bench
---write-table` measured.
+"""What `auto` tries on an NVIDIA GPU: the fastest kernels of `table.json`, measured by `maxattn
+bench --write-table`.
 
 A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the
 nearest head dim, then of the least distance in doublings of T, S and B x N. Forward and backward
-are chosen apart. GPUs without a table of their own take that of the H200 where they are Hopper too,
-and cuDNN elsewhere, which the plan calls a rule.
+are chosen apart. Hopper GPUs without entries take those of the H200. Other GPUs take cuDNN, which
+the plan calls a rule.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from math import log2
+from typing import Any
 
 from maxattn.call import Call, Reason
 from maxattn.kernels import KERNELS
@@ -27,6 +28,10 @@ PLAIN = ("memory_efficient", "dot_product")
 FULL, BAND, TILES = "full", "band", "tiles"
 WHOLE_ROWS = "flash backward in whole rows"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
+USUAL = "NVIDIA H200"
+
+Times = tuple[tuple[str, float], ...]
+"""(kernel, ms), fastest first."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,14 @@ class Entry:
         mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other
             mask).
         forward, backward: (kernel, ms), fastest first.
-        whole_rows: ms of flash's backward where it is not launched in parts (split_queries.py); 0
-            where that is no news.
+        whole_rows: ms of flash's backward where its queries are not split (split_queries.py); 0
+            where that was not measured.
     """
 
     shape: tuple[int, int, int, int, int]
     mask: str
-    forward: tuple[tuple[str, float], ...]
-    backward: tuple[tuple[str, float], ...]
+    forward: Times
+    backward: Times
     whole_rows: float = 0.0
 
     @property
@@ -54,6 +59,16 @@ class Entry:
         b, t, s, n, h = self.shape
         return f"B={b} T={t} S={s} N={n} H={h}"
 
+    @property
+    def by_total(self) -> tuple[str, ...]:
+        """Name the kernels that were measured both ways, fastest first."""
+        backward = dict(self.backward)
+        both = {name: ms + backward[name] for name, ms in self.forward if name in backward}
+        return tuple(sorted(both, key=lambda name: both[name]))
+
+
+# ---- the order -----------------------------------------------------------------------------------
+
 
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return what to try, in order, and why. "a/b" is the forward of a and the backward of b.
@@ -61,61 +76,87 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     Kernels that were faster than the first that can run come first too, so that the plan says why
     they do not.
     """
+    device = _measured_device(target)
+    if device is None:
+        return _by_rule(call, target), "a rule, not measured on this GPU: cuDNN first"
+    entry = _as_launched(nearest(call, read_tables()[device]), call, target)
+    forward, backward = (_first_usable(times, call, target) for times in _both_ways(entry))
+    if forward is None or backward is None:
+        why = f"plain JAX, since no kernel that was measured on an {device} takes this call"
+        return (entry.forward[0][0], *PLAIN), why
+    names = _in_order(entry, forward, backward, target)
+    return names, _because(entry, device, target) + _lost(entry, forward, backward, target)
+
+
+def _measured_device(target: Target) -> str | None:
+    """Return the device whose entries hold for a target."""
     tables = read_tables()
-    device = target.device_kind if target.device_kind in tables else "NVIDIA H200"
-    if device not in tables or (device != target.device_kind and not target.device.is_a("hopper")):
-        usable = tuple(n for n in BY_RULE if n == "cudnn" or _refusal(n, call, target) is None)
-        return (*usable, *PLAIN), "a rule, not measured on this GPU: cuDNN first"
-    entry = _as_launched(nearest(call, tables[device]), call, target)
-    forward, backward = (
-        tuple(name for name, _ in pairs) for pairs in (entry.forward, entry.backward)
-    )
-    best = [
-        next((n for n in names if _usable(n, call, target)), None) for names in (forward, backward)
-    ]
-    if best[0] is None or best[1] is None:
-        return (
-            *forward[:1],
-            *PLAIN,
-        ), f"plain JAX, since no kernel that was measured on an {device} takes this call"
-    first = best[0] if best[0] == best[1] else f"{best[0]}/{best[1]}"
-    faster = (*forward[: forward.index(best[0])], *backward[: backward.index(best[1])])
-    there = [n for n in (*faster, *_by_total(entry)) if n != "flash" or has_fa4(target)]
-    refused = [n for n in there if n in faster and n not in best]
-    lost = (
-        ""
-        if "flash" in there or "flash" not in faster
-        else f"; flash would be faster: {install(target)}"
-    )
-    return tuple(dict.fromkeys((*refused, first, *there, *PLAIN))), _because(
-        entry, device, target
-    ) + lost
+    if target.device_kind in tables:
+        return target.device_kind
+    return USUAL if USUAL in tables and target.device.is_a("hopper") else None
+
+
+def _by_rule(call: Call, target: Target) -> tuple[str, ...]:
+    # cuDNN is named even where it cannot run, so that the plan says why.
+    others = (name for name in BY_RULE[1:] if _refusal(name, call, target) is None)
+    return (BY_RULE[0], *others, *PLAIN)
+
+
+def _both_ways(entry: Entry) -> tuple[Times, Times]:
+    return entry.forward, entry.backward
+
+
+def _first_usable(times: Times, call: Call, target: Target) -> str | None:
+    return next((name for name, _ in times if _usable(name, call, target)), None)
+
+
+def _in_order(entry: Entry, forward: str, backward: str, target: Target) -> tuple[str, ...]:
+    """Return those that were faster and cannot run, the pair that runs, and the others."""
+    first = forward if forward == backward else f"{forward}/{backward}"
+    faster = _faster(entry, forward, backward)
+    there = [n for n in (*faster, *entry.by_total) if n != "flash" or has_fa4(target)]
+    refused = [n for n in there if n in faster and n not in (forward, backward)]
+    return tuple(dict.fromkeys((*refused, first, *there, *PLAIN)))
+
+
+def _faster(entry: Entry, forward: str, backward: str) -> tuple[str, ...]:
+    """Name what was faster than the chosen forward or the chosen backward."""
+    ahead = []
+    for times, chosen in zip(_both_ways(entry), (forward, backward), strict=True):
+        names = [name for name, _ in times]
+        ahead += names[: names.index(chosen)]
+    return tuple(ahead)
+
+
+def _because(entry: Entry, device: str, target: Target) -> str:
+    here = "" if device == target.device_kind else f", and this is {target.device_kind}"
+    mask = "" if entry.mask == FULL else f" mask {entry.mask}"
+    return f"fastest at {entry.text}{mask}, the nearest shape measured on an {device}{here}"
+
+
+def _lost(entry: Entry, forward: str, backward: str, target: Target) -> str:
+    """Say what fa4-jax would bring, where it is not installed and flash was faster."""
+    is_lost = "flash" in _faster(entry, forward, backward) and not has_fa4(target)
+    return f"; flash would be faster: {install(target)}" if is_lost else ""
+
+
+# ---- the nearest entry ---------------------------------------------------------------------------
 
 
 def nearest(call: Call, entries: tuple[Entry, ...]) -> Entry:
     """Return the measured shape nearest to a call."""
     kind = mask_kind(call)
     same = [e for e in entries if e.mask == kind] or [e for e in entries if e.mask == FULL]
+    return min(same, key=lambda entry: _distance(call, entry))
+
+
+def _distance(call: Call, entry: Entry) -> tuple[float, float]:
+    """Return doublings between the head dims, and between the other sizes together."""
+    b, t, s, n, h = entry.shape
     size = (call.head_dim, call.q_len, call.kv_len, call.batch * call.heads)
-
-    def distance(entry: Entry) -> tuple[float, float]:
-        b, t, s, n, h = entry.shape
-        apart = [
-            abs(log2(mine / theirs)) for mine, theirs in zip(size, (h, t, s, b * n), strict=True)
-        ]
-        return apart[0], sum(apart[1:])
-
-    return min(same, key=distance)
-
-
-def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
-    """Take the time of flash's backward as this call gets it: in parts of the queries, or in whole
-    rows.
-    """
-    if not entry.whole_rows or launches_parts(call, target):
-        return entry
-    times = dict(entry.backward) | {"flash": entry.whole_rows}
-    return replace(entry, backward=_fastest_first(times))
+    measured = (h, t, s, b * n)
+    apart = [abs(log2(mine / its)) for mine, its in zip(size, measured, strict=True)]
+    return apart[0], sum(apart[1:])
 
 
 def mask_kind(call: Call) -> str:
@@ -126,44 +167,41 @@ def mask_kind(call: Call) -> str:
     return FULL if parts.band.is_full else BAND
 
 
+def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
+    """Take the time of flash's backward as this call gets it: with its queries split, or in whole
+    rows.
+    """
+    if not entry.whole_rows or launches_parts(call, target):
+        return entry
+    times = dict(entry.backward) | {"flash": entry.whole_rows}
+    return replace(entry, backward=_fastest_first(times))
+
+
 @cache
 def read_tables() -> dict[str, tuple[Entry, ...]]:
-    """Read the committed tables, by device kind."""
+    """Read the committed entries, by device kind."""
     text = resources.files("maxattn.kernels.auto").joinpath("table.json").read_text()
-    return {
-        device: tuple(_entry(row) for row in rows["entries"])
-        for device, rows in json.loads(text).items()
-    }
+    tables = json.loads(text).items()
+    return {device: tuple(_entry(row) for row in made["entries"]) for device, made in tables}
 
 
-def _entry(row: dict) -> Entry:
+def _entry(row: dict[str, Any]) -> Entry:
     b, t, s, n, h = row["shape"]
     times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
     return Entry((b, t, s, n, h), row["mask"], *times, row.get(WHOLE_ROWS, 0.0))
 
 
-def _fastest_first(times: dict[str, float]) -> tuple[tuple[str, float], ...]:
+def _fastest_first(times: dict[str, float]) -> Times:
     return tuple(sorted(times.items(), key=lambda pair: pair[1]))
 
 
-def _by_total(entry: Entry) -> tuple[str, ...]:
-    backward = dict(entry.backward)
-    both = {name: ms + backward[name] for name, ms in entry.forward if name in backward}
-    return tuple(sorted(both, key=lambda name: both[name]))
+# ---- what can run --------------------------------------------------------------------------------
+
+
+def _usable(name: str, call: Call, target: Target) -> bool:
+    """Tell whether what was measured under a name would run: flash without fa4-jax is cuDNN."""
+    return _refusal(name, call, target) is None and (name != "flash" or has_fa4(target))
 
 
 def _refusal(name: str, call: Call, target: Target) -> Reason | None:
     return missing(name, target) or KERNELS[name].supports(call, target)
-
-
-def _usable(name: str, call: Call, target: Target) -> bool:
-    """Tell whether what was measured under a name is what would run: flash without fa4-jax is
-    cuDNN.
-    """
-    return _refusal(name, call, target) is None and (name != "flash" or has_fa4(target))
-
-
-def _because(entry: Entry, device: str, target: Target) -> str:
-    here = "" if device == target.device_kind else f", and this is {target.device_kind}"
-    mask = "" if entry.mask == FULL else f" mask {entry.mask}"
-    return f"fastest at {entry.text}{mask}, the nearest shape measured on an {device}{here}"

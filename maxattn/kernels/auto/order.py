@@ -1,4 +1,4 @@
-"""Which kernel `auto` tries first. Measured where it says so, a stated rule elsewhere."""
+"""Which kernel `auto` tries first: measured where it says so, a stated rule elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from maxattn.target import Target
 
 UNMEASURED = "a rule, not measured on this machine"
 # Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
-# was measured. On the GPU dense is faster beyond this too, but its float32 scores would take more
+# was measured. On a GPU dense is faster beyond this too, but its float32 scores would take more
 # than 4 GB.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
@@ -19,6 +19,9 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return the kernels to try in order, and why: the reason is printed in the plan.
 
+    >>> order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), Target.named("TPU v5p"))[0]
+    ('flash', 'memory_efficient', 'dot_product')
+
     Args:
         call: the call that one device computes.
         target: the machine.
@@ -28,19 +31,20 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         from maxattn.kernels.auto import gpu
 
         return gpu.order(call, target)
+    return _plain(call, target)
+
+
+def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return kernels of plain JAX, after splash attention on a TPU, by the number of scores."""
     scores = call.batch * call.heads * call.q_len * call.kv_len
     most, measured = DENSE_SCORES[target.platform]
-    if target.device.vendor == "AMD":
-        measured = UNMEASURED
+    where = UNMEASURED if target.device.vendor == "AMD" else measured
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
     if scores <= most:
-        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({measured})"
+        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({where})"
     tiled = ("flash",) if target.platform == "tpu" else ()
-    return (
-        *tiled,
-        "memory_efficient",
-        "dot_product",
-    ), f"not dense, since {size} > {limit} ({measured})"
+    names = (*tiled, "memory_efficient", "dot_product")
+    return names, f"not dense, since {size} > {limit} ({where})"
 
 
 def _millions(n: float) -> str:
