@@ -50,7 +50,6 @@ MISSING = {
     "maxattn.CrossAttention",
     "maxattn.FlaxAttention",
     "maxattn.JointAttention",
-    "maxattn.Target",
     "maxattn.apply_rotary",
     "maxattn.attention",
     "maxattn.attention_fn",
