@@ -1,6 +1,7 @@
 """One row a context strategy: what the config and the plan know of it before they import it.
 
-A new strategy is one file and one row. This module imports no strategy and no jax.
+A new strategy is one file and one row, which need not stand here: `add(Row(...))` adds one. This
+module imports no strategy and no jax.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """One row a kernel: what the config, the plan and the tools know of it before they import it.
 
-A new kernel is one file and one row. The rows are plain data: this module imports no kernel and no
-jax, so that the config can check names against it.
+A new kernel is one file and one row, which need not stand here:
+
+    from maxattn.kernels import table
+
+    table.add(table.Row("plain", "my_kernel:Plain"))  # `attention: plain` is then valid
+
+The rows are plain data: this module imports no kernel and no jax, so that the config can check
+names against it.
 """
 
 from __future__ import annotations
