@@ -53,14 +53,7 @@ NOT_YET: dict[str, set[str]] = {
     "imports": set(),
     "jax": set(),
     "devices": set(),
-    "masks": {
-        "maxattn.block_sizes.adjust",
-        "maxattn.call",
-        "maxattn.kernels.blockwise.chunk_sizes",
-        "maxattn.kernels.fused.masks",
-        "maxattn.kernels.mask_split",
-        "maxattn.kernels.splash.mask_codes",
-    },
+    "masks": set(),
     "long files": {"maxattn/decide.py"},
 }
 
