@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from digits.command import tell
 from generate import files, media
 from generate.checks import without_torch
 from generate.files import wrong
 from generate.folder import absent, config_of
-from wan.command import tell
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError

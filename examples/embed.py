@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from digits.command import tell
 from generate import files
 from generate.checks import without_torch
 from generate.files import wrong
 from generate.folder import PIPELINES, absent, index_of
-from wan.command import tell
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 
+from digits.command import tell
 from generate.command import arguments_of, paths_of, settings_of
 from generate.run import generate
 from sdxl.drawing import SdxlDrawing
 from sdxl.settings import Settings
 from sdxl.task import sizes_of
 from train import hosts
-from wan.command import tell
 
 
 def main(found: argparse.Namespace) -> None:

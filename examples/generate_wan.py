@@ -18,15 +18,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from digits import text
+from digits.command import demo_or_wan21, tell
+from digits.drawing import draw_all, draw_prompt
+from digits.settings import Settings as DemoSettings
+from digits.training import trained
 from generate.command import FILES, arguments_of, paths_of, settings_of
 from generate.files import wrong
 from generate.run import generate
 from train import hosts
-from wan import text
-from wan.command import demo_or_wan21, tell
-from wan.drawing import draw_all, draw_prompt
-from wan.settings import Settings as DemoSettings
-from wan.training import trained
 from wan21.drawing import WanDrawing
 from wan21.settings import Settings
 from wan21.task import sizes_of

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from digits.command import tell
 from train import digit_latents, shards
-from wan.command import tell
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError

@@ -11,11 +11,11 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
+from digits.command import settings_of, tell
 from sdxl.settings import Settings
 from sdxl.task import SdxlTask
 from train import hosts
 from train.loop import Training
-from wan.command import settings_of, tell
 
 
 def main(settings: Settings) -> None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from digits import pictures
+from digits.command import demo_or_wan21, settings_of, tell
+from digits.drawing import draw_all
+from digits.settings import Settings as DemoSettings
+from digits.training import train
 from train import hosts
 from train.loop import Training
-from wan import pictures
-from wan.command import demo_or_wan21, settings_of, tell
-from wan.drawing import draw_all
-from wan.settings import Settings as DemoSettings
-from wan.training import train
 from wan21.settings import Settings
 from wan21.task import WanTask
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wan.command import parser_of, read_settings
+from digits.command import parser_of, read_settings
 
 import maxattn as ma
 from maxattn.config.errors import ConfigErrors

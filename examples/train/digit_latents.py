@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
+from digits import text
+from digits.digits import DigitVideos, from_model
+from digits.settings import DataSettings
+from digits.words import VOCABULARY
 from einops import rearrange
 from jaxtyping import Float
-from wan import text
-from wan.digits import DigitVideos, from_model
-from wan.settings import DataSettings
-from wan.words import VOCABULARY
 
 Kind = Literal["wan", "i2v", "sdxl"]
 CANVAS = 16  # pixels along a side of a frame

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from digits import pictures
 from generate.guidance import guided
 from jaxtyping import Float
 from PIL import Image
 from samplers import sample
-from wan import pictures
 
 from maxattn import sharding
 from maxattn.tools.xla_options import xla_options

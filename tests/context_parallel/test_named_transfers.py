@@ -24,10 +24,10 @@ from maxattn.tools.compile.hlo import Transfer, axes_of, transfers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from wan.flow import loss_of
-from wan.model import WanTransformer
-from wan.settings import Settings
-from wan.text import encode
+from digits.flow import loss_of
+from digits.model import WanTransformer
+from digits.settings import Settings
+from digits.text import encode
 
 BATCH, LAYERS = 8, 1
 BATCH_AND_SEQUENCE = {"data", "fsdp", "context"}

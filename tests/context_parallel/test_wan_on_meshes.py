@@ -16,10 +16,10 @@ from maxattn.sharding import batch_sharding, place
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from wan.flow import loss_of
-from wan.model import WanTransformer
-from wan.settings import Settings
-from wan.text import encode
+from digits.flow import loss_of
+from digits.model import WanTransformer
+from digits.settings import Settings
+from digits.text import encode
 
 MESHES = {
     "fsdp 8": {"fsdp": 8},

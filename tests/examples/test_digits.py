@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from digits import digits, text
+from digits.settings import DataSettings
+from digits.words import DIRECTIONS, STEPS, all_prompts, prompt_of
 from train.data import batches
-from wan import digits, text
-from wan.settings import DataSettings
-from wan.words import DIRECTIONS, STEPS, all_prompts, prompt_of
 
 from .conftest import HELD_OUT
 

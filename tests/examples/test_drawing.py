@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from digits import pictures
+from digits.drawing import draw, draw_all, draw_prompt
+from digits.model import WanTransformer
+from digits.settings import Settings
+from digits.words import all_prompts
 from flax import nnx
 from PIL import Image
-from wan import pictures
-from wan.drawing import draw, draw_all, draw_prompt
-from wan.model import WanTransformer
-from wan.settings import Settings
-from wan.words import all_prompts
 
 from .conftest import HELD_OUT, ROOT
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from wan import digits
-from wan.evaluate import Judge, Score, around_ink, as_text, centre_of_ink, scores
-from wan.settings import DataSettings
-from wan.words import DIRECTIONS
+from digits import digits
+from digits.evaluate import Judge, Score, around_ink, as_text, centre_of_ink, scores
+from digits.settings import DataSettings
+from digits.words import DIRECTIONS
 
 DATA = DataSettings()
 
@@ -58,7 +58,7 @@ def test_another_prompt_is_wrong(judge: Judge, real: tuple[np.ndarray, list[str]
 
 def next_of(prompt: str) -> tuple[str, str]:
     """Return the next digit's word and the next direction."""
-    from wan.words import DIGITS
+    from digits.words import DIGITS
 
     _, word, _, way = prompt.split()
     return DIGITS[(DIGITS.index(word) + 1) % 10], DIRECTIONS[(DIRECTIONS.index(way) + 1) % 4]

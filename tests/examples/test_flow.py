@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from digits import text
+from digits.flow import loss_of, sample
+from digits.settings import SamplingSettings, TrainingSettings
 from flax import nnx
 from train.flow import shifted
-from wan import text
-from wan.flow import loss_of, sample
-from wan.settings import SamplingSettings, TrainingSettings
 
 SHAPE = (6, 2, 4, 4, 1)
 WORDS = jnp.asarray(text.encode(["a seven moving left", "a two moving up"] * 3))

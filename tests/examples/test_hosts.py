@@ -11,13 +11,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from digits import digits
+from digits.command import settings_of
+from digits.settings import DataSettings, Settings
+from digits.task import DemoTask
 from train import hosts
 from train.data import batches
 from train.loop import Training
-from wan import digits
-from wan.command import settings_of
-from wan.settings import DataSettings, Settings
-from wan.task import DemoTask
 
 import maxattn as ma
 from maxattn.errors import ConfigError

@@ -11,12 +11,12 @@ import make_latents
 import ml_dtypes
 import numpy as np
 import pytest
+from digits.digits import DigitVideos, from_model
+from digits.settings import DataSettings
 from safetensors.numpy import load_file, save_file
 from train import digit_latents, shards
 from train.data import batches
 from train.latents import LatentFolder
-from wan.digits import DigitVideos, from_model
-from wan.settings import DataSettings
 
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from digits import text
+from digits.flow import loss_of
+from digits.model import WanTransformer, patchify, sinusoids, unpatchify
+from digits.settings import Settings
 from flax import nnx
-from wan import text
-from wan.flow import loss_of
-from wan.model import WanTransformer, patchify, sinusoids, unpatchify
-from wan.settings import Settings
 
 BATCH = 8
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from wan.settings import Settings
-from wan.words import all_prompts
+from digits.settings import Settings
+from digits.words import all_prompts
 
 from maxattn.errors import ConfigError
 
@@ -104,7 +104,7 @@ def test_a_time_of_odd_width_is_refused_with_the_rest():
 
 
 def test_what_usage_requires(capsys: pytest.CaptureFixture[str]):
-    from wan.command import parser_of
+    from digits.command import parser_of
 
     with pytest.raises(SystemExit):
         parser_of("").parse_intermixed_args([])

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from wan import text
-from wan.words import VOCABULARY, all_prompts
+from digits import text
+from digits.words import VOCABULARY, all_prompts
 
 from maxattn.errors import InputError
 

@@ -10,6 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from digits.model import WanTransformer
+from digits.settings import Settings
+from digits.task import DemoTask
+from digits.training import train, trained
 from flax import nnx
 from rich.console import Console
 from train.checkpoint import Checkpoints
@@ -17,10 +21,6 @@ from train.cost import Cost
 from train.loop import Training
 from train.progress import Progress, recent
 from train.state import State
-from wan.model import WanTransformer
-from wan.settings import Settings
-from wan.task import DemoTask
-from wan.training import train, trained
 
 from maxattn.errors import ConfigError
 
