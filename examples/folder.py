@@ -29,8 +29,8 @@ import numpy as np
 from flax import nnx
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
-from wan21.model import WanTransformer3D
-from wan21.sizes import SIZES, Sizes
+from wan.model import WanTransformer3D
+from wan.sizes import SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError

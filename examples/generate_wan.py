@@ -27,9 +27,9 @@ from generate.command import FILES, arguments_of, paths_of, settings_of
 from generate.files import wrong
 from generate.run import generate
 from train import hosts
-from wan21.drawing import WanDrawing
-from wan21.settings import Settings
-from wan21.task import sizes_of
+from wan.drawing import WanDrawing
+from wan.settings import Settings
+from wan.task import sizes_of
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError

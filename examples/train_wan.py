@@ -23,8 +23,8 @@ from digits.settings import Settings as DemoSettings
 from digits.training import train
 from train import hosts
 from train.loop import Training
-from wan21.settings import Settings
-from wan21.task import WanTask
+from wan.settings import Settings
+from wan.task import WanTask
 
 
 def demo(settings: DemoSettings) -> None:

@@ -108,7 +108,7 @@ def demo_or_wan21(path: str, overrides: Sequence[str]) -> type[ma.AttentionConfi
     """Return the class that reads a file: Wan 2.1's where its model has `sizes` or a `folder`, else
     the demo's.
     """
-    from wan21.settings import Settings as Wan21
+    from wan.settings import Settings as Wan21
 
     try:
         sections = dict(load.read(path).data)

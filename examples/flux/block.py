@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
-from wan21.layers import FeedForward, gated, modulated, norm32
+from wan.layers import FeedForward, gated, modulated, norm32
 
 import maxattn as ma
 from maxattn import sharding

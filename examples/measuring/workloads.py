@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import SIZE_NUMBERS, UNet
-from wan21.model import WanTransformer3D
-from wan21.sizes import SIZES, Sizes
+from wan.model import WanTransformer3D
+from wan.sizes import SIZES, Sizes
 
 import maxattn as ma
 

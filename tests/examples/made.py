@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from sdxl.settings import Settings as Sdxl
 from train import shards
-from wan21.settings import Settings as Wan21
+from wan.settings import Settings as Wan21
 
 WAN = {
     "sizes": "wan-2.1-t2v-1.3b",

@@ -25,8 +25,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
-from wan21.model import WanTransformer3D
-from wan21.sizes import SIZES, Sizes
+from wan.model import WanTransformer3D
+from wan.sizes import SIZES, Sizes
 
 from maxattn import weights
 from tests.closeness import hold

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from measuring import breakdown, clock, flops, steps, workloads
 from sdxl.sizes import Sizes as UNetSizes
-from wan21.sizes import Sizes
+from wan.sizes import Sizes
 
 import maxattn as ma
 from tests.fixtures import make_diffusers as made

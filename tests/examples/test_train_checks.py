@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sdxl.task import SdxlTask
 from train.loop import Training
-from wan21.task import WanTask
+from wan.task import WanTask
 
 import maxattn as ma
 from maxattn.errors import ConfigError, WeightsError

@@ -25,8 +25,8 @@ from train.samples import channels
 from train.settings import TrainingSettings
 from train.state import Parts
 from train.step import Step, parts_of
-from wan21.model import WanTransformer3D
-from wan21.task import WanTask
+from wan.model import WanTransformer3D
+from wan.task import WanTask
 
 from maxattn import weights
 from maxattn.errors import ConfigError

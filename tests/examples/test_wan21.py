@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from wan21.model import WanTransformer3D
-from wan21.sizes import SIZES, Sizes
+from wan.model import WanTransformer3D
+from wan.sizes import SIZES, Sizes
 
 import maxattn as ma
 from maxattn import weights
