@@ -34,7 +34,7 @@ test-all: $(READY)  ## the tests and the full products of the matrices
 
 # MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
 TORCH_READY := .venv-torch/.ready
-LIVE := weights/test_diffusers.py $(addprefix examples/test_,samplers.py wan21.py sdxl.py flux.py generate_live.py folder.py)
+LIVE := weights/test_diffusers.py $(addprefix examples/test_,samplers.py wan.py sdxl.py flux.py generate_live.py folder.py)
 
 $(TORCH_READY): pyproject.toml
 	$(PYTHON) -m venv .venv-torch

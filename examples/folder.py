@@ -1,19 +1,19 @@
-"""Make a pipeline's folder of real size with random weights, or load one and save it back and
-compare bit for bit.
+"""Make a pipeline's folder with random weights, or load one, save it back and compare every bit.
 
     python examples/folder.py make /tmp/wan --model wan-2.1-t2v-1.3b --dtype bfloat16
     python examples/folder.py check /tmp/wan/transformer --save /tmp/again
 
-A made folder is what the other commands take as --model, where nothing can be downloaded: their
-samples are noise then. `check` says how much of the host's memory it took: tensors go to the
-devices one by one, not a whole model at once. On a CPU the devices' memory is the host's, and the
-model itself counts.
+The other commands take a made folder as --model, where nothing can be downloaded: their samples are
+noise then. `check` says how much of the host's memory it took: tensors go to the devices one by
+one, not a whole model at once. On a CPU the devices' memory is the host's, and the model itself
+counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import threading
 import time
@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,6 @@ from wan.sizes import SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError
-from maxattn.weights.access import variable_at
-from maxattn.weights.files import save_tensors
-from maxattn.weights.safetensors_writer import Form
 
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",
@@ -58,11 +55,23 @@ EULER = {
     "timestep_spacing": "leading",
 }
 SPREAD = 0.02  # of random weights
+NAME = "diffusion_pytorch_model"
+
+
+class Form(NamedTuple):
+    """Hold shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, ...]:
-    """Write a folder in diffusers' format: sizes, random weights in several files, the scheduler's
-    options.
+    """Write a folder in diffusers' format: sizes, random weights, the scheduler's options.
 
     Args:
         folder: made where it is missing.
@@ -72,25 +81,56 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
     """
     sizes = UNetSizes() if name == "sdxl" else SIZES[name]
     part, scheduler = ("unet", EULER) if name == "sdxl" else ("transformer", UNIPC)
-    model = shapes_of(sizes, dtype)
-    every = {entry.name: entry for entry in weights.entries(model)}
-    forms = {
-        name: Form(entry.shape, variable_at(model, entry.path).get_value().dtype)
-        for name, entry in every.items()
-    }
-    files = save_tensors(
-        forms, lambda name: random(name, forms[name]), folder / part, shard_bytes=shard_bytes
-    )
+    files = save_random(forms_of(shapes_of(sizes, dtype)), folder / part, shard_bytes)
     write_json(folder / part / "config.json", sizes.config())
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     return files
 
 
+def forms_of(model: nnx.Module) -> dict[str, Form]:
+    """Return the form of each tensor that diffusers has for a model, by its name."""
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    entries = weights.entries(model)
+    return {e.name: Form(e.shape, variables[e.path].get_value().dtype) for e in entries}
+
+
+def save_random(forms: dict[str, Form], folder: Path, shard_bytes: int) -> tuple[Path, ...]:
+    """Write random tensors as one file, or as several and their index, one file after the other."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(shards_of(forms, shard_bytes))
+    where: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"{NAME}-{i + 1:05}-of-{len(shards):05}" if len(shards) > 1 else NAME
+        where |= dict.fromkeys(names, f"{file}.safetensors")
+        tensors = {name: random(name, forms[name]) for name in names}
+        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+    files = [folder / file for file in dict.fromkeys(where.values())]
+    if len(shards) > 1:
+        total = sum(form.bytes for form in forms.values())
+        files.append(folder / f"{NAME}.safetensors.index.json")
+        write_json(files[-1], {"metadata": {"total_size": total}, "weight_map": where})
+    return tuple(files)
+
+
+def shards_of(forms: dict[str, Form], shard_bytes: int) -> Iterator[list[str]]:
+    """Group tensors, in their order, into files of at most so many bytes."""
+    names: list[str] = []
+    held = 0
+    for name, form in forms.items():
+        if names and held + form.bytes > shard_bytes:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += form.bytes
+    yield names
+
+
 def random(name: str, form: Form) -> np.ndarray:
     """Draw a tensor; its name is the seed. Scales of norms are near one."""
-    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
-        form.shape, np.float32
-    ) * np.float32(SPREAD)
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    drawn = generator.standard_normal(form.shape, np.float32) * np.float32(SPREAD)
     return (drawn + 1 if "norm" in name and name.endswith("weight") else drawn).astype(form.dtype)
 
 
@@ -108,10 +148,9 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
         What was seen: tensors, those that differ, bytes, seconds, and the host's memory above what
         it was before.
     """
-    said = json.loads((folder / "config.json").read_text())
-    sizes = (UNetSizes if said.get("_class_name") == "UNet2DConditionModel" else Sizes).of_folder(
-        folder
-    )
+    config = json.loads((folder / "config.json").read_text())
+    is_unet = config.get("_class_name") == "UNet2DConditionModel"
+    sizes = UNetSizes.of_folder(folder) if is_unet else Sizes.of_folder(folder)
     model = shapes_of(sizes, dtype)
     with host_memory() as loading:
         began = time.perf_counter()
@@ -150,9 +189,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 @contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Watch this process's own memory, without pages of files, and say its peak above where it
-    began, in bytes.
-    """
+    """Watch this process's memory, without pages of files: its peak above the start, in bytes."""
     seen, done = {"peak": 0}, threading.Event()
     first = own_bytes()
 
@@ -171,11 +208,8 @@ def host_memory() -> Iterator[dict[str, int]]:
 
 def own_bytes() -> int:
     """Read how much memory this process holds that is no page of a file."""
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("RssAnon")
-    )
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
@@ -187,21 +221,17 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("what", choices=("make", "check"))
-    p.add_argument("folder", type=Path)
-    p.add_argument("--model", choices=(*SIZES, "sdxl"), default="wan-2.1-t2v-1.3b", help="for make")
-    p.add_argument("--save", type=Path, help="for check: where to save it back")
-    p.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="float32",
-        help="of the weights; default float32",
-    )
-    p.add_argument("--shard-gib", type=float, default=5.0, help="the largest file; default 5")
-    return p
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = found.add_argument
+    add("what", choices=("make", "check"))
+    add("folder", type=Path)
+    add("--model", choices=(*SIZES, "sdxl"), default="wan-2.1-t2v-1.3b", help="for make")
+    add("--save", type=Path, help="for check: where to save it back")
+    told = "of the weights; default float32"
+    add("--dtype", choices=("bfloat16", "float32"), default="float32", help=told)
+    add("--shard-gib", type=float, default=5.0, help="the largest file; default 5")
+    return found
 
 
 def main(said: argparse.Namespace) -> None:
@@ -214,11 +244,8 @@ def main(said: argparse.Namespace) -> None:
         sys.exit("error: check needs --save FOLDER")
     seen = check(said.folder, said.save, said.dtype, shard)
     print(json.dumps(seen))
-    sys.exit(
-        f"{len(seen['different'])} tensors differ: {seen['different'][:5]}"
-        if seen["different"]
-        else None
-    )
+    if differ := seen["different"]:
+        sys.exit(f"{len(differ)} tensors differ: {differ[:5]}")
 
 
 if __name__ == "__main__":

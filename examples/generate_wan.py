@@ -1,41 +1,46 @@
-"""Draw videos: with Wan 2.1 from a folder in diffusers' format, or with the small model that
-`train_wan.py` trained.
+"""Draw videos with Wan 2.1, or with the small model of digits that `train_wan.py` trained.
 
-    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt "a red fox in snow"
-    --out out/fox python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --embeddings
-    FILE --latents FILE python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER
-    --weights out/wan_1_3b --prompt ... --out DIR python examples/generate_wan.py
-    configs/wan_i2v_14b.yml --model FOLDER --prompt ... --image FILE --out DIR python
-    examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER \\
+        --prompt "a red fox in snow" --out out/fox
+    # without torch
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER \\
+        --embeddings FILE --latents FILE
+    # with the weights of a training run
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER \\
+        --weights out/wan_1_3b --prompt ... --out DIR
+    # image-to-video
+    python examples/generate_wan.py configs/wan_i2v_14b.yml --model FOLDER \\
+        --prompt ... --image FILE --out DIR
+    # the digits
+    python examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
 
-Text encoders and the VAE are torch's (pip install "maxattn[torch]"); with --embeddings and
---latents none is needed. The small model draws all forty prompts and judges them, unless one is
-given.
+FOLDER is in diffusers' format. Text encoders and the VAE are torch's (pip install
+"maxattn[torch]"); with --embeddings and --latents none is needed. The small model draws all forty
+prompts and judges them, unless one is given.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 
+from common import hosts
+from common.command import user_errors
 from digits import text
-from digits.command import demo_or_wan21, tell
 from digits.drawing import draw_all, draw_prompt
-from digits.settings import Settings as DemoSettings
+from digits.settings import Settings as DigitsSettings
 from digits.training import trained
-from generate.command import FILES, arguments_of, paths_of, settings_of
-from generate.files import wrong
-from generate.run import generate
-from train import hosts
-from wan.drawing import WanDrawing
-from wan.settings import Settings
+from sample.command import FILES, arguments_of, paths_of, settings_of
+from sample.run import generate
+from wan.sampling_task import WanSamplingTask
+from wan.settings import Settings, describes_wan
 from wan.task import sizes_of
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
 
-def demo(settings: DemoSettings) -> None:
+def digits(settings: DigitsSettings) -> None:
     """Load the last checkpoint of the small model and draw.
 
     Raises:
@@ -44,11 +49,10 @@ def demo(settings: DemoSettings) -> None:
     """
     prompt, each = settings.sampling.prompt, settings.sampling.per_prompt
     if not each:
-        raise ConfigError(
-            "sampling.per_prompt", each, "at least one video of a prompt is drawn", "use 1 or more"
-        )
+        rule = "at least one video of a prompt is drawn"
+        raise ConfigError("sampling.per_prompt", each, rule, "use 1 or more")
     if prompt is not None:
-        text.encode([prompt])
+        text.encode([prompt])  # refuses unknown words before the model is loaded
     model = trained(settings, settings.make_mesh())
     if prompt is None:
         draw_all(model, settings)
@@ -56,23 +60,32 @@ def demo(settings: DemoSettings) -> None:
         draw_prompt(model, prompt, settings)
 
 
+def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] | type[Settings]:
+    """Choose the class that reads a file with these overrides."""
+    return Settings if describes_wan(path, overrides) else DigitsSettings
+
+
+def wan(found: argparse.Namespace, settings: Settings) -> None:
+    """Draw with Wan 2.1."""
+    paths = paths_of(found, settings.model.folder)
+    task = WanSamplingTask(settings, sizes_of(settings.model), paths.model)
+    generate(task, paths, settings.make_mesh())
+
+
 def main(found: argparse.Namespace) -> None:
     """Draw what the arguments say."""
-    settings = settings_of(found, demo_or_wan21)
+    settings = settings_of(found, settings_class)
     with hosts.first_speaks():
         if isinstance(settings, Settings):
-            paths = paths_of(found, settings.model.folder)
-            kind = WanDrawing(settings, sizes_of(settings.model), Path(paths.model))
-            generate(kind, paths, settings.make_mesh())
-            return
-        if given := [name for name in FILES if getattr(found, name) is not None]:
-            rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
-            raise ConfigErrors(
-                [wrong(f"--{name}", getattr(found, name), rule, remedy) for name in given]
-            )
-        demo(settings)
+            return wan(found, settings)
+        given = {name: value for name in FILES if (value := getattr(found, name)) is not None}
+        rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
+        if given:
+            errors = [ConfigError(f"--{name}", path, rule, remedy) for name, path in given.items()]
+            raise ConfigErrors(errors)
+        digits(settings)
 
 
 if __name__ == "__main__":
-    with tell():
+    with user_errors():
         main(arguments_of(__doc__))

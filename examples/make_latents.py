@@ -1,15 +1,14 @@
-"""Make a folder of latents and texts for training, from tensors that you computed, or from the
-demo's digits.
+"""Make a folder of latents and texts for training, from your tensors or from moving digits.
 
-    python examples/make_latents.py data/mine --from clips-*.safetensors --empty
-    negative.safetensors --model wan-2.1 python examples/make_latents.py data/digits --digits wan
-    --count 512
+    python examples/make_latents.py data/mine --from clips-*.safetensors \\
+        --empty negative.safetensors --model wan-2.1
+    python examples/make_latents.py data/digits --digits wan --count 512
 
-Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL: [B, C, h,
-w]) as the model sees them, which is scaled; text [B, L, D]; for SDXL pooled [B, P] and time_ids [B,
-6]; for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]. --empty is an embeddings
-file with negative_text (and negative_pooled), [1, ...]: what the text of some examples is replaced
-by in training, so that guidance works; without it, zeros.
+Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL:
+[B, C, h, w]) as the model sees them, which is scaled; text [B, L, D]; for SDXL pooled [B, P] and
+time_ids [B, 6]; for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]. --empty is an
+embeddings file with negative_text (and negative_pooled), [1, ...]: it replaces the text of some
+examples in training, which guidance needs; without it, zeros.
 """
 
 from __future__ import annotations
@@ -20,76 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from digits.command import tell
-from train import digit_latents, shards
+from common.command import user_errors
+from common.writable import unwritable
+from digits import latents as digit_latents
+from train import shards
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.tools.writable import unwritable
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read, check and write.
-
-    Raises:
-        ConfigErrors: the folder is there, or the examples do not agree.
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("folder", help="made anew")
-    parser.add_argument(
-        "--from",
-        nargs="+",
-        dest="files",
-        metavar="FILE",
-        help="safetensors with some examples each",
-    )
-    parser.add_argument(
-        "--empty", metavar="FILE", help="safetensors with negative_text (and negative_pooled)"
-    )
-    parser.add_argument("--model", default="", help="what the latents are for, kept in the folder")
-    parser.add_argument(
-        "--digits", choices=("wan", "i2v", "sdxl"), help="the demo's moving digits, for this model"
-    )
-    parser.add_argument("--count", type=int, default=512, help="how many digits (512)")
-    parser.add_argument(
-        "--text-dim", type=int, help="width of the digits' text states; default the real model's"
-    )
-    parser.add_argument(
-        "--pooled-dim",
-        type=int,
-        default=1280,
-        help="width of the digits' pooled text, SDXL's (1280)",
-    )
-    parser.add_argument("--per-shard", type=int, default=64, help="examples in a file (64)")
-    args = parser.parse_args(arguments)
-    if (args.files is None) == (args.digits is None):
-        said = "neither" if args.files is None else "both"
-        raise ConfigErrors(
-            [ConfigError("--from, --digits", said, "examples come from one of them", "give one")]
-        )
-    if problems := list(_wrong(args)):
-        raise ConfigErrors(problems)
-    made = _of_digits(args) if args.digits else _of_files(args)
-    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in made.shapes.items())
-    print(f"{len(made)} examples in {made.folder}: {shapes}")
-
-
-def _wrong(args: Any) -> Iterator[ConfigError]:
-    """Yield what cannot work: the folder, and each file that is not there."""
-    if Path(args.folder).exists():
-        yield ConfigError("folder", args.folder, "it is made anew", "name another, or remove it")
-    elif problem := unwritable("folder", args.folder, folder=True):
-        yield problem
-    for option, file in [*(("--from", file) for file in args.files or ()), ("--empty", args.empty)]:
-        if file is not None and not Path(file).is_file():
-            rule = (
-                "no file matches it"
-                if set("*?[") & set(file)
-                else "it names a file, and there is none"
-            )
-            yield ConfigError(option, file, rule, HOLDS[option])
-
 
 HOLDS = {
     "--from": (
@@ -98,6 +34,56 @@ HOLDS = {
     ),
     "--empty": "make it with examples/embed.py --negative-prompt, or leave it out: zeros then",
 }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = found.add_argument
+    add("folder", help="made anew")
+    told = "safetensors with some examples each"
+    add("--from", nargs="+", dest="files", metavar="FILE", help=told)
+    add("--empty", metavar="FILE", help="safetensors with negative_text (and negative_pooled)")
+    add("--model", default="", help="what the latents are for, kept in the folder")
+    add("--digits", choices=("wan", "i2v", "sdxl"), help="moving digits, for this model")
+    add("--count", type=int, default=512, help="how many digits (512)")
+    add("--text-dim", type=int, help="width of the digits' text states; default the real model's")
+    told = "width of the digits' pooled text, SDXL's (1280)"
+    add("--pooled-dim", type=int, default=1280, help=told)
+    add("--per-shard", type=int, default=64, help="examples in a file (64)")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read, check and write.
+
+    Raises:
+        ConfigErrors: the folder is there, or the examples do not agree.
+    """
+    args = parser().parse_args(arguments)
+    if problems := list(_problems(args)):
+        raise ConfigErrors(problems)
+    made = _of_digits(args) if args.digits else _of_files(args)
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in made.shapes.items())
+    print(f"{len(made)} examples in {made.folder}: {shapes}")
+
+
+def _problems(args: Any) -> Iterator[ConfigError]:
+    """Yield what cannot work: the source, or else the folder, and each file that is not there."""
+    if (args.files is None) == (args.digits is None):
+        value = "neither" if args.files is None else "both"
+        yield ConfigError("--from, --digits", value, "examples come from one of them", "give one")
+        return
+    if Path(args.folder).exists():
+        yield ConfigError("folder", args.folder, "it is made anew", "name another, or remove it")
+    elif problem := unwritable("folder", args.folder, folder=True):
+        yield problem
+    for option, file in [*(("--from", file) for file in args.files or ()), ("--empty", args.empty)]:
+        if file is not None and not Path(file).is_file():
+            pattern = set("*?[") & set(file)
+            rule = "no file matches it" if pattern else "it names a file, and there is none"
+            yield ConfigError(option, file, rule, HOLDS[option])
 
 
 def _of_digits(args: Any) -> Any:
@@ -110,9 +96,8 @@ def _of_digits(args: Any) -> Any:
 
 def _of_files(args: Any) -> Any:
     empty = next(_read([args.empty], "--empty")) if args.empty else None
-    return shards.write(
-        args.folder, _read(args.files, "--from"), empty, model=args.model, per_shard=args.per_shard
-    )
+    how = {"model": args.model, "per_shard": args.per_shard}
+    return shards.write(args.folder, _read(args.files, "--from"), empty, **how)
 
 
 def _read(files: Sequence[str], option: str) -> Iterator[dict[str, np.ndarray]]:
@@ -128,5 +113,5 @@ def _read(files: Sequence[str], option: str) -> Iterator[dict[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    with tell():
+    with user_errors():
         main()

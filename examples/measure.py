@@ -14,18 +14,21 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from measuring import breakdown, clock, flops, workloads
+from common import flops
+from common.xla_options import xla_options
+from measuring import breakdown, clock, workloads
 from measuring.steps import Step, denoising, training
 
 import maxattn as ma
+from maxattn.devices import peak_flops
 from maxattn.errors import MaxattnError
-from maxattn.tools.xla_options import xla_options
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -38,20 +41,20 @@ def main(said: argparse.Namespace) -> None:
     options = xla_options(said.option)
     step = (training if said.what == "train" else denoising)(work, DTYPES[said.dtype], options)
     compiled = time.perf_counter() - began
-    needs = compiler_bytes(step) / 2**30
-    print(
-        f"{work.name}: {said.what}, {said.dtype}; compiled in {compiled:.0f} s, needs"
-        f" {needs:.1f} GiB",
-        flush=True,
-    )
+    needs = f"compiled in {compiled:.0f} s, needs {compiler_bytes(step) / 2**30:.1f} GiB"
+    print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
     if said.hlo:
         Path(said.hlo).write_text(step.compiled.as_text())
-    if said.compile_only:
-        return
+    if not said.compile_only:
+        run(said, work, step, compiled)
+
+
+def run(said: argparse.Namespace, work: workloads.Workload, step: Step, compile_s: float) -> None:
+    """Time a compiled step, print what was seen, and write it where that was asked for."""
     count = flops.count(step.forward, *step.shapes)
     wait_for(said.start_when)
     times = clock.measure(step, said.rounds, said.steps, said.profile)
-    facts = facts_of(said, work, step, times, count) | {"compile_s": round(compiled, 1)}
+    facts = facts_of(said, work, step, times, count) | {"compile_s": round(compile_s, 1)}
     print("\n".join(lines(facts)), flush=True)
     if said.json:
         Path(said.json).write_text(json.dumps(facts, indent=1) + "\n")
@@ -60,16 +63,13 @@ def main(said: argparse.Namespace) -> None:
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:
     """Return what the command line asks for."""
     if said.model == "wan":
-        return workloads.wan(
-            config, said.batch or 1, said.height or 480, said.width or 832, said.frames
-        )
+        size = (said.height or 480, said.width or 832, said.frames)
+        return workloads.wan(config, said.batch or 1, *size)
     return workloads.sdxl(config, said.batch or 8, said.height or 1024, said.width or 1024)
 
 
 def wait_for(path: str | None) -> None:
-    """Wait until a file is there: several commands can compile at once, and then run one after the
-    other.
-    """
+    """Wait until a file is there, so that several commands can compile at once and run in turn."""
     if path is None:
         return
     Path(f"{path}.ready").touch()
@@ -86,7 +86,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Collect what was measured, for people and for files."""
     device = jax.local_devices()[0].device_kind
-    total, peak = count.total(said.what == "train"), flops.peak(device)
+    total, peak = count.total(said.what == "train"), peak_flops(device)
     return {
         "model": work.name,
         "step": said.what,
@@ -121,69 +121,60 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rate = facts["flop"] / facts["ms"] / 1e9
     mfu = f", {facts['mfu']:.0%} of the peak of an {facts['device']}" if facts["mfu"] else ""
     memory = facts["peak_bytes"] or facts["compiler_bytes"]
-    found = [
+    account = "" if facts["peak_bytes"] else ", by the compiler's account"
+    return [
         f"step    {facts['ms']:.1f} ms ({spread}), {facts['tokens_per_s']:,.0f} tokens/s",
         f"work    {facts['flop'] / 1e12:.1f} TFLOP without recomputation, {rate:.0f} TFLOP/s{mfu}",
-        f"memory  {memory / 2**30:.1f} GiB"
-        + ("" if facts["peak_bytes"] else ", by the compiler's account"),
+        f"memory  {memory / 2**30:.1f} GiB{account}",
+        *kernel_lines(facts),
     ]
-    if any(facts["breakdown_ms"].values()):
-        found.append(
-            "time    "
-            + ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in facts["breakdown_ms"].items())
-        )
-        found += [
-            f"        {k['ms']:8.2f} ms  {k['calls']:6.1f} x  {k['kind']:9}  {k['name'][:90]}"
-            for k in facts["kernels"][:20]
-        ]
-    return found
+
+
+def kernel_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Write where the time went, where a profile says it."""
+    times = facts["breakdown_ms"]
+    if not any(times.values()):
+        return
+    yield f"time    {', '.join(f'{kind} {ms:.1f} ms' for kind, ms in times.items())}"
+    for kernel in facts["kernels"][:20]:
+        took = f"{kernel['ms']:8.2f} ms  {kernel['calls']:6.1f} x"
+        yield f"        {took}  {kernel['kind']:9}  {kernel['name'][:90]}"
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("model", choices=("wan", "sdxl"))
-    p.add_argument("what", choices=("denoise", "train"))
-    p.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="attention's settings: attention=dot_product",
-    )
-    for name, told in (
-        ("batch", "examples in a step"),
-        ("height", "in pixels"),
-        ("width", "in pixels"),
-    ):
-        p.add_argument(
-            f"--{name}",
-            type=int,
-            help=f"{told}; default 1 video of 832x480, 8 pictures of 1024x1024",
-        )
-    p.add_argument("--frames", type=int, default=81, help="of a video; default 81")
-    p.add_argument(
-        "--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16"
-    )
-    p.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler"
-    )
-    p.add_argument("--rounds", type=int, default=5, help="that are timed; default 5")
-    p.add_argument("--steps", type=int, default=3, help="in a round; default 3")
-    p.add_argument(
-        "--profile", metavar="FOLDER", help="record a round, and say where its time went"
-    )
-    p.add_argument("--hlo", metavar="FILE", help="write the compiled program")
-    p.add_argument("--json", metavar="FILE", help="write every figure")
-    p.add_argument(
-        "--compile-only", action="store_true", help="run nothing: fills JAX_COMPILATION_CACHE_DIR"
-    )
-    p.add_argument(
-        "--start-when", metavar="FILE", help="compile, touch FILE.ready, and run once FILE is there"
-    )
-    return p
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = found.add_argument
+    add("model", choices=("wan", "sdxl"))
+    add("what", choices=("denoise", "train"))
+    told = "attention's settings: attention=dot_product"
+    add("overrides", nargs="*", default=[], metavar="key=value", help=told)
+    default = "default 1 video of 832x480, 8 pictures of 1024x1024"
+    for name, told in {
+        "batch": "examples in a step",
+        "height": "pixels",
+        "width": "pixels",
+    }.items():
+        add(f"--{name}", type=int, help=f"{told}; {default}")
+    add("--frames", type=int, default=81, help="of a video; default 81")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler")
+    _add_timing(found)
+    return found
+
+
+def _add_timing(found: argparse.ArgumentParser) -> None:
+    add = found.add_argument
+    add("--rounds", type=int, default=5, help="that are timed; default 5")
+    add("--steps", type=int, default=3, help="in a round; default 3")
+    add("--profile", metavar="FOLDER", help="record a round, and say where its time went")
+    add("--hlo", metavar="FILE", help="write the compiled program")
+    add("--json", metavar="FILE", help="write every figure")
+    told = "run nothing: fills JAX_COMPILATION_CACHE_DIR"
+    add("--compile-only", action="store_true", help=told)
+    told = "compile, touch FILE.ready, and run once FILE is there"
+    add("--start-when", metavar="FILE", help=told)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Train SDXL's UNet on a folder of latents and texts, all of it or LoRA alone.
 
-    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER                     # from random
-    weights python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER      # from
-    diffusers' weights python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER
-    lora_rank=16 learning_rate=1e-4
+    # from random weights
+    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER
+    # from diffusers' weights
+    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER
+    # LoRA
+    python examples/train_sdxl.py configs/sdxl.yml --data FOLDER --model FOLDER lora_rank=16
 
 examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
 checkpoint, bit for bit.
@@ -11,10 +13,10 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
-from digits.command import settings_of, tell
+from common import hosts
+from common.command import settings_of, user_errors
 from sdxl.settings import Settings
 from sdxl.task import SdxlTask
-from train import hosts
 from train.loop import Training
 
 
@@ -24,7 +26,7 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    with tell():
-        settings = settings_of(__doc__, kind=lambda path, overrides: Settings)
+    with user_errors():
+        settings = settings_of(__doc__, lambda path, overrides: Settings)
         with hosts.first_speaks():
             main(settings)

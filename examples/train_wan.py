@@ -1,11 +1,13 @@
-"""Train a Wan-style video model: Wan 2.1 on a folder of latents, or a small one on moving
-handwritten digits.
+"""Train a Wan-style video model: Wan 2.1 on a folder of latents, or a small one on moving digits.
 
-    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER                     # from
-    random weights python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER
-    # from diffusers' weights python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER
-    --model FOLDER lora_rank=16 python examples/train_wan.py configs/wan_tiny.yml
+    # from random weights
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER
+    # from diffusers' weights
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER
+    # LoRA
+    python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER lora_rank=16
     # the digits; draws and judges
+    python examples/train_wan.py configs/wan_tiny.yml
 
 examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
 checkpoint, bit for bit.
@@ -14,45 +16,48 @@ checkpoint, bit for bit.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from digits import pictures
-from digits.command import demo_or_wan21, settings_of, tell
+from common import hosts, pictures
+from common.command import settings_of, user_errors
 from digits.drawing import draw_all
-from digits.settings import Settings as DemoSettings
+from digits.settings import Settings as DigitsSettings
 from digits.training import train
-from train import hosts
 from train.loop import Training
-from wan.settings import Settings
+from wan.settings import Settings, describes_wan
 from wan.task import WanTask
 
 
-def demo(settings: DemoSettings) -> None:
+def digits(settings: DigitsSettings) -> None:
     """Train on digits, draw the loss curve, then draw and judge videos."""
     began = time.perf_counter()
     model, losses = train(settings, settings.make_mesh())
     trained = time.perf_counter()
     if hosts.is_first():
-        print(
-            "loss curve:"
-            f" {pictures.loss_curve(losses, Path(settings.training.output_dir) / 'loss.png')}"
-        )
+        path = Path(settings.training.output_dir) / "loss.png"
+        print(f"loss curve: {pictures.loss_curve(losses, path)}")
     if settings.sampling.per_prompt:
         draw_all(model, settings)
     done = time.perf_counter()
     print(f"training {trained - began:.0f} s, drawing and judging {done - trained:.0f} s")
 
 
-def main(settings: DemoSettings | Settings) -> None:
+def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] | type[Settings]:
+    """Choose the class that reads a file with these overrides."""
+    return Settings if describes_wan(path, overrides) else DigitsSettings
+
+
+def main(settings: DigitsSettings | Settings) -> None:
     """Train what the settings describe."""
     if isinstance(settings, Settings):
         Training(WanTask.of(settings), settings.make_mesh()).run()
     else:
-        demo(settings)
+        digits(settings)
 
 
 if __name__ == "__main__":
-    with tell():
-        settings = settings_of(__doc__, kind=demo_or_wan21)
+    with user_errors():
+        settings = settings_of(__doc__, settings_class)
         with hosts.first_speaks():
             main(settings)

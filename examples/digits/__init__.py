@@ -1,3 +1,1 @@
-"""A small Wan-style text-to-video model on handwritten digits: what `train_wan.py` and
-`generate_wan.py` share.
-"""
+"""A small Wan-style text-to-video model of moving handwritten digits."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import hosts, pictures
+from common.ink import from_model
 from jaxtyping import Float
-from train import hosts
 
 from maxattn import sharding
 
-from . import evaluate, pictures, text
-from .digits import from_model
+from . import evaluate, text
 from .flow import sample
 from .model import WanTransformer
 from .settings import Settings
@@ -37,9 +36,7 @@ def draw(model: WanTransformer, prompts: Sequence[str], settings: Settings) -> V
         Ink from 0 to 16.
     """
     # A batch divides over the mesh: what fills it up is drawn and thrown away.
-    ways = math.prod(
-        dict(sharding.mesh_shape(model.mesh)).get(axis, 1) for axis in sharding.BATCH_AXES
-    )
+    ways = sharding.ways("B", sharding.mesh_shape(model.mesh))
     filled = [*prompts, *[""] * (-len(prompts) % ways)]
     key = jax.random.key(settings.sampling.seed)
     noise = jax.random.normal(key, (len(filled), *settings.video_shape))
@@ -57,54 +54,48 @@ def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Sc
     Returns:
         Scores by the kind of prompt; empty on every process but the first, which judges.
     """
-    folder, held_out = Path(settings.training.output_dir), settings.data.held_out
-    forty, each = list(all_prompts()), settings.sampling.per_prompt
-    prompts = [prompt for prompt in forty for _ in range(each)]
+    each = settings.sampling.per_prompt
+    prompts = [prompt for prompt in all_prompts() for _ in range(each)]
     videos = draw(model, prompts, settings)
     if not hosts.is_first():
         return {}
-    sheet = pictures.contact_sheet(videos[::each], forty, folder / "contact_sheet.png", held_out)
-    gif = pictures.moving(videos[::each], forty, folder / "samples.gif", held_out)
+    _write_pictures(videos, settings)
     judge = evaluate.Judge(settings.data)
-    found = evaluate.scores(judge, videos, prompts, held_out)
-    real = {"real, kept aside": judge.score_of_real()}
-    print(
-        f"{len(videos)} videos drawn, {each} a prompt; * marks the prompts never trained on\n "
-        f" {sheet}\n  {gif}"
-    )
-    print(
-        "right, as a classifier of real digits and the centre of ink see"
-        f" it\n{evaluate.as_text(found | real)}"
-    )
-    (folder / "figures.json").write_text(
-        json.dumps(evaluate.as_values(found | real), indent=2) + "\n"
-    )
+    found = evaluate.scores(judge, videos, prompts, settings.data.held_out)
+    every = found | {"real, kept aside": judge.score_of_real()}
+    print("right, as a classifier of real digits and the centre of ink see it")
+    print(evaluate.as_text(every))
+    figures = Path(settings.training.output_dir) / "figures.json"
+    figures.write_text(json.dumps(evaluate.as_values(every), indent=2) + "\n")
     return found
 
 
+def _write_pictures(videos: Videos, settings: Settings) -> None:
+    """Write the first video of every prompt."""
+    folder, held_out = Path(settings.training.output_dir), settings.data.held_out
+    forty, each = list(all_prompts()), settings.sampling.per_prompt
+    first = videos[::each]
+    print(f"{len(videos)} videos drawn, {each} a prompt; * marks the prompts never trained on")
+    print(f"  {pictures.contact_sheet(first, forty, folder / 'contact_sheet.png', held_out)}")
+    print(f"  {pictures.moving(first, forty, folder / 'samples.gif', held_out)}")
+
+
 def draw_prompt(model: WanTransformer, prompt: str, settings: Settings) -> Videos:
-    """Draw one prompt `per_prompt` times, write its pictures, and say what a judge sees where it
-    can.
+    """Draw one prompt `per_prompt` times, write its pictures, and judge one of the forty.
 
     Args:
         model: trained.
         prompt: any words of the vocabulary, at most four.
         settings: how to draw, and `training.output_dir`.
     """
-    folder = Path(settings.training.output_dir)
+    folder, held_out = Path(settings.training.output_dir), settings.data.held_out
     prompts = [prompt] * settings.sampling.per_prompt
     videos = draw(model, prompts, settings)
     if not hosts.is_first():
         return videos
     name = prompt.replace(" ", "_") or "no_prompt"
-    print(
-        pictures.contact_sheet(
-            videos, prompts, folder / f"{name}.png", settings.data.held_out, scale=6
-        )
-    )
-    print(
-        pictures.moving(videos, prompts, folder / f"{name}.gif", settings.data.held_out, scale=12)
-    )
+    print(pictures.contact_sheet(videos, prompts, folder / f"{name}.png", held_out, scale=6))
+    print(pictures.moving(videos, prompts, folder / f"{name}.gif", held_out, scale=12))
     if prompt in all_prompts():
         print(evaluate.as_text({"right": evaluate.Judge(settings.data).score(videos, prompts)}))
     return videos

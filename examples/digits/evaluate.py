@@ -1,8 +1,7 @@
-"""Judges drawn videos: a classifier fitted on real digits names the digit, the centre of the ink
-tells the direction.
+"""Judges drawn videos: a classifier of real digits names the digit, the ink tells the direction.
 
-Nothing here has seen the model. The judge is judged too, on real digits that neither it nor the
-model was fitted on.
+The judge never saw the model. It is judged too, on real digits that neither it nor the model was
+fitted on.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from . import digits
 from .settings import DataSettings
+from .videos import DigitVideos, load
 from .words import DIRECTIONS, SIDE, all_prompts
 
 Videos = Float[np.ndarray, "n F H W"]
@@ -56,12 +55,12 @@ class Judge:
         from sklearn.svm import SVC
 
         self.data = data
-        scans, labels = digits.load("train")
+        scans, labels = load("train")
         frames = np.pad(scans, ((0, 0), (SIDE, SIDE), (SIDE, SIDE))).astype(np.float64)
-        # A centre of ink rounds to one pixel or its neighbour, so each digit is learned on all of
-        # them.
+        # The centre of ink may round to a neighbouring pixel, so each digit is learned at all five.
         cuts = np.concatenate([around_ink(frames, off) for off in NEAR])
-        machine = SVC(C=10.0, gamma=0.001)  # pyright: ignore[reportArgumentType]  (its stub knows only words)
+        # The stub of SVC knows gamma as a word only.
+        machine = SVC(C=10.0, gamma=0.001)  # pyright: ignore[reportArgumentType]
         self._machine = machine.fit(cuts, np.tile(labels, len(NEAR)))
 
     def digits(self, videos: Videos) -> Int[np.ndarray, " n"]:
@@ -71,9 +70,7 @@ class Judge:
         return scores.sum(axis=1).argmax(axis=-1)
 
     def directions(self, videos: Videos) -> list[str]:
-        """Name the direction in which the centre of ink lies further in the last frame than in the
-        first.
-        """
+        """Name the direction in which the centre of ink moves from the first frame to the last."""
         centres = centre_of_ink(videos)
         return [_direction(*moved) for moved in centres[:, -1] - centres[:, 0]]
 
@@ -93,10 +90,10 @@ class Judge:
 
     def score_of_real(self) -> Score:
         """Judge real digits that were kept aside, each moving once in every direction."""
-        videos = digits.DigitVideos(self.data.replace(held_out=()), "test")
-        places = len(self.data.lanes) * len(self.data.ends)
-        # Another place each time, so that all are seen.
-        chosen = [i * places + i % places for i in range(len(videos) // places)]
+        videos = DigitVideos(self.data.replace(held_out=()), "test")
+        paths = len(self.data.lanes) * len(self.data.ends)
+        # Another path each time, so that all are seen.
+        chosen = [i * paths + i % paths for i in range(len(videos) // paths)]
         frames = np.stack([videos.frames(i) for i in chosen]).astype(np.float64)
         return self.score(frames, [videos.prompt(i) for i in chosen])
 
@@ -104,8 +101,7 @@ class Judge:
 def scores(
     judge: Judge, videos: Videos, prompts: Sequence[str], held_out: Collection[str]
 ) -> dict[str, Score]:
-    """Judge videos: all, those of prompts that were trained on, and those of prompts that never
-    were.
+    """Judge all videos, those of prompts that were trained on, and those of the others.
 
     Args:
         judge: fitted.
@@ -115,13 +111,11 @@ def scores(
     """
     never = np.array([prompt in held_out for prompt in prompts])
     groups = {"all prompts": never | ~never, "trained on": ~never, "never trained on": never}
-    return {
-        name: judge.score(
-            videos[group], [p for p, kept in zip(prompts, group, strict=True) if kept]
-        )
-        for name, group in groups.items()
-        if group.any()
-    }
+
+    def score(group: Bool[np.ndarray, " n"]) -> Score:
+        return judge.score(videos[group], [prompts[i] for i in np.flatnonzero(group)])
+
+    return {name: score(group) for name, group in groups.items() if group.any()}
 
 
 def as_text(found: dict[str, Score]) -> str:
@@ -145,9 +139,7 @@ def centre_of_ink(frames: Float[np.ndarray, "... H W"]) -> Float[np.ndarray, "..
 def around_ink(
     frames: Float[np.ndarray, "n H W"], off: tuple[int, int] = (0, 0)
 ) -> Float[np.ndarray, "n 64"]:
-    """Cut each frame to the 8x8 pixels whose middle is nearest to its centre of ink, or `off` rows
-    and columns on.
-    """
+    """Cut each frame to 8x8 pixels around its centre of ink, `off` rows and columns further."""
     corners = np.round(centre_of_ink(frames) - (SIDE - 1) / 2).astype(int) + np.array(off)
     corners = corners.clip(0, np.array(frames.shape[1:]) - SIDE)
     cuts = [f[r : r + SIDE, c : c + SIDE] for f, (r, c) in zip(frames, corners, strict=True)]

@@ -1,6 +1,4 @@
-"""Flow matching of prompted videos: learn the line from data to noise (train/flow.py), then walk it
-backwards.
-"""
+"""Flow matching of prompted videos: learn the line from data to noise, then walk it backwards."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import samplers
 from flax import nnx
-from generate.guidance import guided
 from jaxtyping import Array, Float
 from samplers import flow_euler
+from samplers.guidance import guided
 from train import flow
 from train.task import Arrays
 
@@ -67,7 +65,6 @@ def sample(model: WanTransformer, words: Words, noise: Video, sampling: Sampling
     scale, nothing = sampling.guidance_scale, jnp.full_like(words, PAD)
     told = words if scale == 1.0 else jnp.concatenate([nothing, words])
     predict = guided(lambda x, t, known: model(x, t, *known), ((told, model.encode(told)),), scale)
-    sigmas = flow_euler.shifted(
-        np.linspace(1.0, 0.0, sampling.num_inference_steps + 1), sampling.timestep_shift
-    )
+    grid = np.linspace(1.0, 0.0, sampling.num_inference_steps + 1)
+    sigmas = flow_euler.shifted(grid, sampling.timestep_shift)
     return samplers.sample(predict, noise, flow_euler.over(sigmas, train_steps=1))

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.layers import on_mesh, sinusoids
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -55,18 +56,15 @@ class WanTransformer(nnx.Module):
         # RoPE tells only how far tokens are from each other. In pure noise all tokens look alike,
         # and nothing else says which frame is the first: without this table, left and right are
         # told apart late or never.
-        self.position = nnx.Param(
-            0.5 * jax.random.normal(rngs.params(), (*settings.grid, sizes.dim))
-        )
+        table = jax.random.normal(rngs.params(), (*settings.grid, sizes.dim))
+        self.position = nnx.Param(0.5 * table)
         self.time_embedding = TimeEmbedding(sizes, rngs=rngs)
         self.text_encoder = TextEncoder(sizes.dim, rngs=rngs)
         self.blocks = nnx.List([Block(settings, mesh, rngs=rngs) for _ in range(sizes.layers)])
         self.head = Head(sizes.dim, numbers, rngs=rngs)
 
     def encode(self, words: Words) -> tuple[KV, ...]:
-        """Compute the keys and values of the prompts for every block: once, not once a denoising
-        step.
-        """
+        """Compute the keys and values of the prompts for every block, once for all steps."""
         c = self.text_encoder(words)
         return tuple(block.attn2.compute_kv(c) for block in self.blocks)
 
@@ -87,32 +85,22 @@ class WanTransformer(nnx.Module):
         x = self.patch_embedding(patchify(video, settings.model.patch))
         x = x + rearrange(self.position[...], "F H W D -> (F H W) D")
         run = ma.remat(Block.__call__, settings)
-        for block, its_kv in zip(
-            self.blocks, self.encode(words) if kv is None else kv, strict=True
-        ):
+        every = self.encode(words) if kv is None else kv
+        for block, its_kv in zip(self.blocks, every, strict=True):
             x = run(block, x, modulation, freqs, its_kv, mask)
         return unpatchify(self.head(x, e), settings.grid, settings.model.patch)
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the prompt and a feed-forward layer, modulated by the
-    time.
-    """
+    """Self-attention, cross-attention to the prompt, feed-forward, all modulated by the time."""
 
     def __init__(
         self, settings: Settings, mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs
     ) -> None:
         sizes = settings.model
-        how: dict[str, Any] = {
-            "heads": sizes.heads,
-            "dim_head": sizes.dim_head,
-            "qk_norm": "rms_norm_across_heads",
-            "bias": True,
-            "eps": 1e-6,
-            "config": settings,
-            "mesh": mesh,
-            "rngs": rngs,
-        }
+        heads = {"heads": sizes.heads, "dim_head": sizes.dim_head, "bias": True}
+        norm = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+        how: dict[str, Any] = heads | norm | {"config": settings, "mesh": mesh, "rngs": rngs}
         self.scale_shift_table = scale_shift_table(6, sizes.dim, rngs)
         self.norm1 = plain_norm(sizes.dim, rngs)
         self.attn1 = ma.FlaxAttention(sizes.dim, **how)
@@ -182,23 +170,8 @@ class TimeEmbedding(nnx.Module):
         return e, rearrange(self.projection(nnx.silu(e)), "B (six D) -> B six D", six=6)
 
 
-def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float[Array, "B {dim}"]:
-    """Write times as cosines and sines of geometrically spaced frequencies.
-
-    Args:
-        t: times, in units of the shortest period over 2 pi.
-        dim: how many numbers, even.
-        max_period: ratio of the longest period to the shortest.
-    """
-    frequencies = max_period ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
-    angles = t[:, None] * frequencies
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
 def patchify(video: Video, patch: tuple[int, int, int]) -> Float[Array, "B T P"]:
-    """Cut videos into boxes of `patch` frames, rows and columns: one token each, in raster
-    order.
-    """
+    """Cut videos into boxes of `patch` frames, rows and columns: a token each, raster order."""
     f, h, w = patch
     return rearrange(video, "B (F f) (H h) (W w) C -> B (F H W) (f h w C)", f=f, h=h, w=w)
 
@@ -222,8 +195,3 @@ def scale_shift_table(
 ) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
     """Make the learned part of a modulation."""
     return nnx.Param(dim**-0.5 * jax.random.normal(rngs.params(), (1, rows, dim)))
-
-
-def on_mesh(*axes: str) -> dict[str, Any]:
-    """Name the mesh axes of a kernel, without asking for a mesh when it is made."""
-    return {"out_sharding": axes, "eager_sharding": False}

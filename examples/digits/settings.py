@@ -1,6 +1,6 @@
-"""The settings of the demo: those of attention, and four sections of its own.
+"""The settings of the digits' model: those of attention, and four sections of its own.
 
-A YAML file holds both; `configs/wan_tiny.yml` says what each key is worth and why.
+A YAML file holds both; `configs/wan_tiny.yml` gives a value and a reason for each key.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge
+from common.settings import Count, NotNegative, Positive, Share, Whole
 
 import maxattn as ma
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError
 
 from . import words
-
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0), Lt(1)]
 
 
 class ModelSettings(Section):
@@ -47,9 +43,8 @@ class ModelSettings(Section):
         """Refuse odd sizes of what comes in pairs."""
         for key in ("dim_head", "time_dim"):
             if values[key] % 2:
-                yield ConfigError(
-                    key, values[key], "it holds pairs, so it is even", f"use {values[key] + 1}"
-                )
+                rule, remedy = "it holds pairs, so it is even", f"use {values[key] + 1}"
+                yield ConfigError(key, values[key], rule, remedy)
 
 
 class DataSettings(Section):
@@ -82,16 +77,14 @@ class DataSettings(Section):
         room = canvas - words.SIDE
         if frames - 1 > room:
             rule = f"a digit of {words.SIDE} pixels moves {frames - 1} more on a canvas of {canvas}"
-            yield ConfigError(
-                "frames", frames, rule, f"use at most {room + 1} frames, or a larger canvas"
-            )
+            remedy = f"use at most {room + 1} frames, or a larger canvas"
+            yield ConfigError("frames", frames, rule, remedy)
         if spread > room // 2:
             rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
             yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")
         for prompt in sorted(set(values["held_out"]) - set(words.all_prompts())):
-            yield ConfigError(
-                "held_out", repr(prompt), "it is one of the forty prompts", words.suggest(prompt)
-            )
+            rule, remedy = "it is one of the forty prompts", words.suggest(prompt)
+            yield ConfigError("held_out", repr(prompt), rule, remedy)
 
 
 class TrainingSettings(Section):
@@ -105,12 +98,12 @@ class TrainingSettings(Section):
     """Its peak: reached after the warm-up, then down along a cosine to a hundredth."""
     warmup_steps: Whole = 50
     """Steps from zero to the peak."""
-    weight_decay: Annotated[float, Ge(0)] = 0.01
+    weight_decay: NotNegative = 0.01
     """Pull of every weight towards zero."""
     ema_decay: Share = 0.99
     """Memory of the averaged parameters, which are the ones that draw."""
     prompt_dropout: Share = 0.1
-    """Share of prompts left empty, for guidance to lean against."""
+    """Share of prompts left empty, which guidance needs."""
     timestep_shift: Positive = 3.0
     """Above 1: more of the noisy times, where digit and direction are decided."""
     checkpoint_every: Count = 200
@@ -120,8 +113,7 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of parameters, order of videos, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again.
-    """
+    """Go on from the last checkpoint; false deletes those of output_dir and starts again."""
     output_dir: str = "out/wan_tiny"
     """Where checkpoints, pictures and figures go."""
 
@@ -131,11 +123,11 @@ class SamplingSettings(Section):
 
     num_inference_steps: Count = 16
     """Steps from noise to video."""
-    guidance_scale: Annotated[float, Ge(0)] = 1.8
+    guidance_scale: NotNegative = 1.8
     """Classifier-free guidance; 1 is the model as it is, in half the time."""
     timestep_shift: Positive = 4.0
     """Above 1: smaller steps near the noise."""
-    per_prompt: Annotated[int, Ge(0)] = 10
+    per_prompt: Whole = 10
     """Videos of each prompt; 0 draws nothing after training."""
     prompt: str | None = None
     """The one prompt to draw; unset: all forty, judged by a classifier."""
@@ -144,9 +136,7 @@ class SamplingSettings(Section):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
-    `sampling`.
-    """
+    """Hold the keys of attention, and the sections model, data, training and sampling."""
 
     model: ModelSettings = ModelSettings()
     """Sizes of the transformer."""
@@ -165,9 +155,8 @@ class Settings(ma.AttentionConfig):
     @property
     def grid(self) -> tuple[int, int, int]:
         """Patches along frames, height and width."""
-        f, h, w = (
-            size // patch for size, patch in zip(self.video_shape, self.model.patch, strict=False)
-        )
+        sides = zip(self.video_shape[:3], self.model.patch, strict=True)
+        f, h, w = (side // patch for side, patch in sides)
         return f, h, w
 
     @classmethod
@@ -175,9 +164,8 @@ class Settings(ma.AttentionConfig):
         """Refuse patches that do not tile the video, on top of attention's own rules."""
         yield from super().contradictions(values)
         data, patch = values["data"], values["model"].patch
-        for size, side, what in zip(
-            (data.frames, data.canvas, data.canvas), patch, PATCH_SIDES, strict=True
-        ):
+        sizes = (data.frames, data.canvas, data.canvas)
+        for size, side, what in zip(sizes, patch, PATCH_SIDES, strict=True):
             if size % side:
                 rule = f"patches tile the video: {what} of the patch divides {size}"
                 divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)

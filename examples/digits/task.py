@@ -1,4 +1,4 @@
-"""What the demo learns: velocities of moving digits, from their prompts."""
+"""What the digits' model learns: velocities of moving digits, from their prompts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.shapes import Shapes
 from flax import nnx
 from jaxtyping import Array, Float
 from train.settings import TrainingSettings
-from train.task import Arrays, Fixed, Shapes
+from train.task import Arrays, Fixed
 
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn.masks import KeyPadding
 
 from . import flow, text
-from .digits import DigitVideos
 from .model import WanTransformer
 from .settings import Settings
+from .videos import DigitVideos
 
 
 class Digits(DigitVideos):
@@ -49,8 +50,8 @@ class Digits(DigitVideos):
 
 
 @dataclass(frozen=True)
-class DemoTask:
-    """Train the demo.
+class DigitsTask:
+    """Train the digits' model.
 
     Args:
         settings: of everything.
@@ -66,17 +67,12 @@ class DemoTask:
 
     @property
     def training(self) -> TrainingSettings:
-        """How it is trained: the demo's settings, and what it does not leave open."""
-        said = self.settings.training
-        kept = {key: getattr(said, key) for key in SAME}
-        return TrainingSettings(
-            **kept,
-            learning_rate_schedule="cosine",
-            adam_b2=0.99,
-            condition_dropout=said.prompt_dropout,
-            tensorboard=False,
-            export=False,
-        )
+        """How it is trained: its settings, and what they do not leave open."""
+        own = self.settings.training
+        values: dict[str, Any] = {key: getattr(own, key) for key in SAME}
+        values |= {"learning_rate_schedule": "cosine", "adam_b2": 0.99}
+        values |= {"condition_dropout": own.prompt_dropout, "tensorboard": False, "export": False}
+        return TrainingSettings(**values)
 
     def source(self) -> Digits:
         """Open the digits."""
@@ -90,8 +86,8 @@ class DemoTask:
         """Build the transformer."""
         return WanTransformer(self.settings, mesh, rngs=rngs)
 
-    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield nothing: the settings have said what fits."""
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield nothing: the settings have checked the sizes."""
         return ()
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
@@ -109,31 +105,20 @@ class DemoTask:
         video = jax.ShapeDtypeStruct((batch, self.tokens(shapes), *heads), jnp.float32)
         words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
         mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-        calls = {
-            "self": ma.Call.of(video, video),
-            "cross": ma.Call.of(video, words, mask, role="cross"),
-        }
+        cross = ma.Call.of(video, words, mask, role="cross")
+        calls = {"self": ma.Call.of(video, video), "cross": cross}
         return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
         return math.prod(self.settings.grid)
 
-    def drawing(self) -> None:
-        """Draw nothing while training: the demo draws at its end."""
+    def sampling_task(self) -> None:
+        """Return nothing: the digits are drawn after training, not during it."""
 
 
-# Keys that the demo's settings share with every training run's.
+# Keys that the digits' settings share with every training run's.
 SAME = (
-    "steps",
-    "batch_size",
-    "learning_rate",
-    "warmup_steps",
-    "weight_decay",
-    "ema_decay",
-    "checkpoint_every",
-    "log_every",
-    "seed",
-    "resume",
-    "output_dir",
-)
+    "steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "ema_decay",
+    "checkpoint_every", "log_every", "seed", "resume", "output_dir",
+)  # fmt: skip

@@ -1,8 +1,7 @@
 """Words to tokens to vectors: the smallest thing that does what Wan's text encoder does.
 
-A prompt is at most `LENGTH` words out of a closed vocabulary. A shorter one is padded, and the
-padding is masked; the empty prompt, which classifier-free guidance leans against, has nothing to
-attend to at all.
+A prompt is at most `LENGTH` words of a closed vocabulary. A shorter one is padded, and the padding
+is masked; the empty prompt, which classifier-free guidance needs, has nothing to attend to at all.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ def encode(prompts: Sequence[str]) -> Int[np.ndarray, "B S"]:
 def _id_of(word: str, prompt: str) -> int:
     if word == VOCABULARY[PAD] or word not in _IDS:
         hint = did_you_mean(word, VOCABULARY[1:]) or f"use the words {', '.join(VOCABULARY[1:])}"
-        raise InputError(
-            "prompt", repr(prompt), f"every word is in the vocabulary, and '{word}' is not", hint
-        )
+        rule = f"every word is in the vocabulary, and '{word}' is not"
+        raise InputError("prompt", repr(prompt), rule, hint)
     return _IDS[word]
 
 
@@ -61,8 +59,7 @@ def drop(tokens: Int[Array, "B S"], rate: float, key: Array) -> Int[Array, "B S"
 
 
 class TextEncoder(nnx.Module):
-    """Look each word up in a table, then two layers with a tanh gelu between, as Wan projects its
-    text.
+    """Look each word up in a table, then two layers with a tanh gelu between, as in Wan.
 
     Args:
         dim: width of the vectors.

@@ -1,4 +1,4 @@
-"""Trains the demo: the loop of train/ with the demo's task."""
+"""Trains the digits' model: the loop of train/ with its task."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from train.loop import Training
 
 from .model import WanTransformer
 from .settings import Settings
-from .task import DemoTask
+from .task import DigitsTask
 
 
 def train(
     settings: Settings, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[WanTransformer, list[float]]:
-    """Train from the last checkpoint to the last step; return the averaged model and the loss of
-    every step.
+    """Train to the last step; return the averaged model and the loss of every step.
 
     Args:
         settings: of everything.
@@ -23,7 +22,7 @@ def train(
     Raises:
         ConfigErrors: the checkpoint belongs to other settings.
     """
-    return Training(DemoTask(settings), mesh).run()
+    return Training(DigitsTask(settings), mesh).run()
 
 
 def trained(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> WanTransformer:
@@ -36,4 +35,4 @@ def trained(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> WanTra
     Raises:
         ConfigError: there is none, or it belongs to other settings.
     """
-    return Training(DemoTask(settings), mesh).trained()
+    return Training(DigitsTask(settings), mesh).trained()

@@ -1,19 +1,14 @@
-"""The closed vocabulary of the demo: ten digits, four directions, forty prompts. Plain Python, no
-arrays.
-"""
+"""The closed vocabulary of the digits' model: ten digits, four directions, forty prompts."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from itertools import product
 
 SIDE = 8  # pixels along a side of a digit of scikit-learn's load_digits
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-STEPS = {
-    "left": (0, -1),
-    "right": (0, 1),
-    "up": (-1, 0),
-    "down": (1, 0),
-}  # rows and columns a frame
+# Rows and columns a frame.
+STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 DIRECTIONS = tuple(STEPS)
 VOCABULARY = ("<pad>", "a", "an", "moving", *DIRECTIONS, *DIGITS)
 
@@ -25,11 +20,8 @@ def prompt_of(digit: int, direction: str) -> str:
 
 def all_prompts() -> dict[str, tuple[int, str]]:
     """List the forty prompts, each with its digit and direction."""
-    return {
-        prompt_of(digit, direction): (digit, direction)
-        for digit in range(10)
-        for direction in DIRECTIONS
-    }
+    pairs = product(range(10), DIRECTIONS)
+    return {prompt_of(digit, direction): (digit, direction) for digit, direction in pairs}
 
 
 def suggest(prompt: str) -> str:

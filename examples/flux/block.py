@@ -7,8 +7,7 @@
 Axes: B batch, T tokens of the picture, S of the text, D width. Parameter names are those of
 diffusers.
 
-Source: Flux.1, https://github.com/black-forest-labs/flux; rotary positions (text at 0, then time,
-row and column).
+Source: Flux.1, https://github.com/black-forest-labs/flux
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.layers import FeedForward, gated, modulated, norm32
 from flax import nnx
 from jaxtyping import Array, Float
-from wan.layers import FeedForward, gated, modulated, norm32
 
 import maxattn as ma
 from maxattn import sharding
@@ -45,10 +44,9 @@ class Modulation(nnx.Module):
         self.norm = norm32(dim, EPS, False, rngs)
 
     def __call__(self, e: Float[Array, "B D"]) -> Parts:
-        """Return shift, scale and gate of the attention, then of the feed-forward layer, in
-        float32.
-        """
-        return jnp.split(self.linear(nnx.silu(e)).astype(jnp.float32)[:, None], 6, axis=-1)
+        """Return shift, scale and gate of attention, then of the feed-forward layer, in float32."""
+        table = self.linear(nnx.silu(e)).astype(jnp.float32)
+        return jnp.split(table[:, None], 6, axis=-1)
 
 
 class FluxBlock(nnx.Module):
@@ -81,26 +79,11 @@ class FluxBlock(nnx.Module):
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.mesh = mesh
         self.norm1, self.norm1_context = Modulation(dim, **how), Modulation(dim, **how)
-        self.attn = ma.JointAttention(
-            dim,
-            dim,
-            heads,
-            dim_head=dim // heads,
-            bias=True,
-            qk_norm="rms_norm",
-            eps=EPS,
-            config=config,
-            mesh=mesh,
-            **how,
-        )
-        self.norm2, self.norm2_context = (
-            norm32(dim, EPS, False, rngs),
-            norm32(dim, EPS, False, rngs),
-        )
-        self.ffn, self.ffn_context = (
-            FeedForward(dim, 4 * dim, **how),
-            FeedForward(dim, 4 * dim, **how),
-        )
+        norm: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm", "eps": EPS}
+        where: dict[str, Any] = {"config": config, "mesh": mesh, **how}
+        self.attn = ma.JointAttention(dim, dim, heads, dim_head=dim // heads, **norm, **where)
+        self.norm2, self.norm2_context = (norm32(dim, EPS, False, rngs) for _ in range(2))
+        self.ffn, self.ffn_context = (FeedForward(dim, 4 * dim, **how) for _ in range(2))
 
     def __call__(
         self, x: Tokens, text: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary
@@ -134,8 +117,7 @@ class FluxBlock(nnx.Module):
 def positions(
     text: int, height: int, width: int, axes: tuple[int, ...] = AXES, theta: float = 1e4
 ) -> ma.Rotary:
-    """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's by row
-    and column.
+    """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's.
 
     Args:
         text: S.
@@ -143,7 +125,6 @@ def positions(
         axes: channels of a head that turn with time, row and column.
         theta: base of the frequencies.
     """
-    picture = np.stack(
-        np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), -1
-    ).reshape(-1, 3)
+    grid = np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij")
+    picture = np.stack(grid, -1).reshape(-1, 3)
     return ma.rope.rope_nd(axes, np.concatenate([np.zeros((text, 3)), picture]), theta)

@@ -1,8 +1,7 @@
-"""Where the time of a step goes: the device's own record of every kernel, sorted into attention,
-matrix products, rest.
+"""Where the time of a step goes: the device's kernels as attention, matrix products and the rest.
 
-The record is that of `jax.profiler`; what a kernel was compiled from is in the program's text. All
-that runs inside `maxattn.attention` is attention, a dense one's matrix products too.
+The record is that of `jax.profiler`; the program's text says what a kernel was compiled from. All
+that runs inside `maxattn.attention` is attention, its matrix products too.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxattn.tools.bench.profile import events_of
+from .profile import events_of
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
-KERNEL = re.compile(
-    r"flash|fmha|splash|maxattnkernels"
-)  # where the program says nothing of a kernel
+# Names of kernels of which the program says nothing.
+KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")
+OP_NAME = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.MULTILINE)
 PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul")
 
 
@@ -47,9 +46,7 @@ def breakdown(folder: str | Path, steps: int, program: str = "") -> tuple[Kernel
         steps: that the profile covers.
         program: text of the compiled program.
     """
-    origins = dict(
-        re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', program, re.MULTILINE)
-    )
+    origins = dict(OP_NAME.findall(program))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
     for event in events_of(folder):

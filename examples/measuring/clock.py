@@ -43,19 +43,20 @@ def measure(step: Step, rounds: int, steps: int, profile: str | Path | None = No
         profile: a folder to record one more round in.
     """
     carry, fixed = step.start()
-    carry = jax.block_until_ready(step.run(carry, fixed))
-    times = []
-    for _ in range(rounds + 1):
+
+    def run_round() -> float:
+        nonlocal carry
         began = perf_counter()
         for _ in range(steps):
             carry = step.run(carry, fixed)
         jax.block_until_ready(carry)
-        times.append(1e3 * (perf_counter() - began) / steps)
+        return 1e3 * (perf_counter() - began) / steps
+
+    carry = jax.block_until_ready(step.run(carry, fixed))
+    times = tuple(run_round() for _ in range(rounds + 1))[1:]
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     if profile is None:
-        return Times(tuple(times[1:]), peak)
+        return Times(times, peak)
     with jax.profiler.trace(str(profile)):
-        for _ in range(steps):
-            carry = step.run(carry, fixed)
-        jax.block_until_ready(carry)
-    return Times(tuple(times[1:]), peak, breakdown(profile, steps, step.compiled.as_text()))
+        run_round()
+    return Times(times, peak, breakdown(profile, steps, step.compiled.as_text()))

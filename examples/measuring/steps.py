@@ -1,6 +1,4 @@
-"""A denoising step and a training step of a workload, compiled from shapes alone before any memory
-is taken.
-"""
+"""A denoising step and a training step of a workload, compiled from shapes alone."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ class Step:
 
 
 def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of sampling: one prediction, and the latents moved along it. Parameters are
-    in `dtype`.
+    """Compile one step of sampling: one prediction, and the latents moved along it.
 
-    Keys and values of the text, where the model keeps them apart, are made once before the steps.
+    Parameters are in `dtype`. Keys and values of the text, where the model has them, are computed
+    once before the steps.
     """
     graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, dtype)))
     inputs = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in work.shapes.items()}
@@ -56,8 +54,7 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
         return work.predict(nnx.merge(graph, fixed[0]), x, jnp.full(x.shape[0], 500.0), fixed[1])
 
     def step(x: Array, fixed: tuple[Any, Any]) -> Array:
-        # Latents of unit variance stay so: a random model leads nowhere, and times of NaN would be
-        # no times.
+        # The latents keep unit variance: those of a random model would grow to NaN.
         return 0.98 * x - 0.02 * forward(x, fixed).astype(x.dtype)
 
     draw, before = drawing((latents, params, inputs)), jax.jit(once).lower(params, inputs).compile()
@@ -72,18 +69,15 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
 
 
 def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of training: loss, gradients and AdamW in one program. Parameters are
-    float32.
-    """
+    """Compile one step of training in one program, with AdamW and float32 parameters."""
     graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, jnp.float32)))
     optimizer = optax.adamw(1e-5)
     inputs = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in work.shapes.items()}
     carry = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
 
     def loss(params: Any, inputs: Any, count: Array) -> Array:
-        return work.loss(
-            nnx.merge(graph, params), inputs, jax.random.fold_in(jax.random.key(SEED), count)
-        )
+        key = jax.random.fold_in(jax.random.key(SEED), count)
+        return work.loss(nnx.merge(graph, params), inputs, key)
 
     def step(carry: Any, inputs: Any) -> Any:
         params, state, count = carry
@@ -105,20 +99,17 @@ def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = Non
 
 
 def drawing(shapes: Any) -> Callable[[], Any]:
-    """Compile what draws random arrays: scales of norms near one, matrices by the width that goes
-    in.
-    """
+    """Compile what draws random arrays: scales of norms near one, matrices by their width."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     kinds = {(leaf.shape, jnp.dtype(leaf.dtype)) for _, leaf in leaves}
     with ThreadPoolExecutor() as pool:
         draw = dict(zip(kinds, pool.map(_normal, kinds), strict=True))
 
+    def one(seed: int, path: Any, leaf: Any) -> Any:
+        return draw[leaf.shape, jnp.dtype(leaf.dtype)](seed, *_spread(path, leaf))
+
     def start() -> Any:
-        made = (
-            draw[leaf.shape, jnp.dtype(leaf.dtype)](i, *_spread(path, leaf))
-            for i, (path, leaf) in enumerate(leaves)
-        )
-        return tree.unflatten(made)
+        return tree.unflatten(one(i, path, leaf) for i, (path, leaf) in enumerate(leaves))
 
     return start
 
@@ -129,17 +120,15 @@ def _spread(path: Any, leaf: Any) -> tuple[float, float]:
     if "kernel" in name:
         # Convolutions have their window before [in, out]; stacked layers have one axis there.
         return (leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]) ** -0.5, 0.0
-    return 0.02 if any(part in name for part in ("scale", "bias", "table")) else 1.0, float(
-        "'scale'" in name
-    )
+    small = any(part in name for part in ("scale", "bias", "table"))
+    return 0.02 if small else 1.0, float("'scale'" in name)
 
 
 def _normal(kind: tuple[tuple[int, ...], Any]) -> Any:
     shape, dtype = kind
 
     def draw(seed: int, scale: float, mean: float) -> Array:
-        return (mean + scale * jax.random.normal(jax.random.key(seed, impl="rbg"), shape)).astype(
-            dtype
-        )
+        normal = jax.random.normal(jax.random.key(seed, impl="rbg"), shape)
+        return (mean + scale * normal).astype(dtype)
 
     return jax.jit(draw).lower(0, 0.0, 0.0).compile()

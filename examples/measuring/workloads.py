@@ -1,9 +1,8 @@
-"""What is measured: a model at its real size, the shapes of what goes in, and what a step
-computes.
-"""
+"""What is measured: a model at its real size, the shapes of its inputs, a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from sdxl.sizes import SIZE_NUMBERS
 from sdxl.sizes import Sizes as UNetSizes
-from sdxl.unet import SIZE_NUMBERS, UNet
+from sdxl.unet import UNet
 from wan.model import WanTransformer3D
 from wan.sizes import SIZES, Sizes
 
@@ -74,18 +74,24 @@ def wan(
         sizes: of the model.
         text: tokens of a prompt.
     """
-    shape = (batch, (frames - 1) // FRAMES + 1, height // LATENT, width // LATENT)
+    sides = ((frames - 1) // FRAMES + 1, height // LATENT, width // LATENT)
+
+    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
+        how = {"dtype": dtype, "param_dtype": param_dtype}
+        return WanTransformer3D(sizes, config, rngs=nnx.Rngs(0), **how)
+
+    model = f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}"
     return Workload(
-        f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}, {width}x{height}, {frames}"
-        f" frames, batch {batch}",
-        lambda dtype, param: WanTransformer3D(
-            sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)
-        ),
-        {"latents": (*shape, sizes.in_channels), "text": (batch, text, sizes.text_dim)},
-        lambda model, inputs: {"kv": model.encode(inputs["text"])},
-        lambda model, x, t, inputs: model(x, t, inputs.get("text"), kv=inputs.get("kv")),
-        lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
-        batch * shape[1] * (shape[2] // sizes.patch_size[1]) * (shape[3] // sizes.patch_size[2]),
+        name=f"{model}, {width}x{height}, {frames} frames, batch {batch}",
+        make=make,
+        shapes={
+            "latents": (batch, *sides, sizes.in_channels),
+            "text": (batch, text, sizes.text_dim),
+        },
+        once=lambda model, inputs: {"kv": model.encode(inputs["text"])},
+        predict=lambda model, x, t, inputs: model(x, t, inputs.get("text"), kv=inputs.get("kv")),
+        noisy=lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
+        tokens=batch * math.prod(n // p for n, p in zip(sides, sizes.patch_size, strict=True)),
     )
 
 
@@ -107,31 +113,37 @@ def sdxl(
         text: tokens of a prompt.
     """
     sizes = sizes or UNetSizes()
-    pooled = (
-        sizes.projection_class_embeddings_input_dim - SIZE_NUMBERS * sizes.addition_time_embed_dim
-    )
     rows, columns = height // LATENT, width // LATENT
-    shapes = {
-        "latents": (batch, rows, columns, sizes.in_channels),
-        "text": (batch, text, sizes.cross_attention_dim),
-        "pooled": (batch, pooled),
-        "picture": (batch, SIZE_NUMBERS),
-    }
+
+    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
+        return UNet(sizes, config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+    channels = "-".join(map(str, sizes.block_out_channels))
     return Workload(
-        f"SDXL UNet, {'-'.join(map(str, sizes.block_out_channels))} channels, {width}x{height},"
-        f" batch {batch}",
-        lambda dtype, param: UNet(sizes, config, dtype=dtype, param_dtype=param, rngs=nnx.Rngs(0)),
-        shapes,
-        lambda model, inputs: (
-            {"kv": model.encode(inputs["text"])}
-            | {key: inputs[key] for key in ("pooled", "picture")}
-        ),
-        lambda model, x, t, inputs: model(
-            x, t, inputs.get("text"), inputs["pooled"], inputs["picture"], inputs.get("kv")
-        ),
-        lambda x, noise, at: (
-            jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise,
-            noise,
-        ),
-        batch * rows * columns // 4,
+        name=f"SDXL UNet, {channels} channels, {width}x{height}, batch {batch}",
+        make=make,
+        shapes={
+            "latents": (batch, rows, columns, sizes.in_channels),
+            "text": (batch, text, sizes.cross_attention_dim),
+            "pooled": (batch, sizes.pooled_dim),
+            "picture": (batch, SIZE_NUMBERS),
+        },
+        once=_once,
+        predict=_predict,
+        noisy=_noisy,
+        tokens=batch * rows * columns // 4,
     )
+
+
+def _once(model: Any, inputs: Inputs) -> Inputs:
+    told = {key: inputs[key] for key in ("pooled", "picture")}
+    return {"kv": model.encode(inputs["text"]), **told}
+
+
+def _predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
+    told = (inputs.get("text"), inputs["pooled"], inputs["picture"], inputs.get("kv"))
+    return model(x, t, *told)
+
+
+def _noisy(x: Array, noise: Array, at: Array) -> tuple[Array, Array]:
+    return jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise

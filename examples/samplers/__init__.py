@@ -1,7 +1,7 @@
 """Samplers as numbers: each makes a `Schedule` of coefficients on the host, and one step runs them
 all.
 
-from samplers import flow_euler, unipc, euler, ddim, sample
+from . import flow_euler, unipc, euler, ddim, sample
 
 schedule = unipc.schedule(steps=50, shift=3.0)
 latents = sample(lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv), noise, schedule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax
+from common.layers import on_mesh
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -13,7 +14,7 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.modules import KV
 
-from .layers import Image, group_norm
+from .layers import Config, Image, Mesh, group_norm
 from .sizes import Sizes
 
 Tokens = Float[Array, "B T C"]
@@ -34,8 +35,8 @@ class Transformer(nnx.Module):
         heads: int,
         layers: int,
         sizes: Sizes,
-        config: ma.AttentionConfig | None,
-        mesh: jax.sharding.Mesh | None,
+        config: Config,
+        mesh: Mesh,
         *,
         rngs: nnx.Rngs,
         **how: Any,
@@ -52,18 +53,13 @@ class Transformer(nnx.Module):
         self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
 
     def encode(self, text: Text) -> KV:
-        """Compute the keys and values of a text for every block; the arrays have a leading axis of
-        layers.
-        """
-        return nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)(
-            self.transformer_blocks
-        )
+        """Compute the keys and values of a text for every block, with a leading axis of layers."""
+        every = nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)
+        return every(self.transformer_blocks)
 
     def __call__(self, x: Image, text: Text | None, kv: KV | None = None) -> Image:
-        """Attend to the image itself and to the text, given as its states or as what `encode` made
-        of them.
-        """
-        # Rows of an image stay together: tokens that are split over context would have the compiler
+        """Attend to the image itself and to the text, given as states or as `encode`'s result."""
+        # Rows of an image stay on one device. Tokens split over context would make the compiler
         # split convolutions as well, and with fewer rows than devices it gets their gradients wrong
         # (seen with jax 0.10.2 on CPU).
         x = sharding.constrain(x, self.mesh, "B...")
@@ -80,29 +76,21 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the text and a gated feed-forward layer, each after a norm
-    and added.
-    """
+    """Self-attention, cross-attention to the text, gated feed-forward: residual, with norms."""
 
     def __init__(
         self,
         channels: int,
         heads: int,
         sizes: Sizes,
-        config: ma.AttentionConfig | None,
-        mesh: jax.sharding.Mesh | None,
+        config: Config,
+        mesh: Mesh,
         *,
         rngs: nnx.Rngs,
         **how: Any,
     ) -> None:
-        attention: dict[str, Any] = {
-            "heads": heads,
-            "dim_head": channels // heads,
-            "config": config,
-            "mesh": mesh,
-            "rngs": rngs,
-            **how,
-        }
+        where = {"config": config, "mesh": mesh, "rngs": rngs}
+        attention: dict[str, Any] = {"heads": heads, "dim_head": channels // heads, **where, **how}
         self.mesh = mesh
         self.norm1, self.norm2, self.norm3 = (layer_norm(channels, rngs) for _ in range(3))
         self.attn1 = ma.FlaxAttention(channels, **attention)
@@ -129,12 +117,9 @@ class GatedFeedForward(nnx.Module):
     diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
-        self.up = nnx.Linear(
-            dim, 8 * dim, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how
-        )
-        self.down = nnx.Linear(
-            4 * dim, dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how
-        )
+        how = {"rngs": rngs, **how}
+        self.up = nnx.Linear(dim, 8 * dim, kernel_metadata=on_mesh("fsdp", "tensor"), **how)
+        self.down = nnx.Linear(4 * dim, dim, kernel_metadata=on_mesh("tensor", "fsdp"), **how)
 
     def __call__(self, x: Tokens) -> Tokens:
         """Run both layers on every token."""
@@ -144,11 +129,5 @@ class GatedFeedForward(nnx.Module):
 
 def layer_norm(channels: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Make a layer norm that computes in float32."""
-    return nnx.LayerNorm(
-        channels, epsilon=1e-5, dtype=jax.numpy.float32, use_fast_variance=False, rngs=rngs
-    )
-
-
-def on_mesh(*axes: str | None) -> dict[str, Any]:
-    """Name the mesh axes of a kernel, without asking for a mesh when it is made."""
-    return {"out_sharding": axes, "eager_sharding": False}
+    how: dict[str, Any] = {"dtype": jax.numpy.float32, "use_fast_variance": False}
+    return nnx.LayerNorm(channels, epsilon=1e-5, rngs=rngs, **how)

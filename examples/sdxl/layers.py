@@ -1,6 +1,4 @@
-"""The convolutions of the UNet: residual blocks, and what halves and doubles the resolution.
-Channels come last.
-"""
+"""The convolutions of the UNet: residual blocks, halving and doubling. Channels come last."""
 
 from __future__ import annotations
 
@@ -11,37 +9,34 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+import maxattn as ma
+
 from .sizes import Sizes
 
 Image = Float[Array, "B H W C"]
+Config = ma.AttentionConfig | None
+Mesh = jax.sharding.Mesh | None
 
 
 def conv3(
     width_in: int, width_out: int, *, stride: int = 1, rngs: nnx.Rngs, **how: Any
 ) -> nnx.Conv:
     """Make a 3 x 3 convolution, padded by one pixel on every side."""
-    return nnx.Conv(
-        width_in, width_out, (3, 3), (stride, stride), padding=((1, 1), (1, 1)), rngs=rngs, **how
-    )
+    how = {"padding": ((1, 1), (1, 1)), "rngs": rngs, **how}
+    return nnx.Conv(width_in, width_out, (3, 3), (stride, stride), **how)
 
 
 def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.GroupNorm:
     """Make a group norm that computes in float32."""
-    how: dict[str, Any] = {
-        "epsilon": eps,
-        "dtype": jnp.float32,
-        "use_fast_variance": False,
-        "rngs": rngs,
-    }
-    return nnx.GroupNorm(channels, sizes.norm_num_groups, **how)
+    how: dict[str, Any] = {"dtype": jnp.float32, "use_fast_variance": False, "rngs": rngs}
+    return nnx.GroupNorm(channels, sizes.norm_num_groups, epsilon=eps, **how)
 
 
 @nnx.remat
 def activated(norm: nnx.GroupNorm, x: Image) -> Image:
     """Compute silu(norm(x)) in float32 and keep the dtype of x.
 
-    The backward computes it again from x: that is cheaper than to write and read what it needs in
-    float32.
+    The backward computes it again from x, which is cheaper than to keep it in float32.
     """
     return nnx.silu(norm(x)).astype(x.dtype)
 
@@ -57,9 +52,9 @@ class ResnetBlock(nnx.Module):
         self.time_emb_proj = nnx.Linear(sizes.time_dim, width_out, rngs=rngs, **how)
         self.norm2 = group_norm(width_out, sizes, sizes.norm_eps, rngs)
         self.conv2 = conv3(width_out, width_out, rngs=rngs, **how)
-        same = width_in == width_out
+        how, same = {"rngs": rngs, **how}, width_in == width_out
         self.conv_shortcut = nnx.data(
-            None if same else nnx.Conv(width_in, width_out, (1, 1), rngs=rngs, **how)
+            None if same else nnx.Conv(width_in, width_out, (1, 1), **how)
         )
 
     def __call__(self, x: Image, e: Float[Array, "B E"]) -> Image:
@@ -108,18 +103,3 @@ class Embedding(nnx.Module):
     def __call__(self, x: Float[Array, "B C"]) -> Float[Array, "B D"]:
         """Run both layers."""
         return self.linear_2(nnx.silu(self.linear_1(x)))
-
-
-def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float[Array, "B {dim}"]:
-    """Write numbers as cosines, then sines, of geometrically spaced frequencies.
-
-    Args:
-        t: times 0 to 1000, or pixels.
-        dim: how many numbers, even.
-        max_period: ratio of the longest period to the shortest.
-    """
-    half = dim // 2
-    angles = t.astype(jnp.float32)[:, None] * max_period ** (
-        -jnp.arange(half, dtype=jnp.float32) / half
-    )
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

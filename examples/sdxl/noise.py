@@ -1,8 +1,8 @@
 """What SDXL learns from a picture: the noise in it, or v, at one of a thousand times.
 
     x_t = a x + s noise,  a = sqrt(alpha_bar_t),  s = sqrt(1 - alpha_bar_t)
-    epsilon: the noise        v = a noise - s x        weight = min(r, gamma) / (r [+ 1 for v]),  r
-        = a^2 / s^2
+    epsilon: the noise        v = a noise - s x
+    weight = min(r, gamma) / (r [+ 1 for v]),  r = a^2 / s^2
 
 Source: Ho et al., https://arxiv.org/abs/2006.11239; v, Salimans and Ho,
 https://arxiv.org/abs/2202.00512; the weights, Hang et al., https://arxiv.org/abs/2303.09556
@@ -45,11 +45,8 @@ def noised(clean: Float[Array, "B ..."], key: Array, betas: Betas) -> Noised:
     t = jax.random.randint(for_times, clean.shape[:1], 0, betas.num_train_timesteps)
     noise = jax.random.normal(for_noise, clean.shape)
     a, s = (x.reshape(-1, *(1,) * (clean.ndim - 1)) for x in signal_and_noise(t, betas))
-    return Noised(
-        a * clean + s * noise,
-        t,
-        noise if betas.prediction_type == "epsilon" else a * noise - s * clean,
-    )
+    target = noise if betas.prediction_type == "epsilon" else a * noise - s * clean
+    return Noised(a * clean + s * noise, t, target)
 
 
 def signal_and_noise(

@@ -29,19 +29,21 @@ def plans(
         text: tokens of a prompt.
         mesh: that it runs on.
     """
-    dtype, found = jnp.dtype(settings.model.dtype), {}
-    for level, heads in enumerate(sizes.attention_head_dim):
-        if not sizes.attends[level]:
-            continue
+    found: dict[str, ma.Plan] = {}
+    levels = range(len(sizes.attention_head_dim))
+    for level in (level for level in levels if sizes.attends[level]):
         height, width = (side >> level for side in latents[1:])
-        shape = (heads, sizes.block_out_channels[level] // heads)
-        x, states = (
-            jax.ShapeDtypeStruct((batch, length, *shape), dtype)
-            for length in (height * width, text)
-        )
+        x, states = (_states(settings, sizes, level, batch, n) for n in (height * width, text))
         calls = {"self": ma.Call.of(x, x), "cross": ma.Call.of(x, states, role="cross")}
-        found |= {
-            f"{role} {height}x{width}": ma.plan(call, settings, mesh)
-            for role, call in calls.items()
-        }
+        for role, call in calls.items():
+            found[f"{role} {height}x{width}"] = ma.plan(call, settings, mesh)
     return found
+
+
+def _states(
+    settings: Settings, sizes: Sizes, level: int, batch: int, length: int
+) -> jax.ShapeDtypeStruct:
+    """Describe the queries or keys of a resolution, [B, T, N, H]."""
+    heads = sizes.attention_head_dim[level]
+    shape = (batch, length, heads, sizes.block_out_channels[level] // heads)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(settings.model.dtype))

@@ -1,5 +1,4 @@
-"""The settings of SDXL: those of attention, and the sections `model`, `data`, `training` and
-`sampling`.
+"""The settings of SDXL: those of attention, and four sections of its own.
 
 The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate_sdxl.py).
 """
@@ -9,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from generate.settings import SamplingSettings as Drawing
+from common.settings import Count, Dtype, Positive
+from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
-from train.settings import Count, DataSettings, Dtype, Positive
-from train.settings import TrainingSettings as Common
+from train.settings import DataSettings
+from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
 from maxattn.config.section import Section
@@ -28,23 +28,18 @@ class ModelSettings(Section):
     """Hold which UNet it is, and in which dtypes."""
 
     folder: str | None = None
-    """A folder in diffusers' format, a pipeline's or its unet: sizes and weights. Null: random
-    weights.
-    """
+    """Sizes and weights in diffusers' format, a pipeline's or its unet's; null: random."""
     dtype: Dtype = "bfloat16"
     """Of the computation; norms and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
     """Of the parameters."""
     prediction_type: Prediction | None = None
-    """What the UNet says of a noisy picture: the noise, or v. Null: as the folder's scheduler, or
-    the noise.
-    """
+    """What the UNet predicts: the noise, or v; null: as the folder's scheduler, else the noise."""
     shapes: tuple[str, ...] = ()
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     block_out_channels: tuple[Count, ...] | None = None
-    """This and the rest change one of SDXL's sizes, for a model of one's own, trained from nothing.
-    """
+    """This and the rest change one of SDXL's sizes, for a new model without weights."""
     layers_per_block: Count | None = None
     transformer_layers_per_block: tuple[Count, ...] | None = None
     attention_head_dim: tuple[Count, ...] | None = None
@@ -61,53 +56,44 @@ class ModelSettings(Section):
     @property
     def asked(self) -> Sizes | None:
         """The sizes that are named here; None where the folder says them."""
-        return (
-            None
-            if self.folder is not None and not self.changed_sizes
-            else Sizes(**self.changed_sizes)
-        )
+        if self.folder is not None and not self.changed_sizes:
+            return None
+        return Sizes(**self.changed_sizes)
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse lists that do not speak of the same resolutions."""
+        """Refuse lists that have another number of resolutions than the channels."""
         sizes = Sizes(**{key: values[key] for key in OWN if values[key] is not None})
+        count = len(sizes.block_out_channels)
         for key in ("transformer_layers_per_block", "attention_head_dim"):
-            if len(getattr(sizes, key)) != len(sizes.block_out_channels):
-                rule = (
-                    f"it has one number for each of the {len(sizes.block_out_channels)} resolutions"
-                )
-                yield ConfigError(
-                    key, list(getattr(sizes, key)), rule, "give as many as block_out_channels has"
-                )
+            if len(numbers := getattr(sizes, key)) != count:
+                rule = f"it has one number for each of the {count} resolutions"
+                remedy = "give as many as block_out_channels has"
+                yield ConfigError(key, list(numbers), rule, remedy)
 
 
 OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
 
 
-class TrainingSettings(Common):
+class TrainingSettings(CommonTraining):
     """Hold how the UNet learns."""
 
     snr_gamma: Positive | None = None
-    """Min-SNR weights: times whose signal is stronger than this count less, by its ratio; 5 is
-    usual, null is none.
-    """
+    """Min-SNR weights: times with a stronger signal than this count less; 5 is usual, null none."""
 
 
-class SamplingSettings(Drawing):
+class SamplingSettings(CommonSampling):
     """Hold how pictures are drawn."""
 
     sampler: Literal["euler", "ddim"] | None = None
-    """Euler steps, or DDIM; null: what the folder's scheduler_config.json says, Euler without one.
-    """
+    """Euler steps, or DDIM; null: as the folder's scheduler_config.json says, else Euler."""
     height: Count = 1024
     """Rows of pixels."""
     width: Count = 1024
     """Columns of pixels."""
 
     def schedule(self, folder: str | None, prediction_type: Prediction | None = None) -> Schedule:
-        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these
-        settings say.
-        """
+        """Compute the sampler's numbers, as these settings and a pipeline's folder say."""
         return self.sampler_of(folder, prediction_type).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
@@ -116,9 +102,7 @@ class SamplingSettings(Drawing):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
-    `sampling`.
-    """
+    """Hold the keys of attention, and the sections model, data, training and sampling."""
 
     model: ModelSettings = ModelSettings()
     """The UNet."""

@@ -1,4 +1,4 @@
-"""Sizes of an SDXL UNet, as they are or from the `config.json` of a folder in diffusers' format."""
+"""Sizes of an SDXL UNet: those of SDXL base 1.0, or of a folder's `config.json`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from generate.folder import absent
+from common.pipeline_folder import absent
 
 from maxattn.errors import WeightsError
+
+DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+# Height and width of the original, top and left of the crop, height and width wanted.
+SIZE_NUMBERS = 6
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,7 @@ class Sizes:
     """
 
     block_out_channels: tuple[int, ...] = (320, 640, 1280)
-    down_block_types: tuple[str, ...] = (
-        "DownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-    )
+    down_block_types: tuple[str, ...] = DOWN_BLOCKS
     layers_per_block: int = 2
     transformer_layers_per_block: tuple[int, ...] = (1, 2, 10)
     attention_head_dim: tuple[int, ...] = (5, 10, 20)
@@ -52,6 +52,12 @@ class Sizes:
         return 4 * self.block_out_channels[0]
 
     @property
+    def pooled_dim(self) -> int:
+        """Width of the pooled text."""
+        numbers = SIZE_NUMBERS * self.addition_time_embed_dim
+        return self.projection_class_embeddings_input_dim - numbers
+
+    @property
     def attends(self) -> tuple[bool, ...]:
         """Whether there is attention, by resolution."""
         return tuple(kind.startswith("CrossAttn") for kind in self.down_block_types)
@@ -59,10 +65,8 @@ class Sizes:
     def config(self) -> dict[str, Any]:
         """Return what diffusers keeps in `config.json` beside the weights."""
         up = [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
-        own = {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-        }
+        lists = {key: list(v) for key, v in vars(self).items() if isinstance(v, tuple)}
+        own = vars(self) | lists
         return ONLY | {"mid_block_type": "UNetMidBlock2DCrossAttn", "up_block_types": up} | own
 
     @classmethod
@@ -77,22 +81,15 @@ class Sizes:
             raise problem
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise WeightsError(
-                "config.json",
-                path,
-                "it says the sizes, and is not there",
-                "give the folder of the UNet",
-            )
-        said: dict[str, Any] = json.loads(path.read_text())
+            rule, remedy = "it says the sizes, and is not there", "give the folder of the UNet"
+            raise WeightsError("config.json", path, rule, remedy)
+        config: dict[str, Any] = json.loads(path.read_text())
         for key, only in ONLY.items():
-            if said.get(key, only) != only:
+            if config.get(key, only) != only:
                 remedy = "give the folder `unet` of an SDXL pipeline"
-                raise WeightsError(key, said[key], f"an SDXL UNet has {only}", remedy)
-        known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in said.items() if key in known
-        }
-        return cls(**values)
+                raise WeightsError(key, config[key], f"an SDXL UNet has {only}", remedy)
+        own = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in own.items()})
 
 
 # What diffusers' UNet could be beside SDXL, and this one is not.

@@ -1,8 +1,8 @@
 """SDXL's UNet: noisy latents, their time, a text and the picture's sizes in; the noise (or v) out.
 
-On the way down each resolution has residual blocks, and all but the finest attention after each; on
-the way up the same, beside what the way down left. Channels come last; parameter names are those of
-diffusers.
+On the way down each resolution has residual blocks, and all but the finest attention after each.
+The way up has the same, and concatenates the outputs of the way down. Channels come last; parameter
+names are those of diffusers.
 
 Source: Podell et al., https://arxiv.org/abs/2307.01952
 """
@@ -12,51 +12,58 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import repeat, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from common.layers import sinusoids
+from common.shapes import fits
 from flax import nnx
 from jaxtyping import Array, Float
 
-import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.modules import KV
 
 from .attention import Text, Transformer
 from .layers import (
+    Config,
     Downsample,
     Embedding,
     Image,
+    Mesh,
     ResnetBlock,
     Upsample,
     activated,
     conv3,
     group_norm,
-    sinusoids,
 )
-from .sizes import Sizes
-
-SIZE_NUMBERS = (
-    6  # height and width of the original, top and left of the crop, height and width wanted
-)
+from .sizes import SIZE_NUMBERS, Sizes
 
 
 class Level(nnx.Module):
-    """Hold one resolution: residual blocks, attention after each where there is any, and a change
-    of resolution.
-    """
+    """Hold one resolution: residual blocks, attention after each if any, a change of resolution."""
 
-    def __init__(
-        self,
-        resnets: list,
-        attentions: list,
-        down: Downsample | None = None,
-        up: Upsample | None = None,
-    ) -> None:
+    def __init__(self, resnets: list, attentions: list, down: Any = None, up: Any = None) -> None:
         self.resnets, self.attentions = nnx.List(resnets), nnx.List(attentions)
         self.downsamplers = nnx.List([down] if down else [])
         self.upsamplers = nnx.List([up] if up else [])
+
+
+class Told(NamedTuple):
+    """Hold what every block is told.
+
+    Args:
+        e: embedding of time, picture and pooled text.
+        text: states of the text; or else None, and
+        kv: keys and values of it, for one attention after the other.
+    """
+
+    e: Float[Array, "B E"]
+    text: Text | None
+    kv: Iterator[KV | None]
+
+    def attend(self, attention: Transformer | None, x: Image) -> Image:
+        """Run an attention, where there is one."""
+        return x if attention is None else attention(x, self.text, next(self.kv))
 
 
 class UNet(nnx.Module):
@@ -75,8 +82,8 @@ class UNet(nnx.Module):
     def __init__(
         self,
         sizes: Sizes | None = None,
-        config: ma.AttentionConfig | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        config: Config = None,
+        mesh: Mesh = None,
         *,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
@@ -85,32 +92,24 @@ class UNet(nnx.Module):
         sizes = sizes or Sizes()
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.sizes, self.dtype = sizes, dtype
-        channels, first, last = (
-            sizes.block_out_channels,
-            sizes.block_out_channels[0],
-            sizes.block_out_channels[-1],
-        )
+        channels = sizes.block_out_channels
+        first, last = channels[0], channels[-1]
         resnet = partial(ResnetBlock, sizes=sizes, **how)
         attention = partial(_transformer, sizes, config, mesh, how)
+        levels, parts = range(len(channels)), (sizes, resnet, attention, how)
+        added = sizes.projection_class_embeddings_input_dim
         self.conv_in = conv3(sizes.in_channels, first, **how)
         self.time_embedding = Embedding(first, sizes.time_dim, **how)
-        self.add_embedding = Embedding(
-            sizes.projection_class_embeddings_input_dim, sizes.time_dim, **how
-        )
-        self.down_blocks = nnx.List(
-            [_down(i, sizes, resnet, attention, how) for i in range(len(channels))]
-        )
+        self.add_embedding = Embedding(added, sizes.time_dim, **how)
+        self.down_blocks = nnx.List([_down(i, *parts) for i in levels])
         middle = [resnet(last, last), resnet(last, last)]
         self.mid_block = Level(middle, [attention(len(channels) - 1)])
-        self.up_blocks = nnx.List(
-            [_up(i, sizes, resnet, attention, how) for i in reversed(range(len(channels)))]
-        )
+        self.up_blocks = nnx.List([_up(i, *parts) for i in reversed(levels)])
         self.conv_norm_out = group_norm(first, sizes, sizes.norm_eps, rngs)
         self.conv_out = conv3(first, sizes.out_channels, **how)
 
     def encode(self, text: Text) -> tuple[KV, ...]:
-        """Compute the keys and values of a text for every attention to it: once, not once a
-        denoising step.
+        """Compute the keys and values of a text for every attention to it, once for all steps.
 
         Args:
             text: states of both text encoders, [B, S, cross_attention_dim].
@@ -147,26 +146,33 @@ class UNet(nnx.Module):
         self._check_text(text, kv)
         e = self._embed(t, pooled, picture)
         text = None if text is None else text.astype(self.dtype)
-        known = repeat(None) if kv is None else iter(kv)
-        x = self.conv_in(latents.astype(self.dtype))
-        left = [x]
+        told = Told(e, text, repeat(None) if kv is None else iter(kv))
+        x, kept = self._down(self.conv_in(latents.astype(self.dtype)), told)
+        first, second = self.mid_block.resnets
+        x = second(told.attend(self.mid_block.attentions[0], first(x, e)), e)
+        return self.conv_out(activated(self.conv_norm_out, self._up(x, kept, told)))
+
+    def _down(self, x: Image, told: Told) -> tuple[Image, list[Image]]:
+        """Run the way down; return its output, and what the way up concatenates."""
+        kept = [x]
         for level in self.down_blocks:
             for resnet, attention in zip_longest(level.resnets, level.attentions):
-                x = resnet(x, e)
-                x = x if attention is None else attention(x, text, next(known))
-                left.append(x)
+                x = told.attend(attention, resnet(x, told.e))
+                kept.append(x)
             for down in level.downsamplers:
                 x = down(x)
-                left.append(x)
-        first, second = self.mid_block.resnets
-        x = second(self.mid_block.attentions[0](first(x, e), text, next(known)), e)
+                kept.append(x)
+        return x, kept
+
+    def _up(self, x: Image, kept: list[Image], told: Told) -> Image:
+        """Run the way up."""
         for level in self.up_blocks:
             for resnet, attention in zip_longest(level.resnets, level.attentions):
-                x = resnet(jnp.concatenate([x, left.pop()], axis=-1), e)
-                x = x if attention is None else attention(x, text, next(known))
+                x = resnet(jnp.concatenate([x, kept.pop()], axis=-1), told.e)
+                x = told.attend(attention, x)
             for up in level.upsamplers:
                 x = up(x)
-        return self.conv_out(activated(self.conv_norm_out, x))
+        return x
 
     def _transformers(self) -> Iterator[Transformer]:
         """Yield what attends to the text, in the order of the forward."""
@@ -175,51 +181,35 @@ class UNet(nnx.Module):
 
     def _embed(self, t: Array, pooled: Array, picture: Array) -> Float[Array, "B E"]:
         e = self.time_embedding(sinusoids(t, self.sizes.block_out_channels[0]).astype(self.dtype))
-        numbers = sinusoids(picture.reshape(-1), self.sizes.addition_time_embed_dim).reshape(
-            picture.shape[0], -1
-        )
-        return e + self.add_embedding(
-            jnp.concatenate([pooled, numbers.astype(pooled.dtype)], -1).astype(self.dtype)
-        )
+        numbers = sinusoids(picture.reshape(-1), self.sizes.addition_time_embed_dim)
+        numbers = numbers.reshape(picture.shape[0], -1).astype(pooled.dtype)
+        added = jnp.concatenate([pooled, numbers], -1).astype(self.dtype)
+        return e + self.add_embedding(added)
 
     def _check_text(self, text: Any, kv: Any) -> None:
         if (text is None) == (kv is None):
-            said = "None, and no kv" if text is None else "given, and kv too"
+            value = "None, and no kv" if text is None else "given, and kv too"
             rule = "the UNet takes exactly one of text and kv"
-            raise InputError("text", said, rule, "pass text, or kv=encode(text)")
+            raise InputError("text", value, rule, "pass text, or kv=encode(text)")
         wanted = sum(1 for _ in self._transformers())
         if kv is not None and len(kv) != wanted:
             rule = f"one for each of the {wanted} places where this UNet attends to a text"
-            raise InputError(
-                "kv", f"{len(kv)} of them", rule, "make it with this UNet's encode(text)"
-            )
+            remedy = "make it with this UNet's encode(text)"
+            raise InputError("kv", f"{len(kv)} of them", rule, remedy)
 
     def _check(self, latents: Array, pooled: Array, picture: Array) -> None:
-        halvings = 2 ** (len(self.sizes.block_out_channels) - 1)
-        if (
-            latents.ndim != 4
-            or latents.shape[3] != self.sizes.in_channels
-            or any(n % halvings for n in latents.shape[1:3])
-        ):
-            rule = (
-                f"it is [B, H, W, {self.sizes.in_channels}], with H and W multiples of {halvings}"
-            )
-            raise InputError(
-                "latents",
-                f"shape {tuple(latents.shape)}",
-                rule,
-                "crop or pad it; channels come last",
-            )
-        width = (
-            self.sizes.projection_class_embeddings_input_dim
-            - SIZE_NUMBERS * self.sizes.addition_time_embed_dim
-        )
-        for name, x, want in (("pooled", pooled, width), ("picture", picture, SIZE_NUMBERS)):
-            if x.shape != (latents.shape[0], want):
-                rule = f"it is [B, {want}], with the B of the latents"
-                raise InputError(
-                    name, f"shape {tuple(x.shape)}", rule, "give one row for each example"
-                )
+        multiple = 2 ** (len(self.sizes.block_out_channels) - 1)
+        form = ("B", f"{multiple} H", f"{multiple} W", self.sizes.in_channels)
+        if not fits(latents.shape, form):
+            value, channels = f"shape {tuple(latents.shape)}", self.sizes.in_channels
+            rule = f"it is [B, H, W, {channels}], with H and W multiples of {multiple}"
+            raise InputError("latents", value, rule, "crop or pad it; channels come last")
+        widths = {"pooled": (pooled, self.sizes.pooled_dim), "picture": (picture, SIZE_NUMBERS)}
+        for name, (x, width) in widths.items():
+            if x.shape != (latents.shape[0], width):
+                rule = f"it is [B, {width}], with the B of the latents"
+                value, remedy = f"shape {tuple(x.shape)}", "give one row for each example"
+                raise InputError(name, value, rule, remedy)
 
 
 def _transformer(sizes: Sizes, config: Any, mesh: Any, how: dict[str, Any], i: int) -> Transformer:
@@ -232,26 +222,18 @@ def _down(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]
     before, here = channels[max(i - 1, 0)], channels[i]
     resnets = [resnet(before if j == 0 else here, here) for j in range(sizes.layers_per_block)]
     attentions = [attention(i) for _ in resnets] if sizes.attends[i] else []
-    return Level(
-        resnets, attentions, down=None if i == len(channels) - 1 else Downsample(here, **how)
-    )
+    last = i == len(channels) - 1
+    return Level(resnets, attentions, down=None if last else Downsample(here, **how))
 
 
 def _up(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]) -> Level:
-    """Build the level of resolution i on the way up: its first block takes what comes from
-    below.
-    """
-    channels = sizes.block_out_channels
-    below, here, left = (
-        channels[min(i + 1, len(channels) - 1)],
-        channels[i],
-        channels[max(i - 1, 0)],
-    )
+    """Build the level of resolution i on the way up."""
+    channels, here = sizes.block_out_channels, sizes.block_out_channels[i]
     count = sizes.layers_per_block + 1
-    # The last of what the way down left came in with the channels of the resolution above.
-    resnets = [
-        resnet((below if j == 0 else here) + (left if j == count - 1 else here), here)
-        for j in range(count)
-    ]
+    # The first block takes what comes from the resolution below, the last one what the way down
+    # had from the resolution above.
+    below = [channels[min(i + 1, len(channels) - 1)]] + [here] * (count - 1)
+    beside = [here] * (count - 1) + [channels[max(i - 1, 0)]]
+    resnets = [resnet(a + b, here) for a, b in zip(below, beside, strict=True)]
     attentions = [attention(i) for _ in resnets] if sizes.attends[i] else []
     return Level(resnets, attentions, up=None if i == 0 else Upsample(here, **how))

@@ -1,5 +1,4 @@
-"""Training: one loop for every model of the examples. It knows no model; a `Task` (task.py) tells
-it what to learn.
+"""Training: one loop for every model of the examples. It knows no model but what a `Task` says.
 
 settings    the keys that every run has          task        what a model brings
 latents     a folder of examples, read           shards      the same, written
@@ -9,5 +8,6 @@ loop        checks, then steps                   checkpoint  what a killed run g
 progress    the bar                              board       TensorBoard
 cost        operations, and MFU                  profiler    a profile of some steps
 samples     pictures along the way               export      the result, as diffusers reads it
-flow        times and noise of flow matching     hosts       many processes as one
+flow        times and noise of flow matching     opening     what a run prints first
+shape_errors  data that a model cannot take      latent_task the shared part of real models' tasks
 """

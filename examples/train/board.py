@@ -7,9 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxattn.errors import ConfigError
+from common import hosts
 
-from . import hosts
+from maxattn.errors import ConfigError
 
 
 class Board(AbstractContextManager["Board"]):
@@ -30,10 +30,8 @@ class Board(AbstractContextManager["Board"]):
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            rule, remedy = (
-                "it needs the package tensorboardX",
-                "pip install tensorboardX, or training.tensorboard=false",
-            )
+            rule = "it needs the package tensorboardX"
+            remedy = "pip install tensorboardX, or training.tensorboard=false"
             raise ConfigError("training.tensorboard", "true", rule, remedy) from None
         if hosts.is_first():
             self._writer = SummaryWriter(str(folder), purge_step=first + 1, flush_secs=10)

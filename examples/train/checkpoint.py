@@ -1,8 +1,9 @@
 """Checkpoints: everything that a killed run needs to go on as if it had not been.
 
 Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written
-one is never seen. Each holds the state, the place in the data, the losses so far, the settings it
-was made with, and the plans of its attention: as values, and as the text that `explain()` gave.
+one is never seen. Each holds the state, the position in the data, the losses so far, the settings
+it was made with, and the plans of its attention: as values, and as the text of `explain()`. It
+names no class and no module, so that code may move.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from common import hosts
 
 import maxattn as ma
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
 
-from . import hosts
 from .settings import TrainingSettings
 from .task import Fixed
 
 Facts = dict[str, Any]
 NOTHING: Facts = {"losses": [], "plans": {}}
+REMEDY = "set it back, give another training.output_dir, or start again with training.resume=false"
 
 
 class Checkpoints:
@@ -53,21 +55,26 @@ class Checkpoints:
         self.settings, self.more = settings, dict(more or {})
         self.folder = Path(training.output_dir).absolute() / "checkpoints"
         if start_again:
-            if hosts.is_first():
-                _forget(self.folder)
-            hosts.wait("old checkpoints deleted")
+            self._start_again()
         options = ocp.CheckpointManagerOptions(max_to_keep=training.keep_checkpoints, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self.step = self._manager.latest_step() or 0
         self.facts: Facts = self._read_facts() if self.step else NOTHING
-        now = settings.resolved() | {"more": self.more}
-        kept = Fixed((*fixed.keys, "more"), fixed.free)
-        problems = (
-            tuple(differences(self.facts["settings"], now, kept, self.folder)) if self.step else ()
-        )
-        if problems:
+        if self.step and (problems := list(self._differences(fixed))):
             self._manager.close()
             raise ConfigErrors(problems)
+
+    def _start_again(self) -> None:
+        if hosts.is_first():
+            _forget(self.folder)
+        hosts.wait("old checkpoints deleted")
+
+    def _differences(self, fixed: Fixed) -> Iterator[ConfigError]:
+        kept = Fixed((*fixed.keys, "more"), fixed.free)
+        return differences(self.facts["settings"], self._settings(), kept, self.folder)
+
+    def _settings(self) -> dict[str, Any]:
+        return self.settings.resolved() | {"more": self.more}
 
     def __enter__(self) -> Self:
         return self
@@ -78,9 +85,8 @@ class Checkpoints:
         self._manager.close()
 
     def _read_facts(self) -> Facts:
-        return self._manager.restore(
-            self.step, args=ocp.args.Composite(facts=ocp.args.JsonRestore())
-        )["facts"]
+        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        return self._manager.restore(self.step, args=args)["facts"]
 
     @property
     def losses(self) -> list[float]:
@@ -89,33 +95,34 @@ class Checkpoints:
 
     def load(self, like: Any) -> Any:
         """Return the arrays of the last checkpoint, each where `like` has it."""
-        wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-        )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+
+        def wanted(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.tree.map(wanted, like)))
         return self._manager.restore(self.step, args=args)["state"]
 
-    def save(self, state: Any, place: Any, losses: list[float], plans: dict[str, ma.Plan]) -> None:
+    def save(
+        self, state: Any, position: Any, losses: list[float], plans: dict[str, ma.Plan]
+    ) -> None:
         """Save after the last step of `losses`; the writing goes on behind the next steps.
 
         Args:
             state: arrays.
-            place: in the data, from the iterator's `get_state()`.
+            position: in the data, from the iterator's `get_state()`.
             losses: of every step so far.
             plans: of attention, by role.
         """
         facts = {
-            "settings": self.settings.resolved() | {"more": self.more},
-            "data": place,
-            # They are written behind the next steps, whose losses the caller adds to his list.
+            "settings": self._settings(),
+            "data": position,
+            # A copy: it is written during the next steps, whose losses the caller appends.
             "losses": list(losses),
             "plans": {role: plan.to_dict() for role, plan in plans.items()},
             "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
         }
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts)
-        )
-        self._manager.save(len(losses), args=args)
+        parts = {"state": ocp.args.StandardSave(state), "facts": ocp.args.JsonSave(facts)}
+        self._manager.save(len(losses), args=ocp.args.Composite(**parts))
 
 
 def _forget(folder: Path) -> None:
@@ -132,21 +139,12 @@ def differences(
 ) -> Iterator[ConfigError]:
     """Yield one error for each fixed value that is not what the checkpoint was made with."""
     then, here = dict(flat(saved)), dict(flat(now))
-    for key in sorted(then.keys() | here.keys()):
-        if (
-            key.startswith(fixed.keys)
-            and not key.startswith(fixed.free)
-            and then.get(key) != here.get(key)
-        ):
-            rule = (
-                f"the checkpoint in {folder} was made with {then.get(key)}, and goes on only with"
-                " that"
-            )
-            remedy = (
-                "set it back, give another training.output_dir, or start again with"
-                " training.resume=false"
-            )
-            yield ConfigError(key.removeprefix("more."), here.get(key), rule, remedy)
+    changed = (key for key in sorted(then.keys() | here.keys()) if then.get(key) != here.get(key))
+    for key in changed:
+        if key.startswith(fixed.keys) and not key.startswith(fixed.free):
+            made = f"the checkpoint in {folder} was made with {then.get(key)}"
+            rule = f"{made}, and goes on only with that"
+            yield ConfigError(key.removeprefix("more."), here.get(key), rule, REMEDY)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

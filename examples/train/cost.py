@@ -2,7 +2,7 @@
 
     MFU = operations of the model / (seconds x devices x peak)
 
-Operations are those that measuring/flops.py counts in the forward pass, and their backward: twice
+Operations are those that common/flops.py counts in the forward pass, and their backward: twice
 as many for products (once, where LoRA leaves the weights alone), two and a half times for
 attention. What rematerialisation computes again does not count. The peak is the published one of
 dense bfloat16 products.
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from measuring import flops
+from common import flops
 
-from maxattn.target import Target
+import maxattn as ma
+from maxattn.devices import peak_flops
 
 from .settings import TrainingSettings
 
@@ -44,10 +45,8 @@ class Cost:
         """Say tokens a second, and the MFU where it is known."""
         if seconds is None:
             return "0 tokens/s"
-        share = self.mfu(seconds)
-        return f"{self.tokens / seconds:,.0f} tokens/s" + (
-            "" if share is None else f"  MFU {share:.1%}"
-        )
+        share, speed = self.mfu(seconds), f"{self.tokens / seconds:,.0f} tokens/s"
+        return speed if share is None else f"{speed}  MFU {share:.1%}"
 
 
 def cost_of(
@@ -66,12 +65,12 @@ def cost_of(
         forward: the loss of a part of a batch.
         args: its arguments, arrays or their shapes.
     """
-    of_one, devices = flops.peak(Target.here().device_kind), 1 if mesh is None else mesh.size
+    of_one = peak_flops(ma.Target.here().device_kind)
+    devices = 1 if mesh is None else mesh.size
+    tokens = training.batch_size * tokens
     if of_one is None:  # nothing to compare with, so nothing is counted
-        return Cost(training.batch_size * tokens)
+        return Cost(tokens)
     work = flops.count(forward, *args)
     products = 1.0 if training.lora_rank else flops.BACKWARD["matmul"]
     each = work.matmul * (1.0 + products) + work.attention * (1.0 + flops.BACKWARD["attention"])
-    return Cost(
-        training.batch_size * tokens, training.gradient_accumulation_steps * each, of_one * devices
-    )
+    return Cost(tokens, training.gradient_accumulation_steps * each, of_one * devices)

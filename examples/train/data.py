@@ -1,5 +1,6 @@
-"""Batches in a seeded order: each is a function of its index and the seed alone, so a run resumes
-from one number.
+"""Batches in a seeded order.
+
+Each batch is a function of its index and the seed alone, so a run resumes from one number.
 """
 
 from __future__ import annotations
@@ -7,12 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from jaxtyping import Int
+from common.hosts import Rows
 
 if TYPE_CHECKING:
     import grain
-
-Rows = Int[np.ndarray, " rows"]
 
 
 class Source(Protocol):
@@ -39,9 +38,8 @@ class Batches:
         return len(self._examples) // self._size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        found: list[Any] = [
-            self._examples[int(index) * self._size + int(row)] for row in self._rows
-        ]
+        first = int(index) * self._size
+        found: list[Any] = [self._examples[first + int(row)] for row in self._rows]
         return {key: np.stack([one[key] for one in found]) for key in found[0]}
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from common import hosts
 from flax import nnx
 from samplers.read import CLASSES
 
 from maxattn import weights
 
-from . import hosts, lora
+from . import lora
 from .task import Task
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -66,9 +67,7 @@ def _config(task: Task, whole: Path) -> None:
 
 
 def _scheduler(task: Task, folder: Path) -> None:
-    """Write the sampler's options, so that whoever draws from the folder does it as the model was
-    trained.
-    """
+    """Write the sampler's options, so that the folder is sampled as the model was trained."""
     folder.mkdir(exist_ok=True)
     said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
     beside = folder / "scheduler_config.json.partial"

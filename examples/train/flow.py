@@ -1,10 +1,9 @@
 """Flow matching: learn the straight line from data to noise.
 
-    x_t = (1 - t) x + t noise        v = dx_t / dt = noise - x        loss = mean |model(x_t, t) -
-    v|^2
+    x_t = (1 - t) x + t noise     v = dx_t / dt = noise - x     loss = mean |model(x_t, t) - v|^2
 
-Source: Lipman et al. 2022, https://arxiv.org/abs/2210.02747; the choice of times, Esser et al.
-2024, https://arxiv.org/abs/2403.03206
+Source: Lipman et al. 2022, https://arxiv.org/abs/2210.02747
+Source of the times: Esser et al. 2024, https://arxiv.org/abs/2403.03206
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def times(
     """
     if sampling == "uniform":
         return shifted(jax.random.uniform(key, (count,)), shift)
-    return shifted(jax.nn.sigmoid(mean + std * jax.random.normal(key, (count,))), shift)
+    normal = mean + std * jax.random.normal(key, (count,))
+    return shifted(jax.nn.sigmoid(normal), shift)
 
 
 def noised(clean: Float[Array, "B ..."], t: Float[Array, " B"], key: Array) -> Noised:

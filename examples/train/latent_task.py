@@ -1,6 +1,4 @@
-"""What the tasks of real models share: a folder of latents to learn from, and one of weights to
-begin with.
-"""
+"""What the tasks of real models share: a folder of latents, and one of weights to begin with."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+from common.pipeline_folder import part_of
 from flax import nnx
-from generate.folder import part_of
 
 from maxattn import weights
 

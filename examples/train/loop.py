@@ -1,6 +1,4 @@
-"""The loop: checks first, then steps, with checkpoints, a bar, TensorBoard, a profile and pictures
-along the way.
-"""
+"""The loop: first checks, then steps, with checkpoints, scalars, a profile and pictures."""
 
 from __future__ import annotations
 
@@ -13,19 +11,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from common import hosts
+from common.hosts import Rows
+from common.writable import check_writable
+from common.xla_options import xla_options
 
 from maxattn import sharding
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn.tools.writable import check_writable
-from maxattn.tools.xla_options import xla_options
 
-from . import hosts
 from . import state as states
 from .board import Board
 from .checkpoint import Checkpoints
 from .cost import Cost, cost_of
-from .data import Rows, batches
+from .data import batches
 from .export import export
 from .opening import counted, opening
 from .optimizer import optimizer, schedule
@@ -50,8 +49,8 @@ class Diverged(MaxattnError, ArithmeticError):
 class Training:
     """Train a task from the last checkpoint to the last step.
 
-    Everything that can be wrong with settings, data and mesh is said when this is made, before
-    anything is computed.
+    All that can be wrong with settings, data and mesh is found when this is made, before anything
+    is computed.
 
     Args:
         task: what is learned.
@@ -59,7 +58,7 @@ class Training:
 
     Raises:
         ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of
-        other settings.
+            other settings.
     """
 
     def __init__(self, task: Task, mesh: jax.sharding.Mesh | None = None) -> None:
@@ -68,20 +67,23 @@ class Training:
         self.folder = Path(self.training.output_dir)
         self.source = task.source()
         self.shapes = self.source.shapes
-        problems = [*task.wrong(self.shapes), *_undivided(self.training, mesh)]
-        if len(self.source) < self.training.batch_size:
-            rule = f"a batch has as many different examples, and the data holds {len(self.source)}"
-            problems.append(
-                ConfigError("training.batch_size", self.training.batch_size, rule, "lower it")
-            )
-        problems += _refused_options(task)
-        if problems:
+        if problems := list(self._problems()):
             raise ConfigErrors(problems)
         self.plans = task.plans(self.shapes, mesh)
 
+    def _problems(self) -> Iterator[ConfigError]:
+        yield from self.task.shape_errors(self.shapes)
+        yield from _undivided(self.training, self.mesh)
+        count, size = len(self.source), self.training.batch_size
+        if count < size:
+            rule = f"a batch has as many different examples, and the data holds {count}"
+            yield ConfigError("training.batch_size", size, rule, "lower it")
+        yield from _refused_options(self.task)
+
     def run(self) -> tuple[Any, list[float]]:
-        """Train and export; return the model that draws (the average, where one is kept) and the
-        loss of every step.
+        """Train and export; return the model that draws, and the loss of every step.
+
+        The model is the average of the parameters, where one is kept.
 
         Raises:
             ConfigErrors: the last checkpoint was made with other settings, or other data.
@@ -96,7 +98,7 @@ class Training:
             losses = checkpoints.losses
             if len(losses) < self.training.steps:
                 print("\n".join(filter(None, (counted(state.trained, fixed), self.source.note))))
-                state = self._steps(state, fixed, checkpoints, losses)
+                state = Steps(self, state, fixed, checkpoints, losses).run()
         model = self.parts.model(state.best, fixed)
         if self.training.export:
             written = export(self.task, model, self.folder)
@@ -104,25 +106,19 @@ class Training:
         return model, losses
 
     def trained(self) -> Any:
-        """Return the model of the last checkpoint: the average, where one is kept; `last` says what
-        it raises.
-        """
+        """Return the model of the last checkpoint, or the average; raises as `last` does."""
         parts, state, fixed = self.last()
         return parts.model(state.best, fixed)
 
     def last(self) -> tuple[Parts, State, Any]:
-        """Return the last checkpoint: how the model is put together, what was trained, and what
-        stayed.
+        """Return the last checkpoint: the model's parts, the state, and the arrays that stayed.
 
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
         if not (self.folder / "checkpoints").is_dir():
-            rule, remedy = (
-                "it holds a checkpoint",
-                "train with the same config first (examples/train_wan.py, train_sdxl.py)",
-            )
-            raise ConfigError("training.output_dir", self.folder, rule, remedy)
+            remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
+            raise ConfigError("training.output_dir", self.folder, "it holds a checkpoint", remedy)
         with self._checkpoints() as checkpoints:
             return self._begin(checkpoints)
 
@@ -131,9 +127,7 @@ class Training:
         return Checkpoints(self.task.settings, self.training, self.task.fixed, more, start_again)
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
-        """Put the state together: from the checkpoint where there is one, and then nothing is made
-        that it replaces.
-        """
+        """Make the state, or load it; nothing is made that a checkpoint replaces."""
         rank, adamw = self.training.lora_rank, optimizer(self.training)
         averaged = self.training.ema_decay > 0
         if checkpoints.step and not rank:
@@ -143,13 +137,13 @@ class Training:
         model = states.build(self.task, self.mesh)
         parts, (trained, fixed) = Parts(model, rank), states.split(model, rank)
         form = parts.form(adamw, averaged, self.mesh)
-        return (
-            parts,
-            checkpoints.load(form) if checkpoints.step else states.begin(trained, adamw, form),
-            fixed,
-        )
+        if checkpoints.step:
+            return parts, checkpoints.load(form), fixed
+        return parts, states.begin(trained, adamw, form), fixed
 
-    def _cost(self, state: State, fixed: Any) -> Cost:
+    def cost(self, state: State, fixed: Any) -> Cost:
+        """Count what a step costs."""
+
         def forward(trained: Any, fixed: Any, examples: Arrays) -> jax.Array:
             return self.task.loss(self.parts.model(trained, fixed), examples)
 
@@ -161,80 +155,104 @@ class Training:
         return cost_of(self.training, tokens, self.mesh, forward, state.trained, fixed, examples)
 
     @property
-    def _rows(self) -> Rows:
+    def rows(self) -> Rows:
+        """The rows of a batch that this process loads."""
         return hosts.rows_here(self.training.batch_size, self.mesh)
 
-    def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        place = partial(
-            hosts.on_devices, rows=self._rows, batch_size=self.training.batch_size, mesh=self.mesh
-        )
+    def placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Put the rows of a batch that this process has on the devices."""
+        size = self.training.batch_size
+        place = partial(hosts.on_devices, rows=self.rows, batch_size=size, mesh=self.mesh)
         return {name: place(array) for name, array in batch.items()}
 
-    def _steps(
-        self, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]
-    ) -> State:
-        """Take the steps that are left; `losses` grows."""
-        training, first = self.training, len(losses)
-        data = batches(self.source, training.batch_size, training.seed, self._rows)
-        if checkpoints.step:
-            data.set_state(checkpoints.facts["data"])
-        empty = {
-            name: hosts.everywhere(array, self.mesh) for name, array in self.source.empty.items()
-        }
-        cost = self._cost(state, fixed)
-        step = Step(self.task, self.parts, fixed, empty, states.places(state))
-        profiler = Profiler(self.task.settings, self.folder / "profile", first)
-        samples = (
-            Samples(self.task, self.source, self.parts, self.mesh)
-            if training.picture_every
-            else None
-        )
-        board = Board(self.folder / "tensorboard" if training.tensorboard else None, first)
-        with board, Progress(training, cost, first) as progress:
-            batch = self._placed(next(data))
-            for done in range(first + 1, training.steps + 1):
-                last = done == training.steps
-                with profiler.around(done - 1):
-                    state, facts = step(state, batch)
-                    place = deepcopy(data.get_state())
-                    # The next batch travels to the devices while they compute.
-                    batch = {} if last else self._placed(next(data))
-                    losses.append(_finite(facts, done))
-                progress.advance(losses)
-                if done % training.log_every == 0 or last:
-                    self._write(board, cost, losses, facts, progress.seconds)
-                if done % training.checkpoint_every == 0 or last:
-                    checkpoints.save(state, place, losses, self.plans)
-                if samples is not None and done % training.picture_every == 0:
-                    print(f"samples after {done} steps: {samples(state.best, fixed, done)}")
-                    progress.pause()
-        return state
 
-    def _write(
-        self, board: Board, cost: Cost, losses: list[float], facts: Facts, seconds: float | None
+class Steps:
+    """Take the steps of a run that are left.
+
+    Args:
+        run: that they belong to.
+        state: before the first of them.
+        fixed: the arrays that do not change.
+        checkpoints: where the state is saved.
+        losses: of the steps that were taken; it grows.
+    """
+
+    def __init__(
+        self, run: Training, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]
     ) -> None:
-        speed = (
-            {"tokens_per_second": cost.tokens / seconds, "mfu": cost.mfu(seconds)}
-            if seconds
-            else {}
+        self.whole, self.state, self.fixed = run, state, fixed
+        self.checkpoints, self.losses = checkpoints, losses
+        self.training, first = run.training, len(losses)
+        self.cost = run.cost(state, fixed)
+        self._step = Step(run.task, run.parts, fixed, self._empty(), states.shardings(state))
+        self._data = batches(run.source, self.training.batch_size, self.training.seed, run.rows)
+        if checkpoints.step:
+            self._data.set_state(checkpoints.facts["data"])
+        self._profiler = Profiler(run.task.settings, run.folder / "profile", first)
+        self._board = Board(
+            run.folder / "tensorboard" if self.training.tensorboard else None, first
         )
-        rate = float(np.asarray(schedule(self.training)(len(losses) - 1)))
-        norm = float(facts.gradient_norm)
-        board.write(
-            len(losses), loss=recent(losses), learning_rate=rate, gradient_norm=norm, **speed
-        )
+        self._progress = Progress(self.training, self.cost, first)
+        wanted = self.training.picture_every
+        self._samples = Samples(run.task, run.source, run.parts, run.mesh) if wanted else None
+
+    def _empty(self) -> dict[str, jax.Array]:
+        empty, mesh = self.whole.source.empty, self.whole.mesh
+        return {name: hosts.everywhere(array, mesh) for name, array in empty.items()}
+
+    def run(self) -> State:
+        """Take them; return the state after the last one."""
+        with self._board, self._progress:
+            batch = self._next_batch()
+            for done in range(len(self.losses) + 1, self.training.steps + 1):
+                batch, facts, position = self._one(batch, done)
+                self._progress.advance(self.losses)
+                self._report(done, facts, position)
+        return self.state
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        return self.whole.placed(next(self._data))
+
+    def _one(self, batch: Arrays, done: int) -> tuple[Arrays, Facts, Any]:
+        """Take a step; return the next batch, what the step says, and the position in the data."""
+        with self._profiler.around(done - 1):
+            self.state, facts = self._step(self.state, batch)
+            position = deepcopy(self._data.get_state())
+            # The next batch travels to the devices while they compute.
+            batch = {} if done == self.training.steps else self._next_batch()
+            self.losses.append(_finite(facts, done))
+        return batch, facts, position
+
+    def _report(self, done: int, facts: Facts, position: Any) -> None:
+        training, last = self.training, done == self.training.steps
+        if done % training.log_every == 0 or last:
+            self._write(facts)
+        if done % training.checkpoint_every == 0 or last:
+            self.checkpoints.save(self.state, position, self.losses, self.whole.plans)
+        if self._samples is not None and done % training.picture_every == 0:
+            path = self._samples(self.state.best, self.fixed, done)
+            print(f"samples after {done} steps: {path}")
+            self._progress.pause()
+
+    def _write(self, facts: Facts) -> None:
+        seconds = self._progress.seconds
+        scalars: dict[str, float | None] = {
+            "loss": recent(self.losses),
+            "learning_rate": float(np.asarray(schedule(self.training)(len(self.losses) - 1))),
+            "gradient_norm": float(facts.gradient_norm),
+        }
+        if seconds:
+            scalars["tokens_per_second"] = self.cost.tokens / seconds
+            scalars["mfu"] = self.cost.mfu(seconds)
+        self._board.write(len(self.losses), **scalars)
 
 
 def _finite(facts: Facts, step: int) -> float:
     loss = float(facts.loss)
     if not math.isfinite(loss):
-        rule, remedy = (
-            f"training goes on while it is a number, and at step {step} it is none",
-            "lower the learning rate",
-        )
-        raise Diverged(
-            "loss", loss, rule, f"{remedy}, or go on from the last checkpoint with another"
-        )
+        rule = f"training goes on while it is a number, and at step {step} it is none"
+        remedy = "lower the learning rate, or go on from the last checkpoint with another"
+        raise Diverged("loss", loss, rule, remedy)
     return loss
 
 

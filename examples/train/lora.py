@@ -10,19 +10,21 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import hosts
 from flax import nnx
 from jaxtyping import Array, Float
 
+import maxattn as ma
 from maxattn import weights
-from maxattn.modules.base import AttentionBase
 
-from . import hosts
+Attention = ma.FlaxAttention | ma.CrossAttention | ma.JointAttention
 
 
 class Adapted(nnx.Linear):
@@ -43,11 +45,10 @@ class Adapted(nnx.Linear):
         *stack, width_in, width_out = linear.kernel.get_value().shape
         names = linear.kernel.get_metadata().get("out_sharding") or (None,) * (len(stack) + 2)
         down = jax.random.normal(rngs.params(), (*stack, width_in, rank)) / np.sqrt(width_in)
+        up = jnp.zeros((*stack, rank, width_out))
         self.scale = scale
         self.lora_A = lora_param(down, (*names[:-1], None))
-        self.lora_B = lora_param(
-            jnp.zeros((*stack, rank, width_out)), (*names[:-2], None, names[-1])
-        )
+        self.lora_B = lora_param(up, (*names[:-2], None, names[-1]))
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """Run the projection and its change."""
@@ -79,52 +80,52 @@ def add(
                 setattr(module, name, Adapted(linear, rank, (alpha or rank) / rank, rngs=rngs))
 
 
-def attentions(model: nnx.Module) -> Iterator[AttentionBase]:
+def attentions(model: nnx.Module) -> Iterator[Attention]:
     """Yield the attention modules of a model."""
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, AttentionBase):
+        if isinstance(module, Attention):
             yield module
 
 
-def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
-    """Return the changes as `<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out,
-    rank].
+def adapted(model: nnx.Module) -> Iterator[tuple[Any, Adapted]]:
+    """Yield the projections of a model that have a change, and their paths."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Adapted):
+            yield path, module
 
-    The factor alpha / rank is in lora_B, so that every reader, which takes alpha for the rank, gets
-    the same change.
+
+def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
+    """Return the changes as `<layer>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
+
+    The factor alpha / rank is in lora_B: a reader without alpha takes it for the rank, and gets the
+    same change.
 
     Args:
         model: with `Adapted` projections.
         prefix: put before every name, such as "transformer.".
     """
     found: dict[str, np.ndarray] = {}
-    every: dict[Any, list[Any]] = {}
+    kernels = defaultdict(list)
     for entry in weights.entries(model):
-        every.setdefault(entry.path, []).append(entry)
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, Adapted):
-            wholes = hosts.whole(module.lora_A[...]), hosts.whole(module.lora_B[...] * module.scale)
-            for entry in every[(*path, "kernel")]:
-                name = prefix + entry.name.removesuffix(".weight")
-                down, up = (x if entry.layer is None else x[entry.layer] for x in wholes)
-                found[f"{name}.lora_A.weight"] = np.ascontiguousarray(down.T)
-                found[f"{name}.lora_B.weight"] = np.ascontiguousarray(up.T)
+        kernels[entry.path].append(entry)
+    for path, module in adapted(model):
+        wholes = hosts.whole(module.lora_A[...]), hosts.whole(module.lora_B[...] * module.scale)
+        for entry in kernels[(*path, "kernel")]:
+            name = prefix + entry.name.removesuffix(".weight")
+            down, up = (x if entry.layer is None else x[entry.layer] for x in wholes)
+            found[f"{name}.lora_A.weight"] = np.ascontiguousarray(down.T)
+            found[f"{name}.lora_B.weight"] = np.ascontiguousarray(up.T)
     return found
 
 
 def merge(model: nnx.Module, plain: nnx.Module) -> None:
-    """Put the parameters of a model with changes into one without, every change added to its kernel
-    in float32.
+    """Put the parameters of a model with changes into one without; changes are added in float32.
 
     Args:
         model: with `Adapted` projections.
         plain: the same without; it may have no arrays yet.
     """
-    changes = {
-        path: change(module)
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Adapted)
-    }
+    changes = {path: change(module) for path, module in adapted(model)}
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
     state = nnx.state(plain)
     for path, variable in nnx.to_flat_state(state):
@@ -135,7 +136,7 @@ def merge(model: nnx.Module, plain: nnx.Module) -> None:
     nnx.update(plain, state)
 
 
-def change(adapted: Adapted) -> Float[Array, "... I O"]:
+def change(linear: Adapted) -> Float[Array, "... I O"]:
     """Multiply the two matrices out, in float32."""
-    down, up = (matrix[...].astype(jnp.float32) for matrix in (adapted.lora_A, adapted.lora_B))
-    return adapted.scale * (down @ up)
+    down, up = (matrix[...].astype(jnp.float32) for matrix in (linear.lora_A, linear.lora_B))
+    return linear.scale * (down @ up)

@@ -1,6 +1,4 @@
-"""What a run says before its first step: how attention will run, what is learned, where it goes on
-from.
-"""
+"""What a run prints before its first step: plans of attention, and where it goes on from."""
 
 from __future__ import annotations
 
@@ -29,12 +27,15 @@ def opening(
         yield "training.resume=false trains anew"
         return
     yield f"going on from step {done} of {wanted}, in {checkpoints.folder}"
+    yield from _changes(checkpoints, wanted, plans)
+
+
+def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) -> Iterator[str]:
+    """Say what is not as it was when the checkpoint was made."""
     before = checkpoints.facts["settings"]["training"]["steps"]
-    if before != wanted:
-        yield (
-            f"  training.steps was {before}: a learning rate that depends on it follows the new one"
-            " from here"
-        )
+    if before != steps:
+        follows = "a learning rate that depends on it follows the new one from here"
+        yield f"  training.steps was {before}: {follows}"
     for role, plan in plans.items():
         earlier = checkpoints.facts["plans"].get(role)
         changes = ["it was not there"] if earlier is None else plan.diff(earlier)
@@ -44,6 +45,5 @@ def opening(
 def counted(trained: Any, fixed: Any) -> str:
     """Say how many parameters learn, and how many there are."""
     learn, rest = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trained, fixed))
-    return f"{learn / 1e6:,.2f} million parameters learn" + (
-        f", {rest / 1e6:,.2f} million stay" if rest else ""
-    )
+    stay = f", {rest / 1e6:,.2f} million stay" if rest else ""
+    return f"{learn / 1e6:,.2f} million parameters learn{stay}"

@@ -12,8 +12,7 @@ import maxattn as ma
 
 
 class Profiler:
-    """Record `profiler_steps` steps, after `skip_first_n_steps_for_profiler`, where
-    `enable_profiler` is set.
+    """Record the steps that `enable_profiler` and its companions ask for.
 
     Args:
         settings: the profiler's keys.
@@ -24,9 +23,8 @@ class Profiler:
     def __init__(self, settings: ma.AttentionConfig, folder: Path, first: int) -> None:
         self.folder = folder
         start = first + settings.skip_first_n_steps_for_profiler
-        self.steps = (
-            range(start, start + settings.profiler_steps) if settings.enable_profiler else range(0)
-        )
+        count = settings.profiler_steps if settings.enable_profiler else 0
+        self.steps = range(start, start + count)
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:

@@ -1,6 +1,4 @@
-"""Says how training goes: a bar where there is a terminal, a line now and then where there is
-none.
-"""
+"""Says how training goes: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -21,8 +19,7 @@ WINDOW = 50  # steps that loss and speed are averaged over
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Show steps, loss, tokens a second and, on a device whose peak is known, how much of it the
-    model uses.
+    """Show steps, loss, tokens a second and, where the device's peak is known, the MFU.
 
     Args:
         training: how many steps, and how often a line is printed.
@@ -37,18 +34,10 @@ class Progress(AbstractContextManager["Progress"]):
         self.steps, self.every, self.cost = training.steps, training.log_every, cost
         self.console = console or Console()
         self._times: deque[float] = deque(maxlen=WINDOW + 1)
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-        )
-        self._bar = Bar(
-            *columns,
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        facts = TextColumn("{task.fields[facts]}")
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), facts)
+        more: dict[str, Any] = {"console": self.console, "disable": not self.console.is_terminal}
+        self._bar = Bar(*columns, TimeRemainingColumn(), **more)
         self._task = self._bar.add_task("", total=self.steps, completed=first, facts="compiling")
 
     def __enter__(self) -> Self:

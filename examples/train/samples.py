@@ -1,7 +1,7 @@
 """Draws samples while a model is trained: of the first examples' texts, always from the same noise.
 
 Each time leaves two files in output_dir/samples: a picture, and the latents themselves, which a VAE
-can decode later. Latents of the digits are drawn as the digits; of others the picture shows every
+can decode later. Latents of the digits are drawn as digits; of others the picture shows every
 channel in grey, frame by frame.
 """
 
@@ -13,16 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from digits import pictures
-from generate.guidance import guided
+from common import hosts, ink, pictures
+from common.xla_options import xla_options
 from jaxtyping import Float
 from PIL import Image
 from samplers import sample
+from samplers.guidance import guided
 
 from maxattn import sharding
-from maxattn.tools.xla_options import xla_options
 
-from . import digit_latents, hosts
 from .state import Parts, Tree
 from .task import Examples, Task
 
@@ -47,11 +46,9 @@ class Samples:
         self.task, self.source, self.parts = task, source, parts
         self.sampling = task.settings.sampling
         self.count = min(self.sampling.count, len(source))
-        ways = sharding.ways("B", sharding.mesh_shape(mesh))
-        rows = -(-self.count // ways) * ways  # what fills up the devices is drawn and thrown away
-        examples = [source[i % self.count] for i in range(rows)]
-        given = {name: np.stack([one[name] for one in examples]) for name in source.shapes}
-        self.noise = _noise((rows, *given.pop("latents").shape[1:]), self.sampling.seed)
+        given = self._given(sharding.ways("B", sharding.mesh_shape(mesh)))
+        latents = given.pop("latents").shape
+        self.noise = _noise(latents, self.sampling.seed)
         self.told = self._with_empty(given) if self.guided else given
         self.schedule = task.sampler.schedule(self.sampling.num_inference_steps)
         options = xla_options(self.sampling.compiler_options, "sampling.compiler_options")
@@ -62,72 +59,78 @@ class Samples:
         """Whether the empty text is computed beside each text."""
         return self.sampling.guidance_scale != 1
 
+    def _given(self, ways: int) -> dict[str, np.ndarray]:
+        """Stack the first examples, as many as divide over the devices."""
+        rows = -(-self.count // ways) * ways  # what fills up the devices is drawn and thrown away
+        examples = [self.source[i % self.count] for i in range(rows)]
+        return {name: np.stack([one[name] for one in examples]) for name in self.source.shapes}
+
     def _with_empty(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Put the rows of the empty text before those of the texts."""
         empty = self.source.empty
-        without = {
-            name: np.broadcast_to(empty.get(name, x), x.shape).astype(x.dtype)
-            for name, x in given.items()
-        }
-        return {name: np.concatenate([without[name], x]) for name, x in given.items()}
+
+        def both(name: str, x: np.ndarray) -> np.ndarray:
+            without = np.broadcast_to(empty.get(name, x), x.shape).astype(x.dtype)
+            return np.concatenate([without, x])
+
+        return {name: both(name, x) for name, x in given.items()}
 
     def _sampled(self, trained: Tree, fixed: Tree, told: Any, noise: Any) -> jax.Array:
-        kind = self.task.drawing()
-        known = (kind.told(self.parts.model(trained, fixed), told),)
+        task = self.task.sampling_task()
+        known = (task.told(self.parts.model(trained, fixed), told),)
 
         def predict(x: jax.Array, t: jax.Array, what: Any) -> jax.Array:
-            # Put together anew: a module of an outer trace may not be used in that of the scan over
-            # steps.
-            return kind.predict(self.parts.model(trained, fixed), x, t, what)
+            # A module of an outer trace may not be used in that of the scan over steps, so the
+            # model is put together anew.
+            return task.predict(self.parts.model(trained, fixed), x, t, what)
 
         return sample(guided(predict, known, self.sampling.guidance_scale), noise, self.schedule)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
         """Draw with these parameters; return the picture."""
         drawn = hosts.whole(self._draw(trained, fixed, self.told, self.noise))[: self.count]
-        latents = np.moveaxis(drawn, -1, 1)
-        folder = Path(self.task.training.output_dir) / "samples"
-        path = folder / f"{step:07}.png"
+        path = Path(self.task.training.output_dir) / "samples" / f"{step:07}.png"
         if hosts.is_first():
-            folder.mkdir(parents=True, exist_ok=True)
-            _save(latents, path.with_suffix(".safetensors"), self.source)
-            videos = latents if latents.ndim == 5 else latents[:, :, None]
-            if self.source.kind == "digits":
-                labels = [f"example {i}" for i in range(self.count)]
-                pictures.contact_sheet(
-                    np.stack([digit_latents.decode(v) for v in videos]), labels, path
-                )
-            else:
-                Image.fromarray(channels(videos)).save(path)
+            self._write(np.moveaxis(drawn, -1, 1), path)
         return path
+
+    def _write(self, latents: np.ndarray, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(latents, path.with_suffix(".safetensors"), self.source)
+        videos = latents if latents.ndim == 5 else latents[:, :, None]
+        if self.source.kind == "digits":
+            labels = [f"example {i}" for i in range(self.count)]
+            pictures.contact_sheet(np.stack([ink.from_latents(v) for v in videos]), labels, path)
+        else:
+            Image.fromarray(channels(videos)).save(path)
 
 
 def channels(videos: Latents) -> np.ndarray:
-    """Lay latents out in grey: a row for each video, in it a few frames, in each of them every
-    channel.
+    """Lay latents out in grey: a row a video, in it some frames, in each of them every channel.
 
     Black to white is three standard deviations of a channel of all the videos, either way.
     """
     _, count, frames, *_ = videos.shape
     across = next(n for n in range(int(count**0.5), 0, -1) if count % n == 0)
     chosen = np.unique(np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int))
-    spread = videos.std(axis=(0, 2, 3, 4), keepdims=True) + 1e-6
-    grey = np.clip(
-        127.5 + 42.5 * (videos - videos.mean(axis=(0, 2, 3, 4), keepdims=True)) / spread, 0, 255
-    )
     rows = []
-    for video in grey.astype(np.uint8):
-        frames_of_it = [_tiled(video[:, frame], across) for frame in chosen]
-        rows.append(np.concatenate([_framed(frame) for frame in frames_of_it], axis=1))
+    for video in _grey(videos):
+        tiles = [_framed(_tiled(video[:, frame], across)) for frame in chosen]
+        rows.append(np.concatenate(tiles, axis=1))
     return np.concatenate(rows)
+
+
+def _grey(videos: Latents) -> np.ndarray:
+    """Scale each channel to 0..255."""
+    mean, spread = (f(axis=(0, 2, 3, 4), keepdims=True) for f in (videos.mean, videos.std))
+    return np.clip(127.5 + 42.5 * (videos - mean) / (spread + 1e-6), 0, 255).astype(np.uint8)
 
 
 def _tiled(image: np.ndarray, across: int) -> np.ndarray:
     """Lay the channels of an image out beside and below each other."""
     c, h, w = image.shape
-    return (
-        image.reshape(c // across, across, h, w).swapaxes(1, 2).reshape(c // across * h, across * w)
-    )
+    tiles = image.reshape(c // across, across, h, w).swapaxes(1, 2)
+    return tiles.reshape(c // across * h, across * w)
 
 
 def _framed(image: np.ndarray) -> np.ndarray:

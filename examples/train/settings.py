@@ -1,23 +1,15 @@
-"""The settings that every training run has, whatever it trains: data, optimizer, LoRA, what is kept
-and shown.
-"""
+"""The settings of every training run: data, optimizer, LoRA, what is kept and shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from common.settings import Count, NotNegative, Positive, Share, Whole
 
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError
 
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Lt(1)]
-Dtype = Literal["float32", "bfloat16", "float16"]
 Target = Literal["to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj"]
 
 
@@ -36,8 +28,7 @@ class TrainingSettings(Section):
     batch_size: Count = 1
     """Examples an update, over all devices."""
     gradient_accumulation_steps: Count = 1
-    """Parts that a batch is learned from one after the other, so that a smaller one is in memory.
-    """
+    """Parts that a batch is learned from in turn, so that only a part is in memory."""
     learning_rate: Positive = 1e-5
     """Its peak, reached after the warm-up."""
     learning_rate_schedule: Literal["constant", "cosine"] = "constant"
@@ -51,17 +42,13 @@ class TrainingSettings(Section):
     adam_b2: Share = 0.999
     """Memory of their squares' mean."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the gradients' mean. The mean of their squares is float32: bfloat16 would lose its small
-    moves.
-    """
+    """Of the gradients' mean. Their squares' is float32: bfloat16 would lose its small moves."""
     max_grad_norm: NotNegative = 1.0
     """Gradients together longer than this are shortened to it; 0 never."""
     ema_decay: Share = 0.0
-    """Memory of averaged parameters, which are then the ones that draw and are exported; 0 keeps
-    none.
-    """
+    """Memory of averaged parameters, which then draw and are exported; 0 keeps none."""
     condition_dropout: Share = 0.1
-    """Share of examples whose text is replaced by the empty one, for guidance to lean against."""
+    """Share of examples whose text is replaced by the empty one, which guidance needs."""
     lora_rank: Whole = 0
     """Train low-rank changes of attention's projections alone; 0 trains every parameter."""
     lora_alpha: Positive | None = None
@@ -73,9 +60,7 @@ class TrainingSettings(Section):
     keep_checkpoints: Count = 2
     """How many of the last ones stay."""
     log_every: Count = 10
-    """Steps between TensorBoard's points, and between lines where there is no terminal to draw a
-    bar on.
-    """
+    """Steps between TensorBoard's points, and between lines where there is no terminal."""
     picture_every: Whole = 0
     """Steps between pictures of samples; 0 draws none."""
     tensorboard: bool = True
@@ -85,8 +70,7 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of new parameters, order of examples, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes the checkpoints of output_dir and starts again.
-    """
+    """Go on from the last checkpoint; false deletes those of output_dir and starts again."""
     compiler_options: tuple[str, ...] = ()
     """Of XLA, for the step: NAME=VALUE, the names as in XLA_FLAGS."""
     output_dir: str = "out/train"
@@ -101,11 +85,11 @@ class TrainingSettings(Section):
             rule = f"the parts of a batch of {batch} are equal"
             yield ConfigError("gradient_accumulation_steps", parts, rule, f"use one of {divisors}")
         if values["lora_rank"] and not values["lora_targets"]:
-            yield ConfigError(
-                "lora_targets", "[]", "LoRA changes at least one projection", "write [to_q, to_v]"
+            rule = "LoRA changes at least one projection"
+            yield ConfigError("lora_targets", "[]", rule, "write [to_q, to_v]")
+        if (alpha := values["lora_alpha"]) is not None and not values["lora_rank"]:
+            rule, remedy = (
+                "it scales LoRA, and lora_rank is 0",
+                "set training.lora_rank, or remove it",
             )
-        if values["lora_alpha"] is not None and not values["lora_rank"]:
-            remedy = "set training.lora_rank, or remove it"
-            yield ConfigError(
-                "lora_alpha", values["lora_alpha"], "it scales LoRA, and lora_rank is 0", remedy
-            )
+            yield ConfigError("lora_alpha", alpha, rule, remedy)

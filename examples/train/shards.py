@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from common.shapes import Shapes
 
 from maxattn.config.errors import ConfigErrors
 from maxattn.errors import ConfigError
@@ -41,55 +43,53 @@ def write(
 
     folder = Path(folder)
     if folder.exists():
-        raise ConfigErrors(
-            [ConfigError("folder", folder, "it is made anew", "name another, or remove it")]
-        )
-    beside = folder.with_name(f"{folder.name}.partial")
-    beside.mkdir(parents=True, exist_ok=True)
-    for left_over in beside.iterdir():
-        left_over.unlink()
+        remedy = "name another, or remove it"
+        raise ConfigErrors([ConfigError("folder", folder, "it is made anew", remedy)])
+    partial = _empty_folder(folder.with_name(f"{folder.name}.partial"))
     metadata = {"model": model, "scaled": "true", "source": source}
     for number, shard in enumerate(_shards(batches, per_shard)):
-        save_file(shard, beside / f"latents-{number:05}.safetensors", metadata=metadata)
+        save_file(shard, partial / f"latents-{number:05}.safetensors", metadata=metadata)
     if empty:
-        save_file(dict(empty), beside / EMPTY, metadata=metadata)
-    LatentFolder(str(beside)).empty  # noqa: B018  (refuses what a run would refuse)
-    beside.replace(folder)
+        save_file(dict(empty), partial / EMPTY, metadata=metadata)
+    _ = LatentFolder(str(partial)).empty  # refuses what a run would refuse
+    partial.replace(folder)
     return LatentFolder(str(folder))
 
 
-def _shards(batches: Iterable[Batch], per_shard: int) -> Iterable[dict[str, np.ndarray]]:
+def _empty_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.iterdir():
+        left_over.unlink()
+    return folder
+
+
+def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.ndarray]]:
     """Cut and join batches into shards of one size, the last one smaller."""
-    held: dict[str, list[np.ndarray]] = {}
-    count = 0
-    first: dict[str, tuple[int, ...]] | None = None
+    examples = _examples(batches)
+    while some := list(islice(examples, per_shard)):
+        yield {name: np.stack([one[name] for one in some]) for name in some[0]}
+
+
+def _examples(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the examples of batches, one at a time, without the batch axis."""
+    first: Shapes = {}
     for batch in batches:
-        rows, form = (
-            len(next(iter(batch.values()))),
-            {name: array.shape[1:] for name, array in batch.items()},
-        )
-        first = first or form
-        if form != first or any(len(array) != rows for array in batch.values()):
-            shapes = ", ".join(
-                f"{name} {list(array.shape)}" for name, array in sorted(batch.items())
-            )
-            rule = (
-                "all examples have the same arrays, and in a file each array has a row for each"
-                " example"
-            )
-            said = ", ".join(
-                f"{name} [rows, {', '.join(map(str, shape))}]"
-                for name, shape in sorted(first.items())
-            )
-            raise ConfigErrors(
-                [ConfigError("examples", shapes, rule, f"give them as the first ones are: {said}")]
-            )
-        for start in range(rows):
-            for name, array in batch.items():
-                held.setdefault(name, []).append(array[start])
-            count += 1
-            if count == per_shard:
-                yield {name: np.stack(arrays) for name, arrays in held.items()}
-                held, count = {}, 0
-    if count:
-        yield {name: np.stack(arrays) for name, arrays in held.items()}
+        first = first or _shapes(batch)
+        rows = len(next(iter(batch.values())))
+        if _shapes(batch) != first or any(len(array) != rows for array in batch.values()):
+            raise ConfigErrors([_unlike(batch, first)])
+        for row in range(rows):
+            yield {name: array[row] for name, array in batch.items()}
+
+
+def _shapes(batch: Batch) -> Shapes:
+    return {name: array.shape[1:] for name, array in batch.items()}
+
+
+def _unlike(batch: Batch, first: Shapes) -> ConfigError:
+    """Say how the shapes of a batch differ from those of the first one."""
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(batch.items()))
+    forms = (f"{name} [rows, {', '.join(map(str, s))}]" for name, s in sorted(first.items()))
+    rule = "all examples have the same arrays, and in a file each array has a row for each example"
+    remedy = f"give them as the first ones are: {', '.join(forms)}"
+    return ConfigError("examples", shapes, rule, remedy)

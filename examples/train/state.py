@@ -1,5 +1,4 @@
-"""What is learned, taken apart: parameters that change, their average, the optimizer's state, and
-all that stays.
+"""What is learned, taken apart: trained parameters, their average, the optimizer's state, the rest.
 
 Between steps everything is nested dicts of arrays, each where the mesh wants it; the module is put
 together inside a step. A checkpoint holds a `State` whole and nothing else of the model: with LoRA,
@@ -83,17 +82,22 @@ class Parts:
         if mesh is None:
             here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             return jax.tree.map(lambda x: _placed(x, here), shapes)
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        places = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
-        of_parameters = optax.tree_utils.tree_map_params(
+        return jax.tree.map(_placed, shapes, self._shardings(shapes, optimizer, mesh))
+
+    def _shardings(
+        self, shapes: State, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    ) -> State:
+        """Say where each array of a state lies: moments lie where their parameters do."""
+        whole: Any = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        trained = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
+        moments = optax.tree_utils.tree_map_params(
             optimizer,
-            lambda _, place: place,
+            lambda _, sharding: sharding,
             shapes.optimizer,
-            places,
+            trained,
             transform_non_params=lambda _: whole,
         )
-        where: Any = (whole, places, places if averaged else {}, of_parameters)
-        return jax.tree.map(_placed, shapes, State(*where))
+        return State(whole, trained, trained if shapes.average else {}, moments)
 
 
 def split(model: nnx.Module, lora_rank: int) -> tuple[Tree, Tree]:
@@ -110,26 +114,24 @@ def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -
         optimizer: of the run.
         form: from `Parts.form`.
     """
-    # Committed to their places: the first step would else be compiled for arrays that later ones
-    # are not.
-    trained = jax.device_put(trained, places(form.trained))
-    moments = jax.jit(optimizer.init, out_shardings=places(form.optimizer))(trained)
-    # Copies: a donated array must not be in two places.
+    # Committed to their devices, as the arrays of later steps are: else the first step would be
+    # compiled apart from the others.
+    trained = jax.device_put(trained, shardings(form.trained))
+    moments = jax.jit(optimizer.init, out_shardings=shardings(form.optimizer))(trained)
+    # Copies: a donated array must not be in the state twice.
     average = jax.tree.map(jnp.copy, trained) if form.average else {}
-    return State(
-        jax.device_put(jnp.zeros((), jnp.int32), form.step.sharding), trained, average, moments
-    )
+    step = jax.device_put(jnp.zeros((), jnp.int32), form.step.sharding)
+    return State(step, trained, average, moments)
 
 
-def places(form: Any) -> Any:
+def shardings(form: Any) -> Any:
     """Return the shardings of a tree of arrays or their shapes."""
     return jax.tree.map(lambda x: x.sharding, form)
 
 
 def _first(trained: Tree, optimizer: optax.GradientTransformation, averaged: bool) -> State:
-    return State(
-        jnp.zeros((), jnp.int32), trained, trained if averaged else {}, optimizer.init(trained)
-    )
+    average = trained if averaged else {}
+    return State(jnp.zeros((), jnp.int32), trained, average, optimizer.init(trained))
 
 
 def _kind(lora_rank: int) -> type[nnx.Variable]:
@@ -140,8 +142,8 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _placed(x: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+def _placed(x: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def _filled(form: nnx.State, tree: Tree) -> nnx.State:
@@ -159,8 +161,7 @@ def abstract(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
 
 
 def build(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
-    """Build the model with the weights it starts from, on the mesh, LoRA added where it is asked
-    for.
+    """Build the model with the weights it starts from, on the mesh, with LoRA if it is asked for.
 
     Weights of a folder go straight to their devices; random ones are made there.
     """

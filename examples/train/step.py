@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from common.xla_options import xla_options
 from jaxtyping import Array, Float
-
-from maxattn.tools.xla_options import xla_options
 
 from .optimizer import optimizer
 from .state import Parts, State, Tree
@@ -36,22 +35,27 @@ class Step:
         parts: how the model is put together.
         fixed: its arrays that do not change.
         empty: the conditions of the empty text.
-        places: shardings of the state.
+        shardings: of the state.
 
     Raises:
         ConfigError: the compiler knows no such option.
     """
 
-    def __init__(self, task: Task, parts: Parts, fixed: Tree, empty: Arrays, places: Any) -> None:
+    def __init__(
+        self, task: Task, parts: Parts, fixed: Tree, empty: Arrays, shardings: Any
+    ) -> None:
         self.task, self.parts, self.fixed, self.empty = task, parts, fixed, empty
         self.training = task.training
         self.optimizer = optimizer(self.training)
-        # Left to the compiler, a small parameter may come back elsewhere, and the next step would
-        # compile anew.
-        options = xla_options(self.training.compiler_options, "training.compiler_options")
-        self._run = jax.jit(
-            self._step, donate_argnums=0, out_shardings=(places, None), compiler_options=options
-        )
+        how: dict[str, Any] = {
+            # Left to the compiler, a small parameter may come back with another sharding, and the
+            # next step would compile anew.
+            "out_shardings": (shardings, None),
+            "compiler_options": xla_options(
+                self.training.compiler_options, "training.compiler_options"
+            ),
+        }
+        self._run = jax.jit(self._step, donate_argnums=0, **how)
 
     def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
         """Return the state after one step; the one before is gone."""
@@ -66,20 +70,18 @@ class Step:
         # Young averages forget faster, or they would remember where training began.
         decay = jnp.minimum(self.training.ema_decay, (1.0 + state.step) / (10.0 + state.step))
         average = followed(state.average, trained, decay) if state.average else {}
-        return State(state.step + 1, trained, average, moments), Facts(
-            loss, optax.global_norm(gradient)
-        )
+        facts = Facts(loss, optax.global_norm(gradient))
+        return State(state.step + 1, trained, average, moments), facts
 
     def gradients(
         self, trained: Tree, fixed: Tree, examples: Arrays
     ) -> tuple[Float[Array, ""], Tree]:
-        """Return the loss over all examples and its gradients, computed over one part after the
-        other.
-        """
-        of_some = jax.value_and_grad(
-            lambda t, some: self.task.loss(self.parts.model(t, fixed), some)
-        )
-        count = self.training.gradient_accumulation_steps
+        """Return the loss over all examples and its gradients, computed part after part."""
+
+        def loss(trained: Tree, some: Arrays) -> Float[Array, ""]:
+            return self.task.loss(self.parts.model(trained, fixed), some)
+
+        of_some, count = jax.value_and_grad(loss), self.training.gradient_accumulation_steps
         if count == 1:
             return of_some(trained, examples)
 
@@ -100,9 +102,9 @@ def parts_of(examples: Arrays, count: int) -> Arrays:
 
 
 def followed(average: Tree, trained: Tree, decay: Float[Array, ""]) -> Tree:
-    """Move an average of parameters towards the parameters: decay * average + (1 - decay) *
-    parameters.
-    """
-    return jax.tree.map(
-        lambda a, b: (decay * a + (1.0 - decay) * b).astype(a.dtype), average, trained
-    )
+    """Compute decay * average + (1 - decay) * trained."""
+
+    def moved(a: Array, b: Array) -> Array:
+        return (decay * a + (1.0 - decay) * b).astype(a.dtype)
+
+    return jax.tree.map(moved, average, trained)

@@ -1,16 +1,15 @@
-"""What a model brings to the loop: how it is built, what it learns from a batch, and what a step
-costs.
-"""
+"""What a model brings to the loop: how it is built, what it learns, and what a step costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.shapes import Shapes
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -21,7 +20,6 @@ from .data import Source
 from .settings import TrainingSettings
 
 Arrays = dict[str, Array]
-Shapes = Mapping[str, tuple[int, ...]]  # of the arrays of one example, by their names
 
 
 class Fixed(NamedTuple):
@@ -63,9 +61,7 @@ class Examples(Source, Protocol):
 
 
 class Task(Protocol):
-    """Say what is trained. A batch is a dict of arrays by the names that latents.py lists, batch
-    first.
-    """
+    """Say what is trained. A batch is a dict of arrays, named as in latents.py, batch first."""
 
     @property
     def settings(self) -> Any:
@@ -98,22 +94,16 @@ class Task(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Where the weights are that training begins from, in diffusers' format; None: random
-        ones.
-        """
+        """The folder of weights, in diffusers' format, that training begins from; None: random."""
         ...
 
     @property
     def sampler(self) -> Any:
-        """What samples are drawn with, a `samplers.read.Sampler`; None where none are drawn or
-        exported.
-        """
+        """The `samplers.read.Sampler` of samples; None where none are drawn or exported."""
         ...
 
-    def drawing(self) -> Any:
-        """Say how the model is called in sampling: `told(model, arrays)` and `predict(model, x, t,
-        told)`.
-        """
+    def sampling_task(self) -> Any:
+        """Return what calls the model in sampling, by `told(model, arrays)` and `predict(...)`."""
         ...
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
@@ -121,12 +111,10 @@ class Task(Protocol):
         ...
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Put weights into a model without arrays; False where there are none, and it starts from
-        random ones.
-        """
+        """Put weights into a model without arrays; False where there are none to begin from."""
         ...
 
-    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield one error for each array of the data that the model cannot take, or lacks."""
         ...
 

@@ -1,3 +1,1 @@
-"""Wan 2.1: the video transformer at its real sizes, with maxattn inside. Text- and
-image-to-video.
-"""
+"""Wan 2.1: the text- and image-to-video transformer at its real sizes, with maxattn inside."""

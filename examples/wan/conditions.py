@@ -1,6 +1,4 @@
-"""What the video is made of: time, text and, for image-to-video, an image, each as states of the
-model's width.
-"""
+"""The conditions of a video (time, text, and an image) as states of the model's width."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from common.layers import Embedding, FeedForward, norm32, sinusoids
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .layers import Embedding, FeedForward, norm32, sinusoids
 from .sizes import Sizes
 
 
@@ -38,7 +36,7 @@ class Conditions(nnx.Module):
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
-        dim = sizes.dim
+        dim, image = sizes.dim, sizes.image_dim
         self.freq_dim, self.dtype = sizes.freq_dim, how.get("dtype", jnp.float32)
         # bfloat16 has too few digits for the sinusoids of 1000 times, and TPUs multiply in it
         # unless they are told.
@@ -46,19 +44,14 @@ class Conditions(nnx.Module):
         self.time_embedder = Embedding(sizes.freq_dim, dim, gelu=False, rngs=rngs, **exact)
         self.time_proj = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
         self.text_embedder = Embedding(sizes.text_dim, dim, gelu=True, rngs=rngs, **how)
-        self.image_embedder = nnx.data(
-            None if sizes.image_dim is None else ImageEmbedding(sizes, rngs=rngs, **how)
-        )
+        embedder = None if image is None else ImageEmbedding(sizes, rngs=rngs, **how)
+        self.image_embedder = nnx.data(embedder)
 
     def time(self, t: Float[Array, " B"]) -> Time:
         """Embed times, 0 to 1000."""
         e = self.time_embedder(sinusoids(t, self.freq_dim)).astype(self.dtype)
-        return Time(
-            e,
-            rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6).astype(
-                jnp.float32
-            ),
-        )
+        modulation = rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6)
+        return Time(e, modulation.astype(jnp.float32))
 
     def text(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
         """Embed the states of a text encoder."""
@@ -66,6 +59,7 @@ class Conditions(nnx.Module):
 
     def image(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
         """Embed the states of an image encoder; of two images, when positions are learned."""
+        assert self.image_embedder is not None, "the model checks that it takes an image"
         return self.image_embedder(states)
 
 
@@ -78,14 +72,11 @@ class ImageEmbedding(nnx.Module):
         self.ff = FeedForward(width, width, sizes.dim, approximate=False, rngs=rngs, **how)
         self.norm2 = norm32(sizes.dim, 1e-5, True, rngs)
         tokens = sizes.pos_embed_seq_len
-        self.pos_embed = nnx.data(
-            None if tokens is None else nnx.Param(jnp.zeros((1, tokens, width)))
-        )
+        positions = None if tokens is None else nnx.Param(jnp.zeros((1, tokens, width)))
+        self.pos_embed = nnx.data(positions)
 
     def __call__(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
-        """Embed the image's states; with learned positions, two images of an example lie one after
-        the other in B.
-        """
+        """Embed the image's states; with learned positions, B holds two images of each example."""
         x = states
         if self.pos_embed is not None:
             # [2 B, S, C] -> [B, 2 S, C]

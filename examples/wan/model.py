@@ -1,5 +1,4 @@
-"""Wan 2.1's transformer: a noisy latent video, its time, a text (and an image) in, the velocity
-out.
+"""Wan 2.1's transformer: from a noisy latent video, its time, a text (and an image) to a velocity.
 
     e = time;  c = text;  x = patches of the latents
     in each block:    (shift1, scale1, gate1, shift2, scale2, gate2) = table + modulation(e)
@@ -8,19 +7,22 @@ out.
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
-The blocks are stacked along an axis and scanned: they compile once, however many there are. Axes: B
-batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows, columns,
-channels of the latents.
+The blocks are stacked along an axis and scanned: they compile once, however many there are.
+
+Axes: B batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows,
+columns, channels of the latents.
 
 Source: Wan 2.1, https://arxiv.org/abs/2503.20314; parameter names are those of diffusers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from common.layers import FeedForward, gated, modulated, norm32
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -31,39 +33,24 @@ from maxattn.errors import InputError
 from maxattn.modules import KV
 
 from .conditions import Conditions
-from .layers import FeedForward, gated, modulated, norm32
 from .sizes import Sizes
 
+Config = ma.AttentionConfig | None
 Latents = Float[Array, "B F H W C"]
 Tokens = Float[Array, "B T D"]
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to text and image, and a feed-forward layer, modulated by the
-    time.
-    """
+    """Self-attention, cross-attention to text and image, feed-forward, modulated by the time."""
 
     def __init__(
-        self,
-        sizes: Sizes,
-        config: ma.AttentionConfig | None,
-        mesh: Any,
-        *,
-        rngs: nnx.Rngs,
-        **how: Any,
+        self, sizes: Sizes, config: Config, mesh: Any, *, rngs: nnx.Rngs, **how: Any
     ) -> None:
         dim = sizes.dim
-        attention: dict[str, Any] = {
-            "heads": sizes.num_attention_heads,
-            "dim_head": sizes.attention_head_dim,
-            "bias": True,
-            "eps": sizes.eps,
-            "qk_norm": "rms_norm_across_heads",
-            "config": config,
-            "mesh": mesh,
-            "rngs": rngs,
-            **how,
-        }
+        heads = {"heads": sizes.num_attention_heads, "dim_head": sizes.attention_head_dim}
+        norm = {"eps": sizes.eps, "qk_norm": "rms_norm_across_heads", "bias": True}
+        where = {"config": config, "mesh": mesh, "rngs": rngs}
+        attention: dict[str, Any] = {**heads, **norm, **where, **how}
         self.mesh = mesh
         self.norm1 = norm32(dim, sizes.eps, False, rngs)
         self.attn1 = ma.FlaxAttention(dim, **attention)
@@ -84,9 +71,8 @@ class Block(nnx.Module):
             rotary: positions of the tokens.
             kv: keys and values of text and image, from `attn2.compute_kv`.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(
-            self.scale_shift_table[...] + modulation, 6, axis=1
-        )
+        table = self.scale_shift_table[...] + modulation
+        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(table, 6, axis=1)
         x = gated(x, self.attn1(modulated(x, self.norm1, scale1, shift1), rotary_emb=rotary), gate1)
         x = x + self.attn2(self.norm2(x).astype(x.dtype), kv=kv)
         x = gated(x, self.ffn(modulated(x, self.norm3, scale2, shift2)), gate2)
@@ -108,14 +94,13 @@ class WanTransformer3D(nnx.Module):
     """
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("blocks",)
-    diffusers_ignored: ClassVar[tuple[str, ...]] = (
-        "norm_added_q",
-    )  # in real files, and read by nobody
+    # In real files, and read by nobody.
+    diffusers_ignored: ClassVar[tuple[str, ...]] = ("norm_added_q",)
 
     def __init__(
         self,
         sizes: Sizes,
-        config: ma.AttentionConfig | None = None,
+        config: Config = None,
         mesh: jax.sharding.Mesh | None = None,
         *,
         dtype: Any = jnp.float32,
@@ -124,15 +109,9 @@ class WanTransformer3D(nnx.Module):
     ) -> None:
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         self.sizes, self.config, self.mesh, self.dtype = sizes, config, mesh, dtype
-        self.patch_embedding = nnx.Conv(
-            sizes.in_channels,
-            sizes.dim,
-            sizes.patch_size,
-            sizes.patch_size,
-            padding="VALID",
-            rngs=rngs,
-            **how,
-        )
+        patch = sizes.patch_size
+        patches: dict[str, Any] = {"strides": patch, "padding": "VALID", "rngs": rngs, **how}
+        self.patch_embedding = nnx.Conv(sizes.in_channels, sizes.dim, patch, **patches)
         self.condition_embedder = Conditions(sizes, rngs=rngs, **how)
         keys = jax.random.split(rngs.params(), sizes.num_layers)
         # The layer axis comes before the axes that a parameter's own metadata name.
@@ -142,17 +121,14 @@ class WanTransformer3D(nnx.Module):
         )
         self.blocks: Block = stacked(keys)
         self.norm_out = norm32(sizes.dim, sizes.eps, False, rngs)
-        numbers = (
-            sizes.out_channels * sizes.patch_size[0] * sizes.patch_size[1] * sizes.patch_size[2]
-        )
+        numbers = sizes.out_channels * math.prod(patch)
         self.proj_out = nnx.Linear(sizes.dim, numbers, rngs=rngs, **how)
         self.scale_shift_table = table(2, sizes.dim, rngs)
 
     def encode(
         self, text: Float[Array, "B S C"], image: Float[Array, "B S2 C2"] | None = None
     ) -> KV:
-        """Compute the keys and values of a text (and image) for every block: once, not once a
-        denoising step.
+        """Compute the keys and values of a text (and image) for every block, once for all steps.
 
         Args:
             text: states of the text encoder, [B, S, text_dim].
@@ -164,9 +140,8 @@ class WanTransformer3D(nnx.Module):
         self._check_image(image)
         c = self.condition_embedder.text(text.astype(self.dtype))
         i = None if image is None else self.condition_embedder.image(image.astype(self.dtype))
-        return nnx.scan(lambda block: block.attn2.compute_kv(c, i), in_axes=0, out_axes=0)(
-            self.blocks
-        )
+        every = nnx.scan(lambda block: block.attn2.compute_kv(c, i), in_axes=0, out_axes=0)
+        return every(self.blocks)
 
     def __call__(
         self,
@@ -184,14 +159,7 @@ class WanTransformer3D(nnx.Module):
             text, image: as for `encode`; or else
             kv: what `encode` gave.
         """
-        if (text is None) == (kv is None):
-            said = "None, and no kv" if text is None else "given, and kv too"
-            raise InputError(
-                "text",
-                said,
-                "the model takes exactly one of text and kv",
-                "pass text, or kv=encode(text)",
-            )
+        _check_text(text, kv)
         grid = self._grid(latents)
         kv = self.encode(text, image) if text is not None else kv
         rotary = ma.rope_3d(self.sizes.attention_head_dim, *grid, theta=self.sizes.rope_theta)
@@ -207,45 +175,42 @@ class WanTransformer3D(nnx.Module):
         return self._head(step(x, self.blocks, kv), time.embedding, grid)
 
     def _head(self, x: Tokens, e: Float[Array, "B D"], grid: tuple[int, int, int]) -> Latents:
-        shift, scale = jnp.split(
-            self.scale_shift_table[...] + e.astype(jnp.float32)[:, None], 2, axis=1
-        )
+        table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, None]
+        shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(modulated(x, self.norm_out, scale, shift))
-        places = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
-        return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **places)
+        counts = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
+        return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **counts)
 
     def _grid(self, latents: Latents) -> tuple[int, int, int]:
         """Count the tokens along frames, rows and columns."""
-        _, *sides, channels = latents.shape
-        if channels != self.sizes.in_channels:
-            rule = (
-                f"the model takes {self.sizes.in_channels} channels, in the last axis of [B, F, H,"
-                " W, C]"
-            )
-            raise InputError(
-                "latents", f"shape {tuple(latents.shape)}", rule, "move the channels to the end"
-            )
-        if any(side % patch for side, patch in zip(sides, self.sizes.patch_size, strict=True)):
-            rule = f"frames, rows and columns divide by the patch {self.sizes.patch_size}"
-            raise InputError(
-                "latents", f"shape {tuple(latents.shape)}", rule, "crop or pad the video"
-            )
-        frames, rows, columns = (
-            side // patch for side, patch in zip(sides, self.sizes.patch_size, strict=True)
-        )
+        (_, *sides, channels), sizes = latents.shape, self.sizes
+        value = f"shape {tuple(latents.shape)}"
+        if channels != sizes.in_channels:
+            axes = "in the last axis of [B, F, H, W, C]"
+            rule = f"the model takes {sizes.in_channels} channels, {axes}"
+            raise InputError("latents", value, rule, "move the channels to the end")
+        pairs = list(zip(sides, sizes.patch_size, strict=True))
+        if any(side % patch for side, patch in pairs):
+            rule = f"frames, rows and columns divide by the patch {sizes.patch_size}"
+            raise InputError("latents", value, rule, "crop or pad the video")
+        frames, rows, columns = (side // patch for side, patch in pairs)
         return frames, rows, columns
 
     def _check_image(self, image: Any) -> None:
-        if (image is None) != (self.sizes.image_dim is None):
-            said = "None" if image is None else f"shape {tuple(image.shape)}"
-            kind = "text-to-video" if self.sizes.image_dim is None else "image-to-video"
-            rule = f"this is a model for {kind} (image_dim={self.sizes.image_dim})"
-            raise InputError(
-                "image",
-                said,
-                rule,
-                "pass no image" if image is not None else "pass the image's states",
-            )
+        if (image is None) == (self.sizes.image_dim is None):
+            return
+        value = "None" if image is None else f"shape {tuple(image.shape)}"
+        kind = "text-to-video" if self.sizes.image_dim is None else "image-to-video"
+        rule = f"this is a model for {kind} (image_dim={self.sizes.image_dim})"
+        remedy = "pass no image" if image is not None else "pass the image's states"
+        raise InputError("image", value, rule, remedy)
+
+
+def _check_text(text: Any, kv: Any) -> None:
+    if (text is None) == (kv is None):
+        value = "None, and no kv" if text is None else "given, and kv too"
+        rule = "the model takes exactly one of text and kv"
+        raise InputError("text", value, rule, "pass text, or kv=encode(text)")
 
 
 def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:

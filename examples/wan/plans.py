@@ -16,9 +16,8 @@ from .sizes import Sizes
 
 def tokens(sizes: Sizes, latents: tuple[int, ...]) -> int:
     """Count the patches of a video's latents, [C, F, h, w]."""
-    return math.prod(
-        side // patch for side, patch in zip(latents[1:], sizes.patch_size, strict=True)
-    )
+    sides = zip(latents[1:], sizes.patch_size, strict=True)
+    return math.prod(side // patch for side, patch in sides)
 
 
 def plans(
@@ -39,19 +38,14 @@ def plans(
         lengths: tokens of "text", and of "image" where there is one.
         mesh: that it runs on.
     """
-    heads, dtype = (
-        (sizes.num_attention_heads, sizes.attention_head_dim),
-        jnp.dtype(settings.model.dtype),
-    )
+    heads = (sizes.num_attention_heads, sizes.attention_head_dim)
 
     def states(length: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, length, *heads), dtype)
+        return jax.ShapeDtypeStruct((batch, length, *heads), jnp.dtype(settings.model.dtype))
 
     video = states(tokens(sizes, latents))
-    calls = {
-        "self": ma.Call.of(video, video),
-        "cross": ma.Call.of(video, states(lengths["text"]), role="cross"),
-    }
-    if "image" in lengths:
-        calls["image"] = ma.Call.of(video, states(lengths["image"]), role="cross")
+    calls = {"self": ma.Call.of(video, video)}
+    for role, name in (("cross", "text"), ("image", "image")):
+        if name in lengths:
+            calls[role] = ma.Call.of(video, states(lengths[name]), role="cross")
     return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}

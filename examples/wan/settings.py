@@ -1,20 +1,22 @@
-"""The settings of Wan 2.1: those of attention, and the sections `model`, `data`, `training` and
-`sampling`.
+"""The settings of Wan 2.1: those of attention, and four sections of its own.
 
 The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge
-from generate.settings import SamplingSettings as Drawing
+from common.settings import Count, Dtype, Positive
+from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
-from train.settings import Count, DataSettings, Dtype, Positive
-from train.settings import TrainingSettings as Common
+from train.settings import DataSettings
+from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
 from maxattn.config.section import Section
@@ -31,9 +33,7 @@ class ModelSettings(Section):
     sizes: Name | None = None
     """Known sizes; null takes those of the folder."""
     folder: str | None = None
-    """A folder in diffusers' format, a pipeline's or its transformer: sizes and weights. Null:
-    random weights.
-    """
+    """Sizes and weights in diffusers' format, a pipeline's or its transformer's; null: random."""
     dtype: Dtype = "bfloat16"
     """Of the computation; norms, modulation and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
@@ -42,9 +42,7 @@ class ModelSettings(Section):
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     num_attention_heads: Count | None = None
-    """This and the rest change one of the named sizes, for a model of one's own, trained from
-    nothing.
-    """
+    """This and the rest change one of the named sizes, for a new model without weights."""
     attention_head_dim: Annotated[int, Ge(6)] | None = None
     num_layers: Count | None = None
     ffn_dim: Count | None = None
@@ -63,32 +61,31 @@ class ModelSettings(Section):
     @property
     def asked(self) -> Sizes | None:
         """The sizes that are named here; None where only the folder says them."""
-        return (
-            None if self.sizes is None else Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
-        )
+        if self.sizes is None:
+            return None
+        return Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a model that nothing says the sizes of, and changes of what is not named."""
-        changed = {key: values[key] for key in OWN if values[key] is not None}
-        if values["sizes"] is None and values["folder"] is None:
+        """Refuse a model without sizes, and changes of sizes that are not named."""
+        if values["sizes"] is not None:
+            return
+        if values["folder"] is None:
             rule = "a name or a folder says how large the model is"
-            yield ConfigError(
-                "sizes", "null", rule, f"write one of {', '.join(SIZES)}, or give model.folder"
-            )
-        for key, value in changed.items() if values["sizes"] is None else ():
-            yield ConfigError(
-                key,
-                value,
+            remedy = f"write one of {', '.join(SIZES)}, or give model.folder"
+            yield ConfigError("sizes", "null", rule, remedy)
+        for key, value in ((key, values[key]) for key in OWN if values[key] is not None):
+            rule, remedy = (
                 "it changes a named size, and sizes is null",
                 "name the sizes, or remove it",
             )
+            yield ConfigError(key, value, rule, remedy)
 
 
 OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
 
 
-class TrainingSettings(Common):
+class TrainingSettings(CommonTraining):
     """Hold how the transformer learns: flow matching, at times drawn as said here."""
 
     timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
@@ -101,17 +98,13 @@ class TrainingSettings(Common):
     """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
 
 
-class SamplingSettings(Drawing):
+class SamplingSettings(CommonSampling):
     """Hold how videos are drawn."""
 
     sampler: Literal["unipc", "flow_euler"] | None = None
-    """UniPC, or Euler steps along the flow; null: what the folder's scheduler_config.json says,
-    UniPC without one.
-    """
+    """UniPC, or Euler steps; null: as the folder's scheduler_config.json says, else UniPC."""
     timestep_shift: Positive | None = None
-    """Above 1: smaller steps near the noise. 3 suits 480p, 5 720p; null: what the folder says, 3
-    without one.
-    """
+    """Above 1: smaller steps near the noise (480p: 3, 720p: 5); null: the folder's, else 3."""
     height: Count = 480
     """Rows of pixels."""
     width: Count = 832
@@ -121,14 +114,10 @@ class SamplingSettings(Drawing):
     fps: Count = 16
     """Frames a second, in the file."""
     text_tokens: Count = 512
-    """Tokens of a prompt; a shorter one is filled up with zeros, which the model has learned to
-    see.
-    """
+    """Tokens of a prompt; a shorter one is padded with zeros, as in the model's training."""
 
     def schedule(self, folder: str | None) -> Schedule:
-        """Make the numbers of the sampler, as a pipeline's folder, if there is one, and these
-        settings say.
-        """
+        """Compute the sampler's numbers, as these settings and a pipeline's folder say."""
         return self.sampler_of(folder).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None) -> Sampler:
@@ -137,9 +126,7 @@ class SamplingSettings(Drawing):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold everything: the keys of attention, and the sections `model`, `data`, `training` and
-    `sampling`.
-    """
+    """Hold the keys of attention, and the sections model, data, training and sampling."""
 
     model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
     """The transformer."""
@@ -149,3 +136,22 @@ class Settings(ma.AttentionConfig):
     """How it learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How videos are drawn."""
+
+
+def describes_wan(path: str, overrides: Sequence[str]) -> bool:
+    """Tell whether a file, with overrides, is for Wan 2.1: its model has `sizes` or a `folder`."""
+    try:
+        sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
+        keys = _keys(sections.get("model")) if isinstance(sections, dict) else set()
+        for key, value in (override.split("=", 1) for override in overrides if "=" in override):
+            if key.strip() == "model":
+                keys = _keys(yaml.safe_load(value))
+            keys.add("model.sizes" if key.strip() == "sizes" else key.strip())
+    # The class that reads the file and the overrides says what is wrong with them.
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return bool(keys & {"model.sizes", "model.folder"})
+
+
+def _keys(model: Any) -> set[str]:
+    return {f"model.{key}" for key in model} if isinstance(model, dict) else set()

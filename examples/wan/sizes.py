@@ -1,6 +1,4 @@
-"""Sizes of Wan 2.1's transformers, by name or from the `config.json` of a folder in diffusers'
-format.
-"""
+"""Sizes of Wan 2.1's transformers, by name or from a folder's `config.json`."""
 
 from __future__ import annotations
 
@@ -9,9 +7,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from generate.folder import absent
+from common.pipeline_folder import absent
 
 from maxattn.errors import WeightsError
+
+CLASS_NAME = "WanTransformer3DModel"
+# What diffusers' transformer could be beside Wan 2.1.
+NORMS = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,9 @@ class Sizes:
 
     def config(self) -> dict[str, Any]:
         """Return what diffusers keeps in `config.json` beside the weights."""
-        kind = {
-            "_class_name": "WanTransformer3DModel",
-            "qk_norm": "rms_norm_across_heads",
-            "cross_attn_norm": True,
-        }
-        own = vars(self) | {"patch_size": list(self.patch_size)}
-        return (
-            kind
-            | {key: value for key, value in own.items() if key != "rope_theta"}
-            | {"rope_max_seq_len": 1024}
-        )
+        own = {key: value for key, value in vars(self).items() if key != "rope_theta"}
+        own |= {"patch_size": list(self.patch_size), "rope_max_seq_len": 1024}
+        return {"_class_name": CLASS_NAME, **NORMS, **own}
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
@@ -79,31 +73,28 @@ class Sizes:
         """
         for problem in absent(folder):
             raise problem
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise WeightsError(
-                "config.json",
-                str(path),
-                "it says the sizes, and is not there",
-                "give the transformer's folder",
-            )
-        said: dict[str, Any] = json.loads(path.read_text())
-        if said.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
-            rule = "the folder holds a WanTransformer3DModel"
-            raise WeightsError(
-                "_class_name",
-                said["_class_name"],
-                rule,
-                "give the folder `transformer` of a Wan pipeline",
-            )
-        for key, only in (("qk_norm", "rms_norm_across_heads"), ("cross_attn_norm", True)):
-            if said.get(key, only) != only:
-                raise WeightsError(
-                    key, said[key], f"every Wan 2.1 model has {only}", "give the weights of one"
-                )
+        config = _read_config(Path(folder) / "config.json")
         known = {field.name for field in fields(cls)}
-        values = {key: value for key, value in said.items() if key in known}
-        return cls(**values | {"patch_size": tuple(said.get("patch_size", cls.patch_size))})
+        values = {key: value for key, value in config.items() if key in known}
+        return cls(**values | {"patch_size": tuple(config.get("patch_size", cls.patch_size))})
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        rule, remedy = "it says the sizes, and is not there", "give the transformer's folder"
+        raise WeightsError("config.json", str(path), rule, remedy)
+    config: dict[str, Any] = json.loads(path.read_text())
+    if (name := config.get("_class_name", CLASS_NAME)) != CLASS_NAME:
+        rule, remedy = (
+            f"the folder holds a {CLASS_NAME}",
+            "give the folder `transformer` of a Wan pipeline",
+        )
+        raise WeightsError("_class_name", name, rule, remedy)
+    for key, only in NORMS.items():
+        if config.get(key, only) != only:
+            rule = f"every Wan 2.1 model has {only}"
+            raise WeightsError(key, config[key], rule, "give the weights of one")
+    return config
 
 
 SIZES = {

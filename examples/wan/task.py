@@ -1,6 +1,4 @@
-"""What there is to learn for Wan 2.1: velocities of noisy latents, from a text and, for
-image-to-video, an image.
-"""
+"""What Wan 2.1 learns: velocities of noisy latents, from a text (and an image)."""
 
 from __future__ import annotations
 
@@ -11,14 +9,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from common.pipeline_folder import part_of
+from common.shapes import Form, Shapes
 from flax import nnx
-from generate.folder import part_of
 from jaxtyping import Array, Float
 from samplers.read import Sampler
 from train import flow
 from train.latent_task import LatentTask
-from train.task import Arrays, Shapes, replaced
-from train.wrong import unlike
+from train.shape_errors import shape_errors
+from train.task import Arrays, replaced
 
 import maxattn as ma
 from maxattn.config.errors import ConfigErrors
@@ -46,9 +45,7 @@ class WanTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> WanTask:
-        """Take the sizes from the settings, or from the model's folder; `sizes_of` says what it
-        raises.
-        """
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
         return cls(settings, sizes_of(settings.model))
 
     @property
@@ -56,11 +53,11 @@ class WanTask(LatentTask):
         """What videos are drawn with."""
         return self.settings.sampling.sampler_of(self.settings.model.folder)
 
-    def drawing(self) -> Any:
-        """Say how the transformer is called in sampling."""
-        from .drawing import WanDrawing  # pictures alone need it
+    def sampling_task(self) -> Any:
+        """Return what calls the transformer in sampling."""
+        from .sampling_task import WanSamplingTask  # pictures alone need it
 
-        return WanDrawing(self.settings, self.sizes, Path())
+        return WanSamplingTask(self.settings, self.sizes, Path())
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
@@ -68,19 +65,19 @@ class WanTask(LatentTask):
         how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
         return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
 
-    def wrong(self, shapes: Shapes) -> Iterable[ConfigError]:
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield what the transformer cannot take of the data."""
         sizes, (frames, rows, columns) = self.sizes, self.sizes.patch_size
-        expected: dict[str, tuple[Any, ...]] = {
+        expected: dict[str, Form] = {
             "latents": (sizes.out_channels, f"{frames} f", f"{rows} h", f"{columns} w"),
             "text": ("L", sizes.text_dim),
         }
         if sizes.image_dim is not None:
-            latents = shapes.get("latents", ("F", "h", "w"))
+            sides = shapes.get("latents", ("F", "h", "w"))[1:]
             expected["image"] = ("S", sizes.image_dim)
-            expected["condition"] = (sizes.in_channels - sizes.out_channels, *latents[1:])
+            expected["condition"] = (sizes.in_channels - sizes.out_channels, *sides)
         kind = "text-to-video" if sizes.image_dim is None else "image-to-video"
-        yield from unlike(shapes, expected, f"a model for {kind}")
+        return shape_errors(shapes, expected, f"a model for {kind}")
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some texts by the empty one."""
@@ -91,13 +88,7 @@ class WanTask(LatentTask):
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
         text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
-        return {
-            "mixed": drawn.mixed,
-            "times": drawn.times,
-            "velocity": drawn.velocity,
-            "text": text,
-            **more,
-        }
+        return {**drawn._asdict(), "text": text, **more}
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
         """Return the mean square of what the predicted velocity is off."""
@@ -110,9 +101,8 @@ class WanTask(LatentTask):
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
         lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
-        return plans(
-            self.settings, self.sizes, self.examples_at_once, shapes["latents"], lengths, mesh
-        )
+        batch, latents = self.examples_at_once, shapes["latents"]
+        return plans(self.settings, self.sizes, batch, latents, lengths, mesh)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
@@ -120,13 +110,12 @@ class WanTask(LatentTask):
 
 
 def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
-    """Move the channels behind the places."""
+    """Move the channels from the second axis to the last."""
     return jnp.moveaxis(x, 1, -1)
 
 
 def sizes_of(model: ModelSettings) -> Sizes:
-    """Return the sizes of the model: those of its folder, those that are named, or both when they
-    agree.
+    """Return the sizes of the model: its folder's, the named ones, or both when they agree.
 
     Raises:
         ConfigError: there is no such folder.
@@ -135,21 +124,15 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """
     if model.folder is None:
         return model.asked or Sizes()
-    there = Sizes.of_folder(part_of(model.folder, "transformer"))
-    if model.asked is not None and (
-        problems := list(_differences(model.asked, there, model.folder))
-    ):
+    found = Sizes.of_folder(part_of(model.folder, "transformer"))
+    if problems := list(_differences(model.asked or found, found, model.folder)):
         raise ConfigErrors(problems)
-    return there
+    return found
 
 
-def _differences(asked: Sizes, there: Sizes, folder: str) -> Iterator[ConfigError]:
+def _differences(asked: Sizes, found: Sizes, folder: str) -> Iterator[ConfigError]:
+    remedy = "name its sizes, or write model.sizes=null to take them"
     for key, value in vars(asked).items():
-        if (found := getattr(there, key)) != value:
-            rule = f"the model in {folder} has {found}"
-            yield ConfigError(
-                f"model.{key}",
-                value,
-                rule,
-                "name its sizes, or write model.sizes=null to take them",
-            )
+        if (held := getattr(found, key)) != value:
+            rule = f"the model in {folder} has {held}"
+            yield ConfigError(f"model.{key}", value, rule, remedy)

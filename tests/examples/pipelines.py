@@ -87,7 +87,7 @@ def draw(name: str, *arguments: str) -> None:
         sys.path.insert(0, str(ROOT / "examples"))
     import generate_sdxl
     import generate_wan
-    from generate.command import arguments_of
+    from sample.command import arguments_of
 
     config = {
         "wan": "wan_1_3b.yml",

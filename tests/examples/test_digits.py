@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from digits import digits, text
+from common.ink import from_model, to_model
+from digits import text, videos
 from digits.settings import DataSettings
 from digits.words import DIRECTIONS, STEPS, all_prompts, prompt_of
 from train.data import batches
@@ -18,10 +19,10 @@ DATA = DataSettings(held_out=tuple(HELD_OUT))
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_each_frame_is_the_last_one_moved_a_pixel(direction: str):
-    scan = digits.load("train")[0][3]
+    scan = videos.load("train")[0][3]
     rows, columns = STEPS[direction]
     for lane in DATA.lanes:
-        video = digits.move(scan, direction, lane, 0, DATA)
+        video = videos.move(scan, direction, lane, 0, DATA)
         for before, after in pairwise(video):
             np.testing.assert_array_equal(after, np.roll(before, (rows, columns), (0, 1)))
             assert after.sum() == scan.sum(), "no ink leaves the canvas"
@@ -32,7 +33,7 @@ def test_a_video_in_pictures():
     scan[0, 0] = 1
     data = DataSettings(frames=3, canvas=10, lane_spread=0)
     seen = {
-        d: [tuple(np.argwhere(f)[0]) for f in digits.move(scan, d, 1, 0, data)] for d in DIRECTIONS
+        d: [tuple(np.argwhere(f)[0]) for f in videos.move(scan, d, 1, 0, data)] for d in DIRECTIONS
     }
     assert seen == {
         "left": [(1, 2), (1, 1), (1, 0)],
@@ -48,11 +49,11 @@ def test_every_place_lies_on_the_canvas():
     scan = np.ones((8, 8), np.uint8)
     for direction in DIRECTIONS:
         for end in data.ends:
-            assert (digits.move(scan, direction, 4, end, data).sum((1, 2)) == 64).all()
+            assert (videos.move(scan, direction, 4, end, data).sum((1, 2)) == 64).all()
 
 
 def test_two_sources_offer_the_same_videos():
-    one, other = digits.DigitVideos(DATA), digits.DigitVideos(DATA)
+    one, other = videos.DigitVideos(DATA), videos.DigitVideos(DATA)
     assert len(one) == len(other) == 25_940
     for index in (0, 1, 7_777, len(one) - 1):
         np.testing.assert_array_equal(one[index]["video"], other[index]["video"])
@@ -60,39 +61,39 @@ def test_two_sources_offer_the_same_videos():
 
 
 def test_held_out_prompts_never_appear_and_all_others_do():
-    source = digits.DigitVideos(DATA)
+    source = videos.DigitVideos(DATA)
     prompts = {source.prompt(index) for index in range(0, len(source), 5)}
     assert prompts == set(all_prompts()) - set(HELD_OUT)
 
 
 def test_held_out_prompts_never_reach_a_batch():
     never = {tuple(row) for row in text.encode(HELD_OUT)}
-    drawn = batches(digits.DigitVideos(DATA), 64, seed=1)
+    drawn = batches(videos.DigitVideos(DATA), 64, seed=1)
     seen = {tuple(row) for _ in range(20) for row in next(drawn)["tokens"]}
     assert len(seen) == 36
     assert not seen & never
 
 
 def test_the_digit_of_a_video_is_the_one_of_its_prompt():
-    source = digits.DigitVideos(DataSettings())
-    scans, labels = digits.load("train")
+    source = videos.DigitVideos(DataSettings())
+    scans, labels = videos.load("train")
     index = 5 * 4 * 100  # five places and four directions a scan
     assert source.prompt(index) == prompt_of(labels[100], "left")
     np.testing.assert_array_equal(source.frames(index)[-1, 0:8, 0:8], scans[100])
 
 
 def test_scans_are_for_training_or_kept_aside():
-    train, test = digits.load("train")[0], digits.load("test")[0]
+    train, test = videos.load("train")[0], videos.load("test")[0]
     assert (len(train), len(test)) == (1438, 359)
     assert not {scan.tobytes() for scan in train} & {scan.tobytes() for scan in test}
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_an_iterator_goes_on_from_its_place(batch_size: int):
-    drawn = batches(digits.DigitVideos(DATA), batch_size, seed=0)
+    drawn = batches(videos.DigitVideos(DATA), batch_size, seed=0)
     for _ in range(3):
         next(drawn)
-    place, fresh = drawn.get_state(), batches(digits.DigitVideos(DATA), batch_size, seed=0)
+    place, fresh = drawn.get_state(), batches(videos.DigitVideos(DATA), batch_size, seed=0)
     fresh.set_state(place)
     for _ in range(3):
         ours, theirs = next(drawn), next(fresh)
@@ -101,13 +102,13 @@ def test_an_iterator_goes_on_from_its_place(batch_size: int):
 
 
 def test_the_seed_decides_the_order():
-    one, other = (next(batches(digits.DigitVideos(DATA), 16, seed))["video"] for seed in (0, 1))
+    one, other = (next(batches(videos.DigitVideos(DATA), 16, seed))["video"] for seed in (0, 1))
     assert (one != other).any()
 
 
 def test_scaling_comes_back():
     ink = np.arange(17, dtype=np.uint8).reshape(1, 17)
-    scaled = digits.to_model(ink)
+    scaled = to_model(ink)
     assert (scaled.min(), scaled.max(), scaled.shape) == (-1.0, 1.0, (1, 17, 1))
-    np.testing.assert_array_equal(digits.from_model(scaled), ink)
-    assert digits.from_model(np.array([[[-3.0], [3.0]]])).tolist() == [[0.0, 16.0]]
+    np.testing.assert_array_equal(from_model(scaled), ink)
+    assert from_model(np.array([[[-3.0], [3.0]]])).tolist() == [[0.0, 16.0]]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from digits import pictures
+from common import pictures
 from digits.drawing import draw, draw_all, draw_prompt
 from digits.model import WanTransformer
 from digits.settings import Settings

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from digits import digits
 from digits.evaluate import Judge, Score, around_ink, as_text, centre_of_ink, scores
 from digits.settings import DataSettings
+from digits.videos import DigitVideos
 from digits.words import DIRECTIONS
 
 DATA = DataSettings()
@@ -20,7 +20,7 @@ def judge() -> Judge:
 @pytest.fixture(scope="module")
 def real() -> tuple[np.ndarray, list[str]]:
     """Two hundred videos of digits that the judge was not fitted on."""
-    source = digits.DigitVideos(DATA, "test")
+    source = DigitVideos(DATA, "test")
     chosen = range(0, 7180, 36)
     return np.stack([source.frames(i) for i in chosen]).astype(float), [
         source.prompt(i) for i in chosen

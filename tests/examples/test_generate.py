@@ -177,7 +177,7 @@ def test_what_cannot_be_drawn_is_said_first(
             pooled=np.ones((2, 5), np.float32),
         )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("generate.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
     with pytest.raises(ConfigError) as error:
         draw(name, "--model", ".", *EXACT, *sizes_of(name), *arguments)
     check_golden(f"generate/{case}", str(error.value))
@@ -189,7 +189,7 @@ def test_without_torch_both_ways_out_are_named(
 ) -> None:
     pipeline(tmp_path, "wan", "unipc")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("generate.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("sample.checks.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         draw("wan", "--model", ".", *sizes_of("wan"), *PROMPT, "--out", "out")
     check_golden("generate/without_torch", str(error.value))
@@ -203,7 +203,7 @@ def test_embed_and_decode_say_what_they_need(
 
     pipeline(tmp_path, "sdxl", "euler")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("generate.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("sample.checks.find_spec", lambda name: None)
     Path("vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     save_file({"latents": np.ones((1, 4, 3, 4, 6), np.float32)}, "latents.safetensors")
     asked = {

@@ -93,9 +93,9 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
     if name == "sdxl":
         written = np.asarray(Image.open(tmp_path / "out" / "000.png"))
     else:
-        from generate import torch_wan
+        from wan import torch_parts
 
-        written = torch_wan.decode(tmp_path, got, "cpu")[0]
+        written = torch_parts.decode(tmp_path, got, "cpu")[0]
         video = "000.mp4" if find_spec("imageio_ffmpeg") else "000"
         assert [path.name for path in (tmp_path / "out").iterdir()] == [video]
     sys.path.insert(0, str(ROOT / "examples"))

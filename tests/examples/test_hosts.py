@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from digits import digits
-from digits.command import settings_of
+from common import hosts
+from common.command import settings_of
 from digits.settings import DataSettings, Settings
-from digits.task import DemoTask
-from train import hosts
+from digits.task import DigitsTask
+from digits.videos import DigitVideos
 from train.data import batches
 from train.loop import Training
 
@@ -38,7 +38,7 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
 
 def test_a_process_loads_the_rows_it_is_asked_for():
     data = DataSettings()
-    videos = digits.DigitVideos(data)
+    videos = DigitVideos(data)
     whole, some = batches(videos, 8, seed=3), batches(videos, 8, seed=3, rows=np.array([1, 6]))
     for _ in range(3):
         everything, part = next(whole), next(some)
@@ -83,7 +83,7 @@ def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...]
     path = tmp_path / "config.yml"
     path.write_text("attention: auto\n")
     with pytest.raises(ConfigError) as error:
-        settings_of("", [str(path), *flags])
+        settings_of("", lambda path, overrides: Settings, [str(path), *flags])
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -125,7 +125,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
 
     # What two processes with four devices each wrote is read here, bit for bit, onto another mesh.
     settings = Settings.from_yaml(two, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"])
-    state = Training(DemoTask(settings), settings.make_mesh()).last()[1]
+    state = Training(DigitsTask(settings), settings.make_mesh()).last()[1]
     wrote = {plain(name): array for name, array in arrays(tmp_path / "two", STEPS).items()}
     for name in ("trained", "average"):
         for path, array in jax.tree_util.tree_leaves_with_path({name: getattr(state, name)}):

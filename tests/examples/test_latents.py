@@ -11,10 +11,12 @@ import make_latents
 import ml_dtypes
 import numpy as np
 import pytest
-from digits.digits import DigitVideos, from_model
+from common.ink import from_latents, from_model
+from digits import latents as digit_latents
 from digits.settings import DataSettings
+from digits.videos import DigitVideos
 from safetensors.numpy import load_file, save_file
-from train import digit_latents, shards
+from train import shards
 from train.data import batches
 from train.latents import LatentFolder
 
@@ -106,7 +108,7 @@ def test_data_is_told_apart_by_what_it_is_not_where(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["wan", "i2v", "sdxl"])
-def test_digits_come_back_out_of_their_latents(kind: digit_latents.Kind, tmp_path: Path):
+def test_digits_come_back_out_of_their_latents(kind: digit_latents.Model, tmp_path: Path):
 
     make_latents.main(
         [str(tmp_path / "digits"), "--digits", kind, "--count", "3", "--text-dim", "8"]
@@ -120,7 +122,7 @@ def test_digits_come_back_out_of_their_latents(kind: digit_latents.Kind, tmp_pat
     }
     for i in range(3):
         latents = made[i]["latents"]
-        ink = digit_latents.decode(latents if latents.ndim == 4 else latents[:, None])
+        ink = from_latents(latents if latents.ndim == 4 else latents[:, None])
         assert any(video[: ink.nbytes] == ink.tobytes() for video in known)
     assert made[0]["text"].shape == (4, 8)
     if kind == "i2v":
@@ -137,7 +139,7 @@ def test_files_become_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     how = ["--empty", str(tmp_path / "empty.safetensors"), "--model", "mine"]
     make_latents.main([str(tmp_path / "made"), "--from", *files, *how])
     made = LatentFolder(str(tmp_path / "made"))
-    assert (len(made), made.model, made.says_empty) == (4, "mine", True)
+    assert (len(made), made.model, made.has_empty) == (4, "mine", True)
     np.testing.assert_array_equal(made[2]["latents"], drawn("wan", 2, 1)["latents"][0])
     assert "4 examples" in capsys.readouterr().out
 

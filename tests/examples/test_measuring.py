@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from measuring import breakdown, clock, flops, steps, workloads
+from common import flops
+from measuring import breakdown, clock, steps, workloads
 from sdxl.sizes import Sizes as UNetSizes
 from wan.sizes import Sizes
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common.layers import sinusoids
 from digits import text
 from digits.flow import loss_of
-from digits.model import WanTransformer, patchify, sinusoids, unpatchify
+from digits.model import WanTransformer, patchify, unpatchify
 from digits.settings import Settings
 from flax import nnx
 

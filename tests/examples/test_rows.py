@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from generate.guidance import guided
-from generate.rows import Rows, noise, told_in_rows
+from sample.rows import Rows, noise, told_in_rows
+from samplers.guidance import guided
 
 TEXT, NEGATIVE = np.arange(3.0).reshape(3, 1, 1), np.full((1, 1, 1), -1.0)
 

@@ -104,7 +104,7 @@ def test_a_time_of_odd_width_is_refused_with_the_rest():
 
 
 def test_what_usage_requires(capsys: pytest.CaptureFixture[str]):
-    from digits.command import parser_of
+    from common.command import parser_of
 
     with pytest.raises(SystemExit):
         parser_of("").parse_intermixed_args([])

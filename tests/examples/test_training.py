@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from digits.model import WanTransformer
 from digits.settings import Settings
-from digits.task import DemoTask
+from digits.task import DigitsTask
 from digits.training import train, trained
 from flax import nnx
 from rich.console import Console
@@ -53,7 +53,7 @@ def with_training(settings: Settings, **changes: object) -> Settings:
 
 
 def last(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> State:
-    return Training(DemoTask(settings), mesh).last()[1]
+    return Training(DigitsTask(settings), mesh).last()[1]
 
 
 def test_the_loss_goes_down(small: Settings):
@@ -86,7 +86,7 @@ def test_what_is_planned_is_what_runs(
     with caplog.at_level(logging.INFO, logger="maxattn"):
         train(small)
     announced = {record.getMessage() for record in caplog.records if record.name == "maxattn"}
-    task = DemoTask(small)
+    task = DigitsTask(small)
     assert announced == {plan.explain() for plan in task.plans(task.source().shapes, None).values()}
 
 
@@ -126,10 +126,10 @@ def test_what_was_trained_is_loaded_bit_for_bit(done: Settings):
 
 def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
     losses = [1.0] * 20_000  # so many that their writing is under way when the next one comes
-    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed) as checkpoints:
+    with Checkpoints(small, DigitsTask(small).training, DigitsTask.fixed) as checkpoints:
         checkpoints.save({"x": np.zeros(2)}, {}, losses, {})
         losses += [2.0] * 1000
-    with Checkpoints(small, DemoTask(small).training, DemoTask.fixed) as checkpoints:
+    with Checkpoints(small, DigitsTask(small).training, DigitsTask.fixed) as checkpoints:
         assert checkpoints.step == len(checkpoints.losses) == 20_000
 
 
@@ -187,7 +187,7 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
     left_over = Path(small.training.output_dir) / "checkpoints" / "2"
     assert left_over.is_dir()
     with Checkpoints(
-        small, DemoTask(small).training, DemoTask.fixed, start_again=True
+        small, DigitsTask(small).training, DigitsTask.fixed, start_again=True
     ) as checkpoints:
         assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
     _, again = train(with_training(small, resume=False))
@@ -226,7 +226,7 @@ def test_no_profile_unless_asked(small: Settings):
 
 
 def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
-    training = DemoTask(with_training(small, steps=250, log_every=100)).training
+    training = DigitsTask(with_training(small, steps=250, log_every=100)).training
     losses = [1.0] * 90
     with Progress(
         training, Cost(tokens=160), 90, Console(file=StringIO(), force_terminal=False)
@@ -243,7 +243,7 @@ def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.Captur
 
 def test_a_bar_where_there_is_one(small: Settings, capsys: pytest.CaptureFixture[str]):
     screen = StringIO()
-    training = DemoTask(with_training(small, steps=4)).training
+    training = DigitsTask(with_training(small, steps=4)).training
     with Progress(
         training, Cost(tokens=160), 0, Console(file=screen, force_terminal=True, width=120)
     ) as progress:

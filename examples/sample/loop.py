@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -14,16 +15,16 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from samplers import Schedule, State, start, step
+from samplers.guidance import guided
 
 from .checks import options
-from .guidance import guided
-from .kind import Kind
+from .task import SamplingTask
 
 LINES = 10  # of a run without a terminal
 
 
 def denoise(
-    kind: Kind,
+    task: SamplingTask,
     model: nnx.Module,
     told: tuple[dict[str, Array], ...],
     noise: Float[Array, "B ... C"],
@@ -33,7 +34,7 @@ def denoise(
     """Walk from noise to latents, channels last.
 
     Args:
-        kind: how the model is called.
+        task: how the model is called.
         model: with its weights.
         told: arrays for each call of a step, as `rows.told_in_rows` arranges them.
         noise: standard normal.
@@ -41,40 +42,37 @@ def denoise(
         console: where the bar is drawn; default standard output.
     """
     graph, parameters = nnx.split(model)
-    scale = kind.settings.sampling.guidance_scale
 
     def once(parameters: Any, told: Any) -> Any:
-        return kind.told(nnx.merge(graph, parameters), told)
-
-    def one(
-        parameters: Any, schedule: Schedule, i: Array, state: State, known: tuple[Any, ...]
-    ) -> State:
-        model = nnx.merge(graph, parameters)
-        return step(
-            schedule,
-            i,
-            state,
-            guided(lambda x, t, what: kind.predict(model, x, t, what), known, scale),
-        )
+        return task.told(nnx.merge(graph, parameters), told)
 
     known = tuple(jax.jit(once)(parameters, what) for what in told)
     state = jax.jit(start)(schedule, noise)
-    places = jax.tree.map(lambda x: x.sharding, state)
-    began = time.perf_counter()
-    compiled = (
-        jax.jit(one, donate_argnums=3, out_shardings=places)
-        .lower(parameters, schedule, jnp.int32(0), state, known)
-        .compile(options(kind))
-    )
-    print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
+    compiled = _compiled(task, graph, (parameters, schedule, jnp.int32(0), state, known))
     steps = len(schedule.times)
     with Bar(steps, console) as bar:
         for i in range(steps):
-            state = jax.block_until_ready(
-                compiled(parameters, schedule, jnp.int32(i), state, known)
-            )
+            state = compiled(parameters, schedule, jnp.int32(i), state, known)
+            jax.block_until_ready(state)
             bar.advance()
     return state.x
+
+
+def _compiled(task: SamplingTask, graph: Any, args: tuple[Any, ...]) -> Callable[..., State]:
+    """Compile a step for these arguments, and print how long that took."""
+    scale = task.settings.sampling.guidance_scale
+
+    def one(parameters: Any, schedule: Schedule, i: Array, state: State, known: Any) -> State:
+        model = nnx.merge(graph, parameters)
+        predict = guided(lambda x, t, what: task.predict(model, x, t, what), known, scale)
+        return step(schedule, i, state, predict)
+
+    shardings = jax.tree.map(lambda x: x.sharding, args[3])
+    began = time.perf_counter()
+    jitted = jax.jit(one, donate_argnums=3, out_shardings=shardings)
+    compiled = jitted.lower(*args).compile(options(task))
+    print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
+    return compiled
 
 
 def _memory(compiled: Any) -> str:
@@ -96,15 +94,10 @@ class Bar(AbstractContextManager["Bar"]):
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.steps, self.done, self.console = steps, 0, console or Console()
-        columns = (
-            TextColumn("sampling"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-        )
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=self.console, disable=not self._live
-        )
+        facts = TextColumn("{task.fields[facts]}")
+        columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), facts)
+        more: dict[str, Any] = {"console": self.console, "disable": not self._live}
+        self._bar = Progress(*columns, TimeRemainingColumn(), **more)
         self._task = self._bar.add_task("", total=steps, facts="")
 
     @property
@@ -127,7 +120,6 @@ class Bar(AbstractContextManager["Bar"]):
         each = (time.perf_counter() - self._began) / self.done
         facts = f"{1 / each:.2f} steps/s" if each < 1 else f"{each:.2f} s a step"
         self._bar.update(self._task, completed=self.done, facts=facts)
-        if self.done == self.steps or (
-            not self._live and self.done % max(1, self.steps // LINES) == 0
-        ):
+        now_and_then = not self._live and self.done % max(1, self.steps // LINES) == 0
+        if self.done == self.steps or now_and_then:
             print(f"step {self.done:>{len(str(self.steps))}}/{self.steps}  {facts}", flush=True)

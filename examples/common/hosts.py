@@ -1,7 +1,6 @@
-"""Many hosts as one: joining them, which rows of a batch a process loads, and who speaks.
+"""Many processes as one: joining them, the rows of a batch that one loads, and who prints.
 
-Each process runs the same program over the same mesh. What is theirs together is
-`jax.distributed`'s; this file asks.
+Each process runs the same program over the same mesh; `jax.distributed` holds what they share.
 """
 
 from __future__ import annotations
@@ -20,13 +19,17 @@ from maxattn import sharding
 from maxattn.errors import ConfigError
 
 Rows = Int[np.ndarray, " rows"]
+OPTIONS = ("--coordinator", "--num-processes", "--process-id")
+ALL_THREE = (
+    "give --coordinator HOST:PORT --num-processes N --process-id I, or --distributed where a"
+    " cluster says them"
+)
 
 
 def join(
     coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False
 ) -> None:
-    """Join the processes of a run. Call it before anything asks for a device; alone, it does
-    nothing.
+    """Join the processes of a run, before anything asks for a device; alone, do nothing.
 
     Args:
         coordinator: host:port of process 0.
@@ -38,32 +41,23 @@ def join(
     Raises:
         ConfigError: some of the three are missing, or do not fit together.
     """
-    told = {
-        "--coordinator": coordinator,
-        "--num-processes": num_processes,
-        "--process-id": process_id,
-    }
+    told = (coordinator, num_processes, process_id)
     if detect:
         jax.distributed.initialize()
-    elif any(value is not None for value in told.values()):
-        _check(told)
-        jax.distributed.initialize(coordinator, num_processes, process_id)
+    elif any(value is not None for value in told):
+        _check(dict(zip(OPTIONS, told, strict=True)))
+        jax.distributed.initialize(*told)
 
 
 def _check(told: dict[str, Any]) -> None:
-    remedy = (
-        "give --coordinator HOST:PORT --num-processes N --process-id I, or --distributed where a"
-        " cluster says them"
-    )
     for name, value in told.items():
         if value is None:
-            raise ConfigError(name, "not given", "a process of many needs all three", remedy)
+            raise ConfigError(name, "not given", "a process of many needs all three", ALL_THREE)
     address, count, index = told.values()
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(
-            "--coordinator", address, "it is the host and port of process 0", "write HOST:PORT"
-        )
+        rule = "it is the host and port of process 0"
+        raise ConfigError("--coordinator", address, rule, "write HOST:PORT")
     if not 0 <= index < count:
         rule = f"processes of {count} are numbered from 0 to {count - 1}"
         raise ConfigError("--process-id", index, rule, "give each process its own number")
@@ -76,9 +70,7 @@ def is_first() -> bool:
 
 @contextmanager
 def first_speaks() -> Iterator[None]:
-    """Silence what every process but the first prints. Errors, on standard error, are heard from
-    all.
-    """
+    """Silence what every process but the first prints; all print errors, on standard error."""
     if is_first():
         yield
         return
@@ -93,8 +85,7 @@ def wait(where: str) -> None:
 
 
 def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
-    """List the rows of a batch that this process' devices hold: some are on other processes as
-    well.
+    """List the rows of a batch that this process' devices hold; others may hold them as well.
 
     Args:
         batch_size: rows of the whole batch.
@@ -102,8 +93,9 @@ def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
     """
     if mesh is None:
         return np.arange(batch_size)
-    places = sharding.batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,))
-    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in places.values()]))
+    held = sharding.batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size,))
+    rows = [np.arange(batch_size)[index] for index in held.values() if index is not None]
+    return np.unique(np.concatenate(rows))
 
 
 def on_devices(
@@ -128,16 +120,14 @@ def on_devices(
 
 
 def everywhere(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> Array:
-    """Put an array that all processes have whole on every device of a mesh; None keeps it on this
-    process' device.
-    """
+    """Put a whole array on every device of a mesh; None keeps it on this process' device."""
     if mesh is None:
         return jax.numpy.asarray(array)
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
 def whole(array: Array) -> np.ndarray:
-    """Bring an array that is spread over processes to each of them."""
+    """Gather an array that is spread over processes on each of them."""
     if jax.process_count() == 1:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,6 +1,4 @@
-"""Wan's text encoder, image encoder and VAE, run by torch from a pipeline's folder, one at a
-time.
-"""
+"""Wan's text encoder, image encoder and VAE, run by torch from a folder, one at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
-
-from .kind import Arrays
-from .media import to_pixels
+from sample.media import to_pixels
+from sample.task import Arrays
 
 
 def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
@@ -27,19 +24,17 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
         tokens: of every prompt; what is longer is cut.
         device: cpu or cuda.
     """
-    import torch  # type: ignore[import-not-found]
-    from transformers import AutoTokenizer, UMT5EncoderModel  # type: ignore[import-not-found]
+    import torch
+    from transformers import AutoTokenizer, UMT5EncoderModel
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    encoder = (
-        UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto").to(device).eval()
-    )
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto")
+    encoder = encoder.to(device).eval()
     how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
     found = {}
     for name, batch in prompts.items():
-        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how).to(
-            device
-        )
+        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how)
+        ids = ids.to(device)
         with torch.no_grad():
             states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
         found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
@@ -47,22 +42,19 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
 
 
 def cleaned(prompt: str) -> str:
-    """Mend broken Unicode (where ftfy is installed), undo HTML's escapes, and write every gap as
-    one space.
-    """
+    """Mend broken Unicode (with ftfy, if installed), undo HTML's escapes, and join by one space."""
     if find_spec("ftfy") is not None:
-        import ftfy  # type: ignore[import-not-found]
+        import ftfy
 
         prompt = ftfy.fix_text(prompt)
     return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
 
 
 def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
-    """Encode the first frame of an image-to-video model: states of its image encoder, and the
-    condition.
+    """Encode the first frame of an image-to-video model: the image's states, and the condition.
 
     The condition's first channels mark the frames that are given, one channel for each frame of a
-    latent; behind them is the encoded video of the image and then nothing.
+    latent; the others are the encoded video, which is the image and then zeros.
 
     Args:
         folder: with image_encoder, image_processor and vae.
@@ -70,33 +62,42 @@ def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> 
         size: frames, height and width of the video.
         device: cpu or cuda.
     """
-    import torch  # type: ignore[import-not-found]
-    from diffusers.video_processor import VideoProcessor  # type: ignore[import-not-found]
     from PIL import Image
-    from transformers import CLIPImageProcessor, CLIPVisionModel  # type: ignore[import-not-found]
 
     picture = Image.open(path).convert("RGB")
+    states = _image_states(folder, picture, device)
+    return {"image": states, "condition": _condition(folder, picture, size, device)}
+
+
+def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
+    """Return the states before the image encoder's last layer."""
+    import torch
+    from transformers import CLIPImageProcessor, CLIPVisionModel
+
     processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
-    encoder = (
-        CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
-        .to(device)
-        .eval()
-    )
+    encoder = CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
+    encoder = encoder.to(device).eval()
     with torch.no_grad():
         pixels = processor(images=picture, return_tensors="pt").to(device)
         states = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
-        vae, mean, std = _vae(folder, device)
-        frames, height, width = size
-        first = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial).preprocess(
-            picture, height, width
-        )
-        video = torch.zeros(1, 3, frames, height, width)
-        video[:, :, 0] = first
+    return states.float().cpu().numpy()
+
+
+def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: str) -> np.ndarray:
+    """Encode the picture and then zeros, and mark the frame that is given."""
+    import torch
+    from diffusers.video_processor import VideoProcessor
+
+    vae, mean, std = _vae(folder, device)
+    frames, height, width = size
+    processor = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial)
+    video = torch.zeros(1, 3, frames, height, width)
+    video[:, :, 0] = processor.preprocess(picture, height, width)
+    with torch.no_grad():
         latents = (vae.encode(video.to(device)).latent_dist.mode() - mean) / std
     given = torch.zeros(1, vae.config.scale_factor_temporal, *latents.shape[2:])
     given[:, :, 0] = 1.0
-    condition = torch.cat([given, latents.cpu()], 1)
-    return {"image": states.float().cpu().numpy(), "condition": condition.numpy()}
+    return torch.cat([given, latents.cpu()], 1).numpy()
 
 
 def decode(
@@ -109,15 +110,14 @@ def decode(
         latents: as the transformer sees them.
         device: cpu or cuda.
     """
-    import torch  # type: ignore[import-not-found]
+    import torch
 
     vae, mean, std = _vae(folder, device)
     found = []
     for one in latents:
         with torch.no_grad():
-            video = vae.decode(torch.tensor(one[None]).to(device) * std + mean, return_dict=False)[
-                0
-            ][0]
+            scaled = torch.tensor(one[None]).to(device) * std + mean
+            video = vae.decode(scaled, return_dict=False)[0][0]
         # [3, F, H, W] -> [F, H, W, 3]
         found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
     return found
@@ -125,16 +125,13 @@ def decode(
 
 def _vae(folder: Path, device: str) -> tuple[Any, Any, Any]:
     """Load the VAE in float32, and the mean and spread of its latents."""
-    import torch  # type: ignore[import-not-found]
-    from diffusers import AutoencoderKLWan  # type: ignore[import-not-found]
+    import torch
+    from diffusers import AutoencoderKLWan
 
-    vae = (
-        AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32)
-        .to(device)
-        .eval()
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    vae = vae.to(device).eval()
+    mean, std = (
+        torch.tensor(numbers, device=device).view(1, -1, 1, 1, 1)
+        for numbers in (vae.config.latents_mean, vae.config.latents_std)
     )
-    numbers = (
-        torch.tensor(x, device=device).view(1, -1, 1, 1, 1)
-        for x in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return vae, *numbers
+    return vae, mean, std

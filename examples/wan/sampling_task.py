@@ -1,6 +1,4 @@
-"""What sampling has to know of Wan 2.1: sizes of the video, what the transformer is told, and how
-it is called.
-"""
+"""Wan 2.1 in sampling: sizes of the video, what the transformer is told, and how it is called."""
 
 from __future__ import annotations
 
@@ -13,15 +11,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.pipeline_folder import config_of
+from common.shapes import Form
 from flax import nnx
-from generate.folder import config_of
-from generate.kind import Arrays
 from jaxtyping import Array, Float
+from sample import media
+from sample.task import Arrays
 from samplers.read import Sampler
 
 import maxattn as ma
 from maxattn.errors import ConfigError
 
+from . import torch_parts
 from .model import WanTransformer3D
 from .plans import plans
 from .settings import Settings
@@ -29,7 +30,7 @@ from .sizes import Sizes
 
 
 @dataclass(frozen=True)
-class WanDrawing:
+class WanSamplingTask:
     """Draw videos with a Wan 2.1 transformer.
 
     Args:
@@ -67,75 +68,55 @@ class WanDrawing:
     def latents(self) -> tuple[int, ...]:
         """[C, F, h, w] of one video."""
         s, (time, rows, columns) = self.settings.sampling, self.scale
-        return (
-            self.sizes.out_channels,
-            (s.frames - 1) // time + 1,
-            s.height // rows,
-            s.width // columns,
-        )
+        frames = (s.frames - 1) // time + 1
+        return (self.sizes.out_channels, frames, s.height // rows, s.width // columns)
 
     def sampler(self) -> Sampler:
         """Choose the sampler, as the pipeline and the settings say."""
         return self.settings.sampling.sampler_of(str(self.folder))
 
-    def wrong_sizes(self) -> Iterable[ConfigError]:
-        """Yield heights, widths and frames that latents or patches do not divide into, and models
-        of two images.
-        """
+    def size_errors(self) -> Iterable[ConfigError]:
+        """Yield sides and frames that tokens do not divide, and models of two images."""
         if self.sizes.pos_embed_seq_len is not None:
-            rule, remedy = (
-                "a model of first and last frame takes two images, which sampling does not",
-                "give another",
-            )
-            yield ConfigError("model.folder", self.folder, rule, remedy)
-        s, (time, *sides), (frames, *patch) = (
-            self.settings.sampling,
-            self.scale,
-            self.sizes.patch_size,
+            rule = "a model of first and last frame takes two images, which sampling does not"
+            yield ConfigError("model.folder", self.folder, rule, "give another")
+        pixels = (
+            scale * patch for scale, patch in zip(self.scale, self.sizes.patch_size, strict=True)
         )
-        for key, side, ratio in zip(("height", "width"), sides, patch, strict=True):
-            unit, value = side * ratio, getattr(s, key)
-            if value % unit:
+        frames, *sides = pixels
+        for key, unit in zip(("height", "width"), sides, strict=True):
+            if (value := getattr(self.settings.sampling, key)) % unit:
                 near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                yield ConfigError(
-                    f"sampling.{key}", value, f"a token stands for {unit} pixels of it", near
-                )
-        unit = time * frames
-        if (s.frames - 1) % unit:
-            near = (
-                f"use {(s.frames - 1) // unit * unit + 1} or"
-                f" {((s.frames - 1) // unit + 1) * unit + 1}"
-            )
-            yield ConfigError(
-                "sampling.frames",
-                s.frames,
-                f"the first frame, then latents of {unit} frames each",
-                near,
-            )
+                rule = f"a token stands for {unit} pixels of it"
+                yield ConfigError(f"sampling.{key}", value, rule, near)
+        yield from self._frame_errors(frames)
 
-    def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
+    def _frame_errors(self, unit: int) -> Iterable[ConfigError]:
+        frames = self.settings.sampling.frames
+        if (frames - 1) % unit:
+            below = (frames - 1) // unit * unit + 1
+            rule = f"the first frame, then latents of {unit} frames each"
+            yield ConfigError("sampling.frames", frames, rule, f"use {below} or {below + unit}")
+
+    def expected(self, guided: bool) -> dict[str, Form]:
         """Return text, and for image-to-video the image's states and the condition."""
-        found: dict[str, tuple[Any, ...]] = {"text": ("L", self.sizes.text_dim)}
+        sizes = self.sizes
+        forms: dict[str, Form] = {"text": ("L", sizes.text_dim)}
         if guided:
-            found["negative_text"] = ("L", self.sizes.text_dim)
-        if self.takes_image:
-            found["image"] = ("L", self.sizes.image_dim)
-            found["condition"] = (
-                self.sizes.in_channels - self.sizes.out_channels,
-                *self.latents[1:],
-            )
-        return found
+            forms["negative_text"] = ("L", sizes.text_dim)
+        if sizes.image_dim is not None:
+            forms["image"] = ("L", sizes.image_dim)
+            forms["condition"] = (sizes.in_channels - sizes.out_channels, *self.latents[1:])
+        return forms
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
         """Encode the prompts, and an image, with the folder's encoders."""
-        from generate import torch_wan
-
         s = self.settings.sampling
         prompts = {"text": [s.prompt or ""], "negative_text": [s.negative_prompt or ""]}
-        arrays = torch_wan.texts(folder, prompts, s.text_tokens, s.torch_device)
+        arrays = torch_parts.texts(folder, prompts, s.text_tokens, s.torch_device)
         if image is not None:
             size = (s.frames, s.height, s.width)
-            arrays |= torch_wan.image(folder, image, size, s.torch_device)
+            arrays |= torch_parts.image(folder, image, size, s.torch_device)
         return arrays
 
     def completed(self, arrays: Arrays) -> Arrays:
@@ -145,14 +126,8 @@ class WanDrawing:
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
         dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        return WanTransformer3D(
-            self.sizes,
-            self.settings,
-            mesh,
-            dtype=jnp.dtype(dtype),
-            param_dtype=jnp.dtype(kept),
-            rngs=rngs,
-        )
+        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of text and image in every block, once for all steps."""
@@ -174,10 +149,6 @@ class WanDrawing:
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write videos."""
-        from generate import media, torch_wan
-
-        videos = torch_wan.decode(folder, latents, self.settings.sampling.torch_device)
-        return [
-            media.video(frames, out / f"{i:03}", self.settings.sampling.fps)
-            for i, frames in enumerate(videos)
-        ]
+        videos = torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
+        fps = self.settings.sampling.fps
+        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(videos)]

@@ -1,11 +1,8 @@
-"""The batch: which rows there are, on which devices they lie, and the noise that each begins
-with.
-"""
+"""The batch: its rows, the devices that hold them, and the noise that each begins with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +11,7 @@ import numpy as np
 
 from maxattn import sharding
 
-from .kind import Arrays
+from .task import Arrays
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,7 @@ class Rows:
 
     @property
     def samples(self) -> int:
-        """Samples that are drawn: the model's rows divide over the devices, and what fills them up
-        is thrown away.
-        """
+        """Samples that are drawn: rows divide over the devices, and the excess is thrown away."""
         step = self.ways // math.gcd(self.ways, self.calls)
         return -(-self.wanted // step) * step
 
@@ -51,39 +46,28 @@ class Rows:
         if self.samples == self.wanted:
             return said
         filled = self.calls * (self.samples - self.wanted)
-        ways = "ici_context_parallelism spreads one sample over several devices instead"
-        return (
-            f"{said}, {filled} of them to fill up the {self.ways} devices of data and fsdp\n       "
-            f"   {ways}"
-        )
+        devices = f"{filled} of them to fill up the {self.ways} devices of data and fsdp"
+        instead = "ici_context_parallelism spreads one sample over several devices instead"
+        return f"{said}, {devices}\n          {instead}"
 
     def spread(self, array: np.ndarray) -> np.ndarray:
-        """Repeat an array's rows, one for each text or one for all, so that there is one for each
-        sample.
-        """
-        rows = np.repeat(
-            np.arange(self.texts) if len(array) == self.texts else np.zeros(self.texts, int),
-            self.count,
-        )
-        return array[np.resize(rows, self.samples)]
+        """Repeat an array's rows, one for each text or one for all, into one for each sample."""
+        of_text = np.arange(self.texts) if len(array) == self.texts else np.zeros(self.texts, int)
+        return array[np.resize(np.repeat(of_text, self.count), self.samples)]
 
 
 def batch_ways(mesh: jax.sharding.Mesh | None) -> int:
     """Count the devices that a batch is spread over."""
-    shape = dict(sharding.mesh_shape(mesh))
-    return math.prod(shape.get(axis, 1) for axis in sharding.BATCH_AXES)
+    return sharding.ways("B", sharding.mesh_shape(mesh))
 
 
 def place(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Put an array that every process has on the devices: its rows over data and fsdp where they
-    divide.
-    """
+    """Put an array of every process on the devices, its rows over data and fsdp if they divide."""
     if mesh is None:
         return jnp.asarray(array)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    where = (
-        whole if array.shape[0] % batch_ways(mesh) else sharding.batch_sharding(mesh, array.ndim)
-    )
+    divides = array.shape[0] % batch_ways(mesh) == 0
+    where = sharding.batch_sharding(mesh, array.ndim) if divides else whole
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
@@ -95,13 +79,8 @@ def noise(seed: int, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
         rows: how many.
         shape: of one sample.
     """
-    key = jax.random.key(seed)
-    return np.stack(
-        [
-            np.asarray(jax.random.normal(jax.random.fold_in(key, row), shape))
-            for row in range(rows.samples)
-        ]
-    )
+    keys = (jax.random.fold_in(jax.random.key(seed), row) for row in range(rows.samples))
+    return np.stack([np.asarray(jax.random.normal(key, shape)) for key in keys])
 
 
 def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]:
@@ -113,14 +92,11 @@ def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]
         guided: whether what is not meant comes before what is.
     """
     spread = {name: rows.spread(array) for name, array in arrays.items()}
-    meant = {name: array for name, array in spread.items() if not name.startswith("negative_")}
+    negative = {name for name in spread if name.startswith("negative_")}
+    meant = {name: array for name, array in spread.items() if name not in negative}
     if not guided:
         return (meant,)
-    unmeant: Mapping[str, np.ndarray] = meant | {
-        name.removeprefix("negative_"): array
-        for name, array in spread.items()
-        if name.startswith("negative_")
-    }
+    unmeant = meant | {name.removeprefix("negative_"): spread[name] for name in negative}
     if rows.calls == 1:
-        return (dict(unmeant), meant)
+        return (unmeant, meant)
     return ({name: np.concatenate([unmeant[name], array]) for name, array in meant.items()},)

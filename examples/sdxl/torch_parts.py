@@ -1,21 +1,20 @@
-"""SDXL's two text encoders and its VAE, run by torch from a pipeline's folder, one at a time."""
+"""SDXL's two text encoders and its VAE, run by torch from a folder, one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from common.pipeline_folder import index_of
 from jaxtyping import Float, UInt8
-
-from .folder import index_of
-from .kind import Arrays
-from .media import to_pixels
+from sample.media import to_pixels
+from sample.task import Arrays
 
 
 def texts(folder: Path, prompts: Sequence[str], negative_prompt: str | None, device: str) -> Arrays:
-    """Encode prompts and what guidance leads away from: text, pooled, negative_text and
-    negative_pooled.
+    """Encode prompts and the negative one: text, pooled, negative_text and negative_pooled.
 
     Args:
         folder: with tokenizer, text_encoder, tokenizer_2 and text_encoder_2.
@@ -30,30 +29,21 @@ def texts(folder: Path, prompts: Sequence[str], negative_prompt: str | None, dev
     text = np.concatenate([first, second], -1)
     if negative_prompt is None and index_of(folder).get("force_zeros_for_empty_prompt", True):
         text[-1], pooled[-1] = 0.0, 0.0
-    told = {"text": text, "pooled": pooled}
-    return {name: x[:-1] for name, x in told.items()} | {
-        f"negative_{name}": x[-1:] for name, x in told.items()
-    }
+    told = {"text": text[:-1], "pooled": pooled[:-1]}
+    return told | {"negative_text": text[-1:], "negative_pooled": pooled[-1:]}
 
 
 def _encoded(
     folder: Path, which: str, prompts: list[str], device: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the states before the last layer, and what the encoder puts first: for the second one,
-    the pooled text.
-    """
-    import torch  # type: ignore[import-not-found]
-    from transformers import (  # type: ignore[import-not-found]
-        AutoTokenizer,
-        CLIPTextModel,
-        CLIPTextModelWithProjection,
-    )
+    """Return the states before the last layer, and the first output, of `_2` the pooled text."""
+    import torch
+    from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = AutoTokenizer.from_pretrained(folder / f"tokenizer{which}")
     kind = CLIPTextModelWithProjection if which else CLIPTextModel
-    encoder = (
-        kind.from_pretrained(folder / f"text_encoder{which}", dtype=torch.float32).to(device).eval()
-    )
+    encoder = kind.from_pretrained(folder / f"text_encoder{which}", dtype=torch.float32)
+    encoder = encoder.to(device).eval()
     how = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
     ids = tokenizer(prompts, return_tensors="pt", **how).input_ids.to(device)
     with torch.no_grad():
@@ -64,30 +54,37 @@ def _encoded(
 def decode(
     folder: Path, latents: Float[np.ndarray, "B C h w"], device: str
 ) -> list[UInt8[np.ndarray, "H W 3"]]:
-    """Decode latents into pictures, one after the other, in float32: float16 overflows in SDXL's
-    VAE.
+    """Decode latents into pictures, one after the other.
+
+    In float32: float16 overflows in SDXL's VAE.
 
     Args:
         folder: with vae.
         latents: as the UNet sees them.
         device: cpu or cuda.
     """
-    import torch  # type: ignore[import-not-found]
-    from diffusers import AutoencoderKL  # type: ignore[import-not-found]
+    import torch
+    from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32).to(device).eval()
-    scale, mean, std = (
-        vae.config.get(key) for key in ("scaling_factor", "latents_mean", "latents_std")
-    )
+    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    vae = vae.to(device).eval()
     found = []
     for one in latents:
-        x = torch.tensor(one[None]).to(device) / scale
-        if mean is not None and std is not None:
-            x = x * torch.tensor(std, device=device).view(1, -1, 1, 1) + torch.tensor(
-                mean, device=device
-            ).view(1, -1, 1, 1)
+        x = _unscaled(torch.tensor(one[None]).to(device), vae.config)
         with torch.no_grad():
             picture = vae.decode(x, return_dict=False)[0][0]
         # [3, H, W] -> [H, W, 3]
         found.append(to_pixels(picture.float().cpu().numpy().transpose(1, 2, 0)))
     return found
+
+
+def _unscaled(x: Any, config: Any) -> Any:
+    """Undo the scale of the latents, and where the VAE has them their mean and spread."""
+    import torch
+
+    x = x / config.get("scaling_factor")
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is None or std is None:
+        return x
+    mean, std = (torch.tensor(n, device=x.device).view(1, -1, 1, 1) for n in (mean, std))
+    return x * std + mean

@@ -1,20 +1,17 @@
-"""The command line of sampling: options for files and folders, and short names for the keys of
-`sampling`.
-"""
+"""The command line of sampling: files and folders, and short names for the keys of `sampling`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from digits.command import parser_of, read_settings
+from common.command import SettingsClass, parser_of, read_settings
 
-import maxattn as ma
 from maxattn.config.errors import ConfigErrors
+from maxattn.errors import ConfigError
 
-from .files import wrong
 from .paths import Paths
 
 # Options that set a key: its name below `sampling`, type and help.
@@ -53,46 +50,30 @@ def arguments_of(
         arguments: default those of the process.
     """
     parser = parser_of(description)
-    files = parser.add_argument_group("files and folders")
-    for name, what in FILES.items():
-        files.add_argument(
-            f"--{name}",
-            type=Path,
-            metavar="DIR" if name in ("out", "weights") else "FILE",
-            help=what,
-        )
-    files.add_argument(
-        "--lora-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiplies LoRA weights; default 1",
-    )
-    keys = parser.add_argument_group("short names of keys")
-    for option, (key, kind, what) in KEYS.items():
-        keys.add_argument(
-            f"--{option}",
-            type=kind,
-            metavar="TEXT" if kind is str else "N",
-            help=f"sampling.{key}: {what}",
-        )
+    add = parser.add_argument_group("files and folders").add_argument
+    for name, told in FILES.items():
+        metavar = "DIR" if name in ("out", "weights") else "FILE"
+        add(f"--{name}", type=Path, metavar=metavar, help=told)
+    told = "multiplies LoRA weights; default 1"
+    add("--lora-scale", type=float, default=1.0, metavar="X", help=told)
+    add = parser.add_argument_group("short names of keys").add_argument
+    for option, (key, kind, told) in KEYS.items():
+        metavar = "TEXT" if kind is str else "N"
+        add(f"--{option}", type=kind, metavar=metavar, help=f"sampling.{key}: {told}")
     return parser.parse_intermixed_args(arguments)
 
 
-def settings_of(
-    found: argparse.Namespace, kind: Callable[[str, Sequence[str]], type[ma.AttentionConfig]]
-) -> Any:
+def settings_of(found: argparse.Namespace, settings_class: SettingsClass) -> Any:
     """Read the settings that arguments say.
 
     Args:
         found: from `arguments_of`.
-        kind: returns the class that reads a file with these overrides.
+        settings_class: chooses the class that reads the file.
     """
-    options = {
-        f"sampling.{key}": getattr(found, option.replace("-", "_"))
-        for option, (key, _, _) in KEYS.items()
-    }
-    return read_settings(found, kind, {"model.folder": found.model} | options)
+    options = {"model.folder": found.model}
+    for option, (key, _, _) in KEYS.items():
+        options[f"sampling.{key}"] = getattr(found, option.replace("-", "_"))
+    return read_settings(found, settings_class, options)
 
 
 def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
@@ -107,9 +88,7 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
     """
     if folder is None:
         rule = "weights to draw with are in a folder in diffusers' format"
-        raise ConfigErrors(
-            [wrong("model.folder", "null", rule, "give --model FOLDER, or write model.folder")]
-        )
-    return Paths(
-        Path(folder), **{name: getattr(found, name) for name in FILES}, lora_scale=found.lora_scale
-    )
+        remedy = "give --model FOLDER, or write model.folder"
+        raise ConfigErrors([ConfigError("model.folder", "null", rule, remedy)])
+    files = {name: getattr(found, name) for name in FILES}
+    return Paths(Path(folder), **files, lora_scale=found.lora_scale)

@@ -1,5 +1,4 @@
-"""Videos of real handwritten digits that move one pixel a frame in the direction their prompt
-names.
+"""Videos of real handwritten digits that move one pixel a frame in the direction of their prompt.
 
 The digits are scikit-learn's `load_digits`: 1,797 scans of 8x8 pixels, ink from 0 to 16, bundled
 with that package. Every video is a function of its index alone and the order of the seed, so a data
@@ -8,10 +7,12 @@ iterator resumes from one number.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from common.ink import to_model
+from jaxtyping import Int, UInt8
 
 from . import text
 from .settings import DataSettings
@@ -19,8 +20,6 @@ from .words import SIDE, STEPS, all_prompts, prompt_of
 
 Scan = UInt8[np.ndarray, "8 8"]
 Split = Literal["train", "test"]
-
-INK = 16.0  # the darkest value of a scan
 
 
 def load(split: Split) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"]]:
@@ -55,8 +54,7 @@ def move(
 
 
 class DigitVideos:
-    """Offer every video there is - scan x direction x place - less those whose prompts are held
-    out.
+    """Offer every video (scan x direction x path), except those whose prompts are held out.
 
     It is a source for grain: `len(source)` and `source[index]`.
 
@@ -68,40 +66,31 @@ class DigitVideos:
     def __init__(self, data: DataSettings, split: Split = "train") -> None:
         self.data = data
         self._scans, self._labels = load(split)
-        kept = [pair for prompt, pair in all_prompts().items() if prompt not in data.held_out]
-        self._pairs = [
-            (i, direction)
-            for i, label in enumerate(self._labels)
-            for digit, direction in kept
-            if digit == label
-        ]
-        self._places = [(lane, end) for lane in data.lanes for end in data.ends]
+        self._pairs = list(self._kept_pairs())
+        self._paths = [(lane, end) for lane in data.lanes for end in data.ends]
         self._tokens = {prompt: text.encode([prompt])[0] for prompt in all_prompts()}
 
+    def _kept_pairs(self) -> Iterator[tuple[int, str]]:
+        """Yield each scan with the directions whose prompts are not held out."""
+        held_out = self.data.held_out
+        kept = [pair for prompt, pair in all_prompts().items() if prompt not in held_out]
+        for scan, label in enumerate(self._labels):
+            yield from ((scan, direction) for digit, direction in kept if digit == label)
+
     def __len__(self) -> int:
-        return len(self._pairs) * len(self._places)
+        return len(self._pairs) * len(self._paths)
 
     def prompt(self, index: int) -> str:
         """Return the prompt of the video at `index`."""
-        scan, direction = self._pairs[index // len(self._places)]
+        scan, direction = self._pairs[index // len(self._paths)]
         return prompt_of(int(self._labels[scan]), direction)
 
     def frames(self, index: int) -> UInt8[np.ndarray, "F H W"]:
         """Draw the video at `index`, ink from 0 to 16."""
-        pair, place = divmod(index, len(self._places))
+        pair, path = divmod(index, len(self._paths))
         scan, direction = self._pairs[pair]
-        return move(self._scans[scan], direction, *self._places[place], self.data)
+        return move(self._scans[scan], direction, *self._paths[path], self.data)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = int(index)
         return {"video": to_model(self.frames(index)), "tokens": self._tokens[self.prompt(index)]}
-
-
-def to_model(frames: UInt8[np.ndarray, "..."]) -> Float[np.ndarray, "... 1"]:
-    """Scale ink to -1..1 and add the channel axis."""
-    return (frames.astype(np.float32) / (INK / 2) - 1.0)[..., None]
-
-
-def from_model(video: Float[np.ndarray, "... 1"]) -> Float[np.ndarray, "..."]:
-    """Undo `to_model`, clipped to the ink that a scan can have."""
-    return np.clip((np.asarray(video)[..., 0] + 1.0) * (INK / 2), 0.0, INK)

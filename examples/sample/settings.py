@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from annotated_types import Ge
-from train.settings import Count, Dtype, Whole
+from common.settings import Count, Dtype, Whole
 
 from maxattn.config.section import Section
 
@@ -16,13 +16,9 @@ class SamplingSettings(Section):
     num_inference_steps: Count = 50
     """Steps from noise to sample."""
     guidance_scale: Annotated[float, Ge(0)] = 5.0
-    """Classifier-free guidance, away from the negative prompt; 1 is the model as it is, in half the
-    time.
-    """
+    """Classifier-free guidance away from the negative prompt; 1 is none, in half the time."""
     guidance_batched: bool = True
-    """Prompt and negative prompt in one call of the model; false: one after the other, with half
-    the rows in memory.
-    """
+    """Prompt and negative prompt in one call of the model; false: two calls of half the rows."""
     prompt: str | None = None
     """What to draw; text encoders need maxattn[torch]. Unset where an embeddings file says it."""
     negative_prompt: str | None = None
@@ -32,9 +28,7 @@ class SamplingSettings(Section):
     count: Count = 1
     """Samples of a picture while training, of the first texts of the data."""
     weights_dtype: Dtype = "bfloat16"
-    """Of the parameters while sampling; those of norms stay float32. model.dtype is that of the
-    computation.
-    """
+    """Of the parameters while sampling, except norms; model.dtype is the computation's."""
     torch_device: str = "cpu"
     """Where text encoders and VAE run: cpu or cuda."""
     compiler_options: tuple[str, ...] = ()

@@ -1,9 +1,7 @@
-"""The demo's moving digits as latents and texts, for any of the models: real pictures, made up
-encoders.
+"""The moving digits as latents and texts for any of the models: real pictures, made-up encoders.
 
-An "encoder" cuts a frame into squares and takes each square's pixels for channels, so that `decode`
-gets the picture back exactly. A word's state is a fixed random vector; a text is its words' states
-and zeros behind them.
+Latents are the pixels of squares (common/ink.py), so that the picture comes back exactly. A word's
+state is a fixed random vector; a text is its words' states, then zeros.
 """
 
 from __future__ import annotations
@@ -12,34 +10,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-from digits import text
-from digits.digits import DigitVideos, from_model
-from digits.settings import DataSettings
-from digits.words import VOCABULARY
-from einops import rearrange
+from common.ink import to_latents
 from jaxtyping import Float
 
-Kind = Literal["wan", "i2v", "sdxl"]
+from . import text
+from .settings import DataSettings
+from .videos import DigitVideos
+from .words import VOCABULARY
+
+Model = Literal["wan", "i2v", "sdxl"]
 CANVAS = 16  # pixels along a side of a frame
-SIDE = {
-    "wan": 4,
-    "i2v": 4,
-    "sdxl": 2,
-}  # pixels along a square: its square is the number of channels
+# Pixels along a side of a square: their square is the number of channels.
+SIDE = {"wan": 4, "i2v": 4, "sdxl": 2}
 MASKS = 4  # channels of an image-to-video condition that say which frames are given
 IMAGE = 1280  # width of the image encoder's states
 IMAGE_TOKENS = 257
-
-
-def encode(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray, "C F h w"]:
-    """Take the pixels of each square for channels."""
-    return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
-
-
-def decode(latents: Float[np.ndarray, "C F h w"]) -> Float[np.ndarray, "F H W"]:
-    """Undo `encode`, to ink from 0 to 16."""
-    side = round(len(latents) ** 0.5)
-    return from_model(rearrange(latents, "(y x) F h w -> F (h y) (w x) 1", y=side, x=side))
 
 
 def word_states(width: int) -> Float[np.ndarray, "words D"]:
@@ -50,12 +35,12 @@ def word_states(width: int) -> Float[np.ndarray, "words D"]:
 
 
 def batches(
-    kind: Kind, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0
+    model: Model, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0
 ) -> Iterator[dict]:
     """Yield `count` examples, one at a time, drawn from all videos without repeating.
 
     Args:
-        kind: which model they are for.
+        model: which one they are for.
         count: at most as many as there are videos.
         text_dim: width of the text's states.
         pooled_dim: width of the pooled text, for SDXL.
@@ -67,31 +52,29 @@ def batches(
         one = videos[int(index)]
         tokens = one["tokens"]
         frames = one["video"][..., 0]
-        example = {"latents": encode(frames, SIDE[kind]), "text": words[tokens]}
-        if kind == "sdxl":
+        example = {"latents": to_latents(frames, SIDE[model]), "text": words[tokens]}
+        if model == "sdxl":
             example["latents"] = example["latents"][:, 0]
             example["pooled"] = pools[tokens].sum(0)
             example["time_ids"] = np.array([CANVAS, CANVAS, 0, 0, CANVAS, CANVAS], np.float32)
-        if kind == "i2v":
+        if model == "i2v":
             example |= _first_frame(frames)
         yield {name: array[None] for name, array in example.items()}
 
 
-def empty(kind: Kind, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
+def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
     """Return what a dropped text is replaced by: no words."""
-    found = {"negative_text": np.zeros((1, text.LENGTH, text_dim), np.float32)}
-    return found | (
-        {"negative_pooled": np.zeros((1, pooled_dim), np.float32)} if kind == "sdxl" else {}
-    )
+    arrays = {"negative_text": np.zeros((1, text.LENGTH, text_dim), np.float32)}
+    if model == "sdxl":
+        arrays["negative_pooled"] = np.zeros((1, pooled_dim), np.float32)
+    return arrays
 
 
 def _first_frame(frames: Float[np.ndarray, "F H W"]) -> dict[str, np.ndarray]:
-    """Return what says the first frame: its encoding, with the given frames marked, and states of
-    its pixels.
-    """
+    """Return the condition of the first frame (encoded, and marked), and states of its pixels."""
     given = np.zeros_like(frames)
     given[0] = frames[0]
-    latents = encode(given, SIDE["i2v"])
+    latents = to_latents(given, SIDE["i2v"])
     mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)
     mask[:, 0] = 1.0
     image = np.zeros((IMAGE_TOKENS, IMAGE), np.float32)

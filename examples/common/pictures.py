@@ -1,18 +1,17 @@
-"""Draws what came out: the loss curve, videos that move (GIF) and videos laid out frame by frame
-(PNG).
-"""
+"""Draws the loss curve, videos that move (GIF), and videos laid out frame by frame (PNG)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from .digits import INK
+from .ink import INK
 
 Videos = Float[np.ndarray, "n F H W"]
 
@@ -33,29 +32,24 @@ def loss_curve(losses: Sequence[float], path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    window = max(1, min(50, len(losses) // 4))
-    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.semilogy(
-        np.arange(1, len(losses) + 1),
-        losses,
-        color="tab:blue",
-        alpha=0.25,
-        lw=0.8,
-        label="each step",
-    )
-    label = f"average of {window}"
-    axes.semilogy(np.arange(window, len(losses) + 1), smooth, color="tab:blue", lw=1.6, label=label)
-    axes.set(
-        xlabel="step",
-        ylabel="flow-matching loss",
-        title=f"loss after {len(losses)} steps: {smooth[-1]:.4f}",
-    )
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
+    _draw_losses(axes, losses)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def _draw_losses(axes: Any, losses: Sequence[float]) -> None:
+    count, window = len(losses), max(1, min(50, len(losses) // 4))
+    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    thin: dict[str, Any] = {"color": "tab:blue", "alpha": 0.25, "lw": 0.8, "label": "each step"}
+    thick: dict[str, Any] = {"color": "tab:blue", "lw": 1.6, "label": f"average of {window}"}
+    axes.semilogy(np.arange(1, count + 1), losses, **thin)
+    axes.semilogy(np.arange(window, count + 1), smooth, **thick)
+    title = f"loss after {count} steps: {smooth[-1]:.4f}"
+    axes.set(xlabel="step", ylabel="flow-matching loss", title=title)
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
 
 
 def contact_sheet(
@@ -78,13 +72,10 @@ def contact_sheet(
 def moving(
     videos: Videos, prompts: Sequence[str], path: Path, marked: Collection[str] = (), scale: int = 8
 ) -> Path:
-    """Write a GIF in which all videos move at once, each below its prompt; `contact_sheet` names
-    the arguments.
-    """
+    """Write a GIF in which all videos move at once; `contact_sheet` names the arguments."""
     framed = np.stack([np.stack(list(_framed(video, scale))) for video in videos])
-    sheets = [
-        _sheet(framed[:, frame], prompts, marked).quantize(64) for frame in range(framed.shape[1])
-    ]
+    frames = (framed[:, frame] for frame in range(framed.shape[1]))
+    sheets = [_sheet(frame, prompts, marked).quantize(64) for frame in frames]
     # The last frame stays a little longer, so that the jump back to the first is seen as one.
     durations = [200] * (len(sheets) - 1) + [600]
     sheets[0].save(path, save_all=True, append_images=sheets[1:], duration=durations, loop=0)
@@ -108,9 +99,8 @@ def _sheet(
     font = ImageFont.load_default(size=TEXT)
     wide = max(wide, *(math.ceil(font.getlength(label)) for label in labels)) + MARGIN
     high += TEXT + 4 + MARGIN
-    sheet = Image.new(
-        "RGB", (columns * wide + MARGIN, math.ceil(count / columns) * high + MARGIN), PAPER
-    )
+    size = (columns * wide + MARGIN, math.ceil(count / columns) * high + MARGIN)
+    sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
     for i, (cell, label) in enumerate(zip(cells, labels, strict=True)):
         x, y = MARGIN + (i % columns) * wide, MARGIN + (i // columns) * high

@@ -1,6 +1,4 @@
-"""A pipeline's folder in diffusers' format: which parts are there, and whether it is one that can
-be sampled.
-"""
+"""A pipeline's folder in diffusers' format: its parts, and whether the examples can sample it."""
 
 from __future__ import annotations
 
@@ -15,30 +13,29 @@ PIPELINES = {
     "transformer": ("WanPipeline", "WanImageToVideoPipeline"),
     "unet": ("StableDiffusionXLPipeline",),
 }  # fmt: skip
-
-
 REPOSITORIES = {
     "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "unet": "stabilityai/stable-diffusion-xl-base-1.0",
 }
+TWO_TRANSFORMERS = ("transformer_2", "boundary_ratio", "expand_timesteps")  # keys of Wan 2.2
 
 
 def absent(
     folder: str | Path, setting: str = "model.folder", part: str = "transformer"
 ) -> Iterator[ConfigError]:
-    """Yield that there is no such folder.
+    """Yield an error where there is no such folder.
 
     Args:
         folder: of a pipeline, or of a model.
         setting: that named it.
         part: transformer or unet: whose repository is named.
     """
-    if not Path(folder).is_dir():
-        made = f"`hf download {REPOSITORIES[part]} --local-dir FOLDER` makes one"
-        remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
-        yield ConfigError(
-            setting, folder, "it names a folder, and there is none; nothing is downloaded", remedy
-        )
+    if Path(folder).is_dir():
+        return
+    made = f"`hf download {REPOSITORIES[part]} --local-dir FOLDER` makes one"
+    rule = "it names a folder, and there is none; nothing is downloaded"
+    remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
+    yield ConfigError(setting, folder, rule, remedy)
 
 
 def part_of(folder: str | Path, part: str) -> Path:
@@ -49,13 +46,15 @@ def part_of(folder: str | Path, part: str) -> Path:
 
 def config_of(folder: Path, part: str) -> dict[str, Any]:
     """Read the `config.json` of a part; empty where there is none."""
-    path = folder / part / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return _json(folder / part / "config.json")
 
 
 def index_of(folder: Path) -> dict[str, Any]:
     """Read `model_index.json`; empty where there is none."""
-    path = folder / "model_index.json"
+    return _json(folder / "model_index.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -64,33 +63,23 @@ def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
     return [part for part in parts if not (folder / part).is_dir()]
 
 
-def wrong(folder: Path, part: str) -> Iterator[ConfigError]:
-    """Yield what makes a pipeline one that the models here are not: Wan 2.2's two transformers,
-    say.
+def pipeline_errors(folder: Path, part: str) -> Iterator[ConfigError]:
+    """Yield what makes a pipeline one that the examples cannot sample, such as Wan 2.2.
 
     Args:
         folder: a pipeline's, or a model's alone.
         part: transformer or unet.
     """
     index = index_of(folder)
-    ours = PIPELINES[part]
-    if index and (kind := index.get("_class_name")) not in ours:
-        yield _of(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(ours)}")
-    two = [
-        key
-        for key in ("transformer_2", "boundary_ratio", "expand_timesteps")
-        if index.get(key) not in (None, False, [None, None])
-    ]
-    for key in two:
-        yield _of(
-            folder, f"{key} {index[key]}", "a Wan 2.1 pipeline has one transformer for all times"
-        )
+    known = PIPELINES[part]
+    if index and (kind := index.get("_class_name")) not in known:
+        yield _error(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(known)}")
+    for key in TWO_TRANSFORMERS:
+        if index.get(key) not in (None, False, [None, None]):
+            rule = "a Wan 2.1 pipeline has one transformer for all times"
+            yield _error(folder, f"{key} {index[key]}", rule)
 
 
-def _of(folder: Path, value: str, rule: str) -> ConfigError:
-    return ConfigError(
-        "model.folder",
-        f"{folder}: {value}",
-        rule,
-        "give the folder of Wan 2.1 or SDXL in diffusers' format",
-    )
+def _error(folder: Path, value: str, rule: str) -> ConfigError:
+    remedy = "give the folder of Wan 2.1 or SDXL in diffusers' format"
+    return ConfigError("model.folder", f"{folder}: {value}", rule, remedy)

@@ -1,5 +1,4 @@
-"""Count the multiplications of a forward pass: matrix products, convolutions and attention, from
-shapes alone.
+"""Count the operations of a forward pass: products, convolutions and attention, from shapes.
 
 One multiplication and one addition are two operations. What is recomputed in a backward is not
 counted, so that a utilisation says what a user gets.
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-
-from maxattn.devices import peak_flops
 
 BACKWARD = {"attention": 2.5, "matmul": 2.0}  # of the forward
 
@@ -45,13 +42,6 @@ def count(f: Callable[..., Any], *shapes: Any) -> Work:
     return _of(jax.make_jaxpr(f)(*shapes).jaxpr)
 
 
-def peak(device_kind: str) -> float | None:
-    """Return the dense bfloat16 operations a second that a device's maker gives, or None where
-    unknown.
-    """
-    return peak_flops(device_kind)
-
-
 def _of(jaxpr: Any) -> Work:
     return sum((_equation(eqn) for eqn in jaxpr.eqns), Work())
 
@@ -64,18 +54,12 @@ def _equation(eqn: Any) -> Work:
         return Work(attention=4 * b * n * t * s * h)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return Work(
-            matmul=2
-            * eqn.outvars[0].aval.size
-            * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-        )
+        length = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        return Work(matmul=2 * eqn.outvars[0].aval.size * length)
     if name == "conv_general_dilated":
-        out_channels = (
-            eqn.params["rhs_shape"][0]
-            if "rhs_shape" in eqn.params
-            else eqn.outvars[0].aval.shape[eqn.params["dimension_numbers"].out_spec[1]]
-        )
-        return Work(matmul=2 * eqn.outvars[0].aval.size * (eqn.invars[1].aval.size // out_channels))
+        out = eqn.outvars[0].aval
+        channels = out.shape[eqn.params["dimension_numbers"].out_spec[1]]
+        return Work(matmul=2 * out.size * (eqn.invars[1].aval.size // channels))
     times = eqn.params["length"] if name == "scan" else 1
     inner = sum((_of(each) for value in eqn.params.values() for each in _jaxprs(value)), Work())
     return Work(times * inner.attention, times * inner.matmul)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -19,8 +20,7 @@ def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:
 
 
 def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
-    """Write a video: path.mp4 where imageio and its ffmpeg are installed, else a folder of
-    pictures, and say so.
+    """Write a video: path.mp4 where imageio and its ffmpeg are installed, else pictures.
 
     Args:
         frames: of the video.
@@ -32,13 +32,12 @@ def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
             picture(frame, path / f"{i:04}.png")
         print('frames as pictures: for an mp4, pip install "imageio[ffmpeg]"')
         return path
-    import imageio.v2 as imageio  # type: ignore[import-not-found]
+    import imageio.v2 as imageio
 
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f"{path.name}.mp4")
-    with imageio.get_writer(
-        file, fps=fps, codec="libx264", quality=8, macro_block_size=1
-    ) as writer:
+    how: dict[str, Any] = {"codec": "libx264", "quality": 8, "macro_block_size": 1}
+    with imageio.get_writer(file, fps=fps, **how) as writer:
         for frame in frames:
             writer.append_data(frame)
     return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .folder import part_of
+from common.pipeline_folder import part_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,5 @@ class Paths:
     out: Path | None = None
 
     def weights_of(self, part: str) -> Path:
-        """Return the folder of the weights: the part of a pipeline's folder, or the folder
-        itself.
-        """
+        """Return the folder of the weights: a part of a pipeline's folder, or the folder."""
         return part_of(self.weights or self.model, part)

@@ -1,4 +1,4 @@
-"""The small layers of the transformer: norms in float32, feed-forward, sinusoids."""
+"""Small layers of transformers: norms in float32, feed-forward, sinusoids."""
 
 from __future__ import annotations
 
@@ -31,19 +31,14 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs,
         **how: Any,
     ) -> None:
-        self.approximate = approximate
-        self.up = nnx.Linear(
-            dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs, **how
-        )
-        self.down = nnx.Linear(
-            inner, out or dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs, **how
-        )
+        self.approximate, how = approximate, {"rngs": rngs, **how}
+        self.up = nnx.Linear(dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), **how)
+        self.down = nnx.Linear(inner, out or dim, kernel_metadata=on_mesh("tensor", "fsdp"), **how)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Run both layers on every token."""
         if x.ndim == 3 and x.shape[0] == 1:
-            # With a batch axis of one, XLA transposes what is kept of `up` for its gradient on a
-            # GPU.
+            # With a batch axis of one, XLA for GPUs transposes what `up`'s gradient keeps.
             return self(x[0])[None]
         return self.down(nnx.gelu(self.up(x), approximate=self.approximate))
 
@@ -103,17 +98,16 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
     """Write times as cosines, then sines, of geometrically spaced frequencies.
 
     Args:
-        t: times, 0 to 1000.
+        t: times 0 to 1000, or pixels.
         dim: how many numbers, even.
         max_period: ratio of the longest period to the shortest.
     """
     half = dim // 2
-    angles = t.astype(jnp.float32)[:, None] * max_period ** (
-        -jnp.arange(half, dtype=jnp.float32) / half
-    )
+    frequencies = max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = t.astype(jnp.float32)[:, None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def on_mesh(*axes: str | None) -> dict[str, Any]:
-    """Name the mesh axes of a kernel, without asking for a mesh when it is made."""
+    """Name the mesh axes of a parameter, without asking for a mesh when it is made."""
     return {"out_sharding": axes, "eager_sharding": False}

@@ -1,6 +1,4 @@
-"""What sampling has to know of SDXL: sizes of the picture, what the UNet is told, and how it is
-called.
-"""
+"""SDXL in sampling: sizes of the picture, what the UNet is told, and how it is called."""
 
 from __future__ import annotations
 
@@ -13,23 +11,26 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.pipeline_folder import config_of
+from common.shapes import Form
 from flax import nnx
-from generate.folder import config_of
-from generate.kind import Arrays
 from jaxtyping import Array, Float
+from sample import media
+from sample.task import Arrays
 from samplers.read import Sampler
 
 import maxattn as ma
 from maxattn.errors import ConfigError
 
+from . import torch_parts
 from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
-from .unet import SIZE_NUMBERS, UNet
+from .unet import UNet
 
 
 @dataclass(frozen=True)
-class SdxlDrawing:
+class SdxlSamplingTask:
     """Draw pictures with an SDXL UNet.
 
     Args:
@@ -63,49 +64,39 @@ class SdxlDrawing:
         Raises:
             ConfigError: the pipeline's model predicts something else than the settings say.
         """
-        prediction = self.settings.model.prediction_type
-        found = self.settings.sampling.sampler_of(str(self.folder), prediction)
-        said = found.options["prediction_type"]
-        if prediction not in (None, said):
-            rule = f"the sampler of {self.folder} is for a UNet that predicts {said}"
-            raise ConfigError(
-                "model.prediction_type", prediction, rule, f"set model.prediction_type={said}"
-            )
-        return found
+        asked = self.settings.model.prediction_type
+        sampler = self.settings.sampling.sampler_of(str(self.folder), asked)
+        prediction = sampler.options["prediction_type"]
+        if asked not in (None, prediction):
+            rule = f"the sampler of {self.folder} is for a UNet that predicts {prediction}"
+            remedy = f"set model.prediction_type={prediction}"
+            raise ConfigError("model.prediction_type", asked, rule, remedy)
+        return sampler
 
-    def wrong_sizes(self) -> Iterable[ConfigError]:
+    def size_errors(self) -> Iterable[ConfigError]:
         """Yield heights and widths that cannot be halved as often as the UNet does."""
         unit = self.scale * 2 ** (len(self.sizes.block_out_channels) - 1)
         for key in ("height", "width"):
             if (value := getattr(self.settings.sampling, key)) % unit:
                 near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                yield ConfigError(
-                    f"sampling.{key}", value, f"at the coarsest, {unit} pixels of it are one", near
-                )
+                rule = f"at the coarsest, {unit} pixels of it are one"
+                yield ConfigError(f"sampling.{key}", value, rule, near)
 
-    def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
+    def expected(self, guided: bool) -> dict[str, Form]:
         """Return text and pooled text."""
-        numbers = SIZE_NUMBERS * self.sizes.addition_time_embed_dim
-        pooled = self.sizes.projection_class_embeddings_input_dim - numbers
-        found: dict[str, tuple[Any, ...]] = {
-            "text": ("L", self.sizes.cross_attention_dim),
-            "pooled": (pooled,),
-        }
-        return found | (
-            {f"negative_{name}": form for name, form in found.items()} if guided else {}
-        )
+        sizes = self.sizes
+        forms: dict[str, Form] = {"text": ("L", sizes.cross_attention_dim)}
+        forms["pooled"] = (sizes.pooled_dim,)
+        negative = {f"negative_{name}": form for name, form in forms.items()}
+        return forms | negative if guided else forms
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
         """Encode the prompts with the folder's two encoders."""
-        from generate import torch_sdxl
-
         s = self.settings.sampling
-        return torch_sdxl.texts(folder, [s.prompt or ""], s.negative_prompt, s.torch_device)
+        return torch_parts.texts(folder, [s.prompt or ""], s.negative_prompt, s.torch_device)
 
     def completed(self, arrays: Arrays) -> Arrays:
-        """Add the sizes that the UNet is told, where a file does not: those that are drawn,
-        uncropped.
-        """
+        """Add the sizes of an uncropped picture, where a file does not hold them."""
         s = self.settings.sampling
         drawn = np.array([[s.height, s.width, 0, 0, s.height, s.width]], np.float32)
         return {"time_ids": drawn, **arrays}
@@ -113,24 +104,13 @@ class SdxlDrawing:
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
         dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        return UNet(
-            self.sizes,
-            self.settings,
-            mesh,
-            dtype=jnp.dtype(dtype),
-            param_dtype=jnp.dtype(kept),
-            rngs=rngs,
-        )
+        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
+        return UNet(self.sizes, self.settings, mesh, rngs=rngs, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Compute the keys and values of the text wherever the UNet attends to it, once for all
-        steps.
-        """
-        return (
-            model.encode(arrays["text"]),
-            arrays["pooled"],
-            arrays["time_ids"].astype(jnp.float32),
-        )
+        """Compute the keys and values of the text for every attention, once for all steps."""
+        picture = arrays["time_ids"].astype(jnp.float32)
+        return model.encode(arrays["text"]), arrays["pooled"], picture
 
     def predict(
         self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any
@@ -145,7 +125,5 @@ class SdxlDrawing:
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write pictures."""
-        from generate import media, torch_sdxl
-
-        pictures = torch_sdxl.decode(folder, latents, self.settings.sampling.torch_device)
+        pictures = torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
         return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]

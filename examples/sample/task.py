@@ -1,6 +1,4 @@
-"""What a model brings to sampling: what it is built from, what it needs to be told, and how it is
-called.
-"""
+"""What a model brings to sampling: how it is built, what it is told, and how it is called."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
+from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
 from samplers.read import Sampler
@@ -18,17 +17,14 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
-Shapes = Mapping[str, tuple[int, ...]]  # of arrays by their names, the batch first
 
 
-class Kind(Protocol):
-    """Say what is drawn. Arrays have the names and layouts of `files.py`."""
+class SamplingTask(Protocol):
+    """Say what is sampled. Arrays have the names and layouts of `files.py`."""
 
     @property
     def part(self) -> Literal["transformer", "unet"]:
-        """The folder of a pipeline that holds the model's weights, and the first word of LoRA's
-        names.
-        """
+        """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
         ...
 
     @property
@@ -59,14 +55,12 @@ class Kind(Protocol):
         """Choose the sampler."""
         ...
 
-    def wrong_sizes(self) -> Iterable[ConfigError]:
+    def size_errors(self) -> Iterable[ConfigError]:
         """Yield what is wrong with the size of the sample."""
         ...
 
-    def expected(self, guided: bool) -> dict[str, tuple[Any, ...]]:
-        """Return the shape of each array that the model is told, without the batch; "L" is any
-        size.
-        """
+    def expected(self, guided: bool) -> dict[str, Form]:
+        """Return the form of each array that the model is told, without the batch."""
         ...
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -78,7 +72,7 @@ class Kind(Protocol):
         ...
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Make of the arrays what every step needs, the batch first or second: computed once."""
+        """Compute once what every step needs of the arrays, the batch first or second."""
         ...
 
     def predict(
@@ -88,9 +82,7 @@ class Kind(Protocol):
         ...
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan the attention of a step of so many rows; `lengths` are the tokens of text and
-        image.
-        """
+        """Plan the attention of a step of `rows` rows; `lengths` are tokens of text and image."""
         ...
 
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:

@@ -1,0 +1,1 @@
+"""What training and sampling share: settings, processes, folders, pictures, small layers."""

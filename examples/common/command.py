@@ -1,0 +1,97 @@
+"""What the commands share: reading settings, joining processes, and errors of a user's making."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import maxattn as ma
+from maxattn.errors import MaxattnError
+
+from . import hosts
+
+SettingsClass = Callable[[str, Sequence[str]], type[ma.AttentionConfig]]
+"""Returns the class that reads a YAML file with these overrides."""
+
+
+def settings_of(
+    description: str | None,
+    settings_class: SettingsClass,
+    arguments: Sequence[str] | None = None,
+) -> Any:
+    """Read a YAML file and overrides from the command line, and join the processes of the run.
+
+    Args:
+        description: what the command does.
+        settings_class: chooses the class that reads the file.
+        arguments: default those of the process.
+
+    Raises:
+        ConfigErrors: for everything wrong in both.
+        ConfigError: the index or the number of processes is missing or wrong.
+    """
+    parser = parser_of(description)
+    parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
+    found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
+    folders = {"model.folder": found.model, "data.folder": found.data}
+    return read_settings(found, settings_class, folders)
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Make the arguments of every command: a file, overrides, the model's folder, processes."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    add = parser.add_argument
+    add("config", help="a YAML file, such as configs/wan_tiny.yml")
+    told = "steps=20, attention=dot_product, model.dim=64"
+    add("overrides", nargs="*", default=[], metavar="key=value", help=told)
+    told = "weights in diffusers' format: model.folder=FOLDER"
+    add("--model", metavar="FOLDER", help=told)
+    _add_processes(parser)
+    return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    title = "many processes, each with its own devices; the same command in all of them"
+    add = parser.add_argument_group(title).add_argument
+    told = "a TPU pod, SLURM, Open MPI or Kubernetes says who"
+    add("--distributed", action="store_true", help=told)
+    told = "of process 0, where no cluster says it"
+    add("--coordinator", metavar="HOST:PORT", help=told)
+    add("--num-processes", type=int, metavar="N", help="how many there are")
+    add("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+def read_settings(
+    found: argparse.Namespace, settings_class: SettingsClass, options: Mapping[str, Any]
+) -> Any:
+    """Read the settings that arguments say, and join the processes of the run.
+
+    Args:
+        found: what `parser_of` parsed.
+        settings_class: chooses the class that reads the file.
+        options: values of keys that have an option of their own; None was not given.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    texts = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
+    overrides = [*found.overrides, *texts]
+    settings = settings_class(found.config, overrides).from_yaml(found.config, overrides)
+    hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
+    return settings
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Print the library's warnings; end on a user's mistake, or Ctrl-C, with a message alone."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        yield
+    except MaxattnError as error:
+        sys.exit(f"{hosts.name()}error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command goes on from the last checkpoint")

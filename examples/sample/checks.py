@@ -1,0 +1,191 @@
+"""Refuses what cannot work before anything is read: settings, sizes, files and folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.pipeline_folder import lacking, pipeline_errors
+from common.writable import unwritable
+from common.xla_options import xla_options
+
+from maxattn import weights
+from maxattn.config.errors import ConfigErrors
+from maxattn.errors import ConfigError, MaxattnError
+
+from . import files
+from .paths import Paths
+from .task import SamplingTask
+
+INSTALL = 'pip install "maxattn[torch]"'
+
+
+def check(task: SamplingTask, paths: Paths) -> None:
+    """Refuse everything that cannot work, at once.
+
+    Raises:
+        ConfigErrors: with all of it.
+    """
+    size_errors = list(task.size_errors())
+    sizes_fit = not size_errors
+    problems = [
+        *pipeline_errors(paths.model, task.part),
+        *size_errors,
+        *_input_errors(task, paths, sizes_fit),
+        *_output_errors(paths),
+        *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
+        *_file_errors(task, paths),
+    ]
+    if problems:
+        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+
+
+def options(task: SamplingTask) -> dict[str, Any]:
+    """Read the compiler's options for a step.
+
+    Raises:
+        ConfigError: for one that the compiler refuses.
+    """
+    return xla_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
+
+
+def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
+    """Yield why the scheduler's file, those of the weights or compiler options are refused."""
+    opened: list[Callable[[], Any]] = [
+        lambda: task.sampler().schedule(task.settings.sampling.num_inference_steps),
+        lambda: weights.SafeTensors(paths.weights_of(task.part)),
+        lambda: options(task),
+    ]
+    if (lora := paths.lora) is not None:
+        opened.append(lambda: weights.SafeTensors(lora))
+    for read in opened:
+        try:
+            read()
+        except MaxattnError as error:
+            yield error
+
+
+def _flat(error: MaxattnError) -> Iterable[ConfigError]:
+    if isinstance(error, ConfigErrors):
+        return error.problems
+    if isinstance(error, ConfigError):
+        return [error]
+    return [ConfigError(error.setting, error.value, error.rule, error.remedy, error.where)]
+
+
+# ---- what the model is told ----------------------------------------------------------------------
+
+
+def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator[ConfigError]:
+    if paths.embeddings is not None:
+        yield from _said_twice(task, paths)
+        if sizes_fit:
+            yield from _embeddings_errors(task, paths.embeddings)
+    elif task.settings.sampling.prompt is None:
+        remedy = (
+            "give --prompt (text encoders of the folder, with torch), or --embeddings FILE"
+            " (examples/embed.py)"
+        )
+        rule = "a prompt or a file says what is drawn"
+        yield ConfigError("--prompt", "(none)", rule, remedy)
+    else:
+        yield from _image_errors(task, paths.image)
+        needs = Needs(task.needs_torch, "transformers", "give --embeddings FILE instead")
+        yield from without_torch("--prompt", "encoding a prompt", paths.model, needs)
+
+
+def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    if (prompt := task.settings.sampling.prompt) is not None:
+        rule = "what is drawn is said once, and --embeddings says it"
+        yield ConfigError("--prompt", repr(prompt), rule, "give one of them")
+    if paths.image is not None:
+        remedy = "leave it out, or encode both with examples/embed.py"
+        rule = "an embeddings file holds the encoded image"
+        yield ConfigError("--image", paths.image, rule, remedy)
+
+
+def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
+    sampling = task.settings.sampling
+    guided = sampling.guidance_scale != 1
+    found = files.shapes(path, "--embeddings")
+    yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
+    lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]
+    if guided and sampling.guidance_batched and len(set(lengths)) > 1:
+        both = " and ".join(str(n[0]) for n in lengths)
+        rule = f"in one call of the model both have as many tokens: {both}"
+        remedy = "set it to false, or make them alike"
+        yield ConfigError("sampling.guidance_batched", True, rule, remedy)
+
+
+def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigError]:
+    if task.takes_image and image is None:
+        rule = "an image-to-video model begins with an image"
+        remedy = "give --image FILE, or --embeddings FILE (examples/embed.py)"
+        yield ConfigError("--image", "(none)", rule, remedy)
+    if image is not None and not task.takes_image:
+        remedy = "leave it out, or give an I2V model's folder"
+        yield ConfigError("--image", image, "this model is told no image", remedy)
+    if image is not None and not image.is_file():
+        rule = "it names a file, and there is none"
+        yield ConfigError("--image", image, rule, "name a picture")
+
+
+class Needs(NamedTuple):
+    """Say what a step that torch does needs.
+
+    Args:
+        parts: of the pipeline's folder.
+        package: beside torch.
+        instead: what to do where torch is not installed.
+    """
+
+    parts: tuple[str, ...]
+    package: str
+    instead: str
+
+
+def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator[ConfigError]:
+    """Yield why torch's part of a run cannot be done, naming both ways out.
+
+    Args:
+        option: the command's.
+        what: is done, in words.
+        model: the pipeline's folder.
+        needs: of the step.
+    """
+    parts, package, instead = needs
+    if missing := [name for name in ("torch", package) if find_spec(name) is None]:
+        rule, remedy = f"{what} is done by torch and {package}", f"{INSTALL}, or {instead}"
+        yield ConfigError(option, f"{' and '.join(missing)} not installed", rule, remedy)
+    elif lost := lacking(model, parts):
+        value, remedy = (
+            f"{model} without {', '.join(lost)}",
+            f"fetch the whole folder, or {instead}",
+        )
+        rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
+        yield ConfigError(option, value, rule, remedy)
+
+
+# ---- what is written, and where sampling begins --------------------------------------------------
+
+
+def _output_errors(paths: Paths) -> Iterator[ConfigError]:
+    if paths.out is None and paths.latents is None:
+        remedy = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
+        yield ConfigError("--out", "(none)", "a folder or a file takes what is drawn", remedy)
+    for option, path in (("--out", paths.out), ("--latents", paths.latents)):
+        if path is not None and (problem := unwritable(option, path, option == "--out")):
+            yield problem
+    if paths.out is not None:
+        needs = Needs(("vae",), "diffusers", "give --latents FILE instead")
+        yield from without_torch("--out", "decoding latents", paths.model, needs)
+
+
+def _noise_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
+    found = files.shapes(path, "--noise", ("noise",))
+    if found.get("noise", ())[1:] != task.latents:
+        rule = f"it holds noise [B, {', '.join(map(str, task.latents))}]"
+        remedy = "make it for this height, width and frames"
+        yield ConfigError("--noise", f"{path}: {found}", rule, remedy)

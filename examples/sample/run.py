@@ -1,0 +1,189 @@
+"""A run of sampling: first all checks, then weights are read, steps taken, files written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import hosts
+from flax import nnx
+from samplers.read import Sampler
+
+from maxattn import weights
+from maxattn.errors import ConfigError, InputError
+
+from . import files
+from .checks import check
+from .loop import denoise
+from .paths import Paths
+from .rows import Rows, batch_ways, noise, place, told_in_rows
+from .task import Arrays, SamplingTask
+
+Mesh = jax.sharding.Mesh
+PREFIXES = ("{part}.", "base_model.model.")  # how diffusers and peft begin the names of LoRA
+
+
+class Start(NamedTuple):
+    """Hold what a run begins with.
+
+    Args:
+        told: what the model is told, for each call of a step.
+        rows: of the batch.
+        noise: one row a sample, channels second.
+    """
+
+    told: tuple[Arrays, ...]
+    rows: Rows
+    noise: np.ndarray
+
+
+def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.ndarray:
+    """Draw samples; write latents, and what they show; return the latents, channels second.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on; default the one there is.
+
+    Raises:
+        ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
+            weight is read.
+    """
+    check(task, paths)
+    sampler = task.sampler()
+    start = _start(task, paths, mesh)
+    for line in _opening(task, start, sampler, mesh):
+        print(line)
+    latents = _sampled(task, paths, start, sampler, mesh)
+    _check_finite(latents)
+    if hosts.is_first():
+        _write(task, paths, latents)
+    return latents
+
+
+def load(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> nnx.Module:
+    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any."""
+    began = time.perf_counter()
+    model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
+    prefix = _lora_prefix(paths.lora, task.part) if paths.lora else ""
+    if paths.lora is not None:
+        weights.check_lora(model, paths.lora, prefix=prefix)
+    weights.load_diffusers(model, paths.weights_of(task.part), mesh=mesh)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
+    if paths.lora is not None:
+        changed = weights.merge_lora(model, paths.lora, paths.lora_scale, prefix=prefix)
+        others = _passed_over(paths.lora, prefix)
+        print(f"LoRA weights of {len(changed)} layers merged, times {paths.lora_scale:g}{others}")
+    return model
+
+
+# ---- the parts of a run --------------------------------------------------------------------------
+
+
+def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
+    """Read or encode what the model is told, arrange it in rows, and draw the noise."""
+    sampling = task.settings.sampling
+    arrays = _arrays(task, paths)
+    guided = sampling.guidance_scale != 1
+    if not guided:
+        arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
+    texts = max(len(x) for x in arrays.values())
+    calls = 2 if guided and sampling.guidance_batched else 1
+    rows = Rows(texts, sampling.per_prompt, calls, batch_ways(mesh))
+    told = told_in_rows(task.completed(arrays), rows, guided)
+    return Start(told, rows, _noise(paths, rows, task))
+
+
+def _arrays(task: SamplingTask, paths: Paths) -> Arrays:
+    if paths.embeddings is not None:
+        return files.read(paths.embeddings, "--embeddings")
+    began = time.perf_counter()
+    arrays = task.encode(paths.model, paths.image)
+    device = task.settings.sampling.torch_device
+    print(f"encoded on {device} in {time.perf_counter() - began:.1f} s")
+    return arrays
+
+
+def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
+    if paths.noise is None:
+        return noise(task.settings.sampling.seed, rows, task.latents)
+    given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
+    if len(given) != rows.wanted:
+        value, rule = (
+            f"{paths.noise}: {len(given)} rows",
+            f"one for each of the {rows.wanted} samples",
+        )
+        raise ConfigError("--noise", value, rule, "set sampling.per_prompt, or make it anew")
+    return given[np.resize(np.arange(rows.wanted), rows.samples)]
+
+
+def _opening(
+    task: SamplingTask, start: Start, sampler: Sampler, mesh: Mesh | None
+) -> Iterator[str]:
+    """Say what will run."""
+    sampling, told, rows = task.settings.sampling, start.told[0], start.rows
+    lengths = {name: told[name].shape[1] for name in ("text", "image") if name in told}
+    for plan in task.plans(rows.samples * rows.calls, lengths, mesh).values():
+        yield plan.explain()
+    yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
+    how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
+    guided = sampling.guidance_scale != 1
+    yield f"guidance  {f'{sampling.guidance_scale:g}, {how}' if guided else 'none'}"
+    yield f"latents   {list(task.latents)}"
+    yield f"rows      {rows}"
+
+
+def _sampled(
+    task: SamplingTask, paths: Paths, start: Start, sampler: Sampler, mesh: Mesh | None
+) -> np.ndarray:
+    """Load the model, take the steps, and let the model go."""
+    schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
+    model = load(task, paths, mesh)
+    began = time.perf_counter()
+    told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
+    first = place(np.moveaxis(start.noise, 1, -1), mesh)
+    latents = hosts.whole(denoise(task, model, told, first, schedule))
+    print(f"{start.rows.wanted} samples in {time.perf_counter() - began:.1f} s")
+    return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
+
+
+def _lora_prefix(path: Path, part: str) -> str:
+    """Return what LoRA's names begin with, of the ways that diffusers and peft write them."""
+    names = list(weights.SafeTensors(path))
+    prefixes = (prefix.format(part=part) for prefix in PREFIXES)
+    return next((p for p in prefixes if any(name.startswith(p) for name in names)), "")
+
+
+def _passed_over(path: Path, prefix: str) -> str:
+    others = [name for name in weights.SafeTensors(path) if not name.startswith(prefix)]
+    if not others:
+        return ""
+    return (
+        f"; {len(others)} tensors for other parts than {prefix[:-1]} are not, such as {others[0]}"
+    )
+
+
+def _check_finite(latents: np.ndarray) -> None:
+    if not np.isfinite(latents).all():
+        value = f"{(~np.isfinite(latents)).sum()} of {latents.size} are not"
+        remedy = "compute in bfloat16 or float32 (model.dtype), and look at the weights"
+        raise InputError("latents", value, "every number of the latents is finite", remedy)
+
+
+def _write(task: SamplingTask, paths: Paths, latents: np.ndarray) -> None:
+    if paths.latents is not None:
+        arrays = {"latents": np.asarray(jnp.asarray(latents, jnp.float32))}
+        print(files.write(paths.latents, arrays, str(paths.model)))
+    if paths.out is None:
+        return
+    began = time.perf_counter()
+    for path in task.decode(paths.model, latents, paths.out):
+        print(path)
+    device = task.settings.sampling.torch_device
+    print(f"decoded on {device} in {time.perf_counter() - began:.1f} s")
