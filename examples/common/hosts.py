@@ -113,7 +113,7 @@ def on_devices(
         return jax.numpy.asarray(local)
     shape = (batch_size, *local.shape[1:])
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 
     return jax.make_array_from_callback(shape, sharding.batch_sharding(mesh, local.ndim), shard)

@@ -113,7 +113,7 @@ def scores(
     groups = {"all prompts": never | ~never, "trained on": ~never, "never trained on": never}
 
     def score(group: Bool[np.ndarray, " n"]) -> Score:
-        return judge.score(videos[group], [prompts[i] for i in np.flatnonzero(group)])
+        return judge.score(videos[group], [prompts[int(i)] for i in np.flatnonzero(group)])
 
     return {name: score(group) for name, group in groups.items() if group.any()}
 

@@ -52,7 +52,10 @@ def batches(
         one = videos[int(index)]
         tokens = one["tokens"]
         frames = one["video"][..., 0]
-        example = {"latents": to_latents(frames, SIDE[model]), "text": words[tokens]}
+        example: dict[str, np.ndarray] = {
+            "latents": to_latents(frames, SIDE[model]),
+            "text": words[tokens],
+        }
         if model == "sdxl":
             example["latents"] = example["latents"][:, 0]
             example["pooled"] = pools[tokens].sum(0)
@@ -64,7 +67,8 @@ def batches(
 
 def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
     """Return what a dropped text is replaced by: no words."""
-    arrays = {"negative_text": np.zeros((1, text.LENGTH, text_dim), np.float32)}
+    arrays: dict[str, np.ndarray] = {}
+    arrays["negative_text"] = np.zeros((1, text.LENGTH, text_dim), np.float32)
     if model == "sdxl":
         arrays["negative_pooled"] = np.zeros((1, pooled_dim), np.float32)
     return arrays

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
-from maxattn import sharding
+from maxattn import rope, sharding
 
 EPS = 1e-6
 AXES = (16, 56, 56)  # channels of a head for time, row and column
@@ -127,4 +127,4 @@ def positions(
     """
     grid = np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij")
     picture = np.stack(grid, -1).reshape(-1, 3)
-    return ma.rope.rope_nd(axes, np.concatenate([np.zeros((text, 3)), picture]), theta)
+    return rope.rope_nd(axes, np.concatenate([np.zeros((text, 3)), picture]), theta)

@@ -1,5 +1,8 @@
 """Videos and pictures on disk."""
 
+# imageio is optional: types are checked without.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from importlib.util import find_spec

@@ -88,8 +88,11 @@ class Sizes:
             if config.get(key, only) != only:
                 remedy = "give the folder `unet` of an SDXL pipeline"
                 raise WeightsError(key, config[key], f"an SDXL UNet has {only}", remedy)
-        own = {field.name: config[field.name] for field in fields(cls) if field.name in config}
-        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in own.items()})
+        own: dict[str, Any] = {
+            field.name: config.get(field.name, field.default) for field in fields(cls)
+        }
+        own |= {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
+        return cls(**own)
 
 
 # What diffusers' UNet could be beside SDXL, and this one is not.

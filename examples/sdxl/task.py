@@ -102,8 +102,8 @@ class SdxlTask(LatentTask):
     def loss(self, model: UNet, examples: Arrays) -> Float[Array, ""]:
         """Return the mean squared error of the prediction, each example weighted by its time."""
         times = examples["times"]
-        told = (examples[name] for name in ("text", "pooled", "time_ids"))
-        predicted = model(examples["mixed"], times.astype(jnp.float32), *told)
+        text, pooled, picture = (examples[name] for name in ("text", "pooled", "time_ids"))
+        predicted = model(examples["mixed"], times.astype(jnp.float32), text, pooled, picture)
         off = jnp.mean((predicted.astype(jnp.float32) - examples["target"]) ** 2, axis=(1, 2, 3))
         return jnp.mean(off * noise.weights(times, self.settings.training.snr_gamma, self.betas))
 

@@ -6,6 +6,7 @@ The same YAML file trains (examples/train_wan.py) and draws (examples/generate_w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,7 +55,7 @@ class ModelSettings(Section):
     added_kv_proj_dim: Count | None = None
 
     @property
-    def changed_sizes(self) -> dict[str, int]:
+    def changed_sizes(self) -> dict[str, Any]:
         """The sizes that are not the named model's."""
         return {key: value for key in OWN if (value := getattr(self, key)) is not None}
 
@@ -63,7 +64,7 @@ class ModelSettings(Section):
         """The sizes that are named here; None where only the folder says them."""
         if self.sizes is None:
             return None
-        return Sizes(**(vars(SIZES[self.sizes]) | self.changed_sizes))
+        return replace(SIZES[self.sizes], **self.changed_sizes)
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:

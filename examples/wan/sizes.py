@@ -75,8 +75,9 @@ class Sizes:
             raise problem
         config = _read_config(Path(folder) / "config.json")
         known = {field.name for field in fields(cls)}
-        values = {key: value for key, value in config.items() if key in known}
-        return cls(**values | {"patch_size": tuple(config.get("patch_size", cls.patch_size))})
+        values: dict[str, Any] = {key: value for key, value in config.items() if key in known}
+        values["patch_size"] = tuple(config.get("patch_size", cls.patch_size))
+        return cls(**values)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

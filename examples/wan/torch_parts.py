@@ -1,5 +1,8 @@
 """Wan's text encoder, image encoder and VAE, run by torch from a folder, one at a time."""
 
+# torch and its packages are optional: types are checked without.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import html

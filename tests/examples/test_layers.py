@@ -26,7 +26,7 @@ PUBLIC = {
     "maxattn.sharding", "maxattn.weights",
 }  # fmt: skip
 # Public in meaning, without a public path yet.
-TOLERATED = {"maxattn.config.section", "maxattn.config.errors"}
+TOLERATED = {"maxattn.config.section", "maxattn.config.errors", "maxattn.rope"}
 
 
 def part_of(path: Path) -> str:
