@@ -56,10 +56,8 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
         yield from error.problems
         return
     if kind in AXES and len(shape) != AXES[kind]:
-        value, rule = (
-            f"{found.latents}: {list(shape)}",
-            f"an {kind} decodes latents of {AXES[kind]} axes",
-        )
+        value = f"{found.latents}: {list(shape)}"
+        rule = f"an {kind} decodes latents of {AXES[kind]} axes"
         yield ConfigError("latents", value, rule, "give the folder that they were drawn from")
 
 

@@ -160,10 +160,8 @@ def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator
         rule, remedy = f"{what} is done by torch and {package}", f"{INSTALL}, or {instead}"
         yield ConfigError(option, f"{' and '.join(missing)} not installed", rule, remedy)
     elif lost := lacking(model, parts):
-        value, remedy = (
-            f"{model} without {', '.join(lost)}",
-            f"fetch the whole folder, or {instead}",
-        )
+        value = f"{model} without {', '.join(lost)}"
+        remedy = f"fetch the whole folder, or {instead}"
         rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
         yield ConfigError(option, value, rule, remedy)
 

@@ -115,10 +115,8 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
         return noise(task.settings.sampling.seed, rows, task.latents)
     given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
     if len(given) != rows.wanted:
-        value, rule = (
-            f"{paths.noise}: {len(given)} rows",
-            f"one for each of the {rows.wanted} samples",
-        )
+        value = f"{paths.noise}: {len(given)} rows"
+        rule = f"one for each of the {rows.wanted} samples"
         raise ConfigError("--noise", value, rule, "set sampling.per_prompt, or make it anew")
     return given[np.resize(np.arange(rows.wanted), rows.samples)]
 

@@ -1,10 +1,10 @@
-"""Samplers as numbers: each makes a `Schedule` of coefficients on the host, and one step runs them
-all.
+"""Samplers as tables: each makes a `Schedule` of coefficients, and one step runs them all.
 
-from . import flow_euler, unipc, euler, ddim, sample
+    from samplers import flow_euler, unipc, euler, ddim, sample
 
-schedule = unipc.schedule(steps=50, shift=3.0)
-latents = sample(lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv), noise, schedule)
+    schedule = unipc.schedule(steps=50, shift=3.0)
+    predict = lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv)
+    latents = sample(predict, noise, schedule)
 
 `read.read(folder, "flow")` makes the sampler that a folder in diffusers' format asks for.
 """

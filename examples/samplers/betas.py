@@ -1,11 +1,10 @@
-"""Noise schedules of models that were trained at a thousand discrete times, and which of those
-times are used.
+"""Noise schedules of models of a thousand discrete times, and the choice among those times.
 
-    alpha_bar_t = prod_{s <= t} (1 - beta_s),   x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t)
-    noise
+    alpha_bar_t = prod_{s <= t} (1 - beta_s)
+    x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) noise
 
-Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239; zero terminal SNR and the spacings, Lin et
-al. 2023, https://arxiv.org/abs/2305.08891
+Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239
+Source of zero terminal SNR and the spacings: Lin et al. 2023, https://arxiv.org/abs/2305.08891
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class Betas:
     def alpha_bar(self) -> Float[np.ndarray, " T"]:
         """Compute alpha_bar of every time."""
         power = 0.5 if self.beta_schedule == "scaled_linear" else 1.0
-        betas = np.linspace(
-            self.beta_start**power, self.beta_end**power, self.num_train_timesteps
-        ) ** (1 / power)
+        first, last = self.beta_start**power, self.beta_end**power
+        betas = np.linspace(first, last, self.num_train_timesteps) ** (1 / power)
         alpha_bar = np.cumprod(1 - betas)
         if self.rescale_betas_zero_snr:
             root = np.sqrt(alpha_bar)
@@ -60,13 +58,11 @@ class Betas:
         return alpha_bar
 
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
-        """Choose the times of so many steps, the noisiest first; those of "linspace" are no whole
-        numbers.
-        """
+        """Choose the times of so many steps, the noisiest first; "linspace" gives fractions."""
         count = self.num_train_timesteps
         if self.timestep_spacing == "leading":
             return np.arange(steps)[::-1] * (count // steps) + float(self.steps_offset)
         if self.timestep_spacing == "trailing":
             return np.round(count - np.arange(steps) * (count / steps)) - 1.0
-        # One step alone is at the end of a range of numpy's, which begins clean.
+        # numpy's linspace of one number is its clean end, time 0.
         return np.linspace(0, count - 1, steps)[::-1]

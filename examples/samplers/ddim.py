@@ -1,7 +1,6 @@
 """DDIM without noise of its own (eta = 0), for models of discrete times.
 
-    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   x0 and noise as the model sees them in
-    x
+    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   x0 and noise as the model predicts them
 
 Source: Song et al. 2020, https://arxiv.org/abs/2010.02502; as diffusers' DDIMScheduler.
 """
@@ -26,9 +25,8 @@ def schedule(steps: int, betas: Betas | None = None, *, set_alpha_to_one: bool =
     betas = betas or Betas()
     known, times = betas.alpha_bar(), np.round(betas.times(steps)).astype(int)
     before = times - betas.num_train_timesteps // steps
-    there = np.where(
-        before >= 0, known[np.maximum(before, 0)], 1.0 if set_alpha_to_one else known[0]
-    )
+    last = 1.0 if set_alpha_to_one else known[0]
+    there = np.where(before >= 0, known[np.maximum(before, 0)], last)
     (a, b), (a_there, b_there) = ((np.sqrt(x), np.sqrt(1 - x)) for x in (known[times], there))
     if betas.prediction_type == "v_prediction":
         # x0 = a x - b v, noise = b x + a v

@@ -1,6 +1,6 @@
-"""Euler steps along sigma = sqrt((1 - alpha_bar) / alpha_bar), the noise's share, for models of
-discrete times.
+"""Euler steps along sigma, for models of discrete times.
 
+    sigma = sqrt((1 - alpha_bar) / alpha_bar)
     x' = x + (sigma' - sigma) * noise,   the model sees x / sqrt(sigma^2 + 1)
 
 Source: Karras et al. 2022, https://arxiv.org/abs/2206.00364; as diffusers' EulerDiscreteScheduler.

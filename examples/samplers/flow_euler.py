@@ -1,5 +1,6 @@
-"""Flow matching in Euler steps: x' = x + (sigma' - sigma) * v, where sigma falls from 1 (noise) to
-0 (clean).
+"""Flow matching in Euler steps.
+
+    x' = x + (sigma' - sigma) * v,   sigma falls from 1 (noise) to 0 (clean)
 
 Source: Esser et al. 2024, https://arxiv.org/abs/2403.03206; the grid of sigmas is that of
 diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest sigma twice.
@@ -16,9 +17,7 @@ from .schedule import Schedule, one_step
 
 
 def shifted(sigma: Any, shift: float) -> Any:
-    """Move sigmas (numpy, jax) towards the noise: shift s / (1 + (shift - 1) s); 1 leaves them
-    where they are.
-    """
+    """Move sigmas (numpy, jax) towards the noise: shift s / (1 + (shift - 1) s)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
@@ -31,9 +30,8 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
         train_steps: what sigma 1 is called as a time.
     """
     first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
-    return over(
-        np.append(shifted(np.linspace(first, last, steps), shift), 0.0), train_steps=train_steps
-    )
+    sigmas = shifted(np.linspace(first, last, steps), shift)
+    return over(np.append(sigmas, 0.0), train_steps=train_steps)
 
 
 def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedule:
@@ -45,6 +43,5 @@ def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedul
     """
     sigmas = sigmas.astype(np.float32)  # the model is told these very times
     change = np.diff(sigmas.astype(np.float64))
-    return one_step(
-        sigmas[:-1] * np.float32(train_steps), np.stack([np.ones_like(change), change], -1)
-    )
+    predict = np.stack([np.ones_like(change), change], -1)
+    return one_step(sigmas[:-1] * np.float32(train_steps), predict)

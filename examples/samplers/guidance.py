@@ -1,7 +1,6 @@
-"""Classifier-free guidance: y = y(untold) + scale (y(told) - y(untold)).
+"""Classifier-free guidance: y = y(without) + scale (y(with) - y(without)).
 
-Both are rows of one call, the untold ones first, or two calls one after the other: the numbers are
-the same.
+Both are rows of one call, those without the text first, or two calls: the numbers are the same.
 
 Source: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598
 """
@@ -21,9 +20,10 @@ def guided(call: Call, told: tuple[Any, ...], scale: float) -> Callable[[Array, 
     """Return the model as a function of sample and time.
 
     Args:
-        call: of samples, times and what they are told.
-        told: without guidance, or for both in one call, one; else what is not meant, then what is.
-        scale: 1 is the model as it is: `told` then has as many rows as there are samples.
+        call: the model, of samples, times and conditions.
+        told: the conditions of each call. One for the model alone, or for both rows in one call;
+            two for two calls, the negative ones first.
+        scale: 1 is the model alone: `told` then has as many rows as there are samples.
     """
 
     def at(x: Array, t: Array, what: Any) -> Array:

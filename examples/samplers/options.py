@@ -1,6 +1,4 @@
-"""What diffusers' schedulers may be told, with their defaults, and what of it the samplers here can
-do.
-"""
+"""The options of diffusers' schedulers, their defaults, and the values that are supported here."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """Say what an option is worth where a file leaves it out, and which values are supported.
+    """Hold an option's default, and the values that are supported.
 
     Args:
-        default: diffusers'.
-        supported: these values alone; none named: any number.
+        default: diffusers', where a file leaves it out.
+        supported: these values alone; empty: any number.
     """
 
     default: Any
@@ -79,22 +77,11 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     },
 }
 
-# Options that change nothing: those of ways that are not supported, and those that files carry on
-# from other classes.
+# Options that change nothing: they belong to what is not supported, or files have them from other
+# classes.
 UNREAD = {
-    "base_shift",
-    "max_shift",
-    "base_image_seq_len",
-    "max_image_seq_len",
-    "time_shift_type",
-    "clip_sample_range",
-    "dynamic_thresholding_ratio",
-    "sample_max_value",
-    "skip_prk_steps",
-    "variance_type",
-    "algorithm_type",
-    "euler_at_final",
-    "use_lu_lambdas",
-    "lambda_min_clipped",
-}
+    "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type",
+    "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value", "skip_prk_steps",
+    "variance_type", "algorithm_type", "euler_at_final", "use_lu_lambdas", "lambda_min_clipped",
+}  # fmt: skip
 KNOWN = UNREAD.union(*OPTIONS.values())

@@ -26,19 +26,16 @@ FAMILIES: Mapping[Family, tuple[str, ...]] = {
     "flow": ("unipc", "flow_euler"),
     "discrete": ("euler", "ddim"),
 }
-# What one class calls what another calls otherwise.
+# One option under the names of two classes.
 SAME = {"shift": "flow_shift", "flow_shift": "shift"}
 NO_FILE = "no scheduler_config.json: as such models are usually sampled"
 USUAL: Mapping[Family, Mapping[str, Any]] = {
     "flow": {
-        "_class_name": "UniPCMultistepScheduler",
-        "flow_shift": 3.0,
-        "use_flow_sigmas": True,
+        "_class_name": CLASSES["unipc"], "flow_shift": 3.0, "use_flow_sigmas": True,
         "prediction_type": "flow_prediction",
     },
-    "discrete": vars(Betas())
-    | {"_class_name": "EulerDiscreteScheduler", "set_alpha_to_one": False},
-}
+    "discrete": {**vars(Betas()), "_class_name": CLASSES["euler"], "set_alpha_to_one": False},
+}  # fmt: skip
 MODELS = {
     "flow": "a Wan model predicts velocities",
     "discrete": "an SDXL model knows a thousand discrete times",
@@ -72,25 +69,17 @@ class Sampler:
         if self.name == "flow_euler":
             return flow_euler.schedule(steps, o["shift"], train_steps=most)
         if self.name == "unipc":
+            how: dict[str, Any] = {"order": o["solver_order"], "train_steps": most}
             skipped = tuple(o["disable_corrector"])
-            return unipc.schedule(
-                steps,
-                o["flow_shift"],
-                order=o["solver_order"],
-                uncorrected=skipped,
-                train_steps=most,
-            )
+            return unipc.schedule(steps, o["flow_shift"], uncorrected=skipped, **how)
         betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
         if self.name == "euler":
             return euler.schedule(steps, betas)
         return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
 
     def __str__(self) -> str:
-        shown = {key: self.options[key] for key in SHOWN if key in self.options}
-        return (
-            f"{self.name}, {', '.join(f'{key} {value}' for key, value in shown.items())}"
-            f" ({self.said_by})"
-        )
+        shown = (f"{key} {self.options[key]}" for key in SHOWN if key in self.options)
+        return f"{self.name}, {', '.join(shown)} ({self.said_by})"
 
 
 SHOWN = (
@@ -132,9 +121,8 @@ def read(
     name = sampler or NAMES.get(kind, "")
     if name not in FAMILIES[family]:
         raise _wrong_family(path, family, sampler, kind)
-    options, problems = _options(
-        said, CLASSES[name], str(path), sampler is not None and CLASSES[name] != kind
-    )
+    other = sampler is not None and CLASSES[name] != kind
+    options, problems = _options(said, CLASSES[name], str(path), other)
     if flow_shift is not None:
         options |= {key: flow_shift for key in SAME if key in options}
     problems += _contradictions(options, str(path))
@@ -144,25 +132,20 @@ def read(
 
 
 def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:
-    setting, value = (
-        ("sampling.sampler", sampler) if sampler else (f"{path}: _class_name", kind or "(none)")
-    )
-    ours = FAMILIES[family]
-    named = ", ".join(f"{short} ({CLASSES[short]})" for short in ours)
-    remedy = did_you_mean(sampler, ours) if sampler else ""
-    return ConfigError(
-        setting,
-        value,
-        f"{MODELS[family]}: it is sampled with {named}",
-        remedy or f"set sampling.sampler={ours[0]}",
-    )
+    known = FAMILIES[family]
+    named = ", ".join(f"{short} ({CLASSES[short]})" for short in known)
+    rule = f"{MODELS[family]}: it is sampled with {named}"
+    remedy = f"set sampling.sampler={known[0]}"
+    if sampler:
+        hint = did_you_mean(sampler, known)
+        return ConfigError("sampling.sampler", sampler, rule, hint or remedy)
+    return ConfigError(f"{path}: _class_name", kind or "(none)", rule, remedy)
 
 
 def _options(
     said: Mapping[str, Any], kind: str, where: str, other: bool
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the options of a class, as the file says them or by default, and what is wrong with
-    them.
+    """Return the options of a class, from the file or by default, and what is wrong with them.
 
     Args:
         said: the file.
@@ -192,12 +175,8 @@ def _unknown(said: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
     for key, value in said.items():
         if not key.startswith("_") and key not in KNOWN:
             rule = "no sampler here knows this option, and it may change the numbers"
-            yield ConfigError(
-                f"{where}: {key}",
-                value,
-                rule,
-                did_you_mean(key, KNOWN) or "remove it from the file",
-            )
+            remedy = did_you_mean(key, KNOWN) or "remove it from the file"
+            yield ConfigError(f"{where}: {key}", value, rule, remedy)
 
 
 def _unsupported(
@@ -206,26 +185,16 @@ def _unsupported(
     wanted = " or ".join(map(repr, option.supported)) or f"a number like {option.default!r}"
     by = "" if said else ", its default where the file does not say"
     rule = f"{kind} is supported with {wanted}{by}"
-    return ConfigError(
-        f"{where}: {key}",
-        repr(value),
-        rule,
-        f"write {key} as {wanted} there, or set sampling.sampler",
-    )
+    remedy = f"write {key} as {wanted} there, or set sampling.sampler"
+    return ConfigError(f"{where}: {key}", repr(value), rule, remedy)
 
 
 def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]:
-    if (
-        "set_alpha_to_one" in options
-        and options["rescale_betas_zero_snr"]
-        and options["prediction_type"] == "epsilon"
-    ):
-        rule = (
-            "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
-        )
-        return [
-            ConfigError(
-                f"{where}: rescale_betas_zero_snr", True, rule, "set sampling.sampler=euler"
-            )
-        ]
-    return []
+    is_ddim = "set_alpha_to_one" in options
+    if not is_ddim or not options["rescale_betas_zero_snr"]:
+        return []
+    if options["prediction_type"] != "epsilon":
+        return []
+    rule = "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
+    setting, remedy = f"{where}: rescale_betas_zero_snr", "set sampling.sampler=euler"
+    return [ConfigError(setting, True, rule, remedy)]

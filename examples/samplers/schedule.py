@@ -1,13 +1,12 @@
-"""One step for every sampler: sums of arrays, with coefficients that a sampler's own file computes
-beforehand.
+"""One step for every sampler: sums of arrays, with coefficients that the sampler's file computes.
 
-With x the sample, y what the model says of scale * x at a time, m the part of it that is
-remembered, m1..mK what earlier steps remembered (the last one first) and `last` the corrected
-sample of the step before:
+x is the sample, y the model's output for scale * x at a time, m the part of it that is remembered,
+m1..mK what earlier steps remembered (the last one first), `last` the corrected sample of the step
+before:
 
     m  = remember . (x, y)
-    c  = correct  . (x, last, m, m1..mK)          the sample, corrected by what the model has said
-    of it x' = predict  . (c, m, m1..mK)
+    c  = correct  . (x, last, m, m1..mK)     the sample, corrected by the model's output for it
+    x' = predict  . (c, m, m1..mK)
 
 A sampler of one step has K = 0 and corrects nothing. The coefficients are computed in float64 on
 the host; the sums are float32, whatever the model computes in.
@@ -81,9 +80,8 @@ def one_step(
 
 def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
     """Make a schedule of float64 numbers, in the order of its fields."""
-    return Schedule(
-        jnp.float32(noise_scale), *(jnp.asarray(np.asarray(a, np.float32)) for a in arrays)
-    )
+    tables = (jnp.asarray(np.asarray(a, np.float32)) for a in arrays)
+    return Schedule(jnp.float32(noise_scale), *tables)
 
 
 def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:
@@ -94,7 +92,7 @@ def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:
         noise: standard normal.
     """
     x = schedule.noise_scale * noise.astype(jnp.float32)
-    # Each its own array: a buffer that is given up must not be in two places.
+    # Each its own array: a donated buffer must not be in the state twice.
     nothing = [jnp.zeros_like(x) for _ in range(schedule.predict.shape[1] - 1)]
     return State(x, nothing[0] if len(nothing) > 1 else None, tuple(nothing[1:]))
 

@@ -1,15 +1,15 @@
 """UniPC for flow matching: a multistep predictor, and a corrector that costs no call of the model.
 
-With sigma from 1 to 0, alpha = 1 - sigma, lambda = log(alpha / sigma) and m = x - sigma * v the
-clean sample that the model sees, a step of size h = lambda' - lambda of order p is
+sigma falls from 1 to 0; alpha = 1 - sigma, lambda = log(alpha / sigma), and m = x - sigma * v is
+the clean sample that the model predicts. A step of size h = lambda' - lambda and order p is
 
     x' = (sigma' / sigma) x - alpha' (e^-h - 1) (m + sum_j rho_j (m_j - m) / r_j)
 
 over the p - 1 clean samples m_j of the steps before, r_j = (lambda_j - lambda) / h. The corrector
-takes the same step once more, with what the model says at its end as another sample of r = 1. The
+takes the same step once more, with the model's output at its end as another sample of r = 1. The
 rho solve a small linear system.
 
-Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867; the grid of sigmas, and rho = 1/2 where
+Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867. The grid of sigmas, and rho = 1/2 where
 a system has one unknown, are those of diffusers' UniPCMultistepScheduler.
 """
 
@@ -73,40 +73,40 @@ def _predictor(sigmas: Numbers, i: int, p: int) -> Numbers:
     if p == 1:  # the last step has an infinite h
         return _coefficients(sigmas, i, i + 1, np.expm1(-h), ratios)
     phi, rhs = _series(h, p)
-    rho = (
-        np.array([0.5])
-        if p == 2
-        else np.linalg.solve(np.vander(ratios, p - 1, increasing=True).T, rhs[:-1])
-    )
+    rho = _solved(ratios, rhs[:-1])
     return _coefficients(sigmas, i, i + 1, phi, phi * rho / ratios)
 
 
 def _corrector(sigmas: Numbers, i: int, p: int) -> Numbers:
-    """Compute the coefficients of the last x, m at i, m at i - 1 and the p - 1 before, from step i
-    - 1 to i again.
+    """Compute the coefficients of the last x, m at i, m at i - 1 and the p - 1 samples before.
+
+    They take the step from i - 1 to i once more.
     """
     h, ratios = _step(sigmas, i - 1, i, p)
     ratios = np.append(ratios, 1.0)
     phi, rhs = _series(h, p)
-    rho = (
-        np.array([0.5]) if p == 1 else np.linalg.solve(np.vander(ratios, p, increasing=True).T, rhs)
-    )
+    rho = _solved(ratios, rhs)
     x, m, *before, here = _coefficients(sigmas, i - 1, i, phi, phi * rho / ratios)
     return np.array([x, here, m, *before])
+
+
+def _solved(ratios: Numbers, rhs: Numbers) -> Numbers:
+    """Return the rho: of one unknown 1/2, as in diffusers, else of the linear system."""
+    if len(ratios) == 1:
+        return np.array([0.5])
+    return np.linalg.solve(np.vander(ratios, len(ratios), increasing=True).T, rhs)
 
 
 def _step(sigmas: Numbers, begin: int, end: int, p: int) -> tuple[float, Numbers]:
     """Return h and the r_j of the p - 1 steps before."""
     with np.errstate(divide="ignore"):
-        places = np.log1p(-sigmas) - np.log(sigmas)  # infinite at the end, sigma 0
-    h = places[end] - places[begin]
-    return h, (places[begin - p + 1 : begin][::-1] - places[begin]) / h
+        lambdas = np.log1p(-sigmas) - np.log(sigmas)  # infinite at the end, sigma 0
+    h = lambdas[end] - lambdas[begin]
+    return h, (lambdas[begin - p + 1 : begin][::-1] - lambdas[begin]) / h
 
 
 def _series(h: float, p: int) -> tuple[float, Numbers]:
-    """Return e^-h - 1, which is also B(h) of the variant bh2, and the right-hand sides phi_k k! / B
-    for k = 1..p.
-    """
+    """Return B = e^-h - 1 (variant bh2), and the right-hand sides phi_k k! / B for k = 1..p."""
     phi = term = np.expm1(-h)
     found = []
     for k in range(1, p + 1):
@@ -116,10 +116,7 @@ def _series(h: float, p: int) -> tuple[float, Numbers]:
 
 
 def _coefficients(sigmas: Numbers, begin: int, end: int, phi: float, weights: Numbers) -> Numbers:
-    """Compute the coefficients of x, m and the other clean samples, whose differences from m have
-    these weights.
-    """
+    """Compute the coefficients of x, m and the other clean samples m_j, from weights of m_j - m."""
     alpha = 1 - sigmas[end]
-    return np.array(
-        [sigmas[end] / sigmas[begin], alpha * (weights.sum() - phi), *(-alpha * weights)]
-    )
+    of_x, of_m = sigmas[end] / sigmas[begin], alpha * (weights.sum() - phi)
+    return np.array([of_x, of_m, *(-alpha * weights)])

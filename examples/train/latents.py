@@ -122,10 +122,8 @@ def _shard_paths(folder: str | None) -> list[Path]:
         rule = "training needs a folder of latents and texts"
         raise ConfigErrors([_error("null", rule, f"give one; {MAKE}")])
     if not Path(folder).is_dir():
-        rule, remedy = (
-            "it names a folder, and there is none",
-            "make it with examples/make_latents.py",
-        )
+        rule = "it names a folder, and there is none"
+        remedy = "make it with examples/make_latents.py"
         raise ConfigErrors([_error(folder, rule, remedy)])
     if not (paths := sorted(Path(folder).glob("latents-*.safetensors"))):
         rule = "it holds latents-*.safetensors, and there is none"

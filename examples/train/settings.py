@@ -88,8 +88,6 @@ class TrainingSettings(Section):
             rule = "LoRA changes at least one projection"
             yield ConfigError("lora_targets", "[]", rule, "write [to_q, to_v]")
         if (alpha := values["lora_alpha"]) is not None and not values["lora_rank"]:
-            rule, remedy = (
-                "it scales LoRA, and lora_rank is 0",
-                "set training.lora_rank, or remove it",
-            )
+            rule = "it scales LoRA, and lora_rank is 0"
+            remedy = "set training.lora_rank, or remove it"
             yield ConfigError("lora_alpha", alpha, rule, remedy)

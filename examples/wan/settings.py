@@ -76,10 +76,8 @@ class ModelSettings(Section):
             remedy = f"write one of {', '.join(SIZES)}, or give model.folder"
             yield ConfigError("sizes", "null", rule, remedy)
         for key, value in ((key, values[key]) for key in OWN if values[key] is not None):
-            rule, remedy = (
-                "it changes a named size, and sizes is null",
-                "name the sizes, or remove it",
-            )
+            rule = "it changes a named size, and sizes is null"
+            remedy = "name the sizes, or remove it"
             yield ConfigError(key, value, rule, remedy)
 
 

@@ -86,10 +86,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise WeightsError("config.json", str(path), rule, remedy)
     config: dict[str, Any] = json.loads(path.read_text())
     if (name := config.get("_class_name", CLASS_NAME)) != CLASS_NAME:
-        rule, remedy = (
-            f"the folder holds a {CLASS_NAME}",
-            "give the folder `transformer` of a Wan pipeline",
-        )
+        rule = f"the folder holds a {CLASS_NAME}"
+        remedy = "give the folder `transformer` of a Wan pipeline"
         raise WeightsError("_class_name", name, rule, remedy)
     for key, only in NORMS.items():
         if config.get(key, only) != only:
