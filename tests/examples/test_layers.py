@@ -26,7 +26,9 @@ PUBLIC = {
     "maxattn.sharding", "maxattn.weights",
 }  # fmt: skip
 # Public in meaning, without a public path yet.
-TOLERATED = {"maxattn.config.section", "maxattn.config.errors", "maxattn.rope"}
+TOLERATED = {
+    "maxattn.config.section", "maxattn.config.errors", "maxattn.devices", "maxattn.rope",
+}  # fmt: skip
 
 
 def part_of(path: Path) -> str:
