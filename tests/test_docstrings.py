@@ -60,17 +60,6 @@ MISSING = {
     "maxattn.weights.load_diffusers",
     "maxattn.weights.merge_lora",
     "maxattn.weights.save_diffusers",
-    "maxattn.masks.BlockCausal",
-    "maxattn.masks.BlockSlidingWindow",
-    "maxattn.masks.Causal",
-    "maxattn.masks.Dense",
-    "maxattn.masks.Empty",
-    "maxattn.masks.Full",
-    "maxattn.masks.KeyLimit",
-    "maxattn.masks.KeyPadding",
-    "maxattn.masks.LocalWindow",
-    "maxattn.masks.Segments",
-    "maxattn.masks.VideoMask",
 }
 
 
