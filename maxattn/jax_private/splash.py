@@ -7,7 +7,26 @@ nor a gradient of the LSE.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+Operands = tuple[Any, Any, Any, Any]
+"""(q [N, T, H], k and v [K, S, H], (ids of queries, ids of keys) or None) of one batch row."""
+
+
+class Launch(NamedTuple):
+    """Hold how a kernel is launched.
+
+    Args:
+        info: splash's `MaskInfo`.
+        mask_function: evaluates the mask in the kernel; None where every pair is allowed.
+        blocks: (q, kv, kv_compute), or (q, kv) for the kernel of dQ.
+        interpret: run in Pallas' interpreter.
+    """
+
+    info: Any
+    mask_function: Any
+    blocks: tuple[int, ...]
+    interpret: bool
 
 
 def _splash() -> Any:
@@ -24,112 +43,57 @@ def mask_info(data_next: Any, block_mask: Any, q_sequence: Any) -> Any:
     return MaskInfo(data_next, None, block_mask, None, q_sequence)
 
 
-def segment_ids(q: Any, kv: Any) -> Any:
-    """Make splash's pair of segment ids."""
-    return _splash().SegmentIds(q, kv)
-
-
-def forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    info: Any,
-    mask_function: Any,
-    blocks: tuple[int, ...],
-    interpret: bool,
-) -> tuple[Any, Any]:
-    """Run the forward kernel on one batch row: (out [N, T, H], lse [N, T]); blocks are (q, kv,
-    kv_compute).
-    """
+def forward(operands: Operands, launch: Launch) -> tuple[Any, Any]:
+    """Run the forward kernel on one batch row: (out [N, T, H], lse [N, T])."""
     splash = _splash()
     out, (lse,) = splash._splash_attention_forward(
-        info,
-        q,
-        k,
-        v,
-        ids,
+        launch.info,
+        *_with_ids(operands),
         None,
-        mask_value=splash.DEFAULT_MASK_VALUE,
-        is_mqa=False,
-        block_sizes=splash.BlockSizes(*blocks),
+        block_sizes=splash.BlockSizes(*launch.blocks),
         residual_checkpoint_name=None,
         save_residuals=True,
-        mask_function=mask_function,
-        interpret=interpret,
+        **_settings(launch),
     )
     return out, lse
 
 
-def dkv(
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    rows: tuple[Any, Any, Any],
-    info: Any,
-    mask_function: Any,
-    blocks: tuple[int, ...],
-    fused: bool,
-    interpret: bool,
-) -> tuple[Any, Any, Any]:
+def dkv(operands: Operands, stats: Any, launch: Launch, fused: bool) -> tuple[Any, Any, Any]:
     """Run the backward kernel of K and V on one batch row: (dq when fused else None, dk, dv).
 
-    `rows` are (lse, dout, delta), as for `splash_dq`.
+    `stats` are (lse, dout, delta), as for `dq`.
     """
-    bq, bkv, compute = blocks
-    return _splash()._splash_attention_bwd_dkv(
-        q,
-        k,
-        v,
-        ids,
-        None,
-        *rows,
-        bq=bq,
-        bkv=bkv,
-        bkv_compute=compute,
-        mask_info=info,
-        use_fused_bwd_kernel=fused,
-        **_backward_settings(mask_function, interpret),
-    )
+    bq, bkv, compute = launch.blocks
+    sizes = {"bq": bq, "bkv": bkv, "bkv_compute": compute, "use_fused_bwd_kernel": fused}
+    run = _splash()._splash_attention_bwd_dkv
+    return run(*_with_ids(operands), None, *stats, **sizes, **_backward_settings(launch))
 
 
-def dq(
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    rows: tuple[Any, Any, Any],
-    info: Any,
-    mask_function: Any,
-    blocks: tuple[int, ...],
-    interpret: bool,
-) -> Any:
+def dq(operands: Operands, stats: Any, launch: Launch) -> Any:
     """Run the backward kernel of Q on one batch row."""
-    return _splash()._splash_attention_bwd_dq(
-        q,
-        k,
-        v,
-        ids,
-        None,
-        *rows,
-        bq=blocks[0],
-        bkv=blocks[1],
-        mask_info=info,
-        **_backward_settings(mask_function, interpret),
-    )
+    bq, bkv = launch.blocks
+    run = _splash()._splash_attention_bwd_dq
+    settings = _backward_settings(launch)
+    return run(*_with_ids(operands), None, *stats, bq=bq, bkv=bkv, **settings)
 
 
-def _backward_settings(mask_function: Any, interpret: bool) -> dict[str, Any]:
-    splash = _splash()
-    layout = splash.QKVLayout.HEAD_DIM_MINOR
+def _with_ids(operands: Operands) -> Operands:
+    """Put splash's own pair of segment ids in the place of ours."""
+    q, k, v, ids = operands
+    return q, k, v, None if ids is None else _splash().SegmentIds(*ids)
+
+
+def _settings(launch: Launch) -> dict[str, Any]:
     return {
         "is_mqa": False,
-        "mask_value": splash.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": None,
-        "q_layout": layout,
-        "k_layout": layout,
-        "v_layout": layout,
-        "mask_function": mask_function,
-        "interpret": interpret,
+        "mask_value": _splash().DEFAULT_MASK_VALUE,
+        "mask_function": launch.mask_function,
+        "interpret": launch.interpret,
     }
+
+
+def _backward_settings(launch: Launch) -> dict[str, Any]:
+    layout = _splash().QKVLayout.HEAD_DIM_MINOR
+    layouts = {"q_layout": layout, "k_layout": layout, "v_layout": layout}
+    own = {"mask_info": launch.info, "attn_logits_soft_cap": None}
+    return {**own, **layouts, **_settings(launch)}

@@ -1,5 +1,6 @@
-"""tokamax's splash attention (Pallas, for TPU): like JAX's, with its own schedule, and one kernel
-for the backward.
+"""`tokamax_flash`: tokamax's splash attention on a TPU and a CPU, its Mosaic kernels on a GPU.
+
+Splash attention is like JAX's, with its own schedule, and its backward is one kernel.
 
 Source: tokamax, ops/experimental/tpu/splash_attention; Dao et al., FlashAttention-2 (arXiv
 2307.08691).
@@ -15,8 +16,8 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
 from maxattn.kernels.requirements import is_here, remedy, untested
-from maxattn.kernels.splash import kernel as splash_kernel
 from maxattn.kernels.splash.calls import Library
+from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
 from maxattn.target import Target
 
@@ -25,7 +26,7 @@ UNSAID = "?"  # what the command line makes of `--with tokamax`
 
 
 @dataclass(frozen=True)
-class TokamaxFlash(splash_kernel.Splash):
+class TokamaxFlash(Splash):
     """Compute attention with tokamax's splash; its backward is the fused one.
 
     Args:
@@ -41,42 +42,36 @@ class TokamaxFlash(splash_kernel.Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU; a GPU has
-        Mosaic kernels.
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU.
+
+        On a GPU the Mosaic kernels answer.
         """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
         reason = untested("tokamax_flash", "tokamax", target)
-        return reason or splash_kernel.refusal("tokamax_flash", call, target)
+        return reason or refusal("tokamax_flash", call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Say for the kernel of the platform whether its backward repeats."""
-        return (
-            TokamaxMosaic.repeats(call, target)
-            if target.platform == "gpu"
-            else splash_kernel.Splash.repeats(call, target)
-        )
+        on_gpu = target.platform == "gpu"
+        return TokamaxMosaic.repeats(call, target) if on_gpu else Splash.repeats(call, target)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
         if target.platform == "gpu":
             return TokamaxMosaic.build(call, config, target)
-        return TokamaxFlash.of(
-            call,
-            config,
-            target,
-            use_base2_exp=config.use_base2_exp,
-            use_experimental_scheduler=config.use_experimental_scheduler,
-        )
+        settings = {
+            "use_base2_exp": config.use_base2_exp,
+            "use_experimental_scheduler": config.use_experimental_scheduler,
+        }
+        return TokamaxFlash.of(call, config, target, **settings)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        extra = (
-            ", exp2" * self.use_base2_exp
-            + ", experimental scheduler" * self.use_experimental_scheduler
-        )
+        extra = ", exp2" * self.use_base2_exp
+        extra += ", experimental scheduler" * self.use_experimental_scheduler
         runs = f"tokamax_flash (tokamax splash attention, {self.how}{extra})"
         return Lines(runs, self.block_lines())
 
@@ -87,14 +82,13 @@ class TokamaxFlash(splash_kernel.Splash):
 
 
 def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
-    """Give a refusal of tokamax's version the remedy of the target: what is named has the version
-    that is written.
+    """Give a refusal of tokamax's version the remedy of the target.
+
+    A target that is named has the version that is written.
     """
     if reason is None or reason.feature != "package":
         return reason
     if target.version("tokamax") == UNSAID:
-        reason = replace(
-            reason,
-            rule=f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written",
-        )
+        rule = f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written"
+        reason = replace(reason, rule=rule)
     return reason if is_here(target) else replace(reason, remedy=remedy("tokamax", target))

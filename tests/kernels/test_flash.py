@@ -26,7 +26,7 @@ from maxattn.kernels.flash import Flash
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
-from maxattn.kernels.splash.mask_info import mask_info, rows_of, schedule
+from maxattn.kernels.splash.mask_info import codes_of, mask_info, schedule
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
 
@@ -111,7 +111,7 @@ def test_mask_info_of_75600_tokens_takes_no_second(block: int) -> None:
 
     def trace() -> tuple:
         kinds = tile_kinds(mask, 512, 512, n, n, 0, 0)
-        return kinds, mask_info(kinds, rows_of(mask, kinds, n, n, True, 0, 0), 148 * 512)
+        return kinds, mask_info(kinds, codes_of(mask, kinds, n, n, True, 0, 0), 148 * 512)
 
     # As in use: the lists of tiles are made while tracing, the codes of the rows are left to the
     # device. The time of this thread, since other work on the machine is not its own.

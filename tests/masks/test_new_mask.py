@@ -17,7 +17,7 @@ from maxattn.kernels.flash import Flash
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, encode
-from maxattn.kernels.splash.mask_info import mask_info, rows_of
+from maxattn.kernels.splash.mask_info import codes_of, mask_info
 from tests.kernels.test_flash import UNFUSED
 from tests.reference import attention64, error
 
@@ -145,7 +145,7 @@ def test_every_list_of_tiles_leaves_out_what_is_empty(name: str) -> None:
     traced = jax.jit(lambda at: visits(mask, *tile, length, length, at, at).count)(0)
     assert int(traced.sum()) == some
     kinds = tile_kinds(mask, *tile, length, length, 0, 0)
-    info = mask_info(kinds, rows_of(mask, kinds, length, length, False, 0, 0), length)
+    info = mask_info(kinds, codes_of(mask, kinds, length, length, False, 0, 0), length)
     assert int(info.block_mask.sum()) == some
     assert tally(mask, tile, (length, length)).skipped == 64 - some
     lists = tiling(mask, tile, tile, (length, length), (0, 0), False)

@@ -1,5 +1,6 @@
-"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time
-under `vmap`.
+"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time.
+
+The batch is a `vmap` over the kernels.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,49 +18,62 @@ from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Offset
 from maxattn.kernels.softmax import BIG_LSE
-from maxattn.kernels.splash import mask_info
+from maxattn.kernels.splash.mask_codes import Codes
+from maxattn.kernels.splash.mask_info import codes_of
 
 Blocks = tuple[int, ...]  # (q, kv, kv_compute), or (q, kv) for the separate kernel of dq
-Ids = tuple[Array, Array] | None  # segment ids of one batch row's queries and keys
-Rows = tuple[Array, Array, Array]  # (lse, dout, delta) of one batch row
+Ids = tuple[Array, Array] | None  # segment ids of queries and keys
+
+
+class Operands(NamedTuple):
+    """Hold what every kernel reads: of one batch row, or with a batch axis before all others.
+
+    Args:
+        q: [N, T, H], scaled.
+        k, v: [K, S, H].
+        ids: segment ids [T] and [S], or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    ids: Ids
+
+
+class Stats(NamedTuple):
+    """Hold what a backward kernel reads of each query beside the operands.
+
+    Args:
+        lse, delta: [N, T] float32, finite.
+        dout: [N, T, H], 0 in rows with nothing to attend to.
+    """
+
+    lse: Array
+    dout: Array
+    delta: Array
 
 
 class Library(Protocol):
-    """The kernels of one splash attention, on one batch row: q [N, T, H], k and v [K, S, H], padded
-    to tiles.
-    """
+    """The kernels of one splash attention, on one batch row that is padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
-        """Return what the queries must be multiplied by beside the scale; dk comes back multiplied
-        by it.
-        """
+        """Return by what queries are multiplied beside the scale; dk comes back multiplied too."""
         ...
 
-    def forward(
-        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
-    ) -> tuple[Array, Array]:
-        """Return (out [N, T, H], lse [N, T] float32, natural); an LSE below -1e37 marks rows that
-        saw nothing.
+    def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
+        """Return (out [N, T, H], lse [N, T] float32, natural).
+
+        An LSE below -1e37 marks rows that saw nothing.
         """
         ...
 
     def dkv(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        ids: Ids,
-        rows: Rows,
-        setup: Setup,
-        blocks: Blocks,
-        fused: bool,
+        self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
         ...
 
-    def dq(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
-    ) -> Array:
+    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
         """Return dq, where the backward is not fused."""
         ...
 
@@ -87,50 +101,25 @@ class Problem:
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
         blocks = _of(sizes, FORWARD)
-        setup = self._setup(blocks[0], blocks[1])
-
-        def row(q: Array, k: Array, v: Array, ids: Any) -> tuple[Array, Array]:
-            with _usual_arithmetic():
-                return self.library.forward(q, k, v, ids, setup, blocks)
-
-        out, lse = jax.vmap(row)(*setup.operands(self))
+        setup = self._setup(blocks)
+        run = _over_batch(lambda row: self.library.forward(row, setup, blocks))
+        out, lse = run(setup.operands(self))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
-    def backward(
-        self, sizes: BlockSizes, lse: Array, dout: Array, delta: Array
-    ) -> tuple[Array, Array, Array]:
-        """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H]) in the operands'
-        dtype.
-
-        Args:
-            sizes: block sizes.
-            lse, delta: [B, N, T] float32, finite.
-            dout: [B, N, T, H], 0 in rows with nothing to attend to.
-        """
+    def backward(self, sizes: BlockSizes, stats: Stats) -> tuple[Array, Array, Array]:
+        """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H])."""
         fused, blocks = bool(sizes.use_fused_bwd_kernel), _of(sizes, DKV)
-        dkv = self._setup(*blocks[:2])
-
-        def keys(
-            q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array
-        ) -> Any:
-            with _usual_arithmetic():
-                return self.library.dkv(q, k, v, ids, (lse, dout, delta), dkv, blocks, fused)
-
-        dq, dk, dv = jax.vmap(keys)(*dkv.operands(self), *dkv.rows(lse, dout, delta))
+        setup = self._setup(blocks)
+        run = _over_batch(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        dq, dk, dv = run(setup.operands(self), setup.stats(stats))
         if not fused:
-            dq = self._dq(_of(sizes, DQ), lse, dout, delta)
+            dq = self._dq(_of(sizes, DQ), stats)
         return dq[:, :, : self.q_len], dk[:, :, : self.kv_len], dv[:, :, : self.kv_len]
 
-    def _dq(self, blocks: tuple[int, ...], *given: Array) -> Array:
-        setup = self._setup(*blocks)
-
-        def queries(
-            q: Array, k: Array, v: Array, ids: Any, lse: Array, dout: Array, delta: Array
-        ) -> Array:
-            with _usual_arithmetic():
-                return self.library.dq(q, k, v, ids, (lse, dout, delta), setup, blocks)
-
-        return jax.vmap(queries)(*setup.operands(self), *setup.rows(*given))
+    def _dq(self, blocks: Blocks, stats: Stats) -> Array:
+        setup = self._setup(blocks)
+        run = _over_batch(lambda row, stats: self.library.dq(row, stats, setup, blocks))
+        return run(setup.operands(self), setup.stats(stats))
 
     @property
     def q_len(self) -> int:
@@ -148,37 +137,39 @@ class Problem:
         A plan refuses sequences that are too long. Only the device can know a traced offset that no
         context strategy makes: one beyond 2**20, or that is no whole number of key shards.
         """
-        valid = self._setup(self.q_len, self.kv_len).valid
+        valid = self._setup((self.q_len, self.kv_len)).valid
         return x if valid is None else jnp.where(valid, x, jnp.nan)
 
-    def _setup(self, block_q: int, block_kv: int) -> Setup:
+    def _setup(self, blocks: Blocks) -> Setup:
+        positions, lengths = self.parts.positions, (self.q_len, self.kv_len)
         offsets = self.q_offset, self.kv_offset
-        padded = -(-self.q_len // block_q) * block_q, -(-self.kv_len // block_kv) * block_kv
-        kinds = mask_split.tile_kinds(
-            self.parts.positions, block_q, block_kv, self.q_len, self.kv_len, *offsets
-        )
+        bq, bkv = blocks[:2]
+        padded = _rounded(self.q_len, bq), _rounded(self.kv_len, bkv)
+        kinds = mask_split.tile_kinds(positions, bq, bkv, *lengths, *offsets)
         # Segment ids hide padded keys as well, and then the positions need not.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
-        rows = mask_info.rows_of(
-            self.parts.positions, kinds, self.q_len, self.kv_len, shows_padding, *offsets
-        )
-        ids = mask_split.segment_ids(
-            self.parts, self.q.shape[0], self.q_len, self.kv_len, self.kv_offset
-        )
-        return Setup(kinds, rows, ids, padded, shows_padding)
+        codes = codes_of(positions, kinds, *lengths, shows_padding, *offsets)
+        ids = mask_split.segment_ids(self.parts, self.q.shape[0], *lengths, self.kv_offset)
+        return Setup(kinds, codes, ids, padded, shows_padding)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Hold what one kernel with its own block sizes takes beside q, k and v."""
+    """Hold what one kernel with its own block sizes takes beside q, k and v.
+
+    Args:
+        kinds: which tiles are empty, full or mixed.
+        codes: of the queries, for the mask's function; None where every pair is allowed.
+        ids: segment ids [B, T] and [B, S], or None.
+        padded: T and S after padding to whole tiles.
+        shows_padding: the code hides padded keys, so tiles that hold them must evaluate it.
+    """
 
     kinds: mask_split.Kinds
-    codes: Any
-    ids: tuple[Array, Array] | None
+    codes: Codes | None
+    ids: Ids
     padded: tuple[int, int]
-    shows_padding: bool = (
-        False  # padded keys are hidden by the code, so tiles that hold them must evaluate it
-    )
+    shows_padding: bool = False
 
     @property
     def code(self) -> Callable[..., Any] | None:
@@ -190,28 +181,38 @@ class Setup:
         """Whether the codes could hold the offsets; None: known to."""
         return None if self.codes is None else self.codes.valid
 
-    def operands(self, problem: Problem) -> tuple[Array, Array, Array, Any]:
-        """Pad (q, k, v, segment ids) to whole tiles; ids that pad match nothing."""
+    def operands(self, problem: Problem) -> Operands:
+        """Pad everything to whole tiles; ids that pad match nothing."""
         t, s = self.padded
-        ids = None
-        if self.ids is not None:
-            ids = (
-                _pad(self.ids[0], 1, t, mask_split.QUERY_PAD),
-                _pad(self.ids[1], 1, s, mask_split.KEY_PAD),
-            )
-        return _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), ids
+        return Operands(
+            _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), self._padded_ids()
+        )
 
-    def rows(self, lse: Array, dout: Array, delta: Array) -> tuple[Array, Array, Array]:
-        """Pad (lse, dout, delta) so that the rows added have no gradient."""
+    def _padded_ids(self) -> Ids:
+        if self.ids is None:
+            return None
+        q_ids, kv_ids = self.ids
+        q_ids = _pad(q_ids, 1, self.padded[0], mask_split.QUERY_PAD)
+        return q_ids, _pad(kv_ids, 1, self.padded[1], mask_split.KEY_PAD)
+
+    def stats(self, stats: Stats) -> Stats:
+        """Pad what a backward reads so that the rows added have no gradient."""
         t = self.padded[0]
-        return _pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t)
+        lse, dout, delta = stats
+        return Stats(_pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t))
+
+
+def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def row(*operands: Any) -> Any:
+        with _usual_arithmetic():
+            return kernel(*operands)
+
+    return jax.vmap(row)
 
 
 @contextmanager
 def _usual_arithmetic() -> Iterator[None]:
-    """Keep 64-bit mode and forbidden promotion off the libraries: their index arithmetic fails
-    under either.
-    """
+    """Keep 64-bit mode and forbidden promotion off: the libraries' index arithmetic needs that."""
     with (
         jax.enable_x64(False),
         jax.numpy_rank_promotion("allow"),
@@ -220,10 +221,14 @@ def _usual_arithmetic() -> Iterator[None]:
         yield
 
 
-def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> tuple[int, ...]:
+def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:
     found = sizes.part(keys)
     assert found is not None, (sizes, keys)  # build() asks for the sizes of training
     return found
+
+
+def _rounded(length: int, block: int) -> int:
+    return -(-length // block) * block
 
 
 def _pad(x: Array, axis: int, length: int, value: float = 0) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array
 
 from maxattn.jax_private import splash as jax_splash
-from maxattn.kernels.splash.calls import Blocks, Ids, Rows, Setup
+from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.kernels.splash.mask_info import mask_info
 
 
@@ -26,39 +26,23 @@ class JaxSplash:
         """Take the queries as they are."""
         return 1.0
 
-    def forward(
-        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
-    ) -> tuple[Array, Array]:
+    def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""
-        info = mask_info(setup.kinds, setup.codes, setup.padded[0])
-        return jax_splash.forward(q, k, v, _ids(ids), info, setup.code, blocks, self.interpret)
+        return jax_splash.forward(row, self._launch(setup, blocks))
 
     def dkv(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        ids: Ids,
-        rows: Rows,
-        setup: Setup,
-        blocks: Blocks,
-        fused: bool,
+        self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
-        # The fused kernel writes a part of dq at every step, so its grid keeps the steps that
+        # The fused kernel writes a share of dq at every step, so its grid keeps the steps that
         # compute nothing.
-        info = mask_info(setup.kinds, setup.codes, setup.padded[0], by_key=True, shrink=not fused)
-        return jax_splash.dkv(
-            q, k, v, _ids(ids), rows, info, setup.code, blocks, fused, self.interpret
-        )
+        launch = self._launch(setup, blocks, by_key=True, shrink=not fused)
+        return jax_splash.dkv(row, stats, launch, fused)
 
-    def dq(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
-    ) -> Array:
+    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
         """Return dq."""
-        info = mask_info(setup.kinds, setup.codes, setup.padded[0])
-        return jax_splash.dq(q, k, v, _ids(ids), rows, info, setup.code, blocks, self.interpret)
+        return jax_splash.dq(row, stats, self._launch(setup, blocks))
 
-
-def _ids(ids: Ids) -> Any:
-    return None if ids is None else jax_splash.segment_ids(*ids)
+    def _launch(self, setup: Setup, blocks: Blocks, **order: bool) -> jax_splash.Launch:
+        info = mask_info(setup.kinds, setup.codes, setup.padded[0], **order)
+        return jax_splash.Launch(info, setup.code, blocks, self.interpret)

@@ -1,5 +1,4 @@
-"""What the two splash attentions have in common, JAX's and tokamax's: everything around their
-kernels.
+"""What JAX's and tokamax's splash attention have in common: everything around their kernels.
 
 Their forward and backward kernels are called themselves, not the public functions, so that a
 backward can be given the output and LSE of a merge over many calls, and the gradient of the LSE:
@@ -25,10 +24,10 @@ from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Grads, Inputs, Kernel, Offset, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
-from maxattn.kernels.splash.calls import Library, Problem
+from maxattn.kernels.splash.calls import Library, Problem, Stats
 from maxattn.masks import Mask
 from maxattn.target import Target
 
@@ -64,42 +63,26 @@ class Splash(Kernel):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Repeat always: the grid's steps follow one another, and dQ's parts are summed after
-        them.
-        """
+        """Repeat always: a grid's steps are in order, and the shares of dQ are summed after."""
         return None
 
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
-        local = replace(call, dtype="float32") if config.float32_qk_product else call
-        kind = cast(KernelKind, cls.name)
-        (blocks, changes), (inference, inference_changes) = (
-            adjust(config.flash_block_sizes, local, kind, target, training)
-            for training in (True, False)
-        )
-        return cls(
-            call.scale,
-            blocks,
-            target.platform == "cpu",
-            config.float32_qk_product,
-            changes,
-            inference,
-            inference_changes,
-            **settings,
-        )
+        float32 = config.float32_qk_product
+        local = replace(call, dtype="float32") if float32 else call
+        asked, kind = config.flash_block_sizes, cast(KernelKind, cls.name)
+        training, inference = (adjust(asked, local, kind, target, t) for t in (True, False))
+        interpret = target.platform == "cpu"
+        blocks, changes = training
+        return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""
         if self.inference is None:
             return self
-        return replace(
-            self,
-            blocks=self.inference,
-            changes=self.inference_changes,
-            inference=None,
-            inference_changes=(),
-        )
+        own = {"blocks": self.inference, "changes": self.inference_changes}
+        return replace(self, **own, inference=None, inference_changes=())
 
     @property
     def library(self) -> Library:
@@ -112,9 +95,7 @@ class Splash(Kernel):
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
-        """Write the sizes and their changes, in one line, or in one for inference and one for
-        training.
-        """
+        """Write the sizes and their changes: in one line, or apart for inference and training."""
         training = f"{self.blocks}{_changed(self.changes)}"
         if self.inference is None or self.inference.part(FORWARD) == self.blocks.part(FORWARD):
             return training
@@ -122,12 +103,11 @@ class Splash(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
-        with _precision(self._compute_dtype(q)):
-            problem = self._problem(q, k, v, mask, q_offset, kv_offset)
+        with _precision(self._compute_dtype(inputs)):
+            problem = self._problem(inputs)
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
-        out = jnp.where(empty[..., None], 0, out).astype(q.dtype)
+        out = jnp.where(empty[..., None], 0, out).astype(inputs.q.dtype)
         return Result(problem.checked(out.swapaxes(1, 2)), jnp.where(empty, NEG_INF, lse))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
@@ -137,46 +117,38 @@ class Splash(Kernel):
         and fix the dtype of what their kernel writes to that of its operand k, in the function that
         makes the kernel.
         """
-        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
-        out, lse, dout, dlse = rows.operands
+        out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
         # meets -inf.
-        finite, delta, dout = row_gradient(out.swapaxes(1, 2), dout.swapaxes(1, 2), lse, dlse)
-        with _precision(self._compute_dtype(q)):
-            problem = self._problem(q, k, v, mask, q_offset, kv_offset)
-            stats = (finite, dout.astype(problem.q.dtype), delta)
-            dq, dk, dv = problem.backward(self.blocks, *stats)
-        dq = (dq.astype(jnp.float32) * self.scale).astype(q.dtype)
+        lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)
+        with _precision(self._compute_dtype(inputs)):
+            problem = self._problem(inputs)
+            stats = Stats(lse, dout.astype(problem.q.dtype), delta)
+            dq, dk, dv = problem.backward(self.blocks, stats)
+        dq = (dq.astype(jnp.float32) * self.scale).astype(inputs.q.dtype)
         dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in (dk, dv))
         dk = dk / self.library.query_factor(problem.q.dtype)
         return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
 
-    def _compute_dtype(self, q: Array) -> Any:
-        return jnp.dtype(jnp.float32) if self.float32_qk_product else q.dtype
+    def _compute_dtype(self, inputs: Inputs) -> Any:
+        return jnp.dtype(jnp.float32) if self.float32_qk_product else inputs.q.dtype
 
-    def _problem(
-        self, q: Array, k: Array, v: Array, mask: Mask, q_offset: Offset, kv_offset: Offset
-    ) -> Problem:
-        dtype = self._compute_dtype(q)
+    def _problem(self, inputs: Inputs) -> Problem:
+        dtype = self._compute_dtype(inputs)
+        q = self._scaled(inputs.q, dtype).swapaxes(1, 2)
+        k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
+        parts = mask_split.split(inputs.mask)
+        assert isinstance(parts, mask_split.Split), parts  # supports() refused it
+        return Problem(q, k, v, parts, inputs.q_offset, inputs.kv_offset, self.library)
+
+    def _scaled(self, q: Array, dtype: Any) -> Array:
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
         # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
         # power of two is free of that rounding, on q or k: at head dim 128 in bfloat16, with scores
         # of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and 5.2e-3, where
         # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
-        scaled = (q.astype(jnp.float32) * (self.scale * self.library.query_factor(dtype))).astype(
-            dtype
-        )
-        parts = mask_split.split(mask)
-        assert isinstance(parts, mask_split.Split), parts  # supports() refused it
-        return Problem(
-            scaled.swapaxes(1, 2),
-            k.astype(dtype).swapaxes(1, 2),
-            v.astype(dtype).swapaxes(1, 2),
-            parts,
-            q_offset,
-            kv_offset,
-            self.library,
-        )
+        factor = self.scale * self.library.query_factor(dtype)
+        return (q.astype(jnp.float32) * factor).astype(dtype)
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
@@ -206,7 +178,5 @@ def _changed(changes: tuple[Change, ...]) -> str:
 
 
 def _precision(dtype: Any) -> Any:
-    """Ask for whole float32 products where operands are float32; a TPU would round them to
-    bfloat16.
-    """
+    """Ask for whole float32 products of float32 operands; a TPU would round them to bfloat16."""
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

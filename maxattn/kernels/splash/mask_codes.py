@@ -1,5 +1,4 @@
-"""How a mask reaches the inside of a splash kernel: one int32 a query, and a function of it and of
-the key's index.
+"""How a mask reaches the inside of a splash kernel: one int32 a query and a function of it.
 
 Splash hands its mask function an int32 that belongs to the query and the index of the key among the
 local keys, and no other operand. Three codes cover every mask of positions:
@@ -37,23 +36,23 @@ REMEDY = (
 
 
 class RowCode(Protocol):
-    """Tell from a query's code and the local index of a key whether the pair attends; the shapes
-    are equal.
-    """
+    """Tell from queries' codes and local indexes of keys which pairs attend; shapes are equal."""
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:
         """Evaluate elementwise, inside a Pallas kernel."""
         ...
 
 
-class Rows(NamedTuple):
-    """The code, each query's int32, and whether the codes could hold the offsets (None: known
-    to).
-    """
+class Codes(NamedTuple):
+    """Hold the code, each query's int32, and whether they hold the offsets (None: known to)."""
 
     code: RowCode
     values: Int[Array, " T"]
     valid: Bool[Array, ""] | None = None
+
+    def padded(self, length: int) -> Int[Array, " T"]:
+        """Return the int32 of so many queries, 0 past the real ones."""
+        return jnp.pad(self.values, (0, length - self.values.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Evaluate the mask where the keys begin at a whole number of key shards, `kv_offset = number *
-    kv_len`.
-    """
+    """Evaluate the mask where the keys begin at a whole number of shards: number * kv_len."""
 
     mask: Mask
     kv_len: int
@@ -126,11 +123,11 @@ def _inside(mask: Mask, q_pos: Any, kv_pos: Any) -> Any:
     return jnp.broadcast_to(jnp.asarray(False if found is None else found), kv_pos.shape)
 
 
-def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset) -> Rows:
-    """Choose the code of a bound mask of positions, and compute each query's int32.
+def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset) -> Codes:
+    """Choose the code of a mask of positions, and compute each query's int32.
 
     Args:
-        mask: without array leaves.
+        mask: bound, without array leaves.
         q_len, kv_len: real local lengths.
         q_offset, kv_offset: position of the first local query and key; ints or traced.
 
@@ -140,18 +137,23 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
     q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
     code = one_interval(mask, kv_len)
     if code is not None:
-        ((lo, hi),) = mask.intervals(q_pos, jnp)
-        return Rows(code, code.pack(*(jnp.clip(end - kv_offset, 0, kv_len) for end in (lo, hi))))
+        (ends,) = mask.intervals(q_pos, jnp)
+        return Codes(code, code.pack(*(jnp.clip(end - kv_offset, 0, kv_len) for end in ends)))
     if not isinstance(kv_offset, jax.Array):
-        return Rows(Positions(mask, kv_len, int(kv_offset)), q_pos)
+        return Codes(Positions(mask, kv_len, int(kv_offset)), q_pos)
+    _refuse_too_long(mask, q_len, kv_len, q_offset)
+    shard = kv_offset // kv_len
+    fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < MOST_SHARDS)
+    fits &= jnp.all((q_pos >= 0) & (q_pos < MOST_POSITIONS))
+    values = q_pos | (shard.astype(jnp.int32) << POSITION_BITS)
+    return Codes(Shards(mask, kv_len), values, fits)
+
+
+def _refuse_too_long(mask: Mask, q_len: int, kv_len: int, q_offset: Offset) -> None:
     end = q_len if isinstance(q_offset, jax.Array) else q_offset + q_len
     rule = too_long(mask, kv_len, end, kv_len)
     if rule is not None:
         raise Unsupported("mask", mask, rule, REMEDY)
-    shard = kv_offset // kv_len
-    fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < MOST_SHARDS)
-    fits &= jnp.all((q_pos >= 0) & (q_pos < MOST_POSITIONS))
-    return Rows(Shards(mask, kv_len), q_pos | (shard.astype(jnp.int32) << POSITION_BITS), fits)
 
 
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:

@@ -1,5 +1,4 @@
-"""Splash's `MaskInfo` from our masks: which tiles the kernel visits, in what order, and each
-query's code.
+"""Splash's `MaskInfo` from our masks: the tiles to visit, their order, and each query's code.
 
 Splash's own construction goes through every tile of the T x S square on the host. Here the tiles
 come from `mask_split.tile_kinds`, so 75,600 tokens take well under a second.
@@ -16,7 +15,7 @@ import numpy as np
 from maxattn.jax_private import splash as jax_splash
 from maxattn.kernels.base import Offset
 from maxattn.kernels.mask_split import Kinds
-from maxattn.kernels.splash.mask_codes import Rows, encode
+from maxattn.kernels.splash.mask_codes import Codes, encode
 from maxattn.masks import EMPTY, FULL, Mask
 
 
@@ -66,18 +65,18 @@ def _next_that_runs(runs: Any, xp: Any) -> Any:
 
 
 def mask_info(
-    kinds: Kinds, rows: Rows | None, q_padded: int, by_key: bool = False, shrink: bool = True
+    kinds: Kinds, codes: Codes | None, q_padded: int, by_key: bool = False, shrink: bool = True
 ) -> Any:
     """Build splash's `MaskInfo`.
 
     Args:
         kinds: from `tile_kinds`; tiles that are not EMPTY are visited.
-        rows: from `encode`, or None where every pair is allowed.
+        codes: from `codes_of`, or None where every pair is allowed.
         q_padded: query length after padding.
         by_key: for the kernel of dK and dV, which goes through queries key tile by key tile.
         shrink: cut what is empty off the grid; the fused backward needs all of it.
     """
-    values = None if rows is None else jnp.pad(rows.values, (0, q_padded - rows.values.shape[0]))
+    values = None if codes is None else codes.padded(q_padded)
     if isinstance(kinds, np.ndarray) and bool((kinds != EMPTY).all()):
         return jax_splash.mask_info(None, None, values)
     visited = kinds != EMPTY
@@ -87,7 +86,7 @@ def mask_info(
     return jax_splash.mask_info(jnp.asarray(data)[None], jnp.asarray(runs)[None], values)
 
 
-def rows_of(
+def codes_of(
     mask: Mask,
     kinds: Kinds,
     q_len: int,
@@ -95,8 +94,8 @@ def rows_of(
     padded_keys: bool,
     q_offset: Offset,
     kv_offset: Offset,
-) -> Rows | None:
-    """Return each query's code, or None where the tiles are all full and no key is padding."""
+) -> Codes | None:
+    """Return the queries' codes, or None where all tiles are full and no key is padding."""
     if not padded_keys and isinstance(kinds, np.ndarray) and bool((kinds == FULL).all()):
         return None
     return encode(mask, q_len, kv_len, q_offset, kv_offset)

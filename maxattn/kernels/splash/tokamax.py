@@ -1,5 +1,4 @@
-"""The kernels of tokamax's splash attention on one batch row, with a natural-log LSE whatever they
-keep inside.
+"""The kernels of tokamax's splash attention on one batch row, with a natural-log LSE.
 
 Its schedule lists the tiles to visit, row by row, and marks which of them are mixed: full ones skip
 the mask. Tiles that no step visits are never written, so rows of queries that are in none are
@@ -23,7 +22,7 @@ from jaxtyping import Array
 
 from maxattn.jax_private.tokamax import library
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.kernels.splash.calls import Blocks, Ids, Rows, Setup
+from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.masks import EMPTY, FULL
 
 LOG2E = log2(e)
@@ -46,75 +45,50 @@ class TokamaxSplash:
     scheduler: bool
 
     def query_factor(self, dtype: Any) -> float:
-        """Undo that `base2` multiplies by log2(e) rounded to the dtype: 0.18% too much in
-        bfloat16.
-        """
+        """Undo that `base2` multiplies by a rounded log2(e): 0.18% too much in bfloat16."""
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
-    def forward(
-        self, q: Array, k: Array, v: Array, ids: Ids, setup: Setup, blocks: Blocks
-    ) -> tuple[Array, Array]:
+    def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T]); the LSE of rows that nothing visits is -inf."""
-        splash = library()
-        out, stats = splash._splash_attention_forward(
+        out, stats = library()._splash_attention_forward(
             _forward_info(setup),
-            q,
-            k,
-            v,
-            _ids(ids),
+            *_with_ids(row),
             None,
-            mask_value=splash.base.DEFAULT_MASK_VALUE,
-            is_mqa=False,
-            config=self._config(blocks),
             save_residuals=True,
-            mask_function=setup.code,
             fwd_mask_sparsity=_share(setup),
+            **self._settings(setup, blocks),
         )
         lse = stats["logsumexp"] / LOG2E if self.base2 else stats["logsumexp"]
         visited = jnp.repeat(jnp.asarray(setup.kinds != EMPTY).any(axis=1), blocks[0])
         return out, jnp.where(visited[None], lse, NEG_INF)
 
     def dkv(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        ids: Ids,
-        rows: Rows,
-        setup: Setup,
-        blocks: Blocks,
-        fused: bool,
+        self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq, dk, dv)."""
         assert fused, "tokamax has no other backward"
-        splash = library()
-        lse, dout, delta = rows
-        lse = lse * LOG2E if self.base2 else lse
+        stats = stats._replace(lse=stats.lse * LOG2E) if self.base2 else stats
         bq, bkv, compute = blocks
-        return splash._splash_attention_bwd_dkv(
-            q,
-            k,
-            v,
-            _ids(ids),
-            lse,
-            dout,
-            delta,
-            bq=bq,
-            bkv=bkv,
-            bkv_compute=compute,
-            is_mqa=False,
+        return library()._splash_attention_bwd_dkv(
+            *_with_ids(row),
+            *stats,
+            **{"bq": bq, "bkv": bkv, "bkv_compute": compute},
             mask_info=_backward_info(setup),
-            mask_value=splash.base.DEFAULT_MASK_VALUE,
-            mask_function=setup.code,
-            config=self._config(blocks),
             dkv_mask_sparsity=_share(setup),
+            **self._settings(setup, blocks),
         )
 
-    def dq(
-        self, q: Array, k: Array, v: Array, ids: Ids, rows: Rows, setup: Setup, blocks: Blocks
-    ) -> Array:
+    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
         """Refuse: the adjuster always asks for the fused backward."""
         raise NotImplementedError("tokamax has no separate backward of Q")
+
+    def _settings(self, setup: Setup, blocks: Blocks) -> dict[str, Any]:
+        return {
+            "is_mqa": False,
+            "mask_value": library().base.DEFAULT_MASK_VALUE,
+            "mask_function": setup.code,
+            "config": self._config(blocks),
+        }
 
     def _config(self, blocks: Blocks) -> Any:
         return library().SplashConfig(
@@ -126,14 +100,13 @@ class TokamaxSplash:
         )
 
 
-def _ids(ids: Ids) -> Any:
-    return None if ids is None else library().SegmentIds(*ids)
+def _with_ids(row: Operands) -> tuple[Any, Any, Any, Any]:
+    """Put tokamax's own pair of segment ids in the place of ours."""
+    return row.q, row.k, row.v, None if row.ids is None else library().SegmentIds(*row.ids)
 
 
 def _share(setup: Setup) -> float:
-    """Return the share of tiles that are visited, for the compiler's estimate of cost; 1 where it
-    is not known.
-    """
+    """Return the share of tiles that are visited, for the compiler's costs; 1 where unknown."""
     return float((setup.kinds != EMPTY).mean()) if isinstance(setup.kinds, np.ndarray) else 1.0
 
 
@@ -147,20 +120,24 @@ def marks_of(setup: Setup) -> Any:
 
 
 def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
-    """List the tiles to visit, row by row, as (rows, columns, marks, how many); numpy, or traced
-    and padded with -1.
+    """List the tiles to visit, row by row, as (rows, columns, marks, how many).
+
+    They are numpy, or traced and padded with -1.
     """
-    shape = rows, columns = marks.shape
-    if isinstance(marks, np.ndarray):
-        row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
-        small = np.int8 if max(shape) <= 128 else np.int16 if max(shape) <= 2**15 else np.int32
-        count = np.array([row.shape[0]], np.int32)
-        return (
-            row.astype(small),
-            column.astype(small),
-            np.maximum(marks[row, column], PARTIAL),
-            count,
-        )
+    return _known_steps(marks) if isinstance(marks, np.ndarray) else _traced_steps(marks)
+
+
+def _known_steps(marks: np.ndarray) -> tuple[Any, Any, Any, Any]:
+    longest = max(marks.shape)
+    row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
+    small = np.int8 if longest <= 128 else np.int16 if longest <= 2**15 else np.int32
+    count = np.array([row.shape[0]], np.int32)
+    marked = np.maximum(marks[row, column], PARTIAL)
+    return row.astype(small), column.astype(small), marked, count
+
+
+def _traced_steps(marks: Array) -> tuple[Any, Any, Any, Any]:
+    rows, columns = marks.shape
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
     # A stable sort by whether a tile is idle; no gather, which long lists make slow or impossible
@@ -190,7 +167,5 @@ def _backward_info(setup: Setup) -> Any:
 def _info(
     setup: Setup, rows: Any = None, columns: Any = None, marks: Any = None, count: Any = None
 ) -> Any:
-    values = None
-    if setup.codes is not None:
-        values = jnp.pad(setup.codes.values, (0, setup.padded[0] - setup.codes.values.shape[0]))
+    values = None if setup.codes is None else setup.codes.padded(setup.padded[0])
     return library().MaskInfo(None, rows, columns, marks, count, None, values)
