@@ -1,6 +1,4 @@
-"""Block sizes of the TPU flash kernels: rules as data, an adjuster that applies them, and what a
-size costs.
-"""
+"""Block sizes of the TPU flash kernels: rules as data, an adjuster, and what a size costs."""
 
 from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
 from maxattn.block_sizes.hbm import fused_partials_bytes

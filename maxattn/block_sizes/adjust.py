@@ -1,6 +1,4 @@
-"""Turn the sizes that were asked for into sizes that the kernel can run: the rules, applied until
-all of them hold.
-"""
+"""Turn the sizes that were asked for into sizes that the kernel can run, by the rules."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
 
 
 def _common(a: int | None, b: int | None) -> int | None:
-    """Return a size that both asked sizes divide, or the longer where that would be no block any
-    more.
-    """
+    """Return a size that both asked sizes divide, or the longer where that is no block."""
     if a is None or b is None:
         return a or b
     return both if (both := lcm(a, b)) <= max(LONGEST_COMMON, a, b) else max(a, b)
@@ -131,9 +127,7 @@ def _changes(
 
 
 def log_lines(role: Role, changes: Iterable[Change]) -> str:
-    """Write the changes as one log record: a line each, the reason where it differs from the line
-    before.
-    """
+    """Write the changes as one log record, a line each; a reason is not repeated."""
     lines, last = [f"Modified block sizes for {role}-attention:"], ""
     for change in changes:
         lines.append(f"  {change}" + (f" ({change.reason})" if change.reason != last else ""))

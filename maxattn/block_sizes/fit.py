@@ -23,9 +23,7 @@ def forward(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
 
 
 def dkv(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
-    """Return the sizes of the backward of K and V that fit; block_q shrinks with block_q_dkv when
-    fused.
-    """
+    """Return the sizes of the backward of K and V that fit; block_q shrinks too when fused."""
     now = sizes.part(DKV)
     if now is None:
         return {}
@@ -63,8 +61,7 @@ def _shrunk(
     kv_choices: Iterable[int],
     q_choices: list[int] | None,
 ) -> Tiles:
-    """Return the cheapest tiles that fit: the sizes as they are where they do, the smallest where
-    none do.
+    """Return the cheapest tiles that fit, or the smallest where none do.
 
     Args:
         now: q, kv, kv_compute.
@@ -102,9 +99,7 @@ def _longest(asked: int, most: int, choices: list[int] | None, step: int) -> int
 
 
 def _cost(now: Tiles, new: Tiles, facts: Facts) -> tuple[float, int]:
-    """Measure a change: halvings of the three sizes, and what the new ones pad more; ties keep the
-    longer Q.
-    """
+    """Measure a change: halvings of the three sizes, and padding; ties keep the longer Q."""
     halvings = sum(log2(a / b) for a, b in zip(now, new, strict=True))
     lengths = (facts.q_len, now[0], new[0]), (facts.kv_len, now[1], new[1])
     pads = sum(max(0.0, padding(n, b).share - padding(n, a).share) for n, a, b in lengths)

@@ -1,5 +1,4 @@
-"""The page that says what is adjusted, when and why: a flowchart and a list, written from the table
-of rules.
+"""The page that says what is adjusted, when and why, written from the table of rules.
 
 `python -m maxattn.block_sizes.flowchart` prints `docs/guide/block_sizes_flowchart.md`.
 """
@@ -37,9 +36,7 @@ def page() -> str:
 
 
 def chart_lines() -> Iterator[str]:
-    """Write the flowchart: a question for each run of rules that govern the same calls, then what
-    must hold.
-    """
+    """Write the flowchart: a question for each run of rules, then what must hold."""
     groups = [(when, list(rules)) for when, rules in groupby(RULES, key=lambda rule: rule.when)]
     yield "flowchart TD"
     yield '  start(["sizes as asked, the others filled in"])'

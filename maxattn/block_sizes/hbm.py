@@ -12,8 +12,9 @@ FEW_PARTS = 4  # up to these tokamax keeps the queries' dtype, beyond them float
 
 
 def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
-    """Count the bytes of dQ's parts that the fused backward writes: ceil(S / block_kv_dkv) * B * N
-    * T * H elements.
+    """Count the bytes of dQ's shares that the fused backward writes to HBM.
+
+    They have ceil(S / block_kv_dkv) * B * N * T * H elements.
 
     Each KV block writes its own part of dQ, and they are summed afterwards: a longer `block_kv_dkv`
     needs less memory. The parts have the queries' dtype, and in tokamax float32 where there are

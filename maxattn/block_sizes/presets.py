@@ -1,5 +1,6 @@
-"""Block sizes that ship, by chip and by model: the largest tiles that every TPU kernel takes and
-that pad little.
+"""Block sizes that ship, by chip and model: the largest that all TPU kernels take.
+
+They pad little.
 
 `python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in
 `configs/block_sizes` are its output.
@@ -110,8 +111,9 @@ MODELS = (
 
 
 def preset(model: Model, target: Target) -> BlockSizes:
-    """Choose the largest tiles that flash with either backward and tokamax_flash take as they are,
-    in training.
+    """Choose the largest tiles that flash and tokamax_flash take as they are, in training.
+
+    Flash takes them with either backward.
 
     The blocks are multiples of 128 up to 2,048 tokens and up to the shortest sequence, and pad each
     of the model's lengths by no more than its share. Fewest steps of the kernel first, then the
@@ -150,9 +152,7 @@ def _taken(q: int, kv: int, model: Model, target: Target) -> BlockSizes | None:
 
 
 def compute_of(kv: int) -> int:
-    """Choose how many keys to compute at once: 512 where that divides the block, else the most up
-    to 1,024.
-    """
+    """Choose how many keys to compute at once: 512 where it divides the block, else up to 1,024."""
     return (
         DEFAULT
         if kv % DEFAULT == 0

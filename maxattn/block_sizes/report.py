@@ -1,6 +1,4 @@
-"""What block sizes pad, and which would pad less, in words: for plans, and as a table to choose
-from.
-"""
+"""What block sizes pad, and which would pad less, in words: for plans, and as a table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The rules of block sizes, as data: what must hold, what mends it, and why. Everything else
-follows from this table.
+"""The rules of block sizes, as data: what must hold, what mends it, and why.
 
 `adjust` applies them from the top until all hold, and the flowchart of the documentation is printed
 from them.
@@ -111,9 +110,7 @@ def _one_q(sizes: BlockSizes, facts: Facts) -> Values:
 
 
 def _divide(part: str, whole: str) -> Callable[[BlockSizes, Facts], Values]:
-    """Make the mend of `part` divides `whole`: the nearest size that does, the longer of two as
-    near.
-    """
+    """Mend `part` divides `whole` by the nearest size that does; of two as near, the longer."""
 
     def mend(sizes: BlockSizes, facts: Facts) -> Values:
         small, large = getattr(sizes, part), getattr(sizes, whole)

@@ -1,6 +1,4 @@
-"""The values that block sizes are made of: the sizes, a change to one of them, and the facts that
-the rules look at.
-"""
+"""The values that block sizes are made of: the sizes, a change, and what the rules look at."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Hold the sizes that a kernel runs with, in tokens; a key that the kernel does not read is
-    None.
+    """Hold the sizes that a kernel runs with, in tokens; None is a size that it does not read.
 
     Args:
         block_q, block_kv, block_kv_compute: tiles of the forward kernel.
@@ -44,9 +41,7 @@ class BlockSizes:
     use_fused_bwd_kernel: bool | None = None
 
     def part(self, keys: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None where it does not
-        run.
-        """
+        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None without it."""
         found = tuple(getattr(self, key) for key in keys)
         return None if None in found else found
 
@@ -128,9 +123,7 @@ def round_up(length: int, step: int) -> int:
 
 
 def round_near(length: int, step: int) -> int:
-    """Return the multiple of `step` nearest to `length`, at least one step; the longer of two as
-    near.
-    """
+    """Return the multiple of `step` nearest to `length`: at least one, of two the longer."""
     return max(step, (length + step // 2) // step * step)
 
 

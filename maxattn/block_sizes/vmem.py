@@ -1,5 +1,4 @@
-"""How much VMEM one Pallas kernel of splash attention takes, as a formula, and the longest Q block
-that fits.
+"""How much VMEM a Pallas kernel of splash attention takes, and the longest Q that fits.
 
     bytes = windows + spill
     windows: every operand's and result's tile twice (one is fetched or written while the other is
@@ -103,8 +102,7 @@ class Cost(NamedTuple):
 
 
 def windows(part: Part, facts: Facts, looped: bool) -> Cost:
-    """Count the tiles of one kernel in bytes per token: operands, segment ids, codes, statistics,
-    results, scratch.
+    """Count the bytes per token of one kernel's tiles, of operands, statistics and results.
 
     Args:
         part: the kernel.
@@ -147,16 +145,12 @@ def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Fa
 
 
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
-    """Return whether a kernel's tiles fit the chip, by the formula or proven; always where there is
-    no chip.
-    """
+    """Return whether a kernel's tiles fit the chip, by the formula or as compiled before."""
     return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)
 
 
 def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
-    """Return the longest Q block, in tokens, that fits beside the KV blocks; 0 or less where none
-    does.
-    """
+    """Return the longest Q block that fits beside the KV blocks; 0 or less where none does."""
     assert facts.chip is not None
     query, key = _linear(part, kv, compute, facts, facts.chip.family)
     return max(int((facts.chip.limit - kv * key) // query), _proven_q(part, kv, compute, facts))

@@ -1,5 +1,4 @@
-"""What can be taken off a row of an additive bias: softmax stays what it is, and its sums stay in
-float32's reach.
+"""What is taken off each row of an additive bias, so that its LSE stays within float32's reach.
 
 A row whose every key has a bias of -1e9, as an example that is all padding gets it, has an LSE of
 -1e9 + log(S). Of log(S) float32 keeps nothing there, and exp(score - LSE) would be 1 for each of S
@@ -21,7 +20,7 @@ LARGE = {"float32": 2.0**7, "bfloat16": 2.0**12, "float16": 2.0**12}
 
 
 def bias_shift(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
-    """Return what all keys of a row have, hidden ones too: no entry is farther from 0 without it.
+    """Return what all keys of a row share, hidden ones too: no entry is farther from 0 without it.
 
     The largest entry where all are far below 0, the smallest finite one where all are far above,
     else 0; float32, and a constant for gradients.
@@ -34,5 +33,5 @@ def bias_shift(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T 1"]:
 
 
 def shifted(bias: Float[Array, "#B #N #T #S"]) -> Float[Array, "#B #N #T #S"]:
-    """Return the bias less its shift, in its dtype."""
+    """Return the bias without its shift, in its dtype."""
     return (bias.astype(jnp.float32) - bias_shift(bias)).astype(bias.dtype)

@@ -1,5 +1,4 @@
-"""Dense attention: one matmul, one softmax, one matmul. The definition, and the fastest for short
-sequences.
+"""Dense attention: one matmul, one softmax, one matmul; the fastest for short sequences.
 
 It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from
 the saved LSE, so that nothing of that size is kept between forward and backward.
@@ -8,7 +7,7 @@ the saved LSE, so that nothing of that size is kept between forward and backward
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Offset, Result, Rows
-from maxattn.masks import Mask
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.target import Target
 
 
@@ -57,9 +55,9 @@ class DotProduct(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
-        qs, ks, vs = self._split(q, k, v)
-        s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
+        q, v = inputs.q, inputs.v
+        qs, ks, vs = self._split(inputs)
+        s = self._scores(qs, ks, inputs)
         m = jnp.max(s, axis=-1)
         p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
@@ -69,66 +67,57 @@ class DotProduct(Kernel):
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
-        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
-        out, lse, dout, dlse = rows.operands
-        qs, ks, vs = self._split(q, k, v)
-        stats = (softmax.split_stats(x, k.shape[2]) for x in (lse, dlse))
-        split = (softmax.split_queries(x, k.shape[2]) for x in (out, dout))
-        lse_, delta, dout_ = (self._fold(x, q) for x in softmax.row_gradient(*split, *stats))
-        s = self._scores(qs, ks, q, k, bias, mask, q_offset, kv_offset)
-        s, lse_ = (s, lse_) if bias is None else _brought_near(s, lse_)
-        dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse_, delta, dout_, self.scale)
+        q, k, bias = inputs.q, inputs.k, inputs.bias
+        qs, ks, vs = self._split(inputs)
+        lse, delta, dout = self._row_gradient(rows, inputs)
+        s = self._scores(qs, ks, inputs)
+        s, lse = (s, lse) if bias is None else _brought_near(s, lse)
+        dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse, delta, dout, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
-        return Grads(
-            self._merge_queries(dq, q).astype(q.dtype),
-            self._merge_keys(dk, k),
-            self._merge_keys(dv, k),
-            dbias,
-        )
+        dq = self._merge_queries(dq, q).astype(q.dtype)
+        return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
+
+    def _row_gradient(self, rows: Rows, inputs: Inputs) -> tuple[Array, ...]:
+        kv_heads = inputs.k.shape[2]
+        stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
+        split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
+        return tuple(self._fold(x, inputs.q) for x in softmax.row_gradient(*split, *stats))
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         return Lines("dot_product (XLA dense)", "none: the whole T x S at once")
 
-    def _scores(
-        self,
-        qs: Array,
-        ks: Array,
-        q: Array,
-        k: Array,
-        bias: Bias,
-        mask: Mask,
-        q_offset: Offset,
-        kv_offset: Offset,
-    ) -> Array:
-        kv_heads = k.shape[2]
-        allowed = None
-        if not mask.is_full:
-            a = mask.allowed(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_offset, kv_offset)
-            allowed = self._fold_mask(softmax.split_heads(a, kv_heads), q, k)
-        b = None if bias is None else self._fold_mask(softmax.split_heads(bias, kv_heads), q, k)
+    def _scores(self, qs: Array, ks: Array, inputs: Inputs) -> Array:
+        allowed = self._allowed(inputs)
+        bias = None if inputs.bias is None else self._fold_mask(inputs.bias, inputs)
         if self.float32_qk_product:
             qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
-        return softmax.scores(qs, ks, self.scale, b, allowed)
+        return softmax.scores(qs, ks, self.scale, bias, allowed)
+
+    def _allowed(self, inputs: Inputs) -> Array | None:
+        if inputs.mask.is_full:
+            return None
+        q_idx, kv_idx = jnp.arange(inputs.q.shape[1]), jnp.arange(inputs.k.shape[1])
+        allowed = inputs.mask.allowed(q_idx, kv_idx, inputs.q_offset, inputs.kv_offset)
+        return self._fold_mask(allowed, inputs)
 
     # Layout: with split_head_dim false, [B, K, ...] is folded to [B*K, 1, ...].
 
     def _fold(self, x: Array, q: Array) -> Array:
         return x if self.split_head_dim else x.reshape(-1, 1, *x.shape[2:])
 
-    def _fold_mask(self, x: Array, q: Array, k: Array) -> Array:
+    def _fold_mask(self, x: Any, inputs: Inputs) -> Array:
+        x = softmax.split_heads(x, inputs.k.shape[2])
         if self.split_head_dim or (x.shape[0] == 1 and x.shape[1] == 1):
             return x
-        full = jnp.broadcast_to(x, (q.shape[0], k.shape[2], *x.shape[2:]))
+        full = jnp.broadcast_to(x, (inputs.q.shape[0], inputs.k.shape[2], *x.shape[2:]))
         return full.reshape(-1, 1, *x.shape[2:])
 
-    def _split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        qs = softmax.split_queries(q, k.shape[2])
-        return (
-            self._fold(qs, q),
-            self._fold(softmax.split_keys(k), q),
-            self._fold(softmax.split_keys(v), q),
-        )
+    def _split(self, inputs: Inputs) -> tuple[Array, Array, Array]:
+        q = inputs.q
+        qs = softmax.split_queries(q, inputs.k.shape[2])
+        ks, vs = (self._fold(softmax.split_keys(x), q) for x in (inputs.k, inputs.v))
+        return self._fold(qs, q), ks, vs
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
         b, t, n, h = q.shape
@@ -153,7 +142,8 @@ def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
         m = jnp.max(s, axis=-1)
         return softmax.brought_near(m, jnp.sum(softmax.stable_exp(s, m), axis=-1), lse)
 
-    m, lse = jax.lax.cond(
-        softmax.is_far(lse), near, lambda _, lse: (jnp.zeros_like(lse), lse), s, lse
-    )
+    def as_it_is(_: Array, lse: Array) -> tuple[Array, Array]:
+        return jnp.zeros_like(lse), lse
+
+    m, lse = jax.lax.cond(softmax.is_far(lse), near, as_it_is, s, lse)
     return s - m[..., None], lse

@@ -24,9 +24,7 @@ QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
 
 @dataclass(frozen=True)
 class Split:
-    """A mask in the two forms that splash takes: a function of positions, and at most one pair of
-    segment ids.
-    """
+    """Hold a mask as a function of positions, at most one pair of segment ids, and padding."""
 
     positions: Mask
     segments: Mask | None
@@ -86,8 +84,7 @@ def _names_with_data(mask: Mask) -> set[str]:
 def segment_ids(
     parts: Split, batch: int, q_len: int, kv_len: int, kv_offset: Offset
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-    """Write lengths, flags and segments as segment ids of queries and keys, or None where there are
-    none.
+    """Write lengths, flags and segments as segment ids, or None where there are none.
 
     Ids are equal exactly where the arrays let a query attend: negative ids become ones that match
     nothing.
@@ -116,9 +113,7 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask of positions: numpy where the offsets are ints, traced where one
-    is.
-    """
+    """Classify the tiles of a mask of positions: numpy where the offsets are ints, else traced."""
     if mask.is_full:  # wherever the tokens are: no lists, whose length scalar memory bounds
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     if isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array):

@@ -1,5 +1,4 @@
-"""Blockwise attention in plain JAX: the online softmax, in chunks of queries and keys, O(T) memory
-both ways.
+"""Blockwise attention in plain JAX: the online softmax over chunks, O(T) memory both ways.
 
 For each chunk of queries, over the chunks of keys that its mask lets it see (FlashAttention's inner
 loop):
@@ -29,10 +28,9 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Offset, Result, Rows
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import Tiles, cut, for_visits, join
-from maxattn.masks import Mask
 from maxattn.target import Target
 
 
@@ -76,8 +74,7 @@ class MemoryEfficient(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
-        tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
+        tiles, length = self._tiles(inputs), inputs.q.shape[1]
 
         def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
             i, q_i, *row = xs
@@ -85,34 +82,25 @@ class MemoryEfficient(Kernel):
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 return _forward_step(tiles.scores(i, q_i, j, mixed), tiles.v[j], *state)
 
-            out, lse = softmax.finish(
-                *for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i))
-            )
-            return out.astype(q.dtype), lse
+            state = for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i))
+            out, lse = softmax.finish(*state)
+            return out.astype(inputs.q.dtype), lse
 
         out, lse = jax.lax.map(query_chunk, _rows(tiles))
-        return Result(
-            softmax.merge_queries(join(out, 3, q.shape[1])),
-            softmax.merge_stats(join(lse, 3, q.shape[1])),
-        )
+        out, lse = join(out, 3, length), join(lse, 3, length)
+        return Result(softmax.merge_queries(out), softmax.merge_stats(lse))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
-        q, k, v, bias, mask, q_offset, kv_offset = inputs.operands
-        out, lse, dout, dlse = rows.operands
-        tiles = self._tiles(q, k, v, bias, mask, (q_offset, kv_offset))
-        # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s -
-        # lse) overflow.
-        fills = (softmax.BIG_LSE, 0.0, 0.0)
-        stats = _row_gradient(out, lse, dout, dlse, k.shape[2])
-        given = (cut(x, 3, tiles.q.shape[4], fill) for x, fill in zip(stats, fills, strict=True))
+        q, k = inputs.q, inputs.k
+        tiles = self._tiles(inputs)
 
         def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
             i, q_i, *row = xs[:5]
-            level, lse_i = _brought_near(tiles, i, q_i, tuple(row), xs[5])
+            shift, lse_i = _brought_near(tiles, i, q_i, tuple(row), xs[5])
 
             def step(j: Any, mixed: Any, state: Any) -> Any:
-                s = tiles.scores(i, q_i, j, mixed) - level
+                s = tiles.scores(i, q_i, j, mixed) - shift
                 return _backward_step(tiles, i, q_i, j, s, (lse_i, xs[6], xs[7]), *state)
 
             zero = jnp.zeros_like(q_i, jnp.float32)
@@ -120,25 +108,21 @@ class MemoryEfficient(Kernel):
             return tuple(carry), dq_i.astype(q.dtype)
 
         sums = _zero_gradients(tiles)
+        given = _stats_of_chunks(rows, tiles)
         (dk, dv, dbias), dq = jax.lax.scan(query_chunk, sums, (*_rows(tiles), *given))
         dk, dv = (softmax.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
         dq = softmax.merge_queries(join(dq, 3, q.shape[1]))
-        return Grads(dq, dk, dv, _bias_like(dbias, bias))
+        return Grads(dq, dk, dv, _bias_like(dbias, inputs.bias))
 
-    def _tiles(
-        self, q: Array, k: Array, v: Array, bias: Bias, mask: Mask, offsets: tuple[Offset, Offset]
-    ) -> Tiles:
+    def _tiles(self, inputs: Inputs) -> Tiles:
         if self.float32_qk_product:
-            q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-        return Tiles.of(
-            q, k, v, bias, mask, offsets, (self.query_chunk, self.key_chunk), self.scale
-        )
+            q, k = (x.astype(jnp.float32) for x in (inputs.q, inputs.k))
+            inputs = inputs.replace(q=q, k=k)
+        return Tiles.of(inputs, (self.query_chunk, self.key_chunk), self.scale)
 
 
 def _rows(tiles: Tiles) -> tuple[Any, ...]:
-    """Gather what one step of the loop over query chunks takes: number, queries, and the lists of
-    visits.
-    """
+    """Gather what one step of the loop over query chunks takes: number, queries, visits."""
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
@@ -161,9 +145,7 @@ def _forward_step(
 
 
 def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
-    """Fold one tile of scores into (m, l), and return what earlier sums decay by and exp(s - m)
-    too.
-    """
+    """Fold one tile of scores into (m, l); return (m, l, decay of earlier sums, exp(s - m))."""
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
     decay = jnp.exp(m - jnp.where(m_new == softmax.NEG_INF, 0.0, m_new))
     p = softmax.stable_exp(s, m_new)
@@ -173,8 +155,7 @@ def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
 def _brought_near(
     tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array
 ) -> tuple[Any, Array]:
-    """Return what a bias far from 0 adds to every key of a row, to take off the scores, and the LSE
-    without it.
+    """Return what a bias far from 0 adds to every key of a row, and the LSE without it.
 
     Only where there is such a row is a query chunk gone through once more.
     """
@@ -188,18 +169,23 @@ def _brought_near(
         m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])
         return softmax.brought_near(m, l, lse)
 
-    level, lse = jax.lax.cond(
-        softmax.is_far(lse), near, lambda lse: (jnp.zeros_like(lse), lse), lse
-    )
-    return level[..., None], lse
+    def as_it_is(lse: Array) -> tuple[Array, Array]:
+        return jnp.zeros_like(lse), lse
+
+    shift, lse = jax.lax.cond(softmax.is_far(lse), near, as_it_is, lse)
+    return shift[..., None], lse
 
 
-def _row_gradient(
-    out: Array, lse: Array, dout: Array, dlse: Array, kv_heads: int
-) -> tuple[Array, Array, Array]:
-    stats = (softmax.split_stats(x, kv_heads) for x in (lse, dlse))
-    rows = (softmax.split_queries(x, kv_heads) for x in (out, dout))
-    return softmax.row_gradient(*rows, *stats)
+def _stats_of_chunks(rows: Rows, tiles: Tiles) -> tuple[Array, ...]:
+    """Cut (lse, delta, dout) into chunks of queries."""
+    kv_heads = tiles.k.shape[2]
+    stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
+    split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
+    # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s - lse)
+    # overflow.
+    fills = (softmax.BIG_LSE, 0.0, 0.0)
+    found = zip(softmax.row_gradient(*split, *stats), fills, strict=True)
+    return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)
 
 
 def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:

@@ -1,5 +1,4 @@
-"""The arithmetic that every kernel written in plain JAX shares: scores, softmax, and the gradient
-of both.
+"""The arithmetic of the kernels in plain JAX: scores, softmax, and the gradient of both.
 
     S = scale * q k^T + bias        P = exp(S - lse)        out = P v
     dP = dout v^T                   D = sum(dout * out) - dlse
@@ -67,18 +66,14 @@ def merge_stats(x: Stats) -> Float[Array, "B N T"]:
 
 
 def split_heads(x: Any, kv_heads: int) -> Array:
-    """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G]; a broadcast axis becomes two
-    of size 1.
-    """
+    """Split axis 1 of a mask or bias [B|1, N|1, T|1, S|1] as [K, G], or as [1, 1]."""
     if x.shape[1] == 1:
         return x[:, :, None]
     return rearrange(x, "B (K G) T S -> B K G T S", K=kv_heads)
 
 
 def matmul(spec: str, a: Array, b: Array) -> Array:
-    """Contract with float32 accumulation, and with full float32 products where the operands are
-    float32.
-    """
+    """Contract with float32 accumulation; products of float32 operands are whole, too."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
 
@@ -126,15 +121,14 @@ def row_gradient(
 
 
 def is_far(lse: Stats) -> Bool[Array, ""]:
-    """Tell whether any row's finite LSE is so far from 0 that exp(s - lse) is no longer a share of
-    1.
-    """
+    """Tell whether a row's finite LSE is so far from 0 that exp(s - lse) is not exact."""
     return jnp.any((jnp.abs(lse) > FAR) & (lse != BIG_LSE))
 
 
 def brought_near(m: Stats, l: Stats, lse: Stats) -> tuple[Stats, Stats]:
-    """Return what to take off the scores of rows, and their LSE less that, as exact as if it were
-    near 0.
+    """Return what to take off the scores of rows, and their LSE without it.
+
+    The LSE is then as exact as if it were near 0.
 
     Args:
         m, l: maximum of the scores that are here, and sum of exp(s - m).

@@ -252,9 +252,7 @@ def _among(mask: Mask, others: Iterable[Mask]) -> bool:
 
 
 def _order(mask: Mask) -> tuple[Any, ...]:
-    """Order masks by kind and numbers; arrays do not count, so masks of equal structure keep the
-    order given.
-    """
+    """Order masks by kind and numbers; where only arrays differ, the order given is kept."""
     numbers = (getattr(mask, f.name) for f in fields(mask) if not f.metadata.get("leaf"))  # pyright: ignore[reportArgumentType]
     return (
         type(mask).__name__,

@@ -1,6 +1,4 @@
-"""Counts of allowed pairs in blocks, from the intervals of each query; numpy, and never an array of
-T x S.
-"""
+"""Counts of allowed pairs in blocks, from each query's intervals: no array of T x S."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ def _add(where: np.ndarray, amount: np.ndarray | int, shape: tuple[int, int]) ->
 def disjoint(
     mask: Mask, q_len: int, kv_len: int, data: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give each query's intervals sorted, clipped to the keys and cut so that none overlap: starts,
-    ends `[T, n]`.
-    """
+    """Give each query's intervals sorted, clipped and without overlap: starts, ends `[T, n]`."""
     pairs_ = mask.intervals(np.arange(q_len), np, data)
     if not pairs_:
         nothing = np.zeros((q_len, 0), dtype=np.int64)

@@ -23,9 +23,7 @@ SHADES = "░▒▓"
 
 
 def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int) -> str:
-    """Draw a bound mask with characters: one cell a pair when it fits the width, shades of density
-    otherwise.
-    """
+    """Draw a bound mask: a character a pair where it fits the width, else shades of density."""
     _check_lengths(q_len, kv_len)
     if width < 8:
         raise InputError(
@@ -51,9 +49,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
 
 
 def _aligned(cell: int, period: int | None) -> int:
-    """Widen a cell to a divisor or a multiple of the mask's blocks when at most twice as many
-    tokens do.
-    """
+    """Widen a cell, at most to twice its size, to a divisor or multiple of the mask's blocks."""
     return (
         cell
         if cell == 1
@@ -62,9 +58,7 @@ def _aligned(cell: int, period: int | None) -> int:
 
 
 def _on_grid(cell: int, period: int | None, whole: bool = True) -> bool:
-    """Tell whether cells tile the mask's blocks, or (where `whole` counts too) are tiled by
-    them.
-    """
+    """Tell whether cells tile the mask's blocks, or where `whole` counts are tiled by them."""
     return period is not None and (period % cell == 0 or (whole and cell % period == 0))
 
 

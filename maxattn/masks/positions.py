@@ -147,8 +147,9 @@ class BlockCausal(PositionMask):
 
 @mask_type
 class BlockSlidingWindow(PositionMask):
-    """Allow a query its own block and the `window - 1` blocks before it: `0 <= query // block - key
-    // block < window`.
+    """Allow a query its own block and the `window - 1` blocks before it.
+
+    That is `0 <= query // block - key // block < window`.
 
     Args:
         block: tokens in a block (the tokens of a frame, say); any number, and the length need not

@@ -18,9 +18,7 @@ def leaf() -> Any:
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
 def mask_type(cls: C) -> C:
-    """Make a class a frozen dataclass and a pytree; the fields made by `leaf()` are its
-    children.
-    """
+    """Make a class a frozen dataclass and a pytree, whose children are the fields of `leaf()`."""
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
     leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
     static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))

@@ -1,6 +1,4 @@
-"""The arrays of one blockwise call, cut into chunks, and the scores of any (query chunk, key chunk)
-pair.
-"""
+"""The arrays of one blockwise call, cut into chunks, and the scores of any pair of chunks."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Offset
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.visits import Visits, visits
-from maxattn.masks import Mask
 from maxattn.sharding import pad_axis
 
 
@@ -28,8 +25,9 @@ def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
 
 
 def join(x: Array, axis: int, length: int) -> Array:
-    """Undo `cut`: put the chunks back along `axis` (as it is without the chunk number) and drop the
-    padding.
+    """Undo `cut`: put the chunks back along `axis`, and drop the padding.
+
+    `axis` is counted without the axis of chunk numbers.
     """
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
@@ -40,52 +38,39 @@ def join(x: Array, axis: int, length: int) -> Array:
 class Tiles:
     """Hold one call's chunks.
 
-    q: [chunks, B, K, G, bq, H].   k, v: [chunks, B, K, bk, H].   bias: [B|1, K|1, G|1, T|1, S|1], T
-        and S padded.
+    Args:
+        q: [chunks, B, K, G, bq, H].
+        k, v: [chunks, B, K, bk, H].
+        bias: [B|1, K|1, G|1, T|1, S|1], T and S padded; None for none.
+        lists: which chunks of keys each chunk of queries visits.
+        inputs: what was cut.
+        scale: multiplies the scores.
     """
 
     q: Array
     k: Array
     v: Array
     bias: Array | None
-    mask: Mask
     lists: Visits
-    q_offset: Offset
-    kv_offset: Offset
-    kv_len: int
+    inputs: Inputs
     scale: float
 
     @staticmethod
-    def of(
-        q: Array,
-        k: Array,
-        v: Array,
-        bias: Bias,
-        mask: Mask,
-        offsets: tuple[Offset, Offset],
-        chunks: tuple[int, int],
-        scale: float,
-    ) -> Tiles:
-        """Cut q [B,T,N,H], k and v [B,S,K,H] and list which pairs of chunks the mask leaves to
-        visit.
-        """
-        t, s, heads = q.shape[1], k.shape[1], k.shape[2]
+    def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> Tiles:
+        """Cut the arrays, and list which pairs of chunks the mask leaves to visit."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        t, s = q.shape[1], k.shape[1]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
-        lists = visits(mask, bq, bk, t, s, *offsets)
-        if bias is not None:
-            bias = _pad_bias(softmax.split_heads(bias, heads), -(-t // bq) * bq, -(-s // bk) * bk)
-        ks, vs = cut(softmax.split_keys(k), 2, bk), cut(softmax.split_keys(v), 2, bk)
-        return Tiles(
-            cut(softmax.split_queries(q, heads), 3, bq),
-            ks,
-            vs,
-            bias,
-            mask,
-            lists,
-            *offsets,
-            s,
-            scale,
-        )
+        lists = visits(inputs.mask, bq, bk, t, s, inputs.q_offset, inputs.kv_offset)
+        bias = _cut_bias(inputs, bq, bk)
+        ks, vs = (cut(softmax.split_keys(x), 2, bk) for x in (k, v))
+        qs = cut(softmax.split_queries(q, k.shape[2]), 3, bq)
+        return Tiles(qs, ks, vs, bias, lists, inputs, scale)
+
+    @property
+    def kv_len(self) -> int:
+        """Real local keys."""
+        return self.inputs.k.shape[1]
 
     @property
     def ragged(self) -> bool:
@@ -101,13 +86,8 @@ class Tiles:
             mixed: whether the mask must be tested in this pair; where it is False everything is
                 allowed.
         """
-        s = softmax.scores(
-            q_i,
-            self.k[j],
-            self.scale,
-            None if self.bias is None else self.bias_tile(self.bias, i, j),
-            None,
-        )
+        bias = None if self.bias is None else self.bias_tile(self.bias, i, j)
+        s = softmax.scores(q_i, self.k[j], self.scale, bias, None)
         if self.ragged:
             mixed = mixed | (j == self.k.shape[0] - 1)
         return jax.lax.cond(
@@ -118,9 +98,9 @@ class Tiles:
         """Evaluate the mask on one pair of chunks: [B|1, K|1, G|1, bq|1, bk|1]."""
         bq, bk = self.q.shape[4], self.k.shape[3]
         q_idx, kv_idx = i * bq + np.arange(bq), j * bk + np.arange(bk)
-        allowed = softmax.split_heads(
-            self.mask.allowed(q_idx, kv_idx, self.q_offset, self.kv_offset), self.k.shape[2]
-        )
+        offsets = self.inputs.q_offset, self.inputs.kv_offset
+        allowed = self.inputs.mask.allowed(q_idx, kv_idx, *offsets)
+        allowed = softmax.split_heads(allowed, self.k.shape[2])
         return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
     def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
@@ -144,7 +124,12 @@ class Tiles:
         return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
 
 
-def _pad_bias(bias: Array, t: int, s: int) -> Array:
+def _cut_bias(inputs: Inputs, bq: int, bk: int) -> Array | None:
+    """Split the heads of the bias and pad it to whole chunks."""
+    if inputs.bias is None:
+        return None
+    bias = softmax.split_heads(inputs.bias, inputs.k.shape[2])
+    t, s = -(-inputs.q.shape[1] // bq) * bq, -(-inputs.k.shape[1] // bk) * bk
     bias = pad_axis(bias, 3, t) if bias.shape[3] > 1 else bias
     return pad_axis(bias, 4, s) if bias.shape[4] > 1 else bias
 

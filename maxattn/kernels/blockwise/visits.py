@@ -1,5 +1,4 @@
-"""Which key chunks each query chunk must visit: the lists that let a blockwise kernel skip what is
-empty.
+"""Which key chunks each query chunk visits: the lists by which empty chunks are skipped.
 
 From a mask's intervals alone, so no T x S array is made. With numpy offsets the lists are
 constants; with traced offsets (a shard's position inside `shard_map`) the same arithmetic runs on
@@ -19,8 +18,9 @@ from maxattn.masks import EMPTY, MIXED, Mask
 
 
 class Visits(NamedTuple):
-    """For query chunk i, visit key chunks `index[i, :count[i]]`; test the mask where `mixed` is
-    True.
+    """Hold the key chunks that each query chunk visits.
+
+    Query chunk i visits `index[i, :count[i]]`, and tests the mask where `mixed` is True.
 
     index: [query chunks, most visits] int32.   mixed: the same shape, bool.   count: [query chunks]
         int32.

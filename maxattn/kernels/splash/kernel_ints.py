@@ -1,5 +1,4 @@
-"""Whole numbers inside a Pallas TPU kernel: what `Mask.spans` does with positions, in operations
-that lower anywhere.
+"""Whole numbers inside a Pallas TPU kernel, in operations that lower on any machine.
 
 jax lowers `//` of int32 through `sign`, which asks which TPU this machine has; lowering for a TPU
 that is elsewhere then fails. Here `//` is a truncating division and a correction.

@@ -50,9 +50,7 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
 
 
 def _next_that_runs(runs: Any, xp: Any) -> Any:
-    """For each step, find the first that computes from there on; past the last one, the first of
-    all.
-    """
+    """For each step, find the first that computes from there on; after the last, the first."""
     steps = xp.where(runs, xp.arange(runs.shape[0]), runs.shape[0])
     following = (
         np.minimum.accumulate(steps[::-1])[::-1]
