@@ -23,17 +23,10 @@ class MaxattnError(Exception):
     def __init__(
         self, setting: str, value: object, rule: str, remedy: str, where: str = ""
     ) -> None:
-        self.setting, self.value, self.rule, self.remedy, self.where = (
-            setting,
-            value,
-            rule,
-            remedy,
-            where,
-        )
-        super().__init__(
-            f"{where + ': ' if where else ''}{setting}: {value}\n  rule    {rule}\n  remedy "
-            f" {remedy}"
-        )
+        self.setting, self.value, self.where = setting, value, where
+        self.rule, self.remedy = rule, remedy
+        location = f"{where}: " if where else ""
+        super().__init__(f"{location}{setting}: {value}\n  rule    {rule}\n  remedy  {remedy}")
 
 
 class ConfigError(MaxattnError, ValueError):

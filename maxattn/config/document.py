@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from maxattn.config.errors import ConfigErrors, Path, dotted, show
+from maxattn.config.errors import ConfigErrors, Path, dotted, refused, show
 from maxattn.errors import ConfigError
 
 Where = Callable[[int], str]
@@ -30,27 +30,21 @@ _FLOAT = (
     rf"[-+]?(?:\d[\d_]*(?:\.[\d_]*(?:{_EXPONENT})?|{_EXPONENT})"
     rf"|\.\d[\d_]*(?:{_EXPONENT})?|\.(?:inf|Inf|INF))"
 )
+_BOOL = r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$"
 for _tag, _pattern, _first in (
-    (
-        "bool",
-        r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$",
-        "yYnNtTfFoO",
-    ),
+    ("bool", _BOOL, "yYnNtTfFoO"),
     ("int", r"[-+]?(?:0|[1-9][\d_]*)$", "-+0123456789"),
     ("float", rf"(?:{_FLOAT}|\.(?:nan|NaN|NAN))$", "-+0123456789."),
     ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("merge", r"<<$", "<"),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(_pattern, re.ASCII), list(_first)
-    )
+    _pattern = re.compile(_pattern, re.ASCII)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, list(_first))
 
 
 @dataclass(frozen=True)
 class Document:
-    """Hold what a text says: its values, the nodes that know their lines, and keys that are there
-    twice.
-    """
+    """Hold what a text says: values, the nodes that know their lines, and duplicate keys."""
 
     data: Any
     node: yaml.Node | None
@@ -73,7 +67,7 @@ def parse(text: str, where: Where) -> Document:
 
     Args:
         text: the YAML.
-        where: turns a line number, from 1, into the place that errors name.
+        where: turns a line number, from 1, into what errors name, such as `file:line`.
 
     Raises:
         ConfigErrors: when it is no YAML, or asks for more than plain data.
@@ -92,15 +86,11 @@ def parse(text: str, where: Where) -> Document:
 def _built(loader: _Loader, node: yaml.Node, where: Where) -> Any:
     try:
         return loader.construct_document(node)
-    except (
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-    ):  # `!!int abc`, `!!bool x`, `!!timestamp y`
+    # `!!int abc`, `!!bool x`, `!!timestamp y`
+    except (ValueError, LookupError, AttributeError, TypeError):
         line = where(node.start_mark.line + 1)
         rule = "text after a tag such as !!int is of that kind"
-        raise ConfigErrors([ConfigError("YAML", "a tag", rule, "remove the tags", line)]) from None
+        raise refused("YAML", "a tag", rule, "remove the tags", line) from None
 
 
 def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
@@ -116,39 +106,37 @@ def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | N
 def _checked_keys(
     node: yaml.Node, path: Path, where: Where, above: tuple[yaml.Node, ...]
 ) -> Iterator[ConfigError]:
-    """Make every key text (`on:` is "on"), and yield an error for each that a mapping holds
-    twice.
-    """
-    line = node.start_mark.line + 1
+    """Make every key text (`on:` is "on"), and yield an error for each duplicate."""
     if any(node is outer for outer in above):
-        rule = "an alias must not contain itself"
-        raise ConfigErrors(
-            [ConfigError(dotted(path), "*alias", rule, "write the value out", where(line))]
-        )
+        rule, line = "an alias must not contain itself", node.start_mark.line + 1
+        raise refused(dotted(path), "*alias", rule, "write the value out", where(line))
     above = (*above, node)
     if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
+        yield from _duplicates(node, path, where)
         for key, value in node.value:
-            inner = (*path, str(key.value))
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                key.tag = _TEXT
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                yield _twice(inner, key, value, seen[key.value], where)
-            seen[str(key.value)] = key.start_mark.line + 1
-            yield from _checked_keys(value, inner, where, above)
+            yield from _checked_keys(value, (*path, str(key.value)), where, above)
     elif isinstance(node, yaml.SequenceNode):
-        for place, item in enumerate(node.value):
-            yield from _checked_keys(item, (*path, place), where, above)
+        for index, item in enumerate(node.value):
+            yield from _checked_keys(item, (*path, index), where, above)
+
+
+def _duplicates(node: yaml.MappingNode, path: Path, where: Where) -> Iterator[ConfigError]:
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+            key.tag = _TEXT
+        if isinstance(key, yaml.ScalarNode) and key.value in first:
+            yield _twice((*path, str(key.value)), key, value, first[key.value], where)
+        first[str(key.value)] = key.start_mark.line + 1
 
 
 def _twice(path: Path, key: yaml.Node, value: yaml.Node, first: int, where: Where) -> ConfigError:
     text = value.value if isinstance(value, yaml.ScalarNode) else "..."
     line = key.start_mark.line + 1
-    rule = (
-        "each key once;"
-        f" {'this line has it twice' if line == first else f'it is also on line {first}'}"
+    also = "this line has it twice" if line == first else f"it is also on line {first}"
+    return ConfigError(
+        dotted(path), text, f"each key once; {also}", "remove one of the two", where(line)
     )
-    return ConfigError(dotted(path), text, rule, "remove one of the two", where(line))
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError:
@@ -164,41 +152,29 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
 
 
 def _in_our_words(problem: str) -> tuple[str, str]:
-    for words, rule, remedy in _SYNTAX:
-        if words in problem:
-            return rule, remedy
-    return (
-        problem,
-        (
-            "look for a bracket, a quote, a colon or an indentation that is off, here or one line"
-            " above"
-        ),
-    )
+    said = (told for words, *told in _SYNTAX if words in problem)
+    rule, remedy = next(said, (problem, _ANYTHING))
+    return rule, remedy
 
 
 _UNCLOSED = "every bracket and quote is closed", "close the one that opens here"
+_ANYTHING = (
+    "look for a bracket, a quote, a colon or an indentation that is off, here or one line above"
+)
+_PLAIN = "only plain values are read, and this tag makes something else"
+_ALIGNED = (
+    "one `key: value` a line, and keys that belong together aligned",
+    "break the line, mend the indentation, or quote text that holds a colon",
+)
 _SYNTAX = (
     ("'\\t'", "YAML allows no tab here", "indent with spaces"),
-    (
-        "constructor",
-        "only plain values are read, and this tag makes something else",
-        "remove the tag",
-    ),
+    ("constructor", _PLAIN, "remove the tag"),
     ("another document", "one document a file", "remove the `---` between the two"),
-    (
-        "mapping values are not",
-        "one `key: value` a line, and keys that belong together aligned",
-        "break the line, mend the indentation, or quote text that holds a colon",
-    ),
+    ("mapping values are not", *_ALIGNED),
 )
 
 
 def _odd_character(error: yaml.reader.ReaderError, text: str, where: Where) -> ConfigError:
     line = text.count("\n", 0, error.position) + 1
-    return ConfigError(
-        "YAML",
-        show(text[error.position]),
-        "a character that YAML forbids",
-        "remove it",
-        where(line),
-    )
+    shown = show(text[error.position])
+    return ConfigError("YAML", shown, "a character that YAML forbids", "remove it", where(line))

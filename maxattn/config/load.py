@@ -1,28 +1,27 @@
-"""Loads a config: YAML file, then overrides, then validation; every problem is reported at once
-with its place.
+"""Loads a config: a YAML file, then overrides, then validation.
+
+Every problem is reported at once, with its file and line.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
-from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from maxattn.config import overrides as config_overrides
-from maxattn.config.document import Document, parse
-from maxattn.config.errors import ConfigErrors, Path, from_pydantic, show
+from maxattn.config.document import Document
+from maxattn.config.errors import ConfigErrors, Path, refused, show
+from maxattn.config.maxdiffusion_keys import BLOCK_SIZES, CUSTOM_SIZES, recognised
 from maxattn.config.overrides import Overrides
+from maxattn.config.read import read
 from maxattn.config.rules import PROGRAM_SECTIONS
+from maxattn.config.section import Section, problems_of
 from maxattn.errors import ConfigError
 
-if TYPE_CHECKING:
-    from maxattn.config.settings import AttentionConfig
-
-Config = TypeVar("Config", bound="AttentionConfig")
+Config = TypeVar("Config", bound=Section)
 
 
 def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
@@ -38,43 +37,42 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
     """
     source = "" if path is None else os.fspath(path)
     document = Document({}, None, str) if path is None else read(source)
-    problems, data = list(document.problems), dict(document.data)
+    data = dict(document.data)
+    origins, problems = apply_overrides(model, data, overrides)
+    locate = Locations(document, source, origins)
+    values, wrong_sections = _without_program_sections(model, data, locate)
+    problems = [*document.problems, *problems, *wrong_sections]
+    config, wrong_values = validated(model, values, locate)
+    if config is not None and not problems:
+        return config
+    problems = sorted([*problems, *wrong_values], key=in_file_order)
+    problems = _of_maxdiffusion(model, document.data, source, problems)
+    raise ConfigErrors(problems, source or "overrides")
+
+
+class Validated(NamedTuple):
+    """Hold a config, or None and what is wrong with its values."""
+
+    config: Any
+    problems: list[ConfigError]
+
+
+def validated(model: type[Section], values: Mapping[str, Any], locate: Locations) -> Validated:
+    """Validate values; what is wrong is returned, so that it can be sorted with the rest."""
     try:
-        origins = config_overrides.apply(model, data, overrides)
-    except config_overrides.PartlyApplied as error:
-        problems, origins = [*problems, *error.problems], error.origins
-    places = Places(document, source, origins)
-    values, more = _own_sections(model, data, places)
-    problems += more
-    try:
-        config = model.model_validate(values)
-        if not problems:
-            return config
+        return Validated(model.model_validate(values), [])
     except ValidationError as error:
-        problems += from_pydantic(model, values, error, places)
-    problems = _of_another_project(
-        model, document.data, source, sorted(problems, key=in_file_order)
-    )
-    raise ConfigErrors(problems, source or "overrides") from None
+        return Validated(None, problems_of(model, values, error, locate))
 
 
-def _of_another_project(
-    model: type[AttentionConfig], data: Mapping[str, Any], source: str, problems: list[ConfigError]
-) -> list[ConfigError]:
-    """Say of a MaxDiffusion file what it is, once, in place of one problem for each of its keys."""
-    from maxattn.config.maxdiffusion import CUSTOM_SIZES, SECTION, recognised
-
-    unknown = {key for key in data if key not in model.model_fields}
-    foreign = recognised(
-        {key: value for key, value in data.items() if key in {*unknown, SECTION}}, source
-    )
-    if foreign is None:
-        return problems
-    theirs = unknown | {f"{SECTION}.{key}" for key in CUSTOM_SIZES}
-    return [
-        foreign,
-        *(p for p in problems if p.setting not in theirs or p.where.startswith("override")),
-    ]
+def apply_overrides(
+    model: type[Section], data: dict[str, Any], overrides: Overrides
+) -> tuple[dict[Path, str], list[ConfigError]]:
+    """Set in `data` what the overrides say; return where each path was set, and the problems."""
+    try:
+        return config_overrides.apply(model, data, overrides), []
+    except config_overrides.PartlyApplied as error:
+        return error.origins, list(error.problems)
 
 
 def check_path(path: object) -> None:
@@ -84,94 +82,44 @@ def check_path(path: object) -> None:
         ConfigErrors: saying what builds a config without a file.
     """
     if not isinstance(path, str | os.PathLike):
-        rule, remedy = (
-            "a config is read from a YAML file",
-            "give its path, or call from_overrides(...) without a file",
-        )
-        raise _unusable("path", repr(path), rule, remedy)
+        remedy = "give its path, or call from_overrides(...) without a file"
+        raise refused("path", repr(path), "a config is read from a YAML file", remedy)
 
 
-def read(source: str) -> Document:
-    """Read a YAML file that holds a mapping.
-
-    Raises:
-        ConfigErrors: when it is missing, empty, no YAML, or holds something else than a mapping.
-    """
-    document = parse(_text(source), lambda line: f"{source}:{line}")
-    if document.data is None:
-        raise _unusable(
-            source, "(empty)", "it holds at least one `key: value`", "write `attention: auto`"
-        )
-    if not isinstance(document.data, dict):
-        kind, dash = (
-            ("a list", ", no dash before them")
-            if isinstance(document.data, list)
-            else ("a single value", "")
-        )
-        rule = f"the file is a mapping of keys to values; this is {kind}"
-        raise _unusable(source, show(document.data), rule, f"write `key: value` lines{dash}")
-    return document
+def _of_maxdiffusion(
+    model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
+) -> list[ConfigError]:
+    """Say of a MaxDiffusion file what it is, once, in place of one problem for each of its keys."""
+    unknown = {key for key in data if key not in model.model_fields}
+    foreign = recognised({k: v for k, v in data.items() if k in {*unknown, BLOCK_SIZES}}, source)
+    if foreign is None:
+        return problems
+    theirs = unknown | {f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES}
+    ours = (p for p in problems if p.setting not in theirs or p.where.startswith("override"))
+    return [foreign, *ours]
 
 
-def _text(source: str) -> str:
-    try:
-        return FilePath(source).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise _unusable(
-            source, "not found", "a config is a YAML file that exists", _nearby(source)
-        ) from None
-    except IsADirectoryError:
-        raise _unusable(
-            source, "a folder", "a config is a YAML file", _nearby(f"{source}/")
-        ) from None
-    except UnicodeDecodeError as error:
-        rule = f"a config is text in UTF-8; byte {error.start} is not"
-        raise _unusable(source, "not text", rule, "save the file as UTF-8") from None
-    except OSError as error:
-        raise _unusable(
-            source, "not readable", str(error.strerror), "mend the file's permissions"
-        ) from None
-
-
-def _nearby(source: str) -> str:
-    """Suggest a file of the folder, by likeness, else all of its YAML files."""
-    folder, name = (
-        FilePath(source).parent if not source.endswith("/") else FilePath(source),
-        FilePath(source).name,
-    )
-    found = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
-    like = get_close_matches(name, found, n=1)
-    if like:
-        return f"did you mean '{folder / like[0]}'?"
-    return f"name one of {', '.join(found)}" if found else f"there is no YAML file in '{folder}'"
-
-
-def _unusable(source: str, value: str, rule: str, remedy: str) -> ConfigErrors:
-    return ConfigErrors([ConfigError(source, value, rule, remedy)])
-
-
-def _own_sections(
-    model: type[AttentionConfig], data: dict[str, Any], places: Places
+def _without_program_sections(
+    model: type[Section], data: Mapping[str, Any], locate: Locations
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Leave out the sections that belong to a program, and those with all of their lines commented
-    out.
-    """
-    values, problems = dict(data), []
-    for name in PROGRAM_SECTIONS:
-        if name not in data or (name in model.model_fields and data[name] is not None):
-            continue
-        value = values.pop(name)
-        if value is not None and not isinstance(value, dict):
-            remedy = "write its keys indented below it, or remove the line"
-            rule = f"'{name}' is the section of a program's own settings: a mapping"
-            problems.append(ConfigError(name, show(value), rule, remedy, places((name,))))
-    return values, problems
+    """Leave out the sections that belong to a program, and empty ones."""
+    declared = {n for n in PROGRAM_SECTIONS if n in model.model_fields and data.get(n) is not None}
+    left_out = [name for name in PROGRAM_SECTIONS if name in data and name not in declared]
+    values = {key: value for key, value in data.items() if key not in left_out}
+    wrong = [n for n in left_out if data[n] is not None and not isinstance(data[n], dict)]
+    return values, [_no_section(name, data[name], locate((name,))) for name in wrong]
 
 
-class Places:
+def _no_section(name: str, value: Any, where: str) -> ConfigError:
+    rule = f"'{name}' is the section of a program's own settings: a mapping"
+    remedy = "write its keys indented below it, or remove the line"
+    return ConfigError(name, show(value), rule, remedy, where)
+
+
+class Locations:
     """Say where a path was written: the override that set it, or the line of the file."""
 
-    def __init__(self, document: Document, source: str, origins: dict[Path, str]) -> None:
+    def __init__(self, document: Document, source: str, origins: Mapping[Path, str]) -> None:
         self.document, self.source, self.origins = document, source, origins
 
     def __call__(self, path: Path) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from maxattn.config.document import Document, parse
-from maxattn.config.errors import ConfigErrors, Path, close, dotted, located, plain, section_type
+from maxattn.config.errors import ConfigErrors, Path, close, dotted, located, plain, refused
+from maxattn.config.fields import keys_of, section_type
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.errors import ConfigError
 
@@ -28,15 +29,16 @@ def apply(model: type[BaseModel], data: dict[str, Any], overrides: Overrides) ->
         overrides: `key=value`, keys dotted, values YAML; or values by key.
 
     Raises:
-        ConfigErrors: for every override that has no place to go.
+        ConfigErrors: for every override that means no key.
     """
     origins: dict[Path, str] = {}
     problems: list[ConfigError] = []
     for number, text in enumerate(texts(overrides), start=1):
+        where = f"override {number}"
         try:
-            path, value = _read(model, data, text, f"override {number}")
-            _put(data, path, value, f"override {number}")
-            origins[path] = f"override {number}"
+            path, value = _read(model, data, text, where)
+            _put(data, path, value, where)
+            origins[path] = where
         except ConfigErrors as error:
             problems += error.problems
     if problems:
@@ -53,15 +55,11 @@ def texts(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{key}={_as_yaml(str(key), value)}" for key, value in overrides.items()]
     if isinstance(overrides, str):
-        raise _refused(
-            "overrides", overrides, "they are a list of key=value", f'write ["{overrides}"]', ""
-        )
+        rule, remedy = "they are a list of key=value", f'write ["{overrides}"]'
+        raise refused("overrides", overrides, rule, remedy)
     if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
-        rule, remedy = (
-            "they are a list of key=value, or a dict of values by key",
-            'write ["attention=ring"]',
-        )
-        raise _refused("overrides", plain(overrides), rule, remedy, "")
+        rule = "they are a list of key=value, or a dict of values by key"
+        raise refused("overrides", plain(overrides), rule, 'write ["attention=ring"]')
     return list(overrides)
 
 
@@ -70,11 +68,11 @@ def _as_yaml(key: str, value: Any) -> str:
         return json.dumps(value)  # which YAML reads as it is
     except (TypeError, ValueError):
         rule = "a value is text, a number, true, false, null, or a list or dict of them"
-        raise _refused(key, repr(value), rule, "give a plain value", "") from None
+        raise refused(key, repr(value), rule, "give a plain value") from None
 
 
 class PartlyApplied(ConfigErrors):
-    """Carry the overrides' problems, and the places of those that were applied."""
+    """Carry the overrides' problems, and where the applied ones set each path."""
 
     def __init__(self, problems: Sequence[ConfigError], origins: dict[Path, str]) -> None:
         self.origins = origins
@@ -87,32 +85,26 @@ def _read(
     key, equals, value = (part.strip() for part in text.partition("="))
     path = tuple(key.split("."))
     if not equals:
-        raise _refused(
-            key or "(nothing)",
-            "(no value)",
-            "an override is key=value",
-            f"write {key or 'key'}=value",
-            where,
-        )
+        rule, remedy = "an override is key=value", f"write {key or 'key'}=value"
+        raise refused(key or "(nothing)", "(no value)", rule, remedy, where)
     if not all(path):
-        raise _refused(
-            key or "(no key)", value, "a key is names joined by dots", "write key=value", where
-        )
+        rule = "a key is names joined by dots"
+        raise refused(key or "(no key)", value, rule, "write key=value", where)
     document = _value(path, value, where)
-    return _placed(model, data, path, value, where), document.data
+    return _full_path(model, data, path, value, where), document.data
 
 
 def _value(path: Path, value: str, where: str) -> Document:
     try:
         document = parse(value, lambda line: where)
     except ConfigErrors as error:
-        raise _refused(dotted(path), value, error.rule, error.remedy, where) from None
+        raise refused(dotted(path), value, error.rule, error.remedy, where) from None
     if document.problems:
         raise ConfigErrors(located(problem, lambda _: where, path) for problem in document.problems)
     return document
 
 
-def _placed(
+def _full_path(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
 ) -> Path:
     """Return the full path that an override means."""
@@ -124,56 +116,46 @@ def _placed(
         return path
     homes = [section for section, keys in _sections(model, data).items() if name in keys]
     if len(homes) > 1:
+        rule = f"{' and '.join(homes)} both have a key '{name}'"
         choices = " or ".join(f"{home}.{dotted(path)}" for home in homes)
-        raise _refused(
-            dotted(path),
-            value,
-            f"{' and '.join(homes)} both have a key '{name}'",
-            f"write {choices}",
-            where,
-        )
-    return (homes[0], *path) if homes else path
+        raise refused(dotted(path), value, rule, f"write {choices}", where)
+    return (*homes, *path)
 
 
 def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Map each program section to its keys: the declared ones, or those of the file when the model
-    declares none.
+    """Map each section of a program to its keys.
+
+    They are the declared ones, or those of the file where the model declares no such section.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for name in (*PROGRAM_SECTIONS, *(n for n in model.model_fields if n not in PROGRAM_SECTIONS)):
-        field = model.model_fields.get(name)
-        section = section_type(field) if field else None
-        if section is not None and name != "flash_block_sizes":
-            found[name] = tuple(section.model_fields)
-        elif field is None and isinstance(data.get(name), Mapping):
-            found[name] = tuple(map(str, data[name]))
-    return found
+    names = dict.fromkeys((*PROGRAM_SECTIONS, *model.model_fields))
+    found = {n: _keys(model, data, n) for n in names if n != "flash_block_sizes"}
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def _keys(model: type[BaseModel], data: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    if name in model.model_fields:
+        return keys_of(section_type(model.model_fields[name]))
+    given = data.get(name)
+    return tuple(map(str, given)) if isinstance(given, Mapping) else ()
 
 
 def _known_in_file(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
 ) -> None:
-    """Refuse an override into a section that nobody here reads, unless the file has that very
-    key.
-    """
+    """Refuse an override into a section that nobody here reads, unless the file has that key."""
     here: Any = data
-    for depth, part in enumerate(path, start=1):
+    for depth, part in enumerate(path):
         if not isinstance(here, Mapping) or part not in here:
-            beside = (
-                [dotted((*path[: depth - 1], str(key))) for key in here]
-                if isinstance(here, Mapping)
-                else []
-            )
-            rule = (
-                f"{model.__name__} does not read the section '{path[0]}', and the file has no"
-                f" {dotted(path)} in it"
-            )
-            remedy = (
-                close(dotted(path[:depth]), beside)
-                or f"remove the override, or write {dotted(path)} in the file"
-            )
-            raise _refused(dotted(path), value, rule, remedy, where)
+            section, key = f"{model.__name__} does not read the section '{path[0]}'", dotted(path)
+            rule = f"{section}, and the file has no {key} in it"
+            other = f"remove the override, or write {key} in the file"
+            raise refused(key, value, rule, _closest(here, path[: depth + 1]) or other, where)
         here = here[part]
+
+
+def _closest(here: Any, path: Path) -> str:
+    beside = here if isinstance(here, Mapping) else ()
+    return close(dotted(path), [dotted((*path[:-1], str(key))) for key in beside])
 
 
 def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
@@ -181,14 +163,9 @@ def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
     for depth, part in enumerate(path[:-1], start=1):
         below = here.get(str(part))
         if below is not None and not isinstance(below, dict):
-            rule = f"{dotted(path[:depth])} is {plain(below)}, which has no keys"
-            raise _refused(
-                dotted(path), plain(value), rule, f"write {dotted(path[:depth])}=value", where
-            )
+            above = dotted(path[:depth])
+            rule = f"{above} is {plain(below)}, which has no keys"
+            raise refused(dotted(path), plain(value), rule, f"write {above}=value", where)
         # A mapping may be shared through an alias, so it is copied on the way down.
         here[str(part)] = here = dict(below or {})
     here[str(path[-1])] = value
-
-
-def _refused(setting: str, value: str, rule: str, remedy: str, where: str) -> ConfigErrors:
-    return ConfigErrors([ConfigError(setting, value, rule, remedy, where)])

@@ -1,7 +1,7 @@
 """The names a config may use, what each spelling means, and the rules that tie two keys together.
 
-It holds no model: `config.py` does. It raises nothing: it returns errors, so that all of them are
-reported at once.
+It holds no model: `settings.py` does. It raises nothing: it returns errors, so that all of them
+are reported at once.
 """
 
 from __future__ import annotations
@@ -53,18 +53,14 @@ def attentions() -> tuple[str, ...]:
 
 
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
-    """Read one spelling of `attention` as (kernel, strategy), either of them "auto" when it leaves
-    that open.
-    """
+    """Read one spelling of `attention` as (kernel, strategy); "auto" is open."""
     if attention in strategy_table.in_attention():
         return "auto", attention
     return FOREIGN.get(attention, (attention, "auto"))
 
 
 def is_foreign(attention: str) -> bool:
-    """Say whether a spelling names both a kernel and a strategy, so that it is ours only after
-    translation.
-    """
+    """Say whether one word names both a kernel and a strategy: another project's spelling."""
     return attention in FOREIGN
 
 
@@ -88,23 +84,16 @@ def _attention_against(
 ) -> Iterator[ConfigError]:
     named, other = kernel_and_strategy(values["attention"])[part], values[key]
     if named != "auto" and other not in (None, "auto", named):
-        yield ConfigError(
-            key,
-            other,
-            f"`attention: {values['attention']}` already names the {word} {named}",
-            f"remove {key}, or set attention to auto",
-        )
+        rule = f"`attention: {values['attention']}` already names the {word} {named}"
+        yield ConfigError(key, other, rule, f"remove {key}, or set attention to auto")
 
 
 def _gpu_spelling(values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    if values[BATCH_KEY] is not None and values["ici_context_parallelism"] != 1:
-        yield ConfigError(
-            "ici_context_parallelism",
-            values["ici_context_parallelism"],
-            f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis",
-            f"remove ici_context_parallelism, or remove {BATCH_KEY} and set ici_fsdp_parallelism"
-            " for the fsdp axis",
-        )
+    key = "ici_context_parallelism"
+    if values[BATCH_KEY] is not None and values[key] != 1:
+        rule = f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis"
+        other = f"or remove {BATCH_KEY} and set ici_fsdp_parallelism for the fsdp axis"
+        yield ConfigError(key, values[key], rule, f"remove {key}, {other}")
 
 
 def _parallelism_keys(kind: str) -> tuple[str, ...]:
@@ -115,68 +104,58 @@ def _parallelism_keys(kind: str) -> tuple[str, ...]:
 def _one_rest(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
     rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
     if len(rest) > 1:
-        yield ConfigError(
-            rest[-1],
-            -1,
-            f"only one {kind}_*_parallelism may be -1 (take the devices that are left);"
-            f" {', '.join(rest)} are",
-            f"give {' or '.join(rest)} a positive size",
-        )
+        one = f"only one {kind}_*_parallelism may be -1 (take the devices that are left)"
+        rule = f"{one}; {', '.join(rest)} are"
+        yield ConfigError(rest[-1], -1, rule, f"give {' or '.join(rest)} a positive size")
 
 
 def _absent_axes(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
+    present = values["mesh_axes"]
     for axis, size, key in axis_settings(values, kind):
-        if axis not in values["mesh_axes"] and size != 1:
-            yield ConfigError(
-                key,
-                size,
-                f"mesh_axes has no axis '{axis}'; it holds {', '.join(values['mesh_axes'])}",
-                f"add {axis} to mesh_axes, or set {key} to 1",
-            )
+        if axis not in present and size != 1:
+            rule = f"mesh_axes has no axis '{axis}'; it holds {', '.join(present)}"
+            yield ConfigError(key, size, rule, f"add {axis} to mesh_axes, or set {key} to 1")
 
 
 def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for a data axis left at its -1, when another axis takes the rest or the mesh has no
-    data axis.
+    """Return 1 for each data axis left at its -1 that cannot take the rest.
+
+    Another axis takes the rest, or the mesh has no data axis.
     """
-    return {
-        f"{kind}_data_parallelism": 1
-        for kind in ("ici", "dcn")
-        if f"{kind}_data_parallelism" not in given
-        and (
-            "data" not in values["mesh_axes"]
-            or any(values[key] == -1 for key in _parallelism_keys(kind)[1:])
-        )
-    }
+    taken = (kind for kind in ("ici", "dcn") if _rest_is_taken(values, kind))
+    keys = (f"{kind}_data_parallelism" for kind in taken)
+    return {key: 1 for key in keys if key not in given}
+
+
+def _rest_is_taken(values: Mapping[str, Any], kind: str) -> bool:
+    others = _parallelism_keys(kind)[1:]
+    return "data" not in values["mesh_axes"] or any(values[key] == -1 for key in others)
 
 
 def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     shards, strategy = values["ulysses_shards"], values["context_parallel"]
-    sizes = [
-        size
-        for kind in ("ici", "dcn")
-        for axis, size, _ in axis_settings(values, kind)
-        if axis == "context"
-    ]
+    sizes = [axis_sizes(values, kind)["context"] for kind in ("ici", "dcn")]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
     # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
-        yield ConfigError(
-            "ulysses_shards",
-            shards,
-            f"it divides the context axis, which has {ways} devices",
-            f"set it to one of {', '.join(str(n) for n in range(1, ways + 1) if ways % n == 0)},"
-            " or -1",
-        )
+        rule = f"it divides the context axis, which has {ways} devices"
+        divisors = ", ".join(str(n) for n in range(1, ways + 1) if ways % n == 0)
+        yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {divisors}, or -1")
 
 
 def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (axis, size, the key that set it) for the four axes, the GPU spelling applied to
-    `ici`.
+    """Yield (axis, size, the key that set it) for the four axes.
+
+    The GPU spelling is applied to `ici`.
     """
     gpu = kind == "ici" and values[BATCH_KEY] is not None
     renamed = {"fsdp": BATCH_KEY, "context": "ici_fsdp_parallelism"} if gpu else {}
     for axis in AXES:
         key = renamed.get(axis, f"{kind}_{axis}_parallelism")
         yield axis, values[key], key
+
+
+def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """Return the size of each of the four axes, the GPU spelling applied to `ici`."""
+    return {axis: size for axis, size, _ in axis_settings(values, kind)}

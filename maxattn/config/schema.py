@@ -1,6 +1,6 @@
 """Writes the JSON schema of a config, with which editors complete and check the YAML files.
 
-Run `python -m maxattn.config.schema` after a change of `config.py`.
+Run `python -m maxattn.config.schema` after a change of `settings.py`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from pydantic import BaseModel
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.settings import AttentionConfig, FlashBlockSizes
 
+SECTION = {"type": ["object", "null"], "description": "Settings of the program around attention."}
 SCHEMA_PATH = Path(__file__).parents[1] / "maxattn.schema.json"
 
 
 def schema() -> dict[str, Any]:
     """Return the schema of `AttentionConfig`, with the program's sections as open objects."""
     made = AttentionConfig.model_json_schema()
-    _describe(made["properties"], AttentionConfig)
-    _describe(made["$defs"]["FlashBlockSizes"]["properties"], FlashBlockSizes)
-    section = {
-        "type": ["object", "null"],
-        "description": "Settings of the program around attention.",
-    }
-    made["properties"] |= dict.fromkeys(PROGRAM_SECTIONS, section)
+    _describe(made, AttentionConfig)
+    _describe(made["$defs"]["FlashBlockSizes"], FlashBlockSizes)
+    made["properties"] |= dict.fromkeys(PROGRAM_SECTIONS, SECTION)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
-def _describe(properties: dict[str, Any], model: type[BaseModel]) -> None:
-    """Add to each property the string that stands below its field in the source."""
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Describe a model by the first line of its docstring, and its fields by theirs."""
+    schema["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
+    for name, words in _field_docs(model).items():
+        schema["properties"][name]["description"] = words
+
+
+def _field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """Read the string that stands below each field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
+    found = {}
     for field, below in pairwise(body.body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-        ):
-            words = " ".join(ast.literal_eval(below.value).split())
-            properties[field.target.id]["description"] = words
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
 
 
 def text() -> str:

@@ -1,22 +1,25 @@
-"""What every part of a config shares: frozen, strict, hashed once, and errors in our own words.
+"""What every part of a config shares: frozen, strict, hashed once, with errors in our own words.
 
-It knows no key of attention; `config.py` does.
+It knows no key of attention; `settings.py` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
-from maxattn.config.errors import ConfigErrors, defaults, from_pydantic
+from maxattn.config.errors import ConfigErrors, Locate, located
+from maxattn.config.fields import defaults, section_type
+from maxattn.config.translate import translated
 from maxattn.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Hold settings: frozen, unknown keys refused, no conversion between types, hash computed once.
+    """Hold settings: frozen, unknown keys refused, no conversion of types, hashed once.
 
     Subclass it for the part of a YAML file that belongs to a program (`model:`, `training:`, ...).
     Fields that hold several values are tuples, so that a section can be hashed.
@@ -33,7 +36,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigErrors(from_pydantic(type(self), values, error)) from None
+            raise ConfigErrors(problems_of(type(self), values, error)) from None
 
     # A model inside a model is then validated in place, so that the outer one collects the errors
     # of both.
@@ -49,13 +52,6 @@ class Section(BaseModel):
         del values
         return ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_as_tuples(cls, data: Any) -> Any:
-        return (
-            {key: _freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
-        )
-
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
         """Return the defaults that depend on other keys, by name; none here.
@@ -67,12 +63,18 @@ class Section(BaseModel):
         del values, given
         return {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_as_tuples(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: _freeze(value) for key, value in data.items()}
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         for key, value in self.settled(self.__dict__, self.model_fields_set).items():
             object.__setattr__(self, key, value)
-        problems = tuple(self.contradictions(self.__dict__))
-        if problems:
+        if problems := tuple(self.contradictions(self.__dict__)):
             raise ConfigErrors(problems)
         return self
 
@@ -90,20 +92,15 @@ class Section(BaseModel):
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value as plain dicts, lists, strings and numbers, ready for
-        YAML or JSON.
-        """
+        """Return every key with its value as plain data, ready for YAML or JSON."""
         return self.model_dump(mode="json")
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """The keys whose value differs from the default. It depends on values alone, not on who set
-        them.
-        """
-        default = defaults(type(self))
-        return frozenset(
-            k for k in type(self).model_fields if k not in default or getattr(self, k) != default[k]
-        )
+        """The keys whose value differs from the default, whoever set them."""
+        default, unset = defaults(type(self)), object()
+        keys = type(self).model_fields
+        return frozenset(k for k in keys if default.get(k, unset) != getattr(self, k))
 
     @cached_property
     def _digest(self) -> int:
@@ -121,11 +118,52 @@ class Section(BaseModel):
 
     def __getstate__(self) -> dict[Any, Any]:
         # The hash of a string differs from process to process, so a cached one must not travel.
-        state = super().__getstate__()
-        fields = type(self).model_fields
-        return state | {
-            "__dict__": {key: value for key, value in state["__dict__"].items() if key in fields}
-        }
+        state, fields = super().__getstate__(), type(self).model_fields
+        kept = {key: value for key, value in state["__dict__"].items() if key in fields}
+        return state | {"__dict__": kept}
+
+
+def problems_of(
+    model: type[Section],
+    data: Mapping[str, Any],
+    error: ValidationError,
+    locate: Locate = lambda path: "",
+) -> list[ConfigError]:
+    """Return what pydantic found, and the contradictions between the keys that are right.
+
+    Args:
+        model: what was validated.
+        data: what it was validated from.
+        error: what pydantic found.
+        locate: returns `file:line` of a path; empty when it was not in a file.
+    """
+    problems = translated(model, error, locate)
+    wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
+    if not wrong:
+        return problems
+    return problems + [located(p, locate) for p in _contradictions(model, data, wrong)]
+
+
+def _contradictions(
+    model: type[Section], data: Mapping[str, Any], wrong: set[Any]
+) -> Iterator[ConfigError]:
+    """Check the rules between keys as if every wrong key had its default."""
+    fields = model.model_fields
+    given = {k: _built(fields[k], v) for k, v in data.items() if k in fields and k not in wrong}
+    values = defaults(model) | given
+    values |= model.settled(values, given.keys())
+    try:
+        yield from model.contradictions(values)
+    # A rule about a wrong key that has no default is checked once the key is mended.
+    except KeyError:
+        return
+
+
+def _built(field: FieldInfo, value: Any) -> Any:
+    section = section_type(field)
+    if section is not None and isinstance(value, Mapping):
+        return section.model_validate(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _freeze(value: Any) -> Any:

@@ -1,28 +1,28 @@
 """`AttentionConfig`: every setting of attention, validated where it is written.
 
-Reading YAML is in `load.py`, rules between keys in `rules.py`; the choices that follow from the
-settings are made in `plan.py`, none here.
+`load.py` reads YAML, `rules.py` holds the rules between keys; `maxattn.decide` makes the choices
+that follow from the settings.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Self
 
-from annotated_types import Ge
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
+from pydantic import model_validator
 
 from maxattn.config import rules
-from maxattn.config.rules import (
-    AXES,
-    Axis,
-    Fallback,
-    Hardware,
-    RematPolicy,
-    Role,
+from maxattn.config.field_types import (
+    Attention,
+    Axes,
+    KernelName,
+    NotNegative,
+    Positive,
+    PositiveOrRest,
+    Strategy,
 )
+from maxattn.config.rules import AXES, Fallback, Hardware, RematPolicy, Role
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
 
@@ -32,72 +32,6 @@ if TYPE_CHECKING:
 
     from maxattn.config.maxdiffusion import Imported
     from maxattn.config.overrides import Overrides
-
-
-def _broken(rule: str, remedy: str) -> PydanticCustomError:
-    return PydanticCustomError("maxattn", "{rule}", {"rule": rule, "remedy": remedy})
-
-
-def _positive_or_rest(value: int) -> int:
-    if value == -1 or value > 0:
-        return value
-    raise _broken("a positive whole number, or -1", "write 1 or more, or -1")
-
-
-def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    if not axes:
-        raise _broken("a mesh has at least one axis", f"write [{', '.join(AXES)}], or some of them")
-    twice = [axis for place, axis in enumerate(axes) if axis in axes[:place]]
-    if twice:
-        raise _broken(f"each axis once; '{twice[0]}' is there twice", "remove one of them")
-    return axes
-
-
-def _not_a_strategy(value: Any) -> Any:
-    if isinstance(value, str) and rules.kernel_and_strategy(value)[1] != "auto":
-        rule = f"one of {', '.join(rules.kernels())}; {value} is a strategy of self-attention"
-        raise _broken(rule, f"write `attention: {value}`")
-    return value
-
-
-class _OneOf:
-    """Take one of the names of a table, as it stands when a value is checked."""
-
-    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
-        self.names = names
-
-    def check(self, value: Any) -> str:
-        names = self.names()
-        if isinstance(value, str) and value in names:
-            return value
-        listed = [repr(name) for name in names]
-        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
-        raise PydanticKnownError("literal_error", {"expected": expected})
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_plain_validator_function(self.check)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": list(self.names()), "type": "string"}
-
-
-Positive = Annotated[int, Ge(1)]
-NotNegative = Annotated[int, Ge(0)]
-PositiveOrRest = Annotated[
-    int,
-    AfterValidator(_positive_or_rest),
-    WithJsonSchema({"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}),
-]
-Attention = Annotated[str, _OneOf(rules.attentions)]
-Strategy = Annotated[str, _OneOf(rules.strategies)]
-KernelName = Annotated[str, _OneOf(rules.kernels), BeforeValidator(_not_a_strategy)]
-Axes = Annotated[
-    tuple[Axis, ...],
-    AfterValidator(_some_and_each_once),
-    WithJsonSchema(
-        {"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}
-    ),
-]
 
 
 class FlashBlockSizes(Section):
@@ -124,11 +58,23 @@ class FlashBlockSizes(Section):
 
 
 class AttentionConfig(Section):
-    """Hold every setting of attention. Each key is documented at its field and in
-    `configs/attention.yml`.
+    """Hold every setting of attention; `configs/attention.yml` documents each key.
 
     Raises:
         ConfigErrors: for every wrong key and value at once.
+
+    Example:
+        >>> from maxattn import AttentionConfig
+        >>> config = AttentionConfig(attention="ring", ici_context_parallelism=4)
+        >>> config.kernel_for("self"), config.strategy_for("self")
+        ('auto', 'ring')
+        >>> sorted(config.changed)
+        ['attention', 'ici_context_parallelism']
+        >>> config.replace(attention="rign")
+        Traceback (most recent call last):
+        maxattn.config.errors.ConfigErrors: attention: rign
+          rule    one of auto, dot_product, flash, ...
+          remedy  did you mean 'ring'?
     """
 
     attention: Attention = "auto"
@@ -148,19 +94,13 @@ class AttentionConfig(Section):
     split_head_dim: bool = True
     """Layout of the dense products only; both values give equal results."""
     float32_qk_product: bool = False
-    """Cast Q and K to float32 before their product; false keeps their dtype, and accumulates in
-    float32.
-    """
+    """Cast Q and K to float32 before their product; false keeps their dtype, float32 sums."""
     use_memory_efficient_attention: bool = False
     """Run dot_product blockwise, in memory that grows with the length and not with its square."""
     query_chunk_size: Positive | None = None
-    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128; see
-    key_chunk_size.
-    """
+    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128."""
     key_chunk_size: Positive | None = None
-    """Keys per block of memory-efficient dot_product; unset: 16384. Causal and windowed masks: both
-    up to 1024.
-    """
+    """Keys per block of the same; unset: 16384. Causal and windowed masks: both up to 1024."""
     hardware: Hardware | None = None
     """The platform that must be there, and that plans are made for; unset: the one that is."""
 
@@ -241,8 +181,7 @@ class AttentionConfig(Section):
         return named if named != "auto" else self.attention_kernel or "auto"
 
     def strategy_for(self, role: Role) -> str:
-        """Return the context strategy that the settings name for a role, "auto" when they leave it
-        open.
+        """Return the context strategy that the settings name for a role; "auto" is open.
 
         Args:
             role: "self", or "cross", whose strategy is always "none".
@@ -267,22 +206,18 @@ class AttentionConfig(Section):
         return "error" if named else "warn"
 
     def spelling_note(self) -> str | None:
-        """Say how `attention` was read, when it is a spelling that names a kernel and a strategy in
-        one word.
-        """
+        """Say how `attention` was read, when one word names both a kernel and a strategy."""
         if not rules.is_foreign(self.attention):
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
 
     def axis_parallelism(self) -> dict[str, tuple[int, int]]:
-        """Return (devices of a slice, slices) for each axis of `mesh_axes`, the GPU spelling
-        applied; -1 is open.
+        """Return (devices of a slice, slices) for each axis of `mesh_axes`; -1 is open.
+
+        The GPU spelling is applied.
         """
-        ici, dcn = (
-            {axis: size for axis, size, _ in rules.axis_settings(self.__dict__, k)}
-            for k in ("ici", "dcn")
-        )
+        ici, dcn = (rules.axis_sizes(self.__dict__, kind) for kind in ("ici", "dcn"))
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
@@ -303,10 +238,16 @@ class AttentionConfig(Section):
         Raises:
             InputError: for what is no list of devices.
             MeshError: the parallelisms do not multiply to the number of devices.
+
+        Example:
+            >>> import jax
+            >>> config = AttentionConfig(mesh_axes=["data", "context"])
+            >>> dict(config.make_mesh(jax.devices()[:1]).shape)
+            {'data': 1, 'context': 1}
         """
         from maxattn.sharding import make_mesh
 
-        return make_mesh(self, _listed(devices))
+        return make_mesh(self.axis_parallelism(), _checked_devices(devices))
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Self:
@@ -322,7 +263,7 @@ class AttentionConfig(Section):
 
         Raises:
             ConfigErrors: for everything wrong in the file and the overrides at once, with file and
-            line.
+                line.
         """
         from maxattn.config.load import check_path, load
 
@@ -330,9 +271,10 @@ class AttentionConfig(Section):
         return load(cls, path, overrides)
 
     @classmethod
-    def from_maxdiffusion(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Imported:
-        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours, the rest is
-        named and left out.
+    def from_maxdiffusion(
+        cls, path: str | os.PathLike[str], overrides: Overrides = ()
+    ) -> Imported[Self]:
+        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours.
 
         Args:
             path: the file.
@@ -358,24 +300,29 @@ class AttentionConfig(Section):
 
         Raises:
             ConfigErrors: for everything wrong at once, with the override's number.
+
+        Example:
+            >>> words = ["attention=ring", "ici_context_parallelism=4", "mesh_axes=[context]"]
+            >>> config = AttentionConfig.from_overrides(words)
+            >>> config.attention, config.axis_parallelism()
+            ('ring', {'context': (4, 1)})
         """
         from maxattn.config.load import load
 
         return load(cls, None, overrides)
 
 
-def _listed(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device] | None:
+def _checked_devices(devices: object) -> list[jax.Device] | None:
     from jax import Device
 
-    listed = list(devices) if isinstance(devices, Iterable) else [devices]
-    if devices is None or (
-        isinstance(devices, Iterable) and listed and all(isinstance(d, Device) for d in listed)
-    ):
-        return None if devices is None else listed
+    if devices is None:
+        return None
+    listed = list(devices) if isinstance(devices, Iterable) else []
+    if listed and all(isinstance(device, Device) for device in listed):
+        return listed
     count = devices if type(devices) is int and devices > 0 else 4
-    raise InputError(
-        "devices", devices, "they are jax's devices in a list", f"write jax.devices()[:{count}]"
-    )
+    rule = "they are jax's devices in a list"
+    raise InputError("devices", devices, rule, f"write jax.devices()[:{count}]")
 
 
 def _checked(role: str) -> str:

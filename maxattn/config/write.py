@@ -10,12 +10,9 @@ from maxattn.config.settings import AttentionConfig
 
 
 def changed_values(config: AttentionConfig) -> dict[str, Any]:
-    """Return the keys that differ from their default as plain values, sizes that are not set left
-    out.
-    """
+    """Return the keys that differ from their default as plain values, without unset sizes."""
     values = {key: value for key, value in config.resolved().items() if key in config.changed}
-    if "flash_block_sizes" in values:
-        sizes = values["flash_block_sizes"]
+    if sizes := values.get("flash_block_sizes"):
         values["flash_block_sizes"] = {key: size for key, size in sizes.items() if size is not None}
     return values
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +17,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from maxattn.errors import MeshError, did_you_mean
 from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type
 from maxattn.jax_private.varying import checked_axes
-
-if TYPE_CHECKING:
-    from maxattn.config import AttentionConfig
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -144,22 +141,24 @@ def check_unchecked(kernel: str) -> None:
 # ---- making a mesh -------------------------------------------------------------------------------
 
 
-def make_mesh(config: AttentionConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    parallelism: Mapping[str, tuple[int, int]], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """Build the mesh that a config describes: `ici_*` within a slice, `dcn_*` between slices.
 
     Args:
-        config: its `mesh_axes` and parallelisms; one -1 each takes what is left.
+        parallelism: (devices of a slice, slices) by axis, outermost first, as
+            `AttentionConfig.axis_parallelism` has it; one -1 each takes what is left.
         devices: default all of `jax.devices()`.
 
     Raises:
-        MeshError: when the sizes do not multiply to the number of devices.
+        MeshError: the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(d, "slice_index", 0) for d in devices})
-    asked = config.axis_parallelism()
-    axes = tuple(config.mesh_axes)
-    ici = _fill([asked[a][0] for a in axes], len(devices) // slices, axes, "ici")
-    dcn = _fill([asked[a][1] for a in axes], slices, axes, "dcn")
+    axes = tuple(parallelism)
+    ici = _fill([ici for ici, _ in parallelism.values()], len(devices) // slices, axes, "ici")
+    dcn = _fill([dcn for _, dcn in parallelism.values()], slices, axes, "dcn")
     return auto_mesh(_arrange(ici, dcn, devices), axes)
 
 

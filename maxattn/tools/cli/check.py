@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from maxattn.config import AttentionConfig
-from maxattn.config.errors import defaults
+from maxattn.config.fields import defaults
 from maxattn.errors import InputError, MaxattnError
 from maxattn.explain import explain
 from maxattn.plan import Plan, plan
