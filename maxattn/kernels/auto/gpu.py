@@ -24,6 +24,7 @@ from maxattn.kernels.fused import masks
 from maxattn.kernels.requirements import missing
 from maxattn.target import Target
 
+TABLE = resources.files("maxattn.kernels.auto") / "table.json"
 PLAIN = ("memory_efficient", "dot_product")
 FULL, BAND, TILES = "full", "band", "tiles"
 WHOLE_ROWS = "flash backward in whole rows"
@@ -179,10 +180,11 @@ def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
 
 @cache
 def read_tables() -> dict[str, tuple[Entry, ...]]:
-    """Read the committed entries, by device kind."""
-    text = resources.files("maxattn.kernels.auto").joinpath("table.json").read_text()
-    tables = json.loads(text).items()
-    return {device: tuple(_entry(row) for row in made["entries"]) for device, made in tables}
+    """Read the committed tables, by device kind."""
+    return {
+        device: tuple(_entry(row) for row in rows["entries"])
+        for device, rows in json.loads(TABLE.read_text()).items()
+    }
 
 
 def _entry(row: dict[str, Any]) -> Entry:

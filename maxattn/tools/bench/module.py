@@ -5,17 +5,16 @@
 The bytes are those that the elementwise parts must move, if each array is read and written once.
 [T, C] is an array of tokens in the compute dtype, C = N H:
 
-    forward    q and k read by norm and rotary embedding and written: 4 [T, C]; tables of cosines
-    and sines, for each backward   dq, q read and dq written, the same for k: 6 [T, C]; dv and dy
-    read for the bias gradients: 2 [T, C];
-               the tables
+    forward    q and k read by norm and RoPE and written: 4 [T, C]; tables of cosines and sines, for
+               each
+    backward   dq, q read and dq written, the same for k: 6 [T, C]; dv and dy read for the bias
+               gradients: 2 [T, C]; the tables
     both       where parameters are kept in another dtype: each kernel read and written for its
-    cast, and the gradients
+               cast, and the gradients
 
 Biases, and sums of the three gradients of x, are taken as parts of the matmuls. The memory's 4 TB/s
 is what a copy reaches on an H200. Attention and matmuls are measured in one program too, in the
-module's order: a chip's clock depends on what ran before, and the module leaves it no other than
-these leave each other.
+module's order: a chip's clock depends on what ran before.
 """
 
 from __future__ import annotations
@@ -34,17 +33,9 @@ from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
-from maxattn.tools.bench.measure import (
-    BOTH,
-    FORWARD,
-    Job,
-    Row,
-    config_of,
-    random_inputs,
-    row_of,
-    with_gradient,
-)
+from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
 from maxattn.tools.bench.report import as_kernels
+from maxattn.tools.bench.row import BOTH, FORWARD, Job, Row, row_of
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
@@ -62,8 +53,7 @@ def bench_module(
     profiled: bool = False,
     alone: bool = False,
 ) -> list[Row]:
-    """Measure self-attention with biases, RMS norm across heads and a rotary embedding, forward and
-    in training.
+    """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
     Args:
         shape: from `maxattn.tools.model_shapes`; its channels are N H.
@@ -83,22 +73,17 @@ def bench_module(
     if alone:
         return rows
     bounds = [_bound(shape, rows, i, param_dtype) for i in (0, 1)]
-    return [
-        replace(row, bound=bounds[i] if i < 2 and row.ms else None) for i, row in enumerate(rows)
-    ]
+    module = [replace(r, bound=b if r.ms else None) for r, b in zip(rows[:2], bounds, strict=True)]
+    return module + rows[2:]
 
 
 def elementwise_bytes(shape: Shape, training: bool, param_dtype: str = "float32") -> int:
-    """Return the bytes that the elementwise parts must move, each array read and written once (see
-    above).
-    """
+    """Return the bytes that the elementwise parts must move, each array read and written once."""
     item, kept = jnp.dtype(shape.dtype).itemsize, jnp.dtype(param_dtype).itemsize
-    tokens = shape.batch * shape.q_len
-    array, tables = (
-        tokens * shape.heads * shape.head_dim * item,
-        2 * 2 * shape.q_len * shape.head_dim // 2 * 4,
-    )
-    casts = 4 * (shape.heads * shape.head_dim) ** 2 * (item + kept) if kept != item else 0
+    width = shape.heads * shape.head_dim
+    array = shape.batch * shape.q_len * width * item
+    tables = 2 * 2 * shape.q_len * shape.head_dim // 2 * 4
+    casts = 4 * width**2 * (item + kept) if kept != item else 0
     forward = 4 * array + tables + casts
     return forward + (8 * array + tables + casts if training else 0)
 
@@ -116,20 +101,7 @@ def _bound(shape: Shape, rows: list[Row], which: int, param_dtype: str) -> float
 
 def _module(shape: Shape, kernel: str, param_dtype: str) -> list[Job]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
-    module = FlaxAttention(
-        width,
-        shape.heads,
-        None,
-        shape.head_dim,
-        bias=True,
-        qk_norm="rms_norm_across_heads",
-        eps=1e-6,
-        config=config_of(kernel),
-        dtype=dtype,
-        param_dtype=jnp.dtype(param_dtype),
-        rngs=nnx.Rngs(0),
-    )
-    graph, state = nnx.split(module)
+    graph, state = nnx.split(_made(shape, kernel, param_dtype))
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
 
     def forward(x: Array, state: Any, rotary: Rotary) -> Array:
@@ -143,6 +115,15 @@ def _module(shape: Shape, kernel: str, param_dtype: str) -> list[Job]:
     return _jobs(shape, "module", (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
 
 
+def _made(shape: Shape, kernel: str, param_dtype: str) -> FlaxAttention:
+    width = shape.heads * shape.head_dim
+    sizes = (width, shape.heads, None, shape.head_dim)
+    norm: dict[str, Any] = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+    dtypes = {"dtype": jnp.dtype(shape.dtype), "param_dtype": jnp.dtype(param_dtype)}
+    config, rngs = config_of(kernel), nnx.Rngs(0)
+    return FlaxAttention(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
+
+
 def _attention(shape: Shape, kernel: str) -> list[Job]:
     config = config_of(kernel)
     inputs = random_inputs(shape, Target.here())[0]
@@ -154,9 +135,7 @@ def _attention(shape: Shape, kernel: str) -> list[Job]:
 
 
 def _matmuls(shape: Shape) -> list[Job]:
-    """Return the matmuls alone: three of x and one of the attention's output; three for each of
-    them in training.
-    """
+    """Return the matmuls alone: four, and in training two more for each of them."""
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     x, o, *grads = _arrays((shape.batch * shape.q_len, width), dtype, 6)
     weights = tuple(_arrays((width, width), dtype, 4))
@@ -166,18 +145,11 @@ def _matmuls(shape: Shape) -> list[Job]:
 
     def training(x: Array, o: Array, weights: Weights, grads: Any) -> Any:
         *of_x, dy = grads
-        products = [g @ w.T for g, w in zip(of_x, weights[:3], strict=True)]
-        return (
-            forward(x, o, weights),
-            _added(products),
-            dy @ weights[3].T,
-            [x.T @ g for g in of_x],
-            o.T @ dy,
-        )
+        dx = _added([g @ w.T for g, w in zip(of_x, weights[:3], strict=True)])
+        return forward(x, o, weights), dx, dy @ weights[3].T, [x.T @ g for g in of_x], o.T @ dy
 
-    return _jobs(
-        shape, "its matmuls", (forward, (x, o, weights)), (training, (x, o, weights, grads))
-    )
+    passes = (forward, (x, o, weights)), (training, (x, o, weights, grads))
+    return _jobs(shape, "its matmuls", *passes)
 
 
 def _added(products: list[Array]) -> Array:
@@ -185,9 +157,7 @@ def _added(products: list[Array]) -> Array:
 
 
 def _both(shape: Shape, kernel: str) -> list[Job]:
-    """Return the matmuls and the attention in one program: the module without norm, rotary
-    embedding and biases.
-    """
+    """Return matmuls and attention in one program: the module without norm, RoPE and biases."""
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
     q, k, v = random_inputs(replace(shape, kv_heads=0), Target.here())[0][:3]
     (x, dy), dtype = _arrays(tokens, q.dtype, 2), q.dtype
@@ -208,9 +178,8 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
         return products, o @ weights[3], _added(of_x), [x.T @ g for g in grads], o.T @ dy
 
     operands = x, weights, q, k, v
-    return _jobs(
-        shape, "attention and matmuls in one", (forward, operands), (training, (*operands, dy))
-    )
+    passes = (forward, operands), (training, (*operands, dy))
+    return _jobs(shape, "attention and matmuls in one", *passes)
 
 
 def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Job]:

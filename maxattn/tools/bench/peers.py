@@ -1,6 +1,4 @@
-"""Other libraries' attention, called bare as their documentation says: what `auto` is measured
-against.
-"""
+"""Other libraries' attention, called bare as their documentation says, to measure beside ours."""
 
 from __future__ import annotations
 
@@ -20,26 +18,33 @@ def _jax_cudnn() -> Attend:
 
 
 def _transformer_engine() -> Attend:
-    te, sharding = (
-        import_module(f"transformer_engine.jax.{name}") for name in ("attention", "sharding")
-    )
+    modules = (f"transformer_engine.jax.{name}" for name in ("attention", "sharding"))
+    te, sharding = map(import_module, modules)
+    fused = te_attention(te)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        with sharding.global_shard_guard(sharding.MeshResource()):
+            return fused(q, k, v)
+
+    return attend
+
+
+def te_attention(te: Any, **settings: Any) -> Attend:
+    """Return TransformerEngine's fused attention of full masks.
+
+    Args:
+        te: the module `transformer_engine.jax.attention`.
+        settings: further arguments of its `fused_attn`.
+    """
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))
-        with sharding.global_shard_guard(sharding.MeshResource()):
-            return te.fused_attn(
-                (q, k, v),
-                None,
-                te.SequenceDescriptor.from_seqlens(lengths),
-                None,
-                te.AttnBiasType.NO_BIAS,
-                te.AttnMaskType.NO_MASK,
-                te.QKVLayout.BSHD_BSHD_BSHD,
-                te.AttnSoftmaxType.VANILLA_SOFTMAX,
-                q.shape[3] ** -0.5,
-                0.0,
-                True,
-            )
+        sequences = te.SequenceDescriptor.from_seqlens(lengths)
+        kinds = te.AttnBiasType.NO_BIAS, te.AttnMaskType.NO_MASK, te.QKVLayout.BSHD_BSHD_BSHD
+        softmax, scale = te.AttnSoftmaxType.VANILLA_SOFTMAX, q.shape[3] ** -0.5
+        # The arguments: no bias, no seed, no dropout, training.
+        rest = (None, sequences, None, *kinds, softmax, scale, 0.0, True)
+        return te.fused_attn((q, k, v), *rest, **settings)
 
     return attend
 

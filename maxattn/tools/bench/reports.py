@@ -1,10 +1,8 @@
-"""The tables and pictures of three well-known pages on attention, made of our kernels on this
-machine.
+"""Three reports on this machine's kernels, as tables and pictures.
 
-implementations  naive, tiled and flash attention: time, memory, speedup, by length (16 heads of 64)
-block-window     forward and backward by number of tokens: a window of 16 blocks of 256 tokens,
-beside a dense mask layers           one training step of a self-attention layer by kernel: time and
-memory
+implementations  naive, tiled and flash attention by length: time, memory, speedup
+block-window     forward and backward by length: a window of blocks, beside a dense mask
+layers           one training step of a self-attention layer by kernel: time and memory
 """
 
 from __future__ import annotations
@@ -17,8 +15,10 @@ from maxattn.decide import refusal
 from maxattn.kernels import KERNELS
 from maxattn.masks import BlockSlidingWindow
 from maxattn.target import Target
-from maxattn.tools.bench.measure import BACKWARD, BOTH, FORWARD, Row, bench, too_large
+from maxattn.tools.bench.jobs import too_large
+from maxattn.tools.bench.measure import bench
 from maxattn.tools.bench.module import bench_module
+from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, Row
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 
 NAIVE, TILED = "dot_product", "memory_efficient"
@@ -76,17 +76,12 @@ def _implementations(target: Target, budget: float) -> Report:
     lengths = (64, 128) if target.platform == "cpu" else (1024, 2048, 4096, 8192, 16384)
     fused = _fused(read("1,256,256,16,64"), target)
     names = {"naive": NAIVE, "tiled": TILED} | ({"flash": fused} if fused else {})
-    rows: list[Row] = []
-    for length in lengths:
-        rows += bench(
-            read(f"1,{length},{length},16,64"), tuple(names.values()), False, target, budget
-        )
+    kernels, shapes = tuple(names.values()), [f"1,{n},{n},16,64" for n in lengths]
+    rows = [r for s in shapes for r in bench(read(s), kernels, False, target, budget)]
     at = {(row.shape, row.who): row for row in rows if row.what == FORWARD}
-    found = {label: [at[f"1,{n},{n},16,64", who] for n in lengths] for label, who in names.items()}
-    tables = [
-        _compared(f"{length} tokens, 16 heads of 64, forward", found, i)
-        for i, length in enumerate(lengths)
-    ]
+    found = {label: [at[shape, who] for shape in shapes] for label, who in names.items()}
+    title = "{} tokens, 16 heads of 64, forward"
+    tables = [_compared(title.format(length), found, i) for i, length in enumerate(lengths)]
     panels = tuple(
         (title, unit, tuple(_curve(label, lengths, each, of) for label, each in found.items()))
         for title, unit, of in (("time, forward", "ms", _ms), ("memory", "MiB", _mib))
@@ -99,10 +94,9 @@ def _compared(title: str, found: dict[str, list[Row]], i: int) -> str:
     lines = [("implementation", "kernel", "time (ms)", "memory (MiB)", "speedup")]
     for label, rows in found.items():
         row = rows[i]
+        time = f"{row.ms:.3f}" if row.ms else "-"
         speedup = f"{naive / row.ms:.1f}x" if naive and row.ms else "-"
-        lines.append(
-            (label, row.who, f"{row.ms:.3f}" if row.ms else "-", f"{_mib(row):.0f}", speedup)
-        )
+        lines.append((label, row.who, time, f"{_mib(row):.0f}", speedup))
     return f"{title}\n{_columns(lines)}"
 
 
@@ -114,45 +108,43 @@ def _block_window(target: Target, budget: float) -> Report:
     block, window = (16, 4) if small else (256, 16)
     lengths = (64, 128) if small else (4096, 8192, 16384, 32768, 65536)
     mask = BlockSlidingWindow(block, window)
-    rows: list[Row] = []
-    for n in lengths:
-        shape = replace(read(f"1,{n},{n},12,64"), mask=mask)
-        fused = [
-            name
-            for name in ("flash", "tokamax_flash")
-            if not small and refusal(name, shape.call(), target) is None
-        ]
-        dense = [] if too_large(NAIVE, shape) else [NAIVE]
-        rows += bench(shape, (*(fused or [TILED]), *dense), False, target, budget)
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.ms:
-            found.setdefault((row.who, row.what), []).append(row)
-    lines = [("tokens", "kernel", "pass", "time (ms)", "TFLOP/s", "memory (MiB)")]
-    lines += [
-        (
-            row.shape.split(",")[1],
-            row.who,
-            row.what,
-            f"{row.ms:.3f}",
-            f"{row.tflops:.1f}",
-            f"{_mib(row):.0f}",
-        )
-        for row in rows
-        if row.ms
-    ]
-    panels = tuple((f"{what} time", "ms", _by_tokens(found, what)) for what in (FORWARD, BACKWARD))
+    shapes = [replace(read(f"1,{n},{n},12,64"), mask=mask) for n in lengths]
+    rows = [r for s in shapes for r in bench(s, _windowed(s, target), False, target, budget)]
+    panels = tuple((f"{what} time", "ms", _by_tokens(rows, what)) for what in (FORWARD, BACKWARD))
     head = f"block window: each token sees {window} blocks of {block} tokens; 12 heads of 64"
-    return Report("block-window", f"{head}\n{_columns(lines)}", tuple(rows), panels)
+    return Report("block-window", f"{head}\n{_columns(_lines(rows))}", tuple(rows), panels)
 
 
-def _by_tokens(found: dict[tuple[str, str], list[Row]], what: str) -> tuple[Curve, ...]:
+def _windowed(shape: Shape, target: Target) -> tuple[str, ...]:
+    """Return the flash kernels that can run, else the blockwise one, and dense where it fits."""
+    flash = () if target.platform == "cpu" else ("flash", "tokamax_flash")
+    fused = [name for name in flash if refusal(name, shape.call(), target) is None]
+    return (*(fused or [TILED]), *([] if too_large(NAIVE, shape) else [NAIVE]))
+
+
+def _lines(rows: list[Row]) -> list[tuple[str, ...]]:
+    head = ("tokens", "kernel", "pass", "time (ms)", "TFLOP/s", "memory (MiB)")
+    return [head, *(_cells(row) for row in rows if row.ms)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    numbers = f"{row.ms:.3f}", f"{row.tflops:.1f}", f"{_mib(row):.0f}"
+    return str(_tokens(row)), row.who, row.what, *numbers
+
+
+def _tokens(row: Row) -> int:
+    return int(row.shape.split(",")[1])
+
+
+def _by_tokens(rows: list[Row], what: str) -> tuple[Curve, ...]:
+    """Return a curve for each kernel."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.ms and row.what == what:
+            found.setdefault(row.who, []).append(row)
     return tuple(
-        Curve(
-            who, tuple(int(row.shape.split(",")[1]) for row in rows), tuple(row.ms for row in rows)
-        )
-        for (who, of), rows in found.items()
-        if of == what
+        Curve(who, tuple(map(_tokens, each)), tuple(row.ms for row in each))
+        for who, each in found.items()
     )
 
 
@@ -160,33 +152,28 @@ def _by_tokens(found: dict[tuple[str, str], list[Row]], what: str) -> tuple[Curv
 
 
 def _layers(target: Target, budget: float) -> Report:
-    shapes = (
-        [read("1,256,256,4,64")]
-        if target.platform == "cpu"
-        else [SHAPES["sdxl-64"], SHAPES["wan-1.3b-480p"]]
-    )
-    rows: list[Row] = []
-    for shape in shapes:
-        for name in KERNELS:
-            if too_large(name, shape):
-                rows.append(Row(shape.name, name, BOTH, note="left out: too much memory or time"))
-            elif refusal(name, shape.call(), target) is None:
-                rows += [replace(row, who=name) for row in _step(shape, name, budget)]
+    real = [SHAPES["sdxl-64"], SHAPES["wan-1.3b-480p"]]
+    shapes = [read("1,256,256,4,64")] if target.platform == "cpu" else real
+    rows = [r for s in shapes for name in KERNELS for r in _layer(s, name, target, budget)]
     lines = [("layer", "attention", "step (ms)", "memory (GiB)")]
     for row in rows:
         memory = f"{row.peak / 2**30:.2f}" if row.ms else "-"
         lines.append((row.shape, row.who, f"{row.ms:.2f}" if row.ms else row.note[:60], memory))
     bars = tuple((f"{row.shape} {row.who}", row.ms, row.peak / 2**30) for row in rows if row.ms)
     head = (
-        "one training step of a self-attention layer: projections, norms, rotary embedding,"
-        " attention, output"
+        "one training step of a self-attention layer: projections, norms, RoPE, attention, output"
     )
     return Report("layers", f"{head}\n{_columns(lines)}", tuple(rows), bars=bars)
 
 
-def _step(shape: Shape, kernel: str, budget: float) -> list[Row]:
+def _layer(shape: Shape, kernel: str, target: Target, budget: float) -> list[Row]:
+    """Measure a layer with one kernel; nothing where it cannot run."""
+    if too_large(kernel, shape):
+        return [Row(shape.name, kernel, BOTH, note="left out: too much memory or time")]
+    if refusal(kernel, shape.call(), target) is not None:
+        return []
     rows = bench_module(shape, kernel, budget=budget, alone=True)
-    return [row for row in rows if row.what == BOTH or row.note]
+    return [replace(row, who=kernel) for row in rows if row.what == BOTH or row.note]
 
 
 # ---- pieces --------------------------------------------------------------------------------------
@@ -201,9 +188,8 @@ REPORTS: dict[str, Callable[[Target, float], Report]] = {
 
 def _fused(shape: Shape, target: Target) -> str | None:
     """Return the fused kernel of this machine; interpreted ones are not measured."""
-    names = (
-        () if target.platform == "cpu" else ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
-    )
+    fused = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
+    names = () if target.platform == "cpu" else fused
     return next((name for name in names if refusal(name, shape.call(), target) is None), None)
 
 

@@ -1,8 +1,8 @@
-"""The command line: `maxattn COMMAND ...`. A new command is one file here and one line in
-`COMMANDS`.
+"""The command line: `maxattn COMMAND ...`.
 
-A command is a module with `HELP` (one line), `arguments(parser)` and `run(args) -> exit status`: 0
-done, 1 a refusal or what does not fit, 2 wrong usage.
+A new command is one file here and one line in `COMMANDS`. The file has `arguments(parser)` and
+`run(args) -> exit status`: 0 done, 1 a refusal or what does not fit, 2 wrong usage. It is imported
+when the command is run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from maxattn.errors import MaxattnError, did_you_mean
 
 COMMANDS = {
-    "explain": "maxattn.tools.cli.explain",
-    "check": "maxattn.tools.cli.check",
-    "compile": "maxattn.tools.cli.compile",
-    "bench": "maxattn.tools.cli.bench",
-    "tune": "maxattn.tools.cli.tune",
-    "convert": "maxattn.tools.cli.convert",
+    "explain": "what would run for a shape, and why; for any machine, without a device",
+    "check": "validate a config; print what it sets, its plans, memory and advice",
+    "compile": "compile for a TPU topology here: memory, time, transfers, whether it fits",
+    "bench": "measure kernels on this machine: device time, TFLOP/s, memory, error",
+    "tune": "time block sizes on this machine and keep the fastest",
+    "convert": "print the attention settings of a MaxDiffusion YAML as ours",
 }
 STOPPED = 130  # what shells report of a program that Ctrl-C ended
 
@@ -47,28 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         guess = did_you_mean(words[0], COMMANDS) or f"it is one of {', '.join(COMMANDS)}"
         print(f"maxattn: no command '{words[0]}': {guess}", file=sys.stderr)
         return 2
-    return _run(words[0], import_module(COMMANDS[words[0]]), words[1:])
+    return _run(words[0], words[1:])
 
 
 def overview() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<9}{import_module(module).HELP}" for name, module in COMMANDS.items()]
-    return "\n".join(
-        ("usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)", "", *lines)
-    )
+    usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)"
+    return "\n".join((usage, "", *(f"  {name:<9}{does}" for name, does in COMMANDS.items())))
 
 
-def _run(name: str, command: Any, words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        f"maxattn {name}",
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.arguments(parser)
+def _run(name: str, words: Sequence[str]) -> int:
+    command = import_module(f"{__name__}.{name}")
     try:
-        args = parser.parse_intermixed_args(
-            words
-        )  # overrides may stand before, between and after options
+        # Overrides may stand before, between and after options.
+        args = _parser(name, command).parse_intermixed_args(words)
     except SystemExit as end:
         return int(end.code or 0)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -85,3 +77,12 @@ def _run(name: str, command: Any, words: Sequence[str]) -> int:
     except BrokenPipeError:  # `maxattn ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parser(name: str, command: Any) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        f"maxattn {name}", description=command.__doc__, formatter_class=form
+    )
+    command.arguments(parser)
+    return parser

@@ -1,8 +1,8 @@
-"""Validate a config, print what it sets, the plan of each shape, what memory it takes, and what to
-look at.
+"""Validate a config; print what it sets, the plan of each shape, its memory, and advice.
 
-  maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross --target "TPU v5p"
-  --devices 8 maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+  maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross \\
+      --target "TPU v5p" --devices 8
+  maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
 Wrong keys and values are reported all at once, with file and line; the exit status is then 1, as it
 is when a shape cannot run or does not fit.
@@ -19,59 +19,63 @@ from maxattn.config.fields import defaults
 from maxattn.errors import InputError, MaxattnError
 from maxattn.explain import explain
 from maxattn.plan import Plan, plan
-from maxattn.tools.cli import common
 from maxattn.tools.cli.advice import advice, memory_line
-from maxattn.tools.cli.common import Source
+from maxattn.tools.cli.machine import machine_arguments, mesh_of, packages_of, target_of
+from maxattn.tools.cli.shapes import shape_arguments, shapes_of
+from maxattn.tools.cli.source import Source, config_arguments, read_source
 from maxattn.tools.memory import estimate, limit, total
-from maxattn.tools.model_shapes import Shape
+from maxattn.tools.model_shapes import Shape, of_sections
 
-HELP = "validate a config; print what it sets, its plans, memory and advice"
+_LENGTHS = (
+    "real keys of each example, such as 300,512, or of all, such as 300: where"
+    " mask_padding_tokens is false, advice says when much padding is attended to; of"
+    " padding that is masked nothing is said"
+)
+_NO_SHAPE = (
+    "no shape was given and the file's `model` section describes none: add --shape to see plans"
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    common.config_arguments(parser)
-    common.shape_arguments(parser)
-    common.machine_arguments(parser)
-    parser.add_argument("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
-    parser.add_argument(
-        "--all", action="store_true", help="print every key, those at their default too"
-    )
-    parser.add_argument(
-        "--inference", action="store_true", help="the forward alone: its block sizes, its memory"
-    )
-    parser.add_argument(
-        "--lengths",
-        help=(
-            "real keys of each example, such as 300,512, or of all, such as 300: where"
-            " mask_padding_tokens is false, advice says when much padding is attended to; of"
-            " padding that is masked nothing is said"
-        ),
-    )
+    config_arguments(parser)
+    shape_arguments(parser)
+    machine_arguments(parser)
+    add = parser.add_argument
+    every = "print every key, those at their default too"
+    inference = "the forward alone: its block sizes, its memory"
+    add("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
+    add("--all", action="store_true", help=every)
+    add("--inference", action="store_true", help=inference)
+    add("--lengths", help=_LENGTHS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config, then each shape."""
-    source = common.read_source(args)
+    source = read_source(args)
     lengths = _lengths(args.lengths)
-    common.packages_of(args)  # a wrong one is refused without a shape too
+    packages_of(args)  # a wrong one is refused without a shape too
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
     for note in source.notes:
         print(f"  note    {note}")
-    shapes = common.shapes_of(args, source) if args.shape or _describes_shapes(source) else ()
+    shapes = shapes_of(args, source) if args.shape or of_sections(source.sections) else ()
     if not shapes:
-        print(
-            "\nno shape was given and the file's `model` section describes none: add --shape to see"
-            " plans"
-        )
+        print(f"\n{_NO_SHAPE}")
         return 0
-    mesh, target = common.mesh_of(args, source.config), common.target_of(args, source.config)
-    status = 0
+    return _plans(args, source, shapes, lengths)
+
+
+def _plans(
+    args: argparse.Namespace, source: Source, shapes: tuple[Shape, ...], lengths: tuple[int, ...]
+) -> int:
+    """Print the plan of each shape; return 1 where one cannot run or does not fit."""
+    mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     # Lengths are those of the text, unless there is no text.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
+    known = {shape: lengths if shape.role == padded else () for shape in shapes}
     for shape in shapes:
-        if shape.role == padded:
-            _check_lengths(lengths, shape)
+        _check_lengths(known[shape], shape)
+    status = 0
     for shape in shapes:
         try:
             made = plan(shape.call(), source.config, mesh, target)
@@ -79,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{shape.name}\n{error}")
             status = 1
             continue
-        known = lengths if shape.role == padded else ()
-        print(f"\n{shape.name}\n{of_shape(made, source, not args.inference, known)}")
+        print(f"\n{shape.name}\n{of_shape(made, source, not args.inference, known[shape])}")
         status = max(status, int(_too_much(made, not args.inference)))
     return status
 
@@ -88,11 +91,9 @@ def run(args: argparse.Namespace) -> int:
 def resolved(config: AttentionConfig, every: bool) -> str:
     """Write the keys that differ from their default, or all of them, one a line."""
     standard = defaults(type(config))
-    lines = []
-    for key in type(config).model_fields:
-        value = getattr(config, key)
-        if every or value != standard[key]:
-            lines.append(f"  {key}: {_text(value)}")
+    values = {key: getattr(config, key) for key in type(config).model_fields}
+    shown = {key: value for key, value in values.items() if every or value != standard[key]}
+    lines = [f"  {key}: {_text(value)}" for key, value in shown.items()]
     return "\n".join(lines) or "  every key is at its default"
 
 
@@ -115,21 +116,11 @@ def _too_much(made: Plan, training: bool) -> bool:
     return most is not None and total(estimate(made, training)) > most
 
 
-def _describes_shapes(source: Source) -> tuple[Shape, ...]:
-    from maxattn.tools.model_shapes import of_sections
-
-    return of_sections(source.sections)
-
-
 def _lengths(text: str | None) -> tuple[int, ...]:
     numbers = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isdecimal() for word in numbers):
-        raise InputError(
-            "lengths",
-            text,
-            "they are whole numbers of keys, one an example",
-            "write --lengths 300,512",
-        )
+        rule = "they are whole numbers of keys, one an example"
+        raise InputError("lengths", text, rule, "write --lengths 300,512")
     return tuple(map(int, numbers))
 
 
@@ -143,16 +134,11 @@ def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
         return
     said, batch = ",".join(map(str, lengths)), shape.batch
     if len(lengths) not in (1, batch):
-        rule = (
-            f"{shape.name} has B={batch}: a length for each example, or one for all; here are"
-            f" {len(lengths)}"
-        )
+        each = f"{shape.name} has B={batch}: a length for each example, or one for all"
         many = "one length" if batch == 1 else f"{batch} lengths, or one"
-        raise InputError("lengths", said, rule, f"write {many}, or add --batch {len(lengths)}")
+        remedy = f"write {many}, or add --batch {len(lengths)}"
+        raise InputError("lengths", said, f"{each}; here are {len(lengths)}", remedy)
     if max(lengths) > shape.kv_len:
         rule = f"{shape.name} has S={shape.kv_len} keys, and {max(lengths)} is more"
-        remedy = (
-            f"write at most {shape.kv_len}, or name only the shape that they belong to, with"
-            " --shape"
-        )
-        raise InputError("lengths", said, rule, remedy)
+        only = "or name only the shape that they belong to, with --shape"
+        raise InputError("lengths", said, rule, f"write at most {shape.kv_len}, {only}")

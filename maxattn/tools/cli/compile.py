@@ -1,9 +1,9 @@
-"""Compile attention for TPUs that are not there, with the TPU's own compiler, and say whether it
-fits.
+"""Compile attention for TPUs that are not there, with the TPU's compiler; say whether it fits.
 
-  maxattn compile configs/wan_14b.yml --target v5p:2x2x1 --shape wan-14b-720p ici_fsdp_parallelism=1
-  maxattn compile attention=ring ici_context_parallelism=4 --target v6e:2x2 --shape wan-14b-480p
-  --train --module
+  maxattn compile configs/wan_14b.yml ici_fsdp_parallelism=1 --target v5p:2x2x1 \\
+      --shape wan-14b-720p
+  maxattn compile attention=ring ici_context_parallelism=4 --target v6e:2x2 \\
+      --shape wan-14b-480p --train --module
 
 Needs libtpu (pip install "maxattn[tpu]"), no TPU. Each shape is compiled in a process of its own.
 Exit status 0: all of them compile and fit; 1: one does not.
@@ -15,72 +15,61 @@ import argparse
 import json
 import re
 from dataclasses import asdict
+from typing import Any
 
+from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.devices import memory_of
 from maxattn.errors import MeshError
-from maxattn.tools.cli import common
+from maxattn.tools.cli.shapes import shape_arguments, shapes_of
+from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.compile.job import Job, Outcome, run_in_child
+from maxattn.tools.model_shapes import Shape
 
-HELP = "compile for a TPU topology on this machine; memory, time, transfers, whether it fits"
+_TARGET = "a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1"
+_SLICES = "so many of the topology, for dcn_*_parallelism"
+_MODULE = (
+    "a whole FlaxAttention or CrossAttention as Wan has it: "
+    "projections with bias, norms across heads, RoPE"
+)
+_LIMIT = "seconds a compile; default 600"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    common.config_arguments(parser)
-    common.shape_arguments(parser)
-    parser.add_argument(
-        "--target",
-        required=True,
-        help="a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1",
-    )
-    parser.add_argument("--devices", type=int, help="use the first N devices of the topology")
-    parser.add_argument(
-        "--slices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="so many of the topology, for dcn_*_parallelism",
-    )
-    parser.add_argument(
-        "--train", action="store_true", help="forward and backward; default forward"
-    )
-    parser.add_argument(
-        "--module",
-        action="store_true",
-        help=(
-            "a whole FlaxAttention or CrossAttention as Wan has it: "
-            "projections with bias, norms across heads, RoPE"
-        ),
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds a compile; default 600",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    config_arguments(parser)
+    shape_arguments(parser)
+    add = parser.add_argument
+    add("--target", required=True, help=_TARGET)
+    add("--devices", type=int, help="use the first N devices of the topology")
+    add("--slices", type=int, default=1, metavar="N", help=_SLICES)
+    add("--train", action="store_true", help="forward and backward; default forward")
+    add("--module", action="store_true", help=_MODULE)
+    add("--time-limit", type=float, default=600.0, metavar="S", help=_LIMIT)
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile each shape and print what came of it."""
-    source = common.read_source(args)
+    source = read_source(args)
     if args.slices < 1 or (args.slices > 1 and args.devices):
         rule = "there is at least one slice, and several are used whole"
         raise MeshError("slices", args.slices, rule, "write --slices 2 without --devices")
     outcomes = []
-    for shape in common.shapes_of(args, source):
-        job = Job(
-            args.target, source.config, shape, args.train, args.module, args.devices, args.slices
-        )
-        outcome = run_in_child(job, args.time_limit)
-        outcomes.append(outcome)
+    for shape in shapes_of(args, source):
+        job = _job(args, source.config, shape)
+        outcomes.append(run_in_child(job, args.time_limit))
         if not args.json:
-            print(("\n" if len(outcomes) > 1 else "") + report(job, outcome), flush=True)
+            blank = "\n" if len(outcomes) > 1 else ""
+            print(blank + report(job, outcomes[-1]), flush=True)
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     return int(not all(fits(outcome) for outcome in outcomes))
+
+
+def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> Job:
+    how = args.train, args.module, args.devices, args.slices
+    return Job(args.target, config, shape, *how)
 
 
 def fits(outcome: Outcome) -> bool:
@@ -94,68 +83,63 @@ def fits(outcome: Outcome) -> bool:
 
 def report(job: Job, outcome: Outcome) -> str:
     """Write an outcome for a person."""
-    what = ("attention module" if job.module else "attention") + (
-        ", forward and backward" if job.training else ""
-    )
-    lines = [
-        f"{job.shape.name}: {what}, for {_machine(job)}"
-        + (f" ({outcome.device_kind})" if outcome.plan else "")
-    ]
-    lines += outcome.plan.splitlines()
-    if outcome.ending == "compiled":
-        lines += [
-            f"  compiled in {outcome.seconds:.1f} s",
-            *_memory(outcome),
-            *_transfers(job, outcome),
-        ]
-        lines += ["fits" if fits(outcome) else _TOO_MUCH]
-    else:
-        lines += [*_failure(outcome).splitlines()]
-    return "\n".join(lines)
+    what = "attention module" if job.module else "attention"
+    training = ", forward and backward" if job.training else ""
+    kind = f" ({outcome.device_kind})" if outcome.plan else ""
+    head = f"{job.shape.name}: {what}{training}, for {_machine(job)}{kind}"
+    body = _compiled(job, outcome) if outcome.ending == "compiled" else _failure(outcome)
+    return "\n".join((head, *outcome.plan.splitlines(), body))
+
+
+def _compiled(job: Job, outcome: Outcome) -> str:
+    lines = [f"  compiled in {outcome.seconds:.1f} s", _memory(outcome), *_transfers(job, outcome)]
+    return "\n".join((*lines, "fits" if fits(outcome) else _TOO_MUCH))
 
 
 def _machine(job: Job) -> str:
     return job.topology if job.slices == 1 else f"{job.slices} slices of {job.topology}"
 
 
-def _memory(outcome: Outcome) -> list[str]:
+def _memory(outcome: Outcome) -> str:
     sizes, most = outcome.memory, memory_of(outcome.device_kind)
     parts = " + ".join(f"{name} {readable(sizes[key])}" for name, key in _MEMORY.items())
     shared = f" - {readable(sizes['alias'])} shared" if sizes["alias"] else ""
-    return [
-        f"  memory  {parts}{shared} = {readable(outcome.needed)}"
-        + (f" of {readable(most)} on each device" if most else " on each device")
-    ]
+    limit = f" of {readable(most)}" if most else ""
+    return f"  memory  {parts}{shared} = {readable(outcome.needed)}{limit} on each device"
 
 
 _MEMORY = {"arguments": "argument", "temporaries": "temp", "outputs": "output"}
 
 
 def _transfers(job: Job, outcome: Outcome) -> list[str]:
-    """Write what the program sends beside what the plan named, one line a kind of transfer and its
-    axes.
-    """
-    rows = sorted({(c["kind"], tuple(c["axes"])) for c in (*outcome.named, *outcome.found)})
+    """Write what the program sends beside what the plan named, one line a kind and its axes."""
+    every = (*outcome.named, *outcome.found)
+    rows = sorted({(c["kind"], tuple(c["axes"])) for c in every})
     return [f"  sends   {_row(job, outcome, *row)}" for row in rows] or ["  sends   nothing"]
 
 
 def _row(job: Job, outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
-    named, found = (
-        [c for c in listed if (c["kind"], tuple(c["axes"])) == (kind, axes)]
-        for listed in (outcome.named, outcome.found)
-    )
+    found, named = _same(outcome.found, kind, axes), _same(outcome.named, kind, axes)
     runs = sum(c["times"] for c in found)
-    size = sum(c["bytes"] * c["times"] for c in found)
-    text = f"{kind} over {'+'.join(axes) or 'no axis'}: {runs} in the program, {readable(size)}"
-    if found:
-        overlapped = sum(c["times"] for c in found if c["is_overlapped"])
-        waiting = sum(c["times"] for c in found if not c["is_async"])
-        text += f", {overlapped} overlapped with a kernel" + (
-            f", {waiting} waited for on the spot" if waiting else ""
-        )
+    size = readable(sum(c["bytes"] * c["times"] for c in found))
+    text = f"{kind} over {'+'.join(axes) or 'no axis'}: {runs} in the program, {size}"
     nobody = "none in the plan" + (": of the projections and their gradients" if job.module else "")
-    plan = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else nobody
-    return f"{text} ({plan})"
+    planned = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else nobody
+    return f"{text}{_overlap(found)} ({planned})"
+
+
+def _same(listed: list[dict[str, Any]], kind: str, axes: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [c for c in listed if (c["kind"], tuple(c["axes"])) == (kind, axes)]
+
+
+def _overlap(found: list[dict[str, Any]]) -> str:
+    """Say how many run beside a kernel, and how many are waited for."""
+    if not found:
+        return ""
+    overlapped = sum(c["times"] for c in found if c["is_overlapped"])
+    waiting = sum(c["times"] for c in found if not c["is_async"])
+    waited = f", {waiting} waited for on the spot" if waiting else ""
+    return f", {overlapped} overlapped with a kernel{waited}"
 
 
 # ---- what went wrong -----------------------------------------------------------------------------

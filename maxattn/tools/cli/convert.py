@@ -1,8 +1,9 @@
-"""Read a MaxDiffusion YAML and print ours: its attention and mesh keys, what was read otherwise,
-what was left out.
+"""Read a MaxDiffusion YAML and print ours: its attention and mesh keys.
 
-maxattn convert base_wan_14b.yml > attention.yml
-maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+  maxattn convert base_wan_14b.yml > attention.yml
+  maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+
+Comments say what was read otherwise than it was written, and what was left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.maxdiffusion import Imported
 from maxattn.config.write import yaml_of
 
-HELP = "print the attention settings of a MaxDiffusion YAML as ours"
+WIDTH = 116  # columns of a comment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +30,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the YAML, with notes and names as comments."""
     imported = AttentionConfig.from_maxdiffusion(args.file, args.overrides)
-    print(
-        "# Attention settings of"
-        f" {Path(args.file).name}\n{comments(imported)}{yaml_of(imported.config)}",
-        end="",
-    )
+    print(f"# Attention settings of {Path(args.file).name}")
+    print(comments(imported) + yaml_of(imported.config), end="")
     return 0
 
 
 def comments(imported: Imported) -> str:
     """Write notes and names as YAML comments."""
-    lines = [
-        f"# {line}"
-        for note in imported.notes
-        for line in textwrap.wrap(note, 116, subsequent_indent="  ")
-    ]
-    if imported.left_out:
-        names = f"Left out: {', '.join(imported.left_out)}"
-        lines += [f"# {line}" for line in textwrap.wrap(names, 116, subsequent_indent="  ")]
-    return "".join(f"{line}\n" for line in lines)
+    left_out = [f"Left out: {', '.join(imported.left_out)}"] if imported.left_out else []
+    return "".join(_comment(text) for text in (*imported.notes, *left_out))
+
+
+def _comment(text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return "".join(f"# {line}\n" for line in lines)

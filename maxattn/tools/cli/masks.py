@@ -33,16 +33,12 @@ def read_mask(text: str) -> Mask:
 def _read_one(text: str) -> Mask:
     name, _, rest = text.partition(":")
     if name not in SPELLINGS:
-        raise InputError(
-            "mask",
-            text or "(nothing)",
-            f"it is one of {', '.join(form for _, form, _ in SPELLINGS.values())}",
-            did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7",
-        )
+        rule = f"it is one of {', '.join(form for _, form, _ in SPELLINGS.values())}"
+        remedy = did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7"
+        raise InputError("mask", text or "(nothing)", rule, remedy)
     make, form, (least, most) = SPELLINGS[name]
     numbers = [word.strip() for word in rest.split(",")] if rest else []
     if not least <= len(numbers) <= most or not all(word.isdecimal() for word in numbers):
-        raise InputError(
-            "mask", text, "its numbers are whole, and as many as it takes", f"write {form}"
-        )
+        rule = "its numbers are whole, and as many as it takes"
+        raise InputError("mask", text, rule, f"write {form}")
     return make(*map(int, numbers))

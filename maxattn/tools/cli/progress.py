@@ -1,6 +1,4 @@
-"""What a command that measures says on stderr while it does: on which device, and each measurement
-as it begins.
-"""
+"""What a command that measures says on stderr: the device, and each measurement as it begins."""
 
 from __future__ import annotations
 
@@ -19,12 +17,8 @@ def say(line: str) -> None:
 
 def say_where(what: str, target: Target) -> None:
     """Say what is measured on which device, and what to expect of a CPU."""
-    slow = (
-        ": no accelerator is here, and long shapes take minutes to hours"
-        if target.platform == "cpu"
-        else ""
-    )
-    say(f"measuring {what} on {target.device_kind}{slow}")
+    slow = ": no accelerator is here, and long shapes take minutes to hours"
+    say(f"measuring {what} on {target.device_kind}{slow if target.platform == 'cpu' else ''}")
 
 
 class _Lines(logging.Handler):

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
+from maxattn.kernels.auto.gpu import TABLE, WHOLE_ROWS
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
-from maxattn.tools.bench import table as bench_table
-from maxattn.tools.bench.measure import BACKWARD, FORWARD, Row, random_inputs
+from maxattn.tools.bench.auto_table import entries, write
+from maxattn.tools.bench.jobs import random_inputs
+from maxattn.tools.bench.row import BACKWARD, FORWARD, Row
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
 
@@ -87,11 +89,31 @@ def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
         Row(shape.name, "cudnn", FORWARD, 0.1), Row(shape.name, "cudnn", BACKWARD, note="failed"),
     ]  # fmt: skip
     path.write_text(json.dumps({"another": {"entries": []}}))
-    bench_table.write("NVIDIA H200", {"date": "2026-11-21"}, rows, [shape], path)
+    write("NVIDIA H200", {"date": "2026-11-21"}, entries(rows, [shape]), path)
     found = json.loads(path.read_text())
     assert set(found) == {"another", "NVIDIA H200"}
     entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {"flash": 0.2, "cudnn": 0.1}}
     assert found["NVIDIA H200"]["entries"] == [entry | {"backward": {"flash": 0.5}}]
+
+
+def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
+    before, path = TABLE.read_text(), tmp_path / "table.json"
+    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {}, "backward": {}}
+    write("NVIDIA H200", {}, [entry], path)
+    found, installed = json.loads(path.read_text()), json.loads(before)
+    assert found.keys() == installed.keys() and TABLE.read_text() == before
+    assert found.pop("NVIDIA H200")["entries"] == [entry]
+    assert all(found[device] == installed[device] for device in found)
+
+
+def test_the_time_in_whole_rows_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    old = {"shape": [1, 256, 256, 2, 64], WHOLE_ROWS: 0.7}
+    path.write_text(json.dumps({"NVIDIA H200": {"entries": [old]}}))
+    new = [{"shape": [1, 256, 256, 2, 64]}, {"shape": [1, 512, 512, 2, 64]}]
+    write("NVIDIA H200", {}, new, path)
+    found = json.loads(path.read_text())["NVIDIA H200"]["entries"]
+    assert found == [new[0] | {WHOLE_ROWS: 0.7}, new[1]]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +155,9 @@ def test_progress_is_told_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> N
         ("--mesh context=2 --kernel bogus", "the kernels are dot_product"),
         ("--seconds -1", "a measurement takes some time"),
         ("--seconds nan", "a measurement takes some time"),
+        ("--write-table", "never into the installed package"),
+        ("--write-table {here}", "it is a file, and this is a folder"),
+        ("--write-table {here}/table.json", "the table is of NVIDIA GPUs"),
         ("--json {here}/a_file/b.json", "nothing can be written"),
         ("--json {here}", "it is a file, and this is a folder"),
         (

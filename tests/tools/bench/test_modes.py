@@ -14,12 +14,13 @@ import pytest
 
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, profile, reports
-from maxattn.tools.bench.measure import BOTH, FORWARD, Job, random_inputs
+from maxattn.tools.bench.jobs import random_inputs
 from maxattn.tools.bench.mesh import bench_mesh
 from maxattn.tools.bench.module import bench_module, elementwise_bytes
-from maxattn.tools.bench.played import of_played
 from maxattn.tools.bench.plots import draw
 from maxattn.tools.bench.profile import device_time
+from maxattn.tools.bench.ring_on_fewer_devices import ring_jobs
+from maxattn.tools.bench.row import BOTH, FORWARD, Job
 from maxattn.tools.bench.timing import Work, measure
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import read
@@ -47,21 +48,21 @@ def test_a_strategy_that_cannot_run_says_why() -> None:
     assert "ulysses" in rows[-1].note and not rows[-1].ms
 
 
-def played(shape: str, places: int) -> list:
+def ring_on_two(shape: str, ring_size: int) -> list:
     whole = random_inputs(read(shape), CPU)[0]
-    return [whole, *of_played(read(shape), "dot_product", places, 2, whole)]
+    return [whole, *ring_jobs(read(shape), "dot_product", ring_size, 2, whole)]
 
 
-def test_a_played_ring_sends_what_the_real_one_sends() -> None:
+def test_a_ring_on_fewer_devices_sends_what_the_whole_one_sends() -> None:
     """A ring of four: three hops of K and V forward, three backward and three of gradients, each a
     quarter of them.
     """
-    _, forward, both, *mute = played("1,128,128,4,16", 4)
+    _, forward, both, *no_transfer = ring_on_two("1,128,128,4,16", 4)
     for job, hops in ((forward, 3), (both, 9)):
         moved = sends(job)
         assert [eqn.outvars[0].aval.shape for eqn in moved] == [(2, 1, 32, 4, 16)] * hops
         assert {tuple(eqn.params["perm"]) for eqn in moved} == {((0, 1), (1, 0))}
-    assert [len(sends(job)) for job in mute] == [0, 0]
+    assert [len(sends(job)) for job in no_transfer] == [0, 0]
 
 
 def sends(job: Job) -> list:
@@ -69,26 +70,26 @@ def sends(job: Job) -> list:
     return of_primitive(jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr, "ppermute")
 
 
-def test_a_played_ring_does_the_work_of_one_place() -> None:
-    """With the blocks of all other places beside its own, the first device has the numbers of a
+def test_a_ring_on_fewer_devices_does_the_work_of_one_rank() -> None:
+    """With the blocks of all other ranks beside its own, the first device has the numbers of a
     whole ring's first.
     """
-    whole, _, _, _, mute = played("1,128,128,4,16", 4)
+    whole, _, _, _, no_transfer = ring_on_two("1,128,128,4,16", 4)
     q, k, v, dout = whole
     want = attention64(
         *(np.asarray(x, np.float64) for x in (q, k, v)), dout=np.asarray(dout, np.float64)
     )
-    out, dq, dk, dv = jax.jit(mute.f)(*mute.make()[0])
+    out, dq, dk, dv = jax.jit(no_transfer.f)(*no_transfer.make()[0])
     assert out.shape == dk.shape == dv.shape == (1, 64, 4, 16)
     assert max(error(out[:, :32], want.out[:, :32]), error(dq[:, :32], want.dq[:, :32])) < 2e-2
 
 
-def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
+def test_a_ring_on_fewer_devices_stands_beside_one_device_without_an_error() -> None:
     rows = bench_mesh(
-        read("1,128,128,4,16"), {"context": 4}, (), "dot_product", budget=0.01, played_by=2
+        read("1,128,128,4,16"), {"context": 4}, (), "dot_product", budget=0.01, ring_on=2
     )
-    whos = ["dot_product, 1 device", "dot_product, each of 2", "ring of 4, played by 2"]
-    assert [r.who for r in rows[::2]] == [*whos, "ring of 4, played by 2, nothing sent"]
+    whos = ["dot_product, 1 device", "dot_product, each of 2", "ring of 4 on 2 devices"]
+    assert [r.who for r in rows[::2]] == [*whos, "ring of 4 on 2 devices, no transfer"]
     assert rows[5].efficiency == pytest.approx(rows[1].ms / (4 * rows[5].ms))
     assert [r.error is None for r in rows[::2]] == [False, False, True, True]
 
@@ -96,25 +97,26 @@ def test_a_played_ring_stands_beside_one_device_without_an_error() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("1,126,126,4,16 --mesh context=4 --played-by 2", "126 tokens do not divide over 4 places"),
-        ("swba-256x16 --mesh context=4 --played-by 2", "where every query sees every key"),
-        ("1,128,64,4,16 --mesh context=4 --played-by 2", "where every query sees every key"),
+        ("1,126,126,4,16 --mesh context=4 --ring-on 2", "126 tokens do not divide over 4 ranks"),
+        ("swba-256x16 --mesh context=4 --ring-on 2", "where every query sees every key"),
+        ("1,128,64,4,16 --mesh context=4 --ring-on 2", "where every query sees every key"),
         (
-            "1,128,128,4,16 --mesh context=4 --played-by 4",
-            "two devices or more play a ring of more places",
+            "1,128,128,4,16 --mesh context=4 --ring-on 4",
+            "two devices or more run a ring of more ranks",
         ),
         ("1,128,128,4,16 --mesh context=2 --mesh context=4", "the axis context is named twice"),
         ("1,128,128,4,16 --mesh context=0", "N at least 1"),
         ("1,128,128,4,16 --mesh time=2", "with an axis of data, context, tensor"),
         (
-            "1,128,128,4,16 --mesh data=2 --played-by 2",
-            "two devices or more play a ring of more places",
+            "1,128,128,4,16 --mesh data=2 --ring-on 2",
+            "two devices or more run a ring of more ranks",
         ),
-        ("1,128,128,4,16 --played-by 2", "it is read with --mesh"),
-        ("1,128,128,4,16 --mesh context=4 --played-by 2 --peers", "neither --peers nor --strategy"),
+        ("1,128,128,4,16 --ring-on 2", "it is read with --mesh"),
+        ("1,128,128,4,16 --played-by 2", "--ring-on: 2"),
+        ("1,128,128,4,16 --mesh context=4 --ring-on 2 --peers", "neither --peers nor --strategy"),
     ],
 )
-def test_what_cannot_be_spread_or_played(
+def test_what_cannot_be_spread_or_run_on_fewer_devices(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape, *rest = words.split()

@@ -1,0 +1,135 @@
+"""The machine on a command line: --target, --with, --mesh and --devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
+from maxattn.kernels.table import EXTRAS
+from maxattn.target import Target
+
+
+def machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the machine that plans are for."""
+    add = parser.add_argument
+    known = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
+    package = f"an optional package that the named target has: {known}"
+    mesh = "context=4,fsdp=2; default the parallelisms of the config"
+    devices = "how many there are, for an ici_*_parallelism of -1"
+    add("--target", help='"TPU v5p", "NVIDIA H200", cpu, ...; default this machine')
+    several: dict[str, Any] = {"action": "append", "default": []}
+    add("--with", **several, dest="packages", metavar="PACKAGE[=VERSION]", help=package)
+    add("--mesh", **several, help=mesh)
+    add("--devices", type=int, help=devices)
+
+
+def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
+    """Return the named target, else the config's platform, else this machine.
+
+    A name touches no backend.
+    """
+    packages = packages_of(args)
+    if not args.target:
+        from maxattn.decide import default_target
+
+        return default_target(config)
+    return Target.named(args.target, packages)
+
+
+def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return what --with lists as (package, version), "?" for a version that is not written.
+
+    Raises:
+        ConfigError: for packages without a target that is named.
+        InputError: for a package that no kernel calls.
+    """
+    if not args.target and args.packages:
+        rule = "packages are listed for a target that is named; this machine's are looked up"
+        raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
+    return tuple(_package(text) for text in args.packages)
+
+
+def _package(text: str) -> tuple[str, str]:
+    name, _, version = text.replace("==", "=").partition("=")
+    if name not in EXTRAS:
+        rule = f"the packages that kernels can call are {', '.join(EXTRAS)}"
+        remedy = did_you_mean(name, EXTRAS) or "name one of them, or leave it out"
+        raise InputError("--with", text, rule, remedy)
+    return name, version or "?"
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
+
+def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
+    """Return the axis sizes that --mesh names, else those of the config.
+
+    An open size, -1, is what --devices leaves, else 1.
+
+    Raises:
+        MeshError: for a wrong spelling, no device, or devices that do not divide or are not those
+            of --mesh.
+    """
+    devices = args.devices
+    if devices is not None and devices < 1:
+        remedy = "write --devices 1 or more"
+        raise MeshError("--devices", devices, "there is at least one device", remedy)
+    if not args.mesh:
+        return _mesh_of_config(config, devices)
+    sizes = read_mesh(args.mesh)
+    if devices is not None and prod(sizes.values()) != devices:
+        rule = f"--mesh {','.join(args.mesh)} says how many there are, {prod(sizes.values())}"
+        remedy = "leave one of them out: --devices is for the config's own mesh"
+        raise MeshError("--devices", devices, rule, remedy)
+    return sizes
+
+
+def read_mesh(words: Sequence[str]) -> dict[str, int]:
+    """Read axes: `context=4,fsdp=2`, in one word or several.
+
+    Raises:
+        MeshError: for a wrong spelling, or an axis that is named twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in ",".join(words).replace(" ", ",").split(","):
+        if part:
+            axis, size = _axis(part, sizes)
+            sizes[axis] = size
+    return sizes
+
+
+def _axis(part: str, known: Mapping[str, int]) -> tuple[str, int]:
+    axis, equals, size = (word.strip() for word in part.partition("="))
+    if not equals or not size.isdecimal():
+        rule, remedy = "it is axis=size, joined by commas", "write --mesh context=4,fsdp=2"
+        raise MeshError("mesh", part, rule, remedy)
+    if axis in known:
+        rule = f"the axis {axis} is named twice"
+        raise MeshError("mesh", part, rule, f"leave {axis}={known[axis]} or {part} out")
+    return axis, int(size)
+
+
+def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, int]:
+    sizes = config.axis_parallelism()
+    fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
+    if devices is not None:
+        is_open = any(ici == -1 for ici, _ in sizes.values())
+        _check_devices(devices, fixed, is_open)
+    rest = (devices or fixed) // fixed
+    # Slices: an open dcn axis is one slice here.
+    return {axis: (rest if ici == -1 else ici) * max(dcn, 1) for axis, (ici, dcn) in sizes.items()}
+
+
+def _check_devices(devices: int, fixed: int, is_open: bool) -> None:
+    product = f"the config's parallelisms multiply to {fixed}"
+    if devices % fixed:
+        least = max(1, devices // fixed) * fixed
+        remedy = f"write --devices {least}, or change an ici_*_parallelism"
+        raise MeshError("devices", devices, f"{product}, which must divide the devices", remedy)
+    if devices > fixed and not is_open:
+        remedy = f"write --devices {fixed}, or set one ici_*_parallelism to -1"
+        raise MeshError("devices", devices, f"{product}, and no ici_*_parallelism is -1", remedy)

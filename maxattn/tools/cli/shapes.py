@@ -1,0 +1,66 @@
+"""Shapes on a command line: --shape, --role, --dtype, --batch and --mask."""
+
+from __future__ import annotations
+
+import argparse
+
+from maxattn.errors import InputError
+from maxattn.tools import model_shapes
+from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.cli.source import Source
+from maxattn.tools.model_shapes import Shape
+
+_SHAPE = (
+    "may stand several times; default the shapes of the file's model; names: "
+    + ", ".join(model_shapes.SHAPES)
+)  # fmt: skip
+_MASK = (
+    "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
+    "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
+)
+
+
+def shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is computed."""
+    add = parser.add_argument
+    add("--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[,K]", help=_SHAPE)
+    add("--role", choices=("self", "cross"), help="default self where T = S, else cross")
+    add("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
+    add("--batch", type=int, help="B in place of the shape's")
+    add("--mask", help=_MASK)
+
+
+def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
+    """Return the shapes that the options name, else those of the file's sections.
+
+    Raises:
+        InputError: for a wrong spelling, or when there is none.
+    """
+    found = tuple(model_shapes.read(text) for text in args.shape)
+    found = found or model_shapes.of_sections(source.sections)
+    if not found:
+        rule = "a plan is made for a shape, and the file's `model` section describes none"
+        names = ", ".join(model_shapes.SHAPES)
+        remedy = f"add --shape B,T,S,N,H, or --shape with one of {names}"
+        raise InputError("shape", "(none)", rule, remedy)
+    if args.batch is not None and args.batch < 1:
+        raise InputError("batch", args.batch, "B is at least 1", "write --batch 1")
+    mask = None if args.mask is None else read_mask(args.mask)
+    changes = (args.role, args.dtype, mask, args.batch)
+    return tuple(_fitting(model_shapes.changed(shape, *changes)) for shape in found)
+
+
+def _fitting(shape: Shape) -> Shape:
+    """Return a shape that its mask fits.
+
+    Raises:
+        InputError: with what can be written here, where the library would have an argument given.
+    """
+    try:
+        shape.call()
+    except InputError as error:
+        if "offset" not in error.remedy:
+            raise
+        remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
+        raise InputError("--mask", error.value, error.rule, remedy) from None
+    return shape
