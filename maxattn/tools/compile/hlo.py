@@ -1,71 +1,17 @@
-"""What a compiled program sends between devices, read off the text of its HLO. Pure: text in,
-values out.
+"""What a compiled program sends between devices, read off the text of its HLO: text in, values out.
 
-`compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in
-which they start, so what stands between a `-start` and its `-done` runs while the data is under
-way. It compiles nothing and knows no plan.
+What stands between a `-start` and its `-done` runs while the data is under way. Nothing is compiled
+here, and no plan is known.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
-from maxattn.kernels.table import custom_calls
-
-# HLO's word for a transfer, and jax's, which plans use.
-KINDS = {
-    "collective-permute": "ppermute",
-    "all-gather": "all_gather",
-    "all-reduce": "psum",
-    "reduce-scatter": "psum_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "ragged_all_to_all",
-    "collective-broadcast": "pbroadcast",
-}
-# Custom calls that compute, beside those of the kernels; others describe memory or indices.
-COMPUTING_CALLS = ("__cublas", "triton")
-PRODUCTS = ("dot", "convolution")
-Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """Hold one instruction.
-
-    Args:
-        name, opcode, type, rest: `%name = type opcode(rest`.
-        line: line of the text, from 1.
-    """
-
-    name: str
-    opcode: str
-    type: str
-    rest: str
-    line: int
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the instructions that it reads."""
-        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: _closing(self.rest)]))
-
-    @cached_property
-    def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls: fusions, loops, branches."""
-        after = self.rest[_closing(self.rest) :]
-        listed = re.findall(
-            r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", after
-        )
-        branches = re.findall(r"branch_computations=\{([^}]*)\}", after)
-        return (*listed, *(name for b in branches for name in re.findall(r"%?([\w.\-]+)", b)))
-
-    def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern after the operands, or nothing."""
-        found = re.search(pattern, self.rest[_closing(self.rest) :])
-        return found.group(1) if found else ""
+from maxattn.tools.compile.hlo_groups import Groups, bytes_of, groups_of
+from maxattn.tools.compile.hlo_text import KINDS, Instruction, Program
 
 
 @dataclass(frozen=True)
@@ -122,8 +68,10 @@ def transfers(text: str) -> tuple[Transfer, ...]:
     Args:
         text: `jax.jit(f).lower(...).compile().as_text()`.
     """
-    program = _Program.read(text)
-    found = [t for name in program.computations for t in _of_computation(program, name)]
+    program = Program.read(text)
+    # A wrapper's collective is listed where `async-start` calls it.
+    names = (name for name in program.computations if name not in program.wrappers)
+    found = [t for name in names for t in _of_computation(program, name)]
     return tuple(sorted(found, key=lambda t: t.start))
 
 
@@ -148,34 +96,22 @@ def _differing(group: Sequence[int], sizes: Mapping[str, int]) -> Iterator[str]:
             yield axis
 
 
-# ---- one computation -----------------------------------------------------------------------------
-
-
-def _of_computation(program: _Program, name: str) -> Iterator[Transfer]:
+def _of_computation(program: Program, name: str) -> Iterator[Transfer]:
     body = program.computations[name]
-    if name in program.wrappers:
-        return  # `async-start` calls it, and stands for it
-    done_at = {
-        start: place
-        for place, i in enumerate(body)
-        if i.opcode.endswith("-done")
-        for start in i.operands
-    }
+    done = {start: i for i, one in enumerate(body) for start in _waited_for(one)}
     for place, instruction in enumerate(body):
         found = program.collective(instruction)
-        if found is None:
-            continue
-        end = done_at.get(instruction.name, place)
-        result = body[end] if end > place else instruction
-        yield _transfer(program, name, found, result, body[place : end + 1])
+        if found is not None:
+            end = done.get(instruction.name, place)
+            yield _transfer(program, name, found, body[place : end + 1])
+
+
+def _waited_for(instruction: Instruction) -> tuple[str, ...]:
+    return instruction.operands if instruction.opcode.endswith("-done") else ()
 
 
 def _transfer(
-    program: _Program,
-    computation: str,
-    found: Instruction,
-    result: Instruction,
-    span: Sequence[Instruction],
+    program: Program, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
     """Describe a collective.
 
@@ -183,180 +119,33 @@ def _transfer(
         program: all computations.
         computation: the one that it stands in.
         found: the instruction that says what moves and where to.
-        result: the instruction whose type is what arrives.
-        span: from start to done.
+        span: from start to done; the type of the last one is what arrives.
     """
-    opcode = found.opcode.removesuffix("-start")
-    # No groups are one of all devices.
-    groups = (
-        _pairs(found)
-        if opcode == "collective-permute"
-        else _groups(found) or (tuple(range(program.devices)),)
-    )
-    between = span[1:-1]
-    kernels = tuple(i.name for i in between if program.computes(i))
-    others = sum(i.opcode == "fusion" and not program.computes(i) for i in between)
-    received = _received(opcode, _size(result.type), max(map(len, groups), default=1))
-    op_name = span[0].attribute(r'op_name="([^"]*)"') or found.attribute(r'op_name="([^"]*)"')
+    opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
+    ways = max(map(len, groups), default=1)
+    between, start, done = span[1:-1], span[0], span[-1]
+    fusions = (i for i in between if i.opcode == "fusion")
     return Transfer(
-        KINDS[opcode],
-        span[0].name,
-        computation,
-        groups,
-        received,
-        span[0].line,
-        result.line,
-        program.times(computation),
-        kernels,
-        others,
-        op_name or result.attribute(r'op_name="([^"]*)"'),
+        kind=KINDS[opcode],
+        name=start.name,
+        computation=computation,
+        groups=groups,
+        bytes=_received(opcode, bytes_of(done.type), ways),
+        start=start.line,
+        done=done.line,
+        times=program.times(computation),
+        kernels=tuple(i.name for i in between if program.computes(i)),
+        others=sum(not program.computes(i) for i in fusions),
+        op_name=_op_name(start, found, done),
     )
+
+
+def _op_name(*instructions: Instruction) -> str:
+    names = (i.attribute(r'op_name="([^"]*)"') for i in instructions)
+    return next((name for name in names if name), "")
 
 
 def _received(opcode: str, result: int, ways: int) -> int:
     if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
         return result * (ways - 1) // ways
     return result * (ways - 1) if opcode == "reduce-scatter" else result
-
-
-_ITEM_BITS = {"pred": 8, "c64": 64, "c128": 128}
-
-
-def _size(type_: str) -> int:
-    """Count the bytes of a type or a tuple of them."""
-    bits = 0
-    for kind, dims in re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", type_):
-        width = _ITEM_BITS.get(kind) or int(re.sub(r"^[a-z]+(\d+).*", r"\1", kind))
-        bits += width * prod(int(n) for n in dims.split(",") if n)
-    return bits // 8
-
-
-def _pairs(instruction: Instruction) -> Groups:
-    return _braced(instruction.attribute(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}"))
-
-
-def _braced(text: str) -> Groups:
-    return tuple(
-        tuple(int(n) for n in g.split(",") if n) for g in re.findall(r"\{([\d,]*)\}", text)
-    )
-
-
-def _groups(instruction: Instruction) -> Groups:
-    """Read `replica_groups`: listed, a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or
-    axes of a mesh.
-    """
-    if of_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
-        return _of_mesh(*of_mesh.groups())
-    if listed := instruction.attribute(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}"):
-        return _braced(listed)
-    found = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest
-    )
-    if not found:
-        return ()
-    import numpy as np
-
-    shape, counted, order = (
-        tuple(int(n) for n in (part or "").split(",") if n) for part in found.groups()
-    )
-    ids = np.arange(prod(counted)).reshape(counted).transpose(order or None).reshape(shape)
-    return tuple(tuple(int(n) for n in group) for group in ids)
-
-
-def _of_mesh(mesh: str, axes: str) -> Groups:
-    """Read groups along axes of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax
-    0.12).
-    """
-    import numpy as np
-
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    along = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", axes)]
-    ids = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
-    across = [axis for axis in range(ids.ndim) if axis not in along]
-    groups = ids.transpose(*across, *along).reshape(-1, prod(ids.shape[axis] for axis in along))
-    return tuple(tuple(int(n) for n in group) for group in groups)
-
-
-# ---- the whole program ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Program:
-    """Hold the instructions of each computation, and over how many devices the program is split."""
-
-    computations: dict[str, list[Instruction]]
-    devices: int = 1
-
-    @staticmethod
-    def read(text: str) -> _Program:
-        computations: dict[str, list[Instruction]] = {}
-        body: list[Instruction] = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            if heading := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-                body = computations.setdefault(heading.group(1), [])
-            elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", line):
-                name, type_, opcode, rest = found.groups()
-                body.append(Instruction(name, opcode, type_, rest, number))
-            elif body and line != "}":  # attributes may hold line breaks
-                last = body[-1]
-                body[-1] = Instruction(
-                    last.name, last.opcode, last.type, f"{last.rest}\n{line}", last.line
-                )
-        partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
-        return _Program(computations, int(partitions.group(1)) if partitions else 1)
-
-    @cached_property
-    def wrappers(self) -> frozenset[str]:
-        """Computations that hold the collective of an `async-start`."""
-        return frozenset(
-            name
-            for body in self.computations.values()
-            for i in body
-            if i.opcode == "async-start"
-            for name in i.called
-        )
-
-    def collective(self, instruction: Instruction) -> Instruction | None:
-        """Return the collective that an instruction starts: itself, or the one that its
-        `async-start` wraps.
-        """
-        if instruction.opcode.removesuffix("-start") in KINDS:
-            return instruction
-        if instruction.opcode != "async-start":
-            return None
-        inner = (i for name in instruction.called for i in self.computations.get(name, ()))
-        return next((i for i in inner if i.opcode in KINDS), None)
-
-    def computes(self, instruction: Instruction) -> bool:
-        """Say whether an instruction is a kernel or a product, or calls a computation with one."""
-        if instruction.opcode == "custom-call":
-            target = instruction.attribute(r'custom_call_target="([^"]*)"')
-            return target.startswith((*COMPUTING_CALLS, *custom_calls()))
-        if instruction.opcode in PRODUCTS:
-            return True
-        return any(
-            self.computes(i) for name in instruction.called for i in self.computations.get(name, ())
-        )
-
-    def times(self, computation: str) -> int:
-        """Multiply the trip counts of the loops around a computation, where the text says them."""
-        for name, body in self.computations.items():
-            for i in body:
-                if computation in i.called and i.opcode != "async-start":
-                    trips = (
-                        i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-                        if i.opcode == "while"
-                        else ""
-                    )
-                    return int(trips or 1) * self.times(name)
-        return 1
-
-
-def _closing(rest: str) -> int:
-    """Return the place of the parenthesis that closes the operands."""
-    depth = 1
-    for place, character in enumerate(rest):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return place
-    return len(rest)

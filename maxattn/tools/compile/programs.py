@@ -1,0 +1,109 @@
+"""What is compiled: attention alone or a whole module, with abstract operands on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxattn.attention import attention
+from maxattn.modules import CrossAttention, FlaxAttention
+from maxattn.plan import Plan
+from maxattn.rope import rope_1d
+from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
+from maxattn.tools.compile.job import Job
+
+
+class Program(NamedTuple):
+    """Hold a function and its abstract operands."""
+
+    function: Callable[..., Any]
+    operands: Sequence[Any]
+
+
+def program_of(job: Job, plan: Plan, mesh: Mesh) -> Program:
+    """Return what a job compiles."""
+    function, operands = (_module if job.module else _attention)(job, plan, mesh)
+    return Program(_step(function) if job.training else function, operands)
+
+
+def _step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return forward and backward: the last operand is the cotangent of the result."""
+
+    def step(*operands: Any) -> Any:
+        *inputs, cotangent = operands
+        out, pull_back = jax.vjp(function, *inputs)
+        return out, pull_back(cotangent)
+
+    return step
+
+
+def _attention(job: Job, plan: Plan, mesh: Mesh) -> Program:
+    """Return attention alone, its q, k and v, and in training the cotangent of its output."""
+    call, mask = job.shape.call(), job.shape.mask
+    kv = f"B{plan.context.kv_letter()}KH"
+    q = _operand((call.batch, call.q_len, call.heads, call.head_dim), "BTNH", call.dtype, mesh)
+    k = _operand((call.batch, call.kv_len, call.kv_heads, call.head_dim), kv, call.dtype, mesh)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, mask=mask, config=job.config, mesh=mesh, role=call.role)
+
+    return Program(function, (q, k, k, q) if job.training else (q, k, k))
+
+
+def _operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=_sharding(dims, letters, mesh))
+
+
+def _sharding(dims: tuple[int, ...], letters: str, mesh: Mesh) -> NamedSharding:
+    """Split an array as attention will; a length that does not divide is whole on every device."""
+    shape = mesh_shape(mesh)
+    spec = zip(dims, letters, spec_of(letters, shape), strict=True)
+    axes = (a if a and n % ways(c, shape) == 0 else None for n, c, a in spec)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+# ---- a whole module ------------------------------------------------------------------------------
+
+
+def _module(job: Job, plan: Plan, mesh: Mesh) -> Program:
+    """Return an attention module as Wan has it, its parameters and its inputs."""
+    call, width = plan.call, plan.call.heads * plan.call.head_dim
+    graph, state = nnx.split(nnx.eval_shape(lambda: _make_module(job, mesh)))
+    state = _sharded(state, mesh)
+    x = _operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
+    text = _operand((call.batch, call.kv_len, width), "B..", call.dtype, mesh)
+    rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
+
+    def self_attention(state: Any, x: Any) -> Any:
+        zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
+        return nnx.merge(graph, state)(x, rotary_emb=zeros, mask=job.shape.mask)
+
+    def cross_attention(state: Any, x: Any, text: Any) -> Any:
+        return nnx.merge(graph, state)(x, text, mask=job.shape.mask)
+
+    cotangent = (x,) if job.training else ()
+    if call.role == "cross":
+        return Program(cross_attention, (state, x, text, *cotangent))
+    return Program(self_attention, (state, x, *cotangent))
+
+
+def _make_module(job: Job, mesh: Mesh) -> Any:
+    call = job.shape.call()
+    kind: Any = CrossAttention if call.role == "cross" else FlaxAttention
+    heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}
+    norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+    where = {"config": job.config, "mesh": mesh, "dtype": call.dtype}
+    return kind(call.heads * call.head_dim, **heads, **norm, **where, rngs=nnx.Rngs(0))
+
+
+def _sharded(state: Any, mesh: Mesh) -> Any:
+    """Give every abstract parameter its sharding."""
+
+    def put(x: Any, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(put, state, parameter_shardings(state, mesh))

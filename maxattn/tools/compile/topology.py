@@ -1,0 +1,60 @@
+"""The devices of a TPU topology, described by libtpu without a TPU."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from maxattn.errors import ConfigError, MeshError
+from maxattn.tools.compile.job import Job
+
+CHIPS_OF_A_HOST = 4
+
+
+def devices_of(job: Job) -> list[Any]:
+    """Return the devices of the topology, the first `job.devices` of them.
+
+    Raises:
+        ConfigError: libtpu knows no such topology.
+        MeshError: it has fewer devices.
+    """
+    devices = _all_devices(job)
+    if job.devices is not None and not 1 <= job.devices <= len(devices):
+        rule = f"{job.topology} has {len(devices)} devices"
+        remedy = f"write --devices {len(devices)}, or a larger topology"
+        raise MeshError("devices", job.devices, rule, remedy)
+    return devices[: job.devices]
+
+
+def _all_devices(job: Job) -> list[Any]:
+    from jax.experimental import topologies
+
+    slices = {"num_slices": job.slices} if job.slices > 1 else {}
+    options = _options(job.topology) | slices
+    try:
+        return list(topologies.get_topology_desc(job.topology, "tpu", **options).devices)
+    except (RuntimeError, ValueError) as error:
+        raise _unknown(job.topology, str(error)) from None
+
+
+def _options(name: str) -> dict[str, Any]:
+    """Return what libtpu must be told beside the name.
+
+    One device a chip of v4, and hosts of fewer than four chips.
+    """
+    generation, _, layout = name.partition(":")
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
+    sides = [int(n) for n in layout.split("x") if n.isdecimal()]
+    if sides and prod(sides) < CHIPS_OF_A_HOST:
+        options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
+    return options
+
+
+def _unknown(name: str, message: str) -> ConfigError:
+    first = message.splitlines()[0] if message else "no message"
+    rule = f"libtpu knows no such topology ({first[:160]})"
+    remedy = (
+        "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4, v5p:2x2x1,"
+        " v5p:2x2x2, v6e:2x2, v6e:2x4, tpu7x:2x2x1"
+    )
+    return ConfigError("target", name, rule, remedy)
