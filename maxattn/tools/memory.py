@@ -1,8 +1,7 @@
-"""How much memory attention takes on one device, as a sum of named parts: an estimate, made without
-a compiler.
+"""How much memory attention takes on one device, as a sum of named parts: an estimate.
 
-`maxattn compile` has the TPU's compiler say it; this is for machines that it cannot compile for,
-and for a first look. Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in
+No compiler is asked; `maxattn compile` asks the TPU's. This is for machines that it cannot compile
+for, and for a first look. Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in
 eight cases (Wan 1.3B and 14B at 480p, alone, on a ring and on Ulysses over 4, inference and
 training), and to 0.73 for SDXL's cross-attention in training. Short arrays that the compiler keeps
 in VMEM are counted too.
@@ -42,17 +41,15 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         training: forward and backward at their largest; else forward alone.
     """
     local, runs = plan.context.local_call(plan.padded_call), plan.context.chunks_per_rank
-    place = replace(
-        local, q_len=runs * local.q_len, kv_len=runs * local.kv_len
-    )  # a kernel sees one run of them
+    # The kernel sees one chunk of what a rank holds.
+    rank = replace(local, q_len=runs * local.q_len, kv_len=runs * local.kv_len)
     times = 2 if training else 1  # each array beside its gradient
+    queries = "q, out and gradients" if training else "q, out"
+    keys = "k, v and gradients" if training else "k, v"
     parts = [
-        Part(
-            "q, out" + (" and gradients" if training else ""),
-            2 * times * _queries(place, place.head_dim),
-        ),
-        Part("k, v" + (" and gradients" if training else ""), times * _own_keys(plan)),
-        *_moved(plan, place, training),
+        Part(queries, 2 * times * _queries(rank, rank.head_dim)),
+        Part(keys, times * _own_keys(plan)),
+        *_moved(plan, rank, training),
         *_of_kernel(plan, local, training),
     ]
     return tuple(part for part in parts if part.bytes)
@@ -65,41 +62,32 @@ def _queries(local: Call, head_dim: int, size: int = 0) -> int:
 
 def _keys(local: Call, head_dim: int, size: int = 0) -> int:
     """Count the bytes of two arrays like k and v, as the kernel sees them."""
-    return (
-        2 * local.batch * local.kv_heads * local.kv_len * head_dim * (size or itemsize(local.dtype))
-    )
+    rows = local.batch * local.kv_heads * local.kv_len
+    return 2 * rows * head_dim * (size or itemsize(local.dtype))
 
 
 def _own_keys(plan: Plan) -> int:
     """Count the bytes of k's and v's shards outside of attention."""
     call, shape = plan.padded_call, plan.mesh
     split = ways("S", shape) if plan.context.kv_letter() == "S" else 1
-    rows = (
-        call.batch
-        // ways("B", shape)
-        * max(1, call.kv_heads // ways("K", shape))
-        * -(-call.kv_len // split)
-    )
-    return 2 * rows * call.head_dim * itemsize(call.dtype)
+    batch, heads = call.batch // ways("B", shape), max(1, call.kv_heads // ways("K", shape))
+    return 2 * batch * heads * -(-call.kv_len // split) * call.head_dim * itemsize(call.dtype)
 
 
-def _moved(plan: Plan, local: Call, training: bool) -> list[Part]:
+def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
     """Count what arrives from other devices beside the kernel's own operands."""
-    h = local.head_dim
+    keys, float_keys = _keys(rank, rank.head_dim), _keys(rank, rank.head_dim, FLOAT)
     if plan.context.name in ("ring", "ulysses_ring"):
-        gradients = 2 * _keys(local, h, FLOAT) if training else 0
-        sums = _queries(local, h, FLOAT) * (2 if training else 1)
+        sums = _queries(rank, rank.head_dim, FLOAT) * (2 if training else 1)
         return [
-            Part("k, v of the next hop", _keys(local, h)),
-            Part("dk, dv on their way", gradients),
+            Part("k, v of the next hop", keys),
+            Part("dk, dv on their way", 2 * float_keys if training else 0),
             Part("sums over the hops in float32", sums),
         ]
     if plan.context.name != "all_gather":
         return []  # exchanged arrays are the kernel's operands
-    return [
-        Part("gathered k, v", _keys(local, h)),
-        Part("their gradients in float32", training * _keys(local, h, FLOAT)),
-    ]
+    gradients = Part("their gradients in float32", training * float_keys)
+    return [Part("gathered k, v", keys), gradients]
 
 
 def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
@@ -136,20 +124,15 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
 def fits_alone(
     kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
 ) -> bool:
-    """Say whether a tiled kernel, its operands and results fit one device; True where its memory is
-    not known.
-    """
-    operands = (2 if training else 1) * (
-        2 * _queries(local, local.head_dim) + _keys(local, local.head_dim)
-    )
-    needed = operands + sum(part.bytes for part in of_tiles(kernel, local, blocks, training))
+    """Say whether a tiled kernel, its operands and results fit one device; True where unknown."""
+    arrays = 2 * _queries(local, local.head_dim) + _keys(local, local.head_dim)
+    inside = total(of_tiles(kernel, local, blocks, training))
+    needed = (2 if training else 1) * arrays + inside
     return needed <= (memory_of(device_kind) or float("inf"))
 
 
 def _score_copies(plan: Plan, training: bool) -> float:
-    """Return how many float32 T x S arrays are alive at once, as the compilers of TPUs and CPUs
-    were seen to do it.
-    """
+    """Return how many float32 T x S arrays compilers of TPUs and CPUs were seen to keep at once."""
     if plan.target.platform == "tpu":
         return 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
     return 4 if training else 2

@@ -45,17 +45,9 @@ class Shape:
     def call(self) -> Call:
         """Describe it as a call."""
         mask = self.mask.bind(self.q_len, self.kv_len, self.batch, self.heads).form()
-        return Call(
-            self.batch,
-            self.q_len,
-            self.kv_len,
-            self.heads,
-            self.kv_heads or self.heads,
-            self.head_dim,
-            self.dtype,
-            mask,
-            role=self.role,
-        )
+        heads = self.heads, self.kv_heads or self.heads, self.head_dim
+        sizes = self.batch, self.q_len, self.kv_len, *heads
+        return Call(*sizes, self.dtype, mask, role=self.role)
 
 
 def _self(
@@ -70,86 +62,56 @@ def _cross(
     return Shape(name, batch, q_len, kv_len, heads, head_dim, role="cross", what=what)
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        _self("wan-1.3b-480p", 1, 32760, 12, 128, "Wan 1.3B, 81 frames of 832x480"),
-        _self("wan-1.3b-720p", 1, 75600, 12, 128, "Wan 1.3B, 81 frames of 1280x720"),
-        _self("wan-14b-480p", 1, 32760, 40, 128, "Wan 14B, 81 frames of 832x480"),
-        _self("wan-14b-720p", 1, 75600, 40, 128, "Wan 14B, 81 frames of 1280x720"),
-        _cross("wan-cross", 1, 32760, 512, 12, 128, "Wan 1.3B 480p, to 512 text tokens"),
-        _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
-        _cross(
-            "wan-i2v-cross",
-            1,
-            75600,
-            257,
-            40,
-            128,
-            "Wan 14B 720p, to the image's 257 tokens, beside the text",
-        ),
-        _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
-        _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
-        _cross("sdxl-cross", 16, 4096, 77, 10, 64, "SDXL 64x64, to 77 text tokens"),
-        _cross("sdxl-32-cross", 16, 1024, 77, 20, 64, "SDXL 32x32, to 77 text tokens"),
-        _self(
-            "flux-1024",
-            2,
-            4608,
-            24,
-            128,
-            "Flux at 1024x1024: 4,096 image and 512 text tokens together",
-        ),
-        _self(
-            "swba-1560x7",
-            1,
-            32760,
-            12,
-            128,
-            "21 frames of 1,560 tokens, each sees 7",
-            BlockSlidingWindow(1560, 7),
-        ),
-        _self(
-            "swba-256x16",
-            1,
-            32768,
-            12,
-            64,
-            "128 blocks of 256 tokens, each sees 16",
-            BlockSlidingWindow(256, 16),
-        ),
-    )
-}
+_EACH_SEES_7 = BlockSlidingWindow(1560, 7)
+_EACH_SEES_16 = BlockSlidingWindow(256, 16)
+_ALL = (
+    _self("wan-1.3b-480p", 1, 32760, 12, 128, "Wan 1.3B, 81 frames of 832x480"),
+    _self("wan-1.3b-720p", 1, 75600, 12, 128, "Wan 1.3B, 81 frames of 1280x720"),
+    _self("wan-14b-480p", 1, 32760, 40, 128, "Wan 14B, 81 frames of 832x480"),
+    _self("wan-14b-720p", 1, 75600, 40, 128, "Wan 14B, 81 frames of 1280x720"),
+    _cross("wan-cross", 1, 32760, 512, 12, 128, "Wan 1.3B 480p, to 512 text tokens"),
+    _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
+    _cross("wan-i2v-cross", 1, 75600, 257, 40, 128,
+           "Wan 14B 720p, to the image's 257 tokens, beside the text"),
+    _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
+    _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
+    _cross("sdxl-cross", 16, 4096, 77, 10, 64, "SDXL 64x64, to 77 text tokens"),
+    _cross("sdxl-32-cross", 16, 1024, 77, 20, 64, "SDXL 32x32, to 77 text tokens"),
+    _self("flux-1024", 2, 4608, 24, 128,
+          "Flux at 1024x1024: 4,096 image and 512 text tokens together"),
+    _self("swba-1560x7", 1, 32760, 12, 128,
+          "21 frames of 1,560 tokens, each sees 7", _EACH_SEES_7),
+    _self("swba-256x16", 1, 32768, 12, 64,
+          "128 blocks of 256 tokens, each sees 16", _EACH_SEES_16),
+)  # fmt: skip
+SHAPES = {shape.name: shape for shape in _ALL}
 
 
 def read(text: str) -> Shape:
-    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[,K] with T = S for
-    self-attention.
+    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[,K].
+
+    It is self-attention where T = S.
 
     Raises:
         InputError: for what is neither.
     """
     if text in SHAPES:
         return SHAPES[text]
-    numbers = [part.strip() for part in text.split(",")]
-    if len(numbers) not in (5, 6) or not all(
-        part.isdecimal() and int(part) > 0 for part in numbers
-    ):
-        like = did_you_mean(text, SHAPES)
-        raise InputError(
-            "shape",
-            text or "(nothing)",
-            f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}",
-            like or "write for example 1,32760,32760,12,128",
-        )
-    b, t, s, n, h, *k = map(int, numbers)
+    b, t, s, n, h, *k = _numbers(text)
     if k and n % k[0]:
-        rule, divisors = (
-            f"K divides N, and {k[0]} does not divide {n}",
-            (d for d in range(1, n + 1) if n % d == 0),
-        )
-        raise InputError("shape", text, rule, f"give a K of {', '.join(map(str, divisors))}")
+        rule = f"K divides N, and {k[0]} does not divide {n}"
+        divisors = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+        raise InputError("shape", text, rule, f"give a K of {divisors}")
     return Shape(text, b, t, s, n, h, *k, role="self" if t == s else "cross")
+
+
+def _numbers(text: str) -> list[int]:
+    words = [part.strip() for part in text.split(",")]
+    if len(words) in (5, 6) and all(word.isdecimal() and int(word) > 0 for word in words):
+        return list(map(int, words))
+    rule = f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}"
+    remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
+    raise InputError("shape", text or "(nothing)", rule, remedy)
 
 
 def changed(
@@ -162,12 +124,7 @@ def changed(
     """
     if dtype is not None and dtype not in DTYPE_OF:
         raise InputError("dtype", dtype, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
-    given = {
-        "role": role,
-        "dtype": DTYPE_OF[dtype] if dtype else None,
-        "mask": mask,
-        "batch": batch,
-    }
+    given = {"role": role, "dtype": DTYPE_OF.get(dtype or ""), "mask": mask, "batch": batch}
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 
 
@@ -208,14 +165,10 @@ def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _patches(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     """Count the patches of a clip, 0 where the sizes are not there."""
-    sides = (
-        data.get("frames"),
-        data.get("height", data.get("canvas")),
-        data.get("width", data.get("canvas")),
-    )
-    patch = model.get("patch")
-    if not isinstance(patch, list) or not all(
-        isinstance(n, int) and n > 0 for n in (*sides, *patch)
-    ):
+    canvas, patch = data.get("canvas"), model.get("patch")
+    sides = (data.get("frames"), data.get("height", canvas), data.get("width", canvas))
+    if not isinstance(patch, list):
+        return 0
+    if not all(isinstance(n, int) and n > 0 for n in (*sides, *patch)):
         return 0
     return prod(side // size for side, size in zip(sides, patch, strict=False))  # type: ignore[operator]

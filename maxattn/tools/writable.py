@@ -1,4 +1,4 @@
-"""Whether a place can be written to, asked before the work whose result goes there."""
+"""Whether a file or folder can be written, asked before the work whose result goes there."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigEr
     """
     try:
         return _problem(setting, Path(path), folder)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # below a folder that cannot be read, a name that is too long, a NUL in it
-        return _refused(
-            setting, Path(path), f"the system says: {getattr(error, 'strerror', None) or error}"
-        )
+    # Below a folder that cannot be read, a name that is too long, a NUL in it.
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        return _refused(setting, Path(path), f"the system says: {said}")
 
 
 def check_writable(setting: str, path: str | Path, folder: bool = False) -> None:
-    """Refuse a place that cannot be written to.
+    """Refuse a file or folder that cannot be written.
 
     Raises:
         ConfigError: saying why.
@@ -42,16 +39,17 @@ def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
     if path.is_symlink() and not path.exists():
         return _refused(setting, path, "it is a link to what is not there")
     if path.exists() and path.is_dir() != folder:
-        rule = (
-            "it is a folder, and there is a file of that name"
-            if folder
-            else "it is a file, and this is a folder"
-        )
+        file, other = "it is a file, and this is a folder", "there is a file of that name"
+        rule = f"it is a folder, and {other}" if folder else file
         return ConfigError(setting, path, rule, "name another")
     if path.exists() and not folder:
-        return (
-            None if os.access(path, os.W_OK) else _refused(setting, path, "it may not be written")
-        )
+        may = os.access(path, os.W_OK)
+        return None if may else _refused(setting, path, "it may not be written")
+    return _in_folder(setting, path)
+
+
+def _in_folder(setting: str, path: Path) -> ConfigError | None:
+    """Try to make a folder in the nearest folder that is there."""
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))
@@ -61,4 +59,4 @@ def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
 
 
 def _refused(setting: str, path: Path, rule: str) -> ConfigError:
-    return ConfigError(setting, path, rule, "name a place that you may write to")
+    return ConfigError(setting, path, rule, "name a path that you may write to")

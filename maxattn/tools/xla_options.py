@@ -1,6 +1,4 @@
-"""Options of XLA's compiler, as a command line or a file gives them: NAME=VALUE, the names as in
-XLA_FLAGS.
-"""
+"""Options of XLA's compiler as NAME=VALUE, the names as in XLA_FLAGS."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
 
 @lru_cache(maxsize=256)
 def _refusal(name: str, value: Any) -> str:
-    """Return why the compiler does not take an option, or nothing; those that check and those that
-    use it ask once.
-    """
+    """Return why the compiler does not take an option, or nothing; each is asked once."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError) as refused:
@@ -53,8 +49,7 @@ def _refusal(name: str, value: Any) -> str:
 def _option(word: str, setting: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or not name:
-        raise ConfigError(
-            setting, repr(word), "it is NAME=VALUE", "write for example xla_gpu_autotune_level=2"
-        )
+        remedy = "write for example xla_gpu_autotune_level=2"
+        raise ConfigError(setting, repr(word), "it is NAME=VALUE", remedy)
     name = name.removeprefix("--")
     return name, (VALUES | SPELT.get(name, {})).get(value.lower(), value)

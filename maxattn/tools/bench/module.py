@@ -119,7 +119,10 @@ def _made(shape: Shape, kernel: str, param_dtype: str) -> FlaxAttention:
     width = shape.heads * shape.head_dim
     sizes = (width, shape.heads, None, shape.head_dim)
     norm: dict[str, Any] = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
-    dtypes = {"dtype": jnp.dtype(shape.dtype), "param_dtype": jnp.dtype(param_dtype)}
+    dtypes: dict[str, Any] = {
+        "dtype": jnp.dtype(shape.dtype),
+        "param_dtype": jnp.dtype(param_dtype),
+    }
     config, rngs = config_of(kernel), nnx.Rngs(0)
     return FlaxAttention(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
 

@@ -1,6 +1,4 @@
-"""Device time by kernel, as jax's profiler records it: of the first device, on a CPU of XLA's
-operations.
-"""
+"""Device time by kernel of the first device, from jax's profiler; on a CPU by operation."""
 
 from __future__ import annotations
 
@@ -114,15 +112,10 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 def _events(record: Any) -> Iterator[Event]:
     planes = {plane.name: plane for plane in record.planes}
     device = next((plane for name, plane in sorted(planes.items()) if DEVICE.match(name)), None)
-    for line in [
-        line for plane in ([device] if device else planes.values()) for line in plane.lines
-    ]:
-        for event in line.events if device is None or line.name.startswith(KERNELS) else ():
-            op = dict(event.stats).get("hlo_op")
-            if device or op:  # a CPU's lines hold Python's calls too
-                yield Event(
-                    event.name,
-                    str(op or event.name),
-                    event.start_ns,
-                    event.start_ns + event.duration_ns,
-                )
+    lines = [line for plane in ([device] if device else planes.values()) for line in plane.lines]
+    kept = [line for line in lines if device is None or line.name.startswith(KERNELS)]
+    for event in (event for line in kept for event in line.events):
+        op = dict(event.stats).get("hlo_op")
+        if device or op:  # a CPU's lines hold Python's calls too
+            end = event.start_ns + event.duration_ns
+            yield Event(event.name, str(op or event.name), event.start_ns, end)

@@ -22,9 +22,8 @@ import jax
 
 from maxattn.tools.bench.profile import Profile, device_time
 
-log = logging.getLogger(
-    "maxattn.tools.bench"
-)  # the command prints it: a measurement can take minutes
+# The command prints it: a measurement can take minutes.
+log = logging.getLogger("maxattn.tools.bench")
 T = TypeVar("T")
 BATCHES = 5
 # Queued at a time; and where there are several devices: of more programs with collectives XLA's CPU
@@ -87,31 +86,43 @@ def measure(
         options: of XLA's compiler.
         profiled: whether to record one more call of each with the profiler.
     """
-    compiled = partial(_compiled, options=dict(options or {}))
-    with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
-        waiting = [None if work.around else pool.submit(compiled, work) for work in functions]
-        ready = [
-            compiled(work) if job is None else job.result()
-            for work, job in zip(functions, waiting, strict=True)
-        ]
+    ready = _all_compiled(functions, workers, dict(options or {}))
     warm = [_warmed(*each) for each in _told(functions, ready)]
     log.info("timing %s of them in turns", sum(not each.failed for each in warm))
-    batches = [_calls(each, budget) for each in warm]
+    times = _timed_in_turns(ready, [_calls(each, budget) for each in warm])
+    found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
+    if not profiled:
+        return found
+    pairs = zip(found, ready, strict=True)
+    return [replace(t, profile=_profile(*one)) if t.seconds else t for t, one in pairs]
+
+
+def _all_compiled(
+    functions: Sequence[Work], workers: int, options: dict[str, Any]
+) -> list[tuple[Any, Any]]:
+    """Compile several at a time, and those that need a context of their own one at a time."""
+    compiled = partial(_compiled, options=options)
+    with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) // 2)) as pool:
+        jobs = [None if work.around else pool.submit(compiled, work) for work in functions]
+        pairs = zip(functions, jobs, strict=True)
+        return [job.result() if job else compiled(work) for work, job in pairs]
+
+
+def _timed_in_turns(
+    ready: list[tuple[Any, Any]], batches: list[tuple[int, int]]
+) -> list[list[float]]:
+    """Return the seconds of one call of each program, once a round.
+
+    A round measures each of them once: the first after a pause finds a cool chip, and would win by
+    3% or more. One that needs much power leaves low clocks to the next: which that is changes.
+    """
     times: list[list[float]] = [[] for _ in ready]
     turns = list(zip(ready, batches, times, strict=True))
-    # A round measures each of them once: the first after a pause finds a cool chip, and would win
-    # by 3% or more. One that needs much power leaves low clocks to the next: which that is changes.
     for i in range(BATCHES):
         for (program, inputs), (rounds, calls), found in in_order(i, turns):
             if i < rounds:
                 found.append(_queue(program, inputs, calls) / calls)
-    found = [_result(*each) for each in zip(ready, warm, times, strict=True)]
-    if not profiled:
-        return found
-    return [
-        replace(t, profile=_profile(*each)) if t.seconds else t
-        for t, each in zip(found, ready, strict=True)
-    ]
+    return times
 
 
 def _told(functions: Sequence[Work], ready: list[T]) -> Iterator[T]:
@@ -145,18 +156,16 @@ def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
             several = jax.jit(lambda sets: _in_turn(one, sets), compiler_options=options)
             return several.lower(inputs).compile(), inputs
     except FAILURES as failed:
-        return None, f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
+        return None, _first_line(failed)
 
 
 def _in_turn(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
-    """Call one after the other: left to the compiler, parts of several calls would be in memory
-    together.
-    """
+    """Call one after the other, or the compiler would keep parts of several calls in memory."""
     found: list[Any] = []
     for inputs in sets:
-        found.append(
-            f(*(jax.lax.optimization_barrier((inputs, found[-1]))[0] if found else inputs))
-        )
+        if found:
+            inputs, _ = jax.lax.optimization_barrier((inputs, found[-1]))
+        found.append(f(*inputs))
     return found
 
 
@@ -168,7 +177,11 @@ def _warmed(program: Any, inputs: Any) -> Timed:
         first = jax.block_until_ready(program(inputs))[0]
         return Timed(_queue(program, inputs, 1), _peak(program, len(inputs)), first)
     except FAILURES as failed:
-        return Timed(failed=f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}")
+        return Timed(failed=_first_line(failed))
+
+
+def _first_line(failed: Exception) -> str:
+    return f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
 
 
 def _calls(warm: Timed, budget: float) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from maxattn.config import AttentionConfig
 from maxattn.errors import Unsupported
@@ -87,17 +87,13 @@ class Outcome:
 
     @property
     def needed(self) -> int:
-        """Bytes that one device holds at once: arguments, temporaries, outputs, less what shares a
-        place.
-        """
+        """Bytes that one device holds at once; outputs that reuse arguments count once."""
         have = self.memory
         return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
 
 
 def tpu_python() -> str | None:
-    """Return the python that can compile for a TPU: this one where libtpu is installed, else
-    $MAXATTN_TPU_PYTHON.
-    """
+    """Return the python that can compile for a TPU: $MAXATTN_TPU_PYTHON, else one with libtpu."""
     named = os.environ.get(PYTHON_VARIABLE)
     return named or (sys.executable if importlib.util.find_spec("libtpu") else None)
 
@@ -114,13 +110,10 @@ def run_in_child(job: Job, seconds: float) -> Outcome:
     """
     python = tpu_python()
     if python is None:
-        raise Unsupported(
-            "compile",
-            "libtpu is not installed",
-            "the TPU's compiler comes with libtpu; no TPU is needed",
-            f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and'
-            " maxattn",
-        )
+        rule = "the TPU's compiler comes with libtpu; no TPU is needed"
+        python = f"set {PYTHON_VARIABLE} to a python that has it and maxattn"
+        remedy = f'pip install "maxattn[tpu]", or {python}'
+        raise Unsupported("compile", "libtpu is not installed", rule, remedy)
     with tempfile.TemporaryDirectory(prefix="maxattn-") as folder:
         return _spawned(python, job, seconds, Path(folder))
 
@@ -128,14 +121,7 @@ def run_in_child(job: Job, seconds: float) -> Outcome:
 def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
     with log.open("wb") as stderr:
-        child = subprocess.Popen(
-            [python, "-m", "maxattn.tools.compile.child", str(answer)],
-            stdin=subprocess.PIPE,
-            stdout=stderr,
-            stderr=stderr,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()},
-            start_new_session=True,
-        )
+        child = _start(python, answer, stderr)
         try:
             child.communicate(pickle.dumps(job), timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -145,8 +131,16 @@ def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
     if answer.exists():
         return Outcome(**json.loads(answer.read_text(encoding="utf-8")))
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    return Outcome(
-        "crashed", message=f"the compiler's process ended with status {child.returncode}\n{tail}"
+    ended = f"the compiler's process ended with status {child.returncode}"
+    return Outcome("crashed", message=f"{ended}\n{tail}")
+
+
+def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    words = [python, "-m", "maxattn.tools.compile.child", str(answer)]
+    variables = os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        words, stdin=pipe, stdout=log, stderr=log, env=variables, start_new_session=True
     )
 
 
@@ -157,9 +151,7 @@ def _python_path() -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and what it started, if it still runs; also when Ctrl-C interrupts the
-    wait.
-    """
+    """Kill the child and what it started, if it still runs; also after Ctrl-C."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""Which sizes are worth timing, ranked by facts: what the rules allow, what they pad, how many
-steps they make.
-"""
+"""Which sizes are worth timing, ranked by facts: padding, and the steps of the grid."""
 
 from __future__ import annotations
 
@@ -22,11 +20,8 @@ from maxattn.tuned import BLOCKS, Sizes
 BLOCK_CHOICES = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 COMPUTE_CHOICES = (256, 512, 1024, 2048)
 CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-STEP = (
-    256 * 256
-    # pairs that a step of the grid is taken to cost beside its own work: an assumption, not a
-    # measurement
-)
+# Pairs that a step of the grid is taken to cost beside its own work: an assumption, not measured.
+STEP = 256 * 256
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,7 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The estimate that ranks candidates: pairs, those that steps cost among them; then steps
-        of computing.
-        """
+        """The estimate that ranks candidates: pairs, with those that steps cost; then steps."""
         return self.pairs + STEP * self.steps, self.compute_steps
 
     def __str__(self) -> str:
@@ -91,9 +84,7 @@ def _distance(a: Candidate, b: Candidate) -> float:
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
-    """Make the block sizes that the rules leave as they are, and whose parts of dQ fit the
-    device.
-    """
+    """Make the block sizes that the rules leave as they are, and whose dQ fits the device."""
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)

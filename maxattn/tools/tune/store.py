@@ -1,6 +1,4 @@
-"""Keeps measurements: each is written as soon as it is made, by a rename, so that a kill loses
-none.
-"""
+"""Keeps measurements: each is written by a rename as soon as it is made, so a kill loses none."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
-    """Put a measurement into the file, in place of an earlier one of the same; others' stay,
-    whoever wrote them.
-    """
+    """Put a measurement into the file, in place of an earlier one of the same alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         kept = [m for m in read(path) if any(m[key] != measurement[key] for key in IDENTITY)]
