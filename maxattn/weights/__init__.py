@@ -1,9 +1,8 @@
-"""Weights in diffusers' names and layouts: read onto a mesh, written back bit for bit, LoRA
-merged.
-"""
+"""Weights in diffusers' names and layouts: read onto a mesh, written back, LoRA merged."""
 
 from maxattn.weights.files import SafeTensors
-from maxattn.weights.load import Loaded, load_diffusers, save_diffusers, to_diffusers
+from maxattn.weights.fit import Loaded
+from maxattn.weights.load import load_diffusers, save_diffusers, to_diffusers
 from maxattn.weights.lora import check_lora, merge_lora
 from maxattn.weights.names import entries
 

@@ -1,4 +1,4 @@
-"""Where a parameter is in a module, and a tensor of any library as numpy."""
+"""A parameter of a module by its path, and a tensor of any library as numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flax import nnx
 
 
 def variable_at(module: nnx.Module, path: tuple[Any, ...]) -> Any:
-    """Return the variable at a path of attributes and places in lists."""
+    """Return the variable at a path of attributes and list indices."""
     here: Any = module
     for part in path:
         here = here[part] if isinstance(part, int) else getattr(here, part)
@@ -22,15 +22,13 @@ def dtype_name(dtype: Any) -> str:
 
 
 def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice as numpy, of numpy, jax, safetensors or torch; torch's bfloat16 by its
-    bits.
-    """
+    """Return a slice as numpy, of numpy, jax, safetensors or torch."""
     piece = tensor[index]
     if hasattr(piece, "detach"):
         import ml_dtypes
         import torch  # type: ignore[import-not-found]
 
         piece = piece.detach().cpu().contiguous()
-        if piece.dtype == torch.bfloat16:
+        if piece.dtype == torch.bfloat16:  # which numpy lacks: read by its bits
             return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return np.asarray(piece)

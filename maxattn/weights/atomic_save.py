@@ -1,5 +1,4 @@
-"""A save takes the place of an earlier one in its folder: whoever reads meanwhile sees one of the
-two, whole.
+"""A save replaces an earlier one in its folder: a reader meanwhile sees one of the two, whole.
 
 Readers follow the index where there is one, so the switch is one rename: of the index, or of a
 single file where none stands. What an index names is never written over while that index stands.
@@ -29,8 +28,7 @@ def swap_in(
     writers: Mapping[str, Callable[[Path], Any]],
     index: Mapping[str, Any] | None,
 ) -> None:
-    """Write the files of a save beside what is there, switch to them, and remove the earlier save
-    of that name.
+    """Write the files of a save beside an earlier one, switch to them, and remove it.
 
     Args:
         folder: made where it is missing.
@@ -57,13 +55,10 @@ def _in_our_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        rule = (
-            "weights are written as files of a folder, and the system says:"
-            f" {error.strerror or error}"
-        )
-        raise WeightsError(
-            "folder", str(folder), rule, "give a folder that can be written and has room"
-        ) from error
+        said = f"the system says: {error.strerror or error}"
+        rule = f"weights are written as files of a folder, and {said}"
+        remedy = "give a folder that can be written and has room"
+        raise WeightsError("folder", str(folder), rule, remedy) from error
 
 
 def _refuse_another_index(folder: Path, name: str) -> None:
@@ -102,8 +97,9 @@ def _switch(
     *,
     covered: bool,
 ) -> None:
-    """Give the new files their names; where the old index names the same ones, it first gives way
-    to one of its own.
+    """Give the new files their names.
+
+    Where the old index names the same files, an index of the files beside them comes first.
     """
     if index is None:
         (folder / f"{files[0]}{ending}").replace(folder / files[0])

@@ -1,6 +1,4 @@
-"""What is no module, no tensors or no weights is refused before anything is read into a module. It
-changes nothing.
-"""
+"""Refuses what is no module, no tensors or no weights; it changes nothing."""
 
 from __future__ import annotations
 
@@ -68,22 +66,16 @@ def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
         if not is_floating(dtype := dtype_name(held[name].dtype))
     ]
     if wrong:
-        lines = [
-            *wrong[:LISTED],
-            *([f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []),
-        ]
-        rule = "\n          ".join([f"weights are {', '.join(FLOATING)}", *lines])
-        remedy = (
-            "give the weights before quantisation, or multiply them out and cast them to float32"
-            " first"
-        )
+        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        head = f"weights are {', '.join(FLOATING)}"
+        rule = "\n          ".join([head, *wrong[:LISTED], *more])
+        remedy = "multiply them out and cast them to float32 first"
+        remedy = f"give the weights before quantisation, or {remedy}"
         raise WeightsError("weights", f"{len(wrong)} of another dtype", rule, remedy)
 
 
 def is_floating(dtype: str) -> bool:
-    """Say whether a dtype is one that weights are read from; those of 8 bits mean nothing without
-    their scales.
-    """
+    """Say whether weights are read from a dtype; 8 bits mean nothing without their scales."""
     return dtype in FLOATING
 
 
@@ -100,15 +92,14 @@ def overflow(entries: Iterable[tuple[Entry, Any]], held: Mapping[str, Any]) -> N
         if jnp.finfo(theirs).maxexp > jnp.finfo(dtype).maxexp:
             largest = _largest(on_host(held[entry.name], (slice(None),) * len(entry.shape)))
             if not np.isfinite(_cast(largest, dtype)):
-                name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
-                rule = (
-                    f"the parameter is {name}, which ends at {most:g}, and the {theirs} tensor"
-                    f" reaches {largest:g}"
-                )
-                wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
-                raise WeightsError(
-                    "weights", entry.name, rule, f"build the module with param_dtype {wider}"
-                )
+                raise _beyond(entry, dtype, f"the {theirs} tensor reaches {largest:g}")
+
+
+def _beyond(entry: Entry, dtype: Any, reached: str) -> WeightsError:
+    name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
+    rule = f"the parameter is {name}, which ends at {most:g}, and {reached}"
+    wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
+    return WeightsError("weights", entry.name, rule, f"build the module with param_dtype {wider}")
 
 
 def _largest(tensor: np.ndarray) -> float:

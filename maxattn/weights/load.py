@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,26 +14,10 @@ from flax import nnx
 from maxattn import sharding
 from maxattn.errors import WeightsError
 from maxattn.weights import checks, files
-from maxattn.weights.access import dtype_name, on_host, variable_at
-from maxattn.weights.checks import LISTED
+from maxattn.weights.access import on_host, variable_at
+from maxattn.weights.fit import Loaded, check_names, check_numbers
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.safetensors_writer import Form
-
-log = logging.getLogger("maxattn")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Say what a load did not find a place for.
-
-    Args:
-        missing: tensors that the module needs and the file lacks; their parameters are as they
-            were.
-        unexpected: tensors of the file that the module has no parameter for.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
 
 
 def load_diffusers(
@@ -49,7 +31,7 @@ def load_diffusers(
     """Load weights in diffusers' names and layouts into a module, in place.
 
     Every tensor goes straight to the devices that hold it, slice by slice; each keeps the
-    parameter's dtype and place. Nothing is changed when anything does not fit.
+    parameter's dtype and sharding. Nothing is changed when anything does not fit.
 
     Args:
         module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's own ones too; one
@@ -60,34 +42,51 @@ def load_diffusers(
             always refused.
         prefix: of the tensors that are meant, such as "transformer."; others are then not looked
             at.
-        mesh: where to put parameters that have no place yet, as their axis names say; default one
+        mesh: where to put parameters that have no arrays yet, as their axis names say; default one
             device.
 
     Raises:
         WeightsError: naming every missing, unexpected and misshapen tensor at once; every one that
             holds no floating point numbers; one whose largest number the parameter's dtype does not
             reach; files that cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> from maxattn.weights import load_diffusers
+        >>> class Model(nnx.Module):
+        ...     def __init__(self):
+        ...         self.to_q = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> model = Model()
+        >>> weight = np.arange(6, dtype=np.float32).reshape(2, 3)  # [out, in], as torch has it
+        >>> state = {"to_q.weight": weight, "to_q.bias": np.zeros(2, np.float32)}
+        >>> load_diffusers(model, state)
+        Loaded(missing=(), unexpected=())
+        >>> model.to_q.kernel[...].tolist()
+        [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
     wanted = entries(module, prefix)
     held = checks.tensors(tensors)
-    # Some files hold tensors that no version of the model reads; its class names them.
-    unread = getattr(type(module), "diffusers_ignored", ())
-    found = {
-        name
-        for name in held
-        if name.startswith(prefix) and not any(part in unread for part in name.split("."))
-    }
-    result = Loaded(
-        tuple(e.name for e in wanted if e.name not in found),
-        tuple(sorted(found - {e.name for e in wanted})),
-    )
+    found = _meant(module, held, prefix)
+    missing = tuple(e.name for e in wanted if e.name not in found)
+    result = Loaded(missing, tuple(sorted(found - {e.name for e in wanted})))
     checks.arrays((e.name for e in wanted if e.name in found), held)
-    _check(wanted, held, result, strict, prefix)
+    check_names(wanted, held, result, strict, prefix)
     parameters = _by_parameter(wanted, held)
-    _check_numbers(module, parameters, held)
+    check_numbers(module, parameters, held)
     for path, parts in parameters.items():
         _put(module, path, parts, held, mesh)
     return result
+
+
+def _meant(module: nnx.Module, held: Mapping[str, Any], prefix: str) -> set[str]:
+    """Return the names that are looked at: with the prefix, and read by some version of the model.
+
+    Some files hold tensors that no version of the model reads; its class names them.
+    """
+    unread = frozenset(getattr(type(module), "diffusers_ignored", ()))
+    names = (name for name in held if name.startswith(prefix))
+    return {name for name in names if unread.isdisjoint(name.split("."))}
 
 
 def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
@@ -103,8 +102,9 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 def save_diffusers(
     module: nnx.Module, folder: str | Path, shard_bytes: int = files.SHARD_BYTES
 ) -> tuple[Path, ...]:
-    """Write the parameters of a module as a folder that diffusers loads; one tensor at a time is
-    held on the host.
+    """Write the parameters of a module as a folder that diffusers loads.
+
+    One tensor at a time is held on the host.
 
     Args:
         module: with arrays.
@@ -114,86 +114,32 @@ def save_diffusers(
 
     Raises:
         WeightsError: the folder cannot be written, or holds the index of a model of another name.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> from maxattn.weights import SafeTensors, save_diffusers
+        >>> class Model(nnx.Module):
+        ...     def __init__(self):
+        ...         self.to_q = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = save_diffusers(Model(), folder)
+        ...     names = {name: tensor.shape for name, tensor in SafeTensors(folder).items()}
+        >>> [path.name for path in paths]
+        ['diffusion_pytorch_model.safetensors']
+        >>> sorted(names.items())
+        [('to_q.bias', (2,)), ('to_q.weight', (2, 3))]
     """
     folder = checks.folder(folder)
     every = {entry.name: entry for entry in entries(module)}
-    forms = {
-        name: Form(e.shape, variable_at(module, e.path).get_value().dtype)
-        for name, e in every.items()
-    }
-    return files.save_tensors(
-        forms, lambda name: _read(module, every[name]), folder, shard_bytes=shard_bytes
-    )
+    dtypes = {name: variable_at(module, e.path).get_value().dtype for name, e in every.items()}
+    forms = {name: Form(entry.shape, dtypes[name]) for name, entry in every.items()}
+    read = partial(_read_named, module, every)
+    return files.save_tensors(forms, read, folder, shard_bytes=shard_bytes)
 
 
-# ---- what does not fit ---------------------------------------------------------------------------
-
-
-def _check(
-    wanted: tuple[Entry, ...], held: Mapping[str, Any], result: Loaded, strict: bool, prefix: str
-) -> None:
-    shapes = ((e, tuple(held[e.name].shape)) for e in wanted if e.name in held)
-    wrong = [
-        f"{e.name} is {got}, and the module has {e.shape}" for e, got in shapes if got != e.shape
-    ]
-    problems = {"misshapen": tuple(wrong)}
-    if strict:
-        problems |= {"missing": result.missing, "unexpected": result.unexpected}
-    elif result.missing or result.unexpected:
-        log.warning(
-            "weights: %s",
-            "; ".join(
-                _listed("missing", result.missing) + _listed("unexpected", result.unexpected)
-            ),
-        )
-    if not any(problems.values()):
-        return
-    counts = ", ".join(f"{len(names)} {kind}" for kind, names in problems.items() if names)
-    lines = [line for kind, names in problems.items() for line in _listed(kind, names)]
-    raise WeightsError(
-        "weights",
-        counts,
-        "\n          ".join(["names and shapes must be the module's", *lines]),
-        _remedy(result, prefix),
-    )
-
-
-def _check_numbers(
-    module: nnx.Module, parameters: Mapping[Any, list[Entry]], held: Mapping[str, Any]
-) -> None:
-    """Refuse tensors whose numbers the parameters cannot hold; a parameter of integers takes its
-    own dtype alone.
-    """
-    pairs = [
-        (e, variable_at(module, path).get_value().dtype)
-        for path, parts in parameters.items()
-        for e in parts
-    ]
-    pairs = [
-        (e, dtype) for e, dtype in pairs if dtype_name(dtype) != dtype_name(held[e.name].dtype)
-    ]
-    checks.dtypes((e.name for e, _ in pairs), held)
-    checks.overflow(
-        [(e, dtype) for e, dtype in pairs if checks.is_floating(dtype_name(dtype))], held
-    )
-
-
-def _listed(kind: str, names: tuple[str, ...]) -> list[str]:
-    more = [f"{kind}: and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    return [f"{kind}: {name}" for name in names[:LISTED]] + more
-
-
-def _remedy(result: Loaded, prefix: str) -> str:
-    """Say what would help: where every name lacks the same beginning, that beginning."""
-    for name in result.missing[:1]:
-        bare = name.removeprefix(prefix)
-        for other in result.unexpected:
-            if other.endswith(f".{bare}"):
-                return (
-                    f"the names begin with {other.removesuffix(bare)!r}: pass"
-                    f" prefix={other.removesuffix(bare)!r}"
-                )
-    return "build the module with the sizes of the weights; strict=False loads what fits by name"
+def _read_named(module: nnx.Module, every: Mapping[str, Entry], name: str) -> np.ndarray:
+    return _read(module, every[name])
 
 
 # ---- one parameter -------------------------------------------------------------------------------
@@ -212,19 +158,18 @@ def _put(
 ) -> None:
     variable = variable_at(module, path)
     old = variable.get_value()
-    place = _place(variable, old, mesh)
     read: Any = partial(_slice, parts, held, old)
-    variable.set_value(jax.make_array_from_callback(old.shape, place, read))
+    array = jax.make_array_from_callback(old.shape, _sharding(variable, old, mesh), read)
+    variable.set_value(array)
 
 
-def _place(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
+def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
     if isinstance(old, jax.Array):
         return old.sharding
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    names = variable.get_metadata().get(
-        "sharding_names", variable.get_metadata().get("out_sharding")
-    )
+    metadata = variable.get_metadata()
+    names = metadata.get("sharding_names", metadata.get("out_sharding"))
     return jax.sharding.NamedSharding(mesh, sharding.parameter_spec(names, old.shape, mesh))
 
 
@@ -249,8 +194,7 @@ def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
     value = checks.value_at(module, entry)
     if not value.is_fully_addressable:
         rule = "its parameters are spread over processes, and each sees its own part alone"
-        raise WeightsError(
-            "module", entry.name, rule, "gather it first, with multihost_utils.process_allgather"
-        )
+        remedy = "gather it first, with multihost_utils.process_allgather"
+        raise WeightsError("module", entry.name, rule, remedy)
     ours = np.asarray(value if entry.layer is None else value[entry.layer])
     return ours.transpose(np.argsort(entry.axes)) if entry.axes else ours
