@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from maxattn.config import AttentionConfig
+from maxattn.config.asked import Asked
 from maxattn.config.rules import AXES, Role
-from maxattn.decide import Asked
 from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes

@@ -1,28 +1,27 @@
-"""`attention()`: run a plan. One `custom_vjp`, outside `shard_map`; forward and backward each map
-over shards.
+"""`attention()`: prepare a call, have it decided, and execute the plan.
 
-It decides nothing: `decide.py` does, and this file executes what the plan says.
+It decides nothing: `decide.py` does. One `custom_vjp`, outside `shard_map`; forward and backward
+each map over shards.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float
 
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
-from maxattn.decide import checked_config, plan
-from maxattn.errors import InputError, MeshError
-from maxattn.jax_private.mesh import ambient_mesh, is_tracer
+from maxattn.config.asked import checked_config
+from maxattn.decide import plan
+from maxattn.errors import InputError
 from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import bias_shift, shifted
@@ -31,8 +30,8 @@ from maxattn.masks import Mask
 from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,
+    check_devices,
     check_unchecked,
-    mesh_shape,
     on_shards,
     pad_axis,
     sum_over,
@@ -109,7 +108,6 @@ def attention(
         MeshError: batch or heads do not divide over the mesh.
         Unsupported: what the config names cannot compute this call here.
 
-    >>> import jax, maxattn as ma
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 32))
     >>> out, lse = ma.attention(x, x, x, mask=ma.masks.Causal(), return_lse=True)
     >>> out.shape, lse.shape
@@ -175,8 +173,7 @@ def attend(
         Unsupported: what the config names cannot compute this call here.
     """
     call, mask, config, mesh = prepared
-    if mesh_shape(mesh) and not is_tracer(q):
-        _check_devices(mesh, q)
+    check_devices(mesh, q)
     decided = plan(call, config, mesh, Target.here())
     if decided.kernel.is_pallas:
         check_unchecked(decided.kernel.name)
@@ -203,23 +200,6 @@ def run(
     return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
-def _check_devices(mesh: Any, q: Any) -> None:
-    """Refuse a mesh without devices, and one of other devices than q is on."""
-    if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
-        rule, remedy = "it has no devices to run on", "pass a Mesh; plan() takes either"
-        raise MeshError("mesh", "AbstractMesh", rule, remedy)
-    if not isinstance(mesh, Mesh) or not getattr(q, "committed", False):
-        return
-    if q.sharding.device_set != set(mesh.devices.flat):
-        rule = "q was put on other devices than those of the mesh"
-        example = "jax.device_put(q, NamedSharding(mesh, PartitionSpec()))"
-        remedy = f"put the arrays on the mesh, e.g. with {example}"
-        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
-
-
 # ---- execution -----------------------------------------------------------------------------------
 
 
@@ -230,7 +210,7 @@ def _run(
     q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    out, lse = _attend(plan, mesh, q, k, v, bias, mask)
+    out, lse = cast(Any, _attend(plan, mesh, q, k, v, bias, mask))
     return out, lse if bias is None else lse + bias_shift(bias)[..., 0]
 
 

@@ -50,6 +50,11 @@ class Call:
         return_lse: whether the log-sum-exp is asked for.
         sharded: whether this is one device's share, whose positions are known only where it runs.
         sequence: of one device's share, T and S of the whole padded sequence.
+
+    >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
+    >>> call = ma.Call.of(q, q, mask=ma.masks.Causal())
+    >>> call.shape_text, str(call.mask)
+    ('B=2 T=S=4096 N=8 H=64 bf16', 'Causal(offset=0)')
     """
 
     batch: int
@@ -140,9 +145,9 @@ def bound_call(
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)
-    bias_shape, form = _bias_shape(bias, (b, n, t, s)), bound.form()
-    sizes, rest = (b, t, s, n, kv_heads, h), (_scale(scale, h), role, return_lse)
-    return Call(*sizes, str(q.dtype), form, bias_shape, *rest), bound
+    bias_shape, number = _bias_shape(bias, (b, n, t, s)), _scale(scale, h)
+    what = str(q.dtype), bound.form(), bias_shape, number
+    return Call(b, t, s, n, kv_heads, h, *what, role, return_lse), bound
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:

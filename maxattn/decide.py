@@ -7,14 +7,15 @@ executes a plan and decides nothing itself, so what is explained is what runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple, cast
 
 from maxattn.block_sizes import padding_notes
-from maxattn.call import Call, Reason, Role, without_padding
+from maxattn.call import Call, Reason, without_padding
 from maxattn.config import AttentionConfig
+from maxattn.config.asked import Asked, checked_config
 from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
 from maxattn.context_parallel.auto.choose import choose
@@ -28,64 +29,6 @@ from maxattn.plan import Plan, pad_call
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
 from maxattn.tuned import tuned_for, with_sizes
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Say what a config asks for in one role, and by which of its keys. Made by `Asked.of`.
-
-    Args:
-        kernel, kernel_key: the kernel, "auto" where it is left open, and the key that names it.
-        strategy, strategy_key: the context strategy, likewise; "none" for cross-attention.
-        fallback: "error", "warn" or "allow" another where what is named cannot run.
-        text: how `explain` prints it.
-    """
-
-    kernel: str
-    kernel_key: str
-    strategy: str
-    strategy_key: str
-    fallback: str
-    text: str
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def of(config: AttentionConfig, role: Role) -> Asked:
-        """Read a config for "self" or "cross"."""
-        kernel, strategy = config.kernel_for(role), config.strategy_for(role)
-        fallback = config.fallback_for(role)
-        if role == "cross":
-            key, text = "cross_attention", f"cross_attention: {config.cross_attention}"
-            return Asked(kernel, key, strategy, key, fallback, text)
-        kernel_key = "attention_kernel" if config.attention_kernel == kernel else "attention"
-        strategy_key = "context_parallel" if config.context_parallel == strategy else "attention"
-        return Asked(kernel, kernel_key, strategy, strategy_key, fallback, _text_of(config))
-
-
-def _text_of(config: AttentionConfig) -> str:
-    parts = [f"attention: {config.attention}"]
-    if config.attention_kernel:
-        parts.append(f"attention_kernel: {config.attention_kernel}")
-    if config.context_parallel != "auto":
-        parts.append(f"context_parallel: {config.context_parallel}")
-    if not config.attention_sharding_uniform:
-        parts.append("attention_sharding_uniform: false")
-    return ", ".join(parts)
-
-
-def checked_config(config: AttentionConfig | None) -> AttentionConfig:
-    """Return the config, the default one for None.
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    if config is None:
-        return AttentionConfig()
-    if isinstance(config, AttentionConfig):
-        return config
-    makers = "AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides"
-    rule = "it must be an AttentionConfig"
-    raise ConfigError("config", type(config).__name__, rule, f"make one with {makers}")
 
 
 def plan(
@@ -109,7 +52,6 @@ def plan(
         ConfigError: `hardware` names another platform than the target's, or what is no config or
             target.
 
-    >>> import jax, maxattn as ma
     >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> config = ma.AttentionConfig(attention="ring")
     >>> plan = ma.plan(ma.Call.of(x, x), config, {"context": 4}, ma.Target.named("TPU v5p"))
@@ -131,8 +73,8 @@ def plan(
 def default_target(config: AttentionConfig) -> Target:
     """Return this machine, or the usual one of another platform that `hardware` names."""
     here = Target.here()
-    is_here = not config.hardware or config.hardware == here.platform
-    return here if is_here else Target.named(config.hardware)
+    named = config.hardware or here.platform
+    return here if named == here.platform else Target.named(named)
 
 
 def check_hardware(config: AttentionConfig, target: Target) -> None:

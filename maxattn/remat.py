@@ -1,5 +1,4 @@
-"""Rematerialisation: which values of the forward pass are kept for the backward, by the names of
-the config.
+"""Rematerialisation: which values of the forward are kept for the backward, as the config says.
 
 attention names its own output and log-sum-exp ("attn_out", "attn_lse"); the modules name their
 projections ("query_proj", "key_proj", "value_proj") and the merged heads ("attn_output").
@@ -9,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
+from maxattn.config import AttentionConfig
+from maxattn.config.asked import checked_config
 from maxattn.errors import ConfigError, InputError, did_you_mean
-
-if TYPE_CHECKING:
-    from maxattn.config import AttentionConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[..., Any]
@@ -49,6 +47,7 @@ def remat_policy(name: str) -> Policy | None:
         ConfigError: for an unknown name.
     """
     policies = jax.checkpoint_policies
+    matmuls = policies.dots_with_no_batch_dims_saveable
     match name:
         case "NONE":
             return None
@@ -58,19 +57,13 @@ def remat_policy(name: str) -> Policy | None:
             return policies.save_only_these_names(*ATTENTION_NAMES)
         case "SAVE_ATTENTION_AND_MATMUL":
             attention = policies.save_only_these_names(*ATTENTION_NAMES)
-            return policies.save_from_both_policies(
-                attention, policies.dots_with_no_batch_dims_saveable
-            )
+            return policies.save_from_both_policies(attention, matmuls)
         case "MATMUL_WITHOUT_BATCH":
-            return policies.dots_with_no_batch_dims_saveable
+            return matmuls
         case "OFFLOAD_MATMUL_WITHOUT_BATCH":
             return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    raise ConfigError(
-        "remat_policy",
-        name,
-        f"it is one of {', '.join(POLICIES)}",
-        did_you_mean(str(name), POLICIES) or "use NONE",
-    )
+    remedy = did_you_mean(str(name), POLICIES) or "use NONE"
+    raise ConfigError("remat_policy", name, f"it is one of {', '.join(POLICIES)}", remedy)
 
 
 def remat(f: F, config: AttentionConfig | None = None) -> F:
@@ -87,11 +80,17 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
     Returns:
         A function of the same arguments. Python's own values (bool, int, float, str, None) stay
         what they are.
+
+    >>> layer = ma.FlaxAttention(32, heads=2, dim_head=16, rngs=nnx.Rngs(0))
+    >>> config = ma.AttentionConfig(remat_policy="SAVE_ATTENTION")
+    >>> call = ma.remat(ma.FlaxAttention.__call__, config)
+    >>> gradients = nnx.grad(lambda layer: call(layer, jnp.ones((1, 8, 32))).sum())(layer)
+    >>> gradients["to_q"]["kernel"].shape
+    (32, 32)
     """
     if not callable(f):
-        raise InputError(
-            "f", repr(f), "remat wraps a function of a layer", "pass Block.__call__, or a function"
-        )
+        rule, remedy = "remat wraps a function of a layer", "pass Block.__call__, or a function"
+        raise InputError("f", repr(f), rule, remedy)
     _check_config(config)
     policy = remat_policy("NONE" if config is None else config.remat_policy)
     if policy is None:
@@ -114,18 +113,9 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
 def _check_config(config: Any) -> None:
     """Refuse what is no config; the name of a policy is one for `remat_policy`."""
-    from maxattn.decide import checked_config
-
     if isinstance(config, str):
-        remedy = (
-            f"pass AttentionConfig(remat_policy={config!r})"
-            if config in POLICIES
-            else "pass an AttentionConfig"
-        )
-        raise ConfigError(
-            "config",
-            repr(config),
-            "it must be an AttentionConfig, whose remat_policy decides",
-            remedy,
-        )
+        made = f"AttentionConfig(remat_policy={config!r})"
+        remedy = f"pass {made}" if config in POLICIES else "pass an AttentionConfig"
+        rule = "it must be an AttentionConfig, whose remat_policy decides"
+        raise ConfigError("config", repr(config), rule, remedy)
     checked_config(config)

@@ -46,17 +46,6 @@ SHOWN = [
 # Those of SHOWN that have no example yet. Who writes one takes its name out here.
 MISSING = {
     "maxattn.AttentionConfig",
-    "maxattn.Call",
-    "maxattn.CrossAttention",
-    "maxattn.FlaxAttention",
-    "maxattn.JointAttention",
-    "maxattn.apply_rotary",
-    "maxattn.attention_fn",
-    "maxattn.remat",
-    "maxattn.rope_1d",
-    "maxattn.rope_2d",
-    "maxattn.rope_3d",
-    "maxattn.swap",
     "maxattn.weights.load_diffusers",
     "maxattn.weights.merge_lora",
     "maxattn.weights.save_diffusers",

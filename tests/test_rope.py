@@ -235,3 +235,41 @@ def test_a_traced_pair_of_the_half_style_gives_nan() -> None:
 )
 def test_any_positive_number_is_a_theta(theta: float) -> None:
     np.testing.assert_array_equal(rope_1d(8, 4, theta).cos, rope_1d(8, 4, 500.0).cos)
+
+
+@pytest.mark.parametrize(
+    ("positions", "theta"),
+    [([[0.0], [np.nan]], 1e4), ([[np.inf]], 1e4), ([[1.0]], 1e-320)],
+)
+def test_no_table_holds_nan(positions: list[list[float]], theta: float) -> None:
+    with pytest.raises(InputError, match="finite"):
+        rope_nd((64,), np.asarray(positions), theta)
+
+
+class OnOtherHosts:
+    """A table of which this host holds one whole copy, or a part."""
+
+    is_fully_addressable = False
+
+    def __init__(self, numbers: np.ndarray, whole: bool) -> None:
+        self.numbers, self.is_fully_replicated = numbers, whole
+        self.shape, self.dtype = numbers.shape, numbers.dtype
+
+    def addressable_data(self, index: int) -> np.ndarray:
+        return self.numbers
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.numbers)
+
+    def __getitem__(self, key):
+        return self.numbers[key]
+
+
+def test_a_replicated_table_of_several_hosts_is_read_and_a_split_one_gives_nan() -> None:
+    x, wrong = jnp.ones((1, 4, 1, 8)), np.arange(32, dtype=np.float32).reshape(4, 8)
+    whole, part = (OnOtherHosts(wrong, each) for each in (True, False))
+    with pytest.raises(InputError, match="stands twice"):
+        apply_rotary(x, (whole, whole))
+    assert np.isnan(apply_rotary(x, (part, part))).all()
+    right = OnOtherHosts(np.repeat(wrong[:, :4], 2, axis=1), True)
+    assert np.isfinite(apply_rotary(x, (right, right))).all()

@@ -44,9 +44,10 @@ def attention_fn(
     Raises:
         ConfigError, MeshError, InputError: `config`, `mesh` or `role` is none.
 
-    Example:
-        nnx.MultiHeadAttention(num_heads=8, in_features=64, attention_fn=attention_fn(config),
-        rngs=rngs)
+    >>> attend = ma.attention_fn(ma.AttentionConfig(attention="dot_product"))
+    >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 10, 64))).shape
+    (1, 10, 64)
     """
     checks.config(config)
     checks.mesh(mesh)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxattn import sharding
 from maxattn.call import Call, is_number
-from maxattn.decide import checked_config
+from maxattn.config.asked import checked_config
 from maxattn.errors import InputError, MeshError
 
 DTYPES = ("float32", "bfloat16", "float16")

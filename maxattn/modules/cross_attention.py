@@ -65,6 +65,12 @@ class CrossAttention(AttentionBase):
         InputError: for sizes that do not divide, or a value out of range.
 
     Source: image keys and values beside the text's: Wan 2.1, https://arxiv.org/abs/2503.20314
+
+    >>> layer = ma.CrossAttention(64, 32, heads=4, dim_head=16, rngs=nnx.Rngs(0))
+    >>> x, text = jnp.ones((1, 10, 64)), jnp.ones((1, 7, 32))
+    >>> kv = layer.compute_kv(text)  # once for all denoising steps
+    >>> layer(x, kv=kv).shape, bool(jnp.allclose(layer(x, kv=kv), layer(x, text)))
+    ((1, 10, 64), True)
     """
 
     role: ClassVar[Literal["self", "cross"]] = "cross"

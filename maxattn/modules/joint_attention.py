@@ -52,6 +52,11 @@ class JointAttention(FlaxAttention):
         InputError: for sizes that do not divide, or a value out of range.
 
     Source: Esser et al., Scaling rectified flow transformers, https://arxiv.org/abs/2403.03206
+
+    >>> layer = ma.JointAttention(64, 32, heads=4, dim_head=16, rngs=nnx.Rngs(0))
+    >>> picture, text = layer(jnp.ones((1, 10, 64)), jnp.ones((1, 7, 32)))
+    >>> picture.shape, text.shape
+    ((1, 10, 64), (1, 7, 32))
     """
 
     def __init__(

@@ -55,6 +55,11 @@ class FlaxAttention(AttentionBase):
         InputError: for sizes that do not divide, or a value out of range.
 
     Source: Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
+
+    >>> config = ma.AttentionConfig(attention="dot_product")
+    >>> layer = ma.FlaxAttention(64, heads=4, dim_head=16, config=config, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 10, 64)), rotary_emb=ma.rope_1d(16, length=10)).shape
+    (1, 10, 64)
     """
 
     role: ClassVar[Literal["self", "cross"]] = "self"

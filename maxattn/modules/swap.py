@@ -81,7 +81,12 @@ def swap(
 
     Raises:
         ConfigError, MeshError, InputError: `config` is no config, `mesh` no mesh, or `model` no NNX
-        module.
+            module.
+
+    >>> model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    >>> print(ma.swap(model, ma.AttentionConfig(attention="dot_product")))
+    1 of 1 attentions swapped
+      the model itself  MultiHeadAttention  swapped  attention: dot_product
     """
     checks.config(config)
     checks.mesh(mesh)

@@ -17,18 +17,26 @@ from maxattn.rope.tables import Rotary
 def apply_rotary(
     x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb"
 ) -> Float[Array, "B T N H"]:
-    """Turn the channel pairs of every head by the angles of its token, in float32, and cast back.
+    """Rotate the channel pairs of every head by the angles of its token.
+
+    The rotation is computed in float32 and cast back.
 
     Args:
         x: queries or keys [B, T, N, H].
         rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the
             interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B
             possibly 1. D is H/2; in a pair also H, with each number twice: (c0, c0, c1, c1, ...).
-            Where they are traced, or on other hosts, another order shows as NaN.
+            A pair of width H in another order is refused where its numbers can be read. They
+            cannot where it is traced, as an argument of a function under `jit`, or split over
+            several hosts: there the result is NaN.
         name: what the argument is called in errors.
 
     Raises:
         InputError: when the table does not fit x.
+
+    >>> q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+    >>> ma.apply_rotary(q, ma.rope_1d(8, length=16)).shape
+    (1, 16, 2, 8)
     """
     table = as_rotary(rotary, x.shape, name)
     # [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D] -> [B, T, 1, D], B possibly 1
@@ -36,8 +44,8 @@ def apply_rotary(
         jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1])
         for a in (table.cos, table.sin)
     )
-    turn = _turn_half if table.style == "half" else _turn_interleaved
-    return turn(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
+    rotate = _rotate_half if table.style == "half" else _rotate_interleaved
+    return rotate(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
 
 
 def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rotary:
@@ -52,12 +60,8 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
         InputError: for anything that `apply_rotary` does not take.
     """
     if shape[-1] % 2:
-        raise InputError(
-            "dim_head",
-            shape[-1],
-            f"{name} turns channels in pairs: it must be even",
-            "use an even dim_head",
-        )
+        rule = f"{name} turns channels in pairs: it must be even"
+        raise InputError("dim_head", shape[-1], rule, "use an even dim_head")
     table = _read(value, shape[-1], name)
     for part in (table.cos, table.sin):
         _check_fit(part, shape, name)
@@ -77,45 +81,40 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
         return Rotary(value.real, value.imag)
     else:
         found = f"{value.dtype} array of shape {tuple(value.shape)}"
-    raise InputError(
-        name,
-        found,
-        "it is a Rotary, an array of complex numbers, or a pair (cos, sin)",
-        "make it with maxattn.rope.rope_1d, rope_2d or rope_3d",
-    )
+    rule = "it is a Rotary, an array of complex numbers, or a pair (cos, sin)"
+    raise InputError(name, found, rule, "make it with maxattn.rope.rope_1d, rope_2d or rope_3d")
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that holds each twice."""
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    # A table for heads of twice the size, or of the half style, has this width too: what is not
-    # traced is looked at.
-    if not _can_look(part):
+    # A table for heads of twice the size, or of the half style, has this width too: its numbers are
+    # read where they can be.
+    numbers = _readable(part)
+    if numbers is None:
         return _or_nan(jnp.asarray(part))
-    if not np.array_equal(part[..., ::2], part[..., 1::2]):
-        raise InputError(
-            name,
-            f"(cos, sin) of width {head_dim}",
-            "at the full head dim each number stands twice: c0, c0, c1, c1",
-            "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2",
-        )
+    if not np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
+        rule = "at the full head dim each number stands twice: c0, c0, c1, c1"
+        remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
+        raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
     return part[..., ::2]
 
 
+def _readable(part: Any) -> np.ndarray | None:
+    """Return the numbers of a table, or None where this process cannot read them."""
+    # A tracer is asked first: it has no such attribute to give, and fails over the question.
+    if is_tracer(part):
+        return None
+    if getattr(part, "is_fully_addressable", True):
+        return np.asarray(part)
+    return np.asarray(part.addressable_data(0)) if part.is_fully_replicated else None
+
+
 def _or_nan(part: Array) -> Array:
-    """Drop every second number of a table that nobody can look at here; of one of another order
-    make NaN.
-    """
+    """Drop every second number of a table that cannot be read here; give NaN for another order."""
     once, again = part[..., ::2], part[..., 1::2]
     return jnp.where(jnp.all(once == again), once, jnp.nan)
-
-
-def _can_look(part: Any) -> bool:
-    # A tracer is asked first: it has no such attribute to give, and fails over the question.
-    return not is_tracer(part) and getattr(
-        part, "is_fully_addressable", isinstance(part, np.ndarray)
-    )
 
 
 def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
@@ -126,16 +125,13 @@ def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
     elif len(dims) == 4 and 1 in dims[1:3]:
         dims = (dims[0], dims[1] * dims[2], dims[3])
     if len(dims) != 3 or dims[0] not in (1, b) or dims[1:] != (t, h // 2):
-        raise InputError(
-            name,
-            f"shape {tuple(part.shape)}",
-            f"for {t} tokens and head dim {h} it is [{t}, {h // 2}] or [{b}, {t}, {h // 2}], or"
-            " with 1 for heads",
-            "make it for these tokens and this head dim, or slice it to them",
-        )
+        fits = f"[{t}, {h // 2}] or [{b}, {t}, {h // 2}], or with 1 for heads"
+        rule = f"for {t} tokens and head dim {h} it is {fits}"
+        remedy = "make it for these tokens and this head dim, or slice it to them"
+        raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
 
 
-def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
+def _rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
     # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a
     # GPU's bandwidth.
     pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -143,6 +139,6 @@ def _turn_interleaved(x: Array, cos: Array, sin: Array) -> Array:
     return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)
 
 
-def _turn_half(x: Array, cos: Array, sin: Array) -> Array:
+def _rotate_half(x: Array, cos: Array, sin: Array) -> Array:
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -24,7 +24,7 @@ STYLES = ("interleaved", "half")
 class Rotary:
     """Hold the angles of a rotary embedding as cosines and sines, one a token and pair of channels.
 
-    A pair (a, b) of channels turns by its angle: (a cos - b sin, a sin + b cos).
+    A pair (a, b) of channels is rotated by its angle: (a cos - b sin, a sin + b cos).
 
     Args:
         cos: [T, H/2], or [B, T, H/2] when examples have different positions; float32.
@@ -42,13 +42,10 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
-            raise InputError(
-                "style",
-                self.style,
-                f"a rotary style is one of {', '.join(STYLES)}",
-                did_you_mean(str(self.style), STYLES)
-                or "use 'interleaved' for Wan and Flux, 'half' for LLaMA",
-            )
+            rule = f"a rotary style is one of {', '.join(STYLES)}"
+            which = "use 'interleaved' for Wan and Flux, 'half' for LLaMA"
+            remedy = did_you_mean(str(self.style), STYLES) or which
+            raise InputError("style", self.style, rule, remedy)
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -74,6 +71,10 @@ def rope_1d(
         InputError: for an odd head_dim, no positions, or a theta that is no positive number.
 
     Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864
+
+    >>> table = ma.rope_1d(64, 4096)
+    >>> table.cos.shape, float(table.cos[0, 0])
+    ((4096, 32), 1.0)
     """
     return rope_nd((head_dim,), _grid(length=length), theta, style=style)
 
@@ -81,8 +82,9 @@ def rope_1d(
 def rope_2d(
     head_dim: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved"
 ) -> Rotary:
-    """Make the table of a picture's patches in raster order: half of the channels for rows, half
-    for columns.
+    """Make the table of a picture's patches in raster order.
+
+    Half of the channels are for the row of a patch, half for its column.
 
     Args:
         head_dim: H, a multiple of 4.
@@ -95,12 +97,14 @@ def rope_2d(
 
     Raises:
         InputError: for a head_dim that is no multiple of 4, no positions, or a theta that is no
-        positive number.
+            positive number.
+
+    >>> ma.rope_2d(64, height=32, width=48).cos.shape
+    (1536, 32)
     """
     if head_dim % 4:
-        raise InputError(
-            "head_dim", head_dim, "two axes of pairs need a multiple of 4", "use a multiple of 4"
-        )
+        rule = "two axes of pairs need a multiple of 4"
+        raise InputError("head_dim", head_dim, rule, "use a multiple of 4")
     return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
 
 
@@ -113,8 +117,9 @@ def rope_3d(
     *,
     style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of a video's patches, frame by frame in raster order, split over the channels
-    as Wan does.
+    """Make the table of a video's patches, frame by frame in raster order.
+
+    The channels are split over time, height and width as Wan splits them.
 
     Args:
         head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes
@@ -128,13 +133,15 @@ def rope_3d(
 
     Raises:
         InputError: for an odd or small head_dim, no positions, or a theta that is no positive
-        number.
+            number.
 
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
+
+    >>> ma.rope_3d(128, frames=21, height=30, width=52).cos.shape
+    (32760, 64)
     """
-    return rope_nd(
-        split_3d(head_dim), _grid(frames=frames, height=height, width=width), theta, style=style
-    )
+    grid = _grid(frames=frames, height=height, width=width)
+    return rope_nd(split_3d(head_dim), grid, theta, style=style)
 
 
 def split_3d(head_dim: int) -> tuple[int, int, int]:
@@ -144,9 +151,8 @@ def split_3d(head_dim: int) -> tuple[int, int, int]:
         InputError: when head_dim is odd or below 6.
     """
     if head_dim < 6 or head_dim % 2:
-        raise InputError(
-            "head_dim", head_dim, "three axes of pairs: even, at least 6", "use a multiple of 2"
-        )
+        rule = "three axes of pairs: even, at least 6"
+        raise InputError("head_dim", head_dim, rule, "use a multiple of 2")
     space = 2 * (head_dim // 6)
     return head_dim - 2 * space, space, space
 
@@ -158,11 +164,11 @@ def rope_nd(
     *,
     style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of any positions: each axis turns its own share of the channels.
+    """Make the table of any positions: each axis rotates its own share of the channels.
 
     Args:
         sizes: channels of each axis, all even; their sum is H.
-        positions: one number a token and axis; [T, axes] or [B, T, axes].
+        positions: one finite number a token and axis; [T, axes] or [B, T, axes].
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
@@ -170,54 +176,51 @@ def rope_nd(
         cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
 
     Raises:
-        InputError: for an odd size, positions that do not fit the sizes, or a theta that is no
-        positive number.
+        InputError: for an odd size, positions that do not fit the sizes or are not finite, or a
+            theta that is no positive number.
     """
-    positions = np.asarray(positions, np.float64)
-    if positions.ndim not in (2, 3) or positions.shape[-1] != len(sizes):
-        raise InputError(
-            "positions",
-            f"shape {positions.shape}",
-            f"[T, {len(sizes)}] or [B, T, {len(sizes)}], one column an axis",
-            "give one position a token and axis",
-        )
-    theta = _checked_theta(theta)
-    angles = np.concatenate(
-        [_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)], axis=-1
-    )
+    positions, theta = _checked_positions(positions, len(sizes)), _checked_theta(theta)
+    each = [_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)]
+    angles = np.concatenate(each, axis=-1)
+    if not np.isfinite(angles).all():
+        rule = "the angles, positions * theta ** (-2 i / channels), must be finite"
+        raise InputError("theta", repr(theta), rule, "leave it out for 10,000")
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
+
+
+def _checked_positions(positions: Any, axes: int) -> np.ndarray:
+    positions = np.asarray(positions, np.float64)
+    if positions.ndim not in (2, 3) or positions.shape[-1] != axes:
+        rule = f"[T, {axes}] or [B, T, {axes}], one column an axis"
+        remedy = "give one position a token and axis"
+        raise InputError("positions", f"shape {positions.shape}", rule, remedy)
+    if not np.isfinite(positions).all():
+        rule = "a position is a finite number: the cosine of another is NaN"
+        raise InputError("positions", "NaN or infinite", rule, "give padding tokens position 0")
+    return positions
 
 
 def _checked_theta(theta: Any) -> float:
     if not is_number(theta) or not 0 < theta < np.inf:
-        raise InputError(
-            "theta",
-            repr(theta),
-            "it is the base of the frequencies: a positive, finite number",
-            "leave it out for 10,000",
-        )
+        rule = "it is the base of the frequencies: a positive, finite number"
+        raise InputError("theta", repr(theta), rule, "leave it out for 10,000")
     return float(theta)
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
     if channels <= 0 or channels % 2:
-        raise InputError(
-            "head_dim",
-            channels,
-            "channels turn in pairs: each axis has an even number",
-            "use an even size",
-        )
-    frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
-    return positions[..., None] * frequencies
+        rule = "channels turn in pairs: each axis has an even number"
+        raise InputError("head_dim", channels, rule, "use an even size")
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+        frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+        return positions[..., None] * frequencies
 
 
 def _grid(**sizes: int) -> np.ndarray:
     """List the positions of a grid in raster order: [T, axes]."""
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(
-                name, size, "it must be at least 1", "give every axis at least one position"
-            )
-    return np.stack(
-        np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij"), -1
-    ).reshape(-1, len(sizes))
+            remedy = "give every axis at least one position"
+            raise InputError(name, size, "it must be at least 1", remedy)
+    axes = np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij")
+    return np.stack(axes, -1).reshape(-1, len(sizes))

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from maxattn.errors import MeshError, did_you_mean
-from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type
+from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type, is_tracer
 from maxattn.jax_private.varying import checked_axes
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -120,6 +120,29 @@ def usable_mesh(mesh: Any) -> Any:
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
     check_surrounding(mesh)
     return mesh
+
+
+def check_devices(mesh: Any, q: Any) -> None:
+    """Refuse a mesh without devices, and one of other devices than q is on.
+
+    Args:
+        mesh: from `usable_mesh`.
+        q: an array; where it is traced, only jax knows its devices.
+
+    Raises:
+        MeshError: naming the mesh.
+    """
+    if not mesh_shape(mesh) or is_tracer(q):
+        return
+    if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
+        rule, remedy = "it has no devices to run on", "pass a Mesh; plan() takes either"
+        raise MeshError("mesh", "AbstractMesh", rule, remedy)
+    committed = isinstance(mesh, Mesh) and getattr(q, "committed", False)
+    if committed and q.sharding.device_set != set(mesh.devices.flat):
+        rule = "q was put on other devices than those of the mesh"
+        example = "jax.device_put(q, NamedSharding(mesh, PartitionSpec()))"
+        remedy = f"put the arrays on the mesh, e.g. with {example}"
+        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
 
 
 def check_unchecked(kernel: str) -> None:
