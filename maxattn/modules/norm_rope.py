@@ -1,5 +1,4 @@
-"""Norm and rotary embedding of queries or keys together: where NVIDIA GPUs take them in one kernel,
-and its gradient.
+"""Norm and rotary embedding of queries or keys together, in one kernel on NVIDIA GPUs.
 
 Elsewhere `maxattn.modules.qk_norm` and `maxattn.rope` do the same, one after the other. The kernel
 adds the projection's bias too, and stays in float32 from there to the result; the others round to
@@ -8,6 +7,7 @@ the compute dtype in between.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type
 from maxattn.jax_private.triton import triton_there
 from maxattn.jax_private.varying import checked_axes
 from maxattn.modules import norm_rope_triton
-from maxattn.modules.norm_rope_triton import Row
+from maxattn.modules.norm_rope_row import Row
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary, apply_rotary
 from maxattn.target import Target
@@ -36,8 +36,7 @@ Tables = tuple[Array, ...]
 def fused_row(
     qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, heads: int, head_dim: int
 ) -> Row | None:
-    """Describe to the kernel what is done to a token's row, or return None for a norm or sizes that
-    it does not take.
+    """Describe what the kernel does to a token's row, or return None where it cannot.
 
     Args:
         qk_norm: the kind of the norm; the kernel takes RMS norms and None.
@@ -46,26 +45,19 @@ def fused_row(
         heads: N.
         head_dim: H; the kernel takes powers of two.
     """
-    if (
-        (norm is None and rotary is None)
-        or qk_norm not in KINDS
-        or type(norm) not in (nnx.RMSNorm, type(None))
-    ):
-        return None  # a class made of RMSNorm may do something else
-    kind = None if norm is None else KINDS[qk_norm]
-    row = Row(
-        heads,
-        head_dim,
-        kind,
-        0.0 if norm is None else norm.epsilon,
-        None if rotary is None else rotary.style,
-    )
+    nothing = norm is None and rotary is None
+    plain = type(norm) in (nnx.RMSNorm, type(None))  # a class made of RMSNorm may do something else
+    if nothing or not plain or qk_norm not in KINDS:
+        return None
+    kind, eps = (None, 0.0) if norm is None else (KINDS[qk_norm], norm.epsilon)
+    row = Row(heads, head_dim, kind, eps, None if rotary is None else rotary.style)
     return row if row.fits() else None
 
 
 def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTNH") -> bool:
-    """Say whether the kernel takes such rows here: on NVIDIA GPUs, each device having whole rows,
-    all equally many.
+    """Say whether the kernel takes such rows here.
+
+    It does on NVIDIA GPUs, where each device has whole rows, all equally many.
 
     Args:
         row: from `fused_row`.
@@ -73,17 +65,16 @@ def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTN
         mesh: the module's.
         letters: of the result's axes.
     """
-    if Target.here().device.vendor != "NVIDIA" or not triton_there():
+    if not _on_nvidia() or x.dtype.name not in DTYPES:
         return False
-    if x.dtype.name not in DTYPES or _checked() or (mesh is None and _may_be_spread()):
+    if _checked() or (mesh is None and _may_be_spread()):
         return False
     shape = sharding.mesh_shape(mesh)
     if row.norm == "across" and sharding.ways("N", shape) > 1:
         return False
-    sizes = (*x.shape[:2], row.heads)
-    return all(n % sharding.ways(a, shape) == 0 for a, n in zip(letters, sizes, strict=False)) and (
-        _local(row, letters, shape).fits()
-    )
+    sizes = zip(letters, (*x.shape[:2], row.heads), strict=False)
+    even = all(n % sharding.ways(letter, shape) == 0 for letter, n in sizes)
+    return even and _local(row, letters, shape).fits()
 
 
 def norm_rotary(
@@ -96,7 +87,7 @@ def norm_rotary(
     letters: str = "BTNH",
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Add a bias, norm and turn queries or keys, in one kernel.
+    """Add a bias, norm and rotate queries or keys, in one kernel.
 
     Args:
         row: from `fused_row`.
@@ -108,26 +99,40 @@ def norm_rotary(
     """
     b, t, _ = x.shape
     shape = sharding.mesh_shape(mesh)
+    vectors = _vectors(row, bias, norm, summed=bool(shape))
+    tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
+    specs = _specs(vectors, tables, shape, letters, b)
+    run = partial(_on_shard, _local(row, letters, shape), interpret)
+    heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
+    return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
+
+
+def _vectors(row: Row, bias: Array | None, norm: QKNorm | None, summed: bool) -> Vectors:
+    """Return bias and scale by heads, those that there are.
+
+    Args:
+        summed: whether their gradients are summed over devices: before they are rounded, so in
+            float32.
+    """
     vectors = {} if bias is None else {"bias": jnp.reshape(bias, (row.heads, row.head_dim))}
     if norm is not None and norm.scale is not None:
         vectors["scale"] = jnp.reshape(norm.scale.get_value(), (-1, row.head_dim))
-    if any(
-        size > 1 for _, size in shape
-    ):  # their gradients are summed over devices before they are rounded
-        vectors = {name: v.astype(jnp.float32) for name, v in vectors.items()}
-    tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
+    return {name: v.astype(jnp.float32) for name, v in vectors.items()} if summed else vectors
+
+
+def _specs(
+    vectors: Vectors, tables: Tables, shape: sharding.MeshShape, letters: str, batch: int
+) -> tuple[Any, ...]:
+    """Return the specs of the heads, the vectors and the tables."""
 
     def spec(letters: str) -> Any:
         return sharding.to_partition_spec(sharding.spec_of(letters, shape))
 
-    of_tables = tuple(spec(("B" if len(a) == b else "1") + letters[1] + "H") for a in tables)
-    of_vectors = {
-        name: spec((letters[2] if len(v) > 1 else "1") + "H") for name, v in vectors.items()
-    }
-    specs = spec(letters), of_vectors, of_tables
-    run = partial(_on_shard, _local(row, letters, shape), interpret)
-    heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
-    return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
+    examples = ["B" if len(a) == batch else "1" for a in tables]
+    of_tables = tuple(spec(one + letters[1] + "H") for one in examples)
+    heads = {name: letters[2] if len(v) > 1 else "1" for name, v in vectors.items()}
+    of_vectors = {name: spec(letter + "H") for name, letter in heads.items()}
+    return spec(letters), of_vectors, of_tables
 
 
 # ---- one device ----------------------------------------------------------------------------------
@@ -171,25 +176,20 @@ def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
     z = jnp.asarray(x, jnp.float32) + vectors.get("bias", 0.0)
     if row.norm is not None:
         axes = (1, 2) if row.norm == "across" else 2
-        z = (
-            z
-            * jax.lax.rsqrt(jnp.mean(z * z, axes, keepdims=True) + row.eps)
-            * vectors.get("scale", 1.0)
-        )
+        r = jax.lax.rsqrt(jnp.mean(z * z, axes, keepdims=True) + row.eps)
+        z = z * r * vectors.get("scale", 1.0)
     if row.style is None:
         return z.astype(x.dtype)
     cos, sin = tables
-    turned = apply_rotary(z.reshape(-1, len(cos), *x.shape[1:]), Rotary(cos, sin, row.style))
-    return turned.reshape(x.shape).astype(x.dtype)
+    rotated = apply_rotary(z.reshape(-1, len(cos), *x.shape[1:]), Rotary(cos, sin, row.style))
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 # ---- arrays and places ---------------------------------------------------------------------------
 
 
 def _as_given(total: Float[Array, "N H"], v: Array) -> Array:
-    """Return the gradient of a vector in its shape and dtype: over all heads where they share
-    it.
-    """
+    """Return the gradient of a vector in its shape and dtype: over all heads that share it."""
     return (total if len(v) > 1 else total.sum(0, keepdims=True)).astype(v.dtype)
 
 
@@ -199,21 +199,23 @@ def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:
 
 def _local(row: Row, letters: str, shape: sharding.MeshShape) -> Row:
     """Return what is done to the part of a row that a device has."""
-    return Row(
-        row.heads // sharding.ways(letters[2], shape), row.head_dim, row.norm, row.eps, row.style
-    )
+    return replace(row, heads=row.heads // sharding.ways(letters[2], shape))
+
+
+def _on_nvidia() -> bool:
+    return Target.here().device.vendor == "NVIDIA" and triton_there()
 
 
 def _may_be_spread() -> bool:
-    """Say whether jax may lay out arrays over devices that nobody names: it would gather what the
-    kernel reads.
+    """Say whether jax may lay out arrays over devices that nobody names.
+
+    It would gather what the kernel reads.
     """
     ambient = ambient_mesh()
     if ambient is None:
         return _devices() > 1
-    left = axis_names_of_type(ambient, AxisType.Auto) | axis_names_of_type(
-        ambient, AxisType.Explicit
-    )
+    kinds = AxisType.Auto, AxisType.Explicit
+    left = frozenset[str]().union(*(axis_names_of_type(ambient, kind) for kind in kinds))
     return any(ambient.shape[a] > 1 for a in left)
 
 
@@ -222,8 +224,6 @@ def _devices() -> int:
 
 
 def _checked() -> bool:
-    """Say whether a surrounding `shard_map` checks over which axes values vary: the kernel does not
-    say so of its.
-    """
+    """Say whether a surrounding `shard_map` checks what varies: the kernel does not say so."""
     ambient = ambient_mesh()
     return ambient is not None and bool(checked_axes(axis_names_of_type(ambient, AxisType.Manual)))

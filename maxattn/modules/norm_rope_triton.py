@@ -4,12 +4,12 @@ kernels through Pallas.
 A row is one token's projection, N heads of H channels. Forward: the row and its angles are read, y
 is written.
 
-    z = x + bias;   r = 1 / sqrt(mean(z^2) + eps);   n = z * r;   u = n * scale;   y = turn(u)
+    z = x + bias;   r = 1 / sqrt(mean(z^2) + eps);   n = z * r;   u = n * scale;   y = rotate(u)
 
 Backward: dy and x are read, and dx is written. The forward has kept r of a norm across heads; that
 of one head costs less to compute again. Sums over tokens stay in registers, one set a program.
 
-    du = turn back(dy);   g = du * scale;   dx = (g - n * mean(g * n)) * r
+    du = rotate back(dy);   g = du * scale;   dx = (g - n * mean(g * n)) * r
     dscale = sum of du * n;   dbias = sum of dx
 
 All arithmetic is float32. Triton's arrays have powers of two as sizes, so a row is taken as chunks
@@ -19,85 +19,27 @@ embedding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxattn.devices import DEVICES
-from maxattn.jax_private.triton import triton_params, triton_split
-
-CHUNK = 1024  # channels
-MAX_CHUNKS = 32
-# Channels of a thread. More make fewer reductions across threads, fewer spare registers: about so
-# many measured best on an H200, for rows of 1,536 and of 5,120; few heads in a chunk leave a thread
-# more.
-CHANNELS = 12
-ROOMY = 24  # up to here registers hold bias, scale and the next row as well
-MOST_CHANNELS = 48  # beyond, not even the sums
-MULTIPROCESSORS = DEVICES["NVIDIA H200"].sms
-Parts = tuple[Array, ...]  # of a chunk as it is loaded: the whole, or a and b
-Pair = Parts  # a and b
-
-
-@dataclass(frozen=True)
-class Row:
-    """Say what is done to a row.
-
-    Args:
-        heads: N.
-        head_dim: H, a power of two, at least 16.
-        norm: "across" all channels of a token, "head" by head, or None.
-        eps: of the norm.
-        style: of the rotary embedding, "interleaved" or "half", or None for none.
-    """
-
-    heads: int
-    head_dim: int
-    norm: str | None
-    eps: float
-    style: str | None
-
-    @property
-    def chunk(self) -> int:
-        """Return the heads of a chunk, a power of two that divides N."""
-        return gcd(self.heads, max(1, CHUNK // self.head_dim))
-
-    @property
-    def chunks(self) -> int:
-        """Return into how many chunks a row is taken."""
-        return self.heads // self.chunk
-
-    @property
-    def warps(self) -> int:
-        """Return how many warps of 32 threads work on a row."""
-        need, most = self.heads * self.head_dim // CHANNELS, self.chunk * self.head_dim // 4
-        return max(1, 2 ** ((min(need, most) - 1).bit_length()) // 32)
-
-    @property
-    def channels(self) -> float:
-        """Return how many channels a thread has."""
-        return self.heads * self.head_dim / (32 * self.warps)
-
-    @property
-    def programs(self) -> int:
-        """Return how many programs the backward has, about what a GPU holds at once: each keeps a
-        set of sums.
-        """
-        held = 16 if self.channels <= CHANNELS else 8  # warps of a multiprocessor
-        return -(-MULTIPROCESSORS * held // self.warps)
-
-    def fits(self) -> bool:
-        """Say whether the kernels take such a row."""
-        power = self.head_dim & (self.head_dim - 1) == 0
-        if not power or not 16 <= self.head_dim <= 512 or self.chunks > MAX_CHUNKS:
-            return False
-        return self.channels <= MOST_CHANNELS
-
+from maxattn.jax_private.triton import triton_params
+from maxattn.modules.norm_rope_row import (
+    ROOMY,
+    Pair,
+    Parts,
+    Row,
+    angles_of,
+    as_float32,
+    load_vectors,
+    pairs,
+    read_row,
+    store,
+    vector_pairs,
+)
 
 # ---- calls ---------------------------------------------------------------------------------------
 
@@ -168,12 +110,12 @@ def _forward_kernel(
     from jax.experimental import pallas as pl
 
     token = pl.program_id(0)
-    vectors = _load_vectors(row, refs)
-    z = _with_bias([_as_float32(raw) for raw in _read_row(row, x_ref, token)], vectors)
-    r, angles = _over_root(row, z), _angles(row, tables, token)
+    vectors = load_vectors(row, refs)
+    z = _with_bias([as_float32(raw) for raw in read_row(row, x_ref, token)], vectors)
+    r, angles = _over_root(row, z), angles_of(row, tables, token)
     for c in range(row.chunks):
         u = _scaled(_times(z[c], r[c]), vectors, c)
-        _store(row, y_ref, token, c, _turn(_pairs(row, u), angles))
+        store(row, y_ref, token, c, _rotate(pairs(row, u), angles))
     if r_ref is not None:
         r_ref[token] = r[0]
 
@@ -192,21 +134,21 @@ def _backward_kernel(
     from jax.experimental import pallas as pl
 
     first, tokens, roomy = pl.program_id(0), x_ref.shape[0], row.channels <= ROOMY
-    held = _vector_pairs(row, refs) if roomy else None
+    held = vector_pairs(row, refs) if roomy else None
 
     def read(token: Any) -> Any:
-        raw = [_read_row(row, ref, token) for ref in (dy_ref, x_ref)]
-        return raw, None if r_ref is None else r_ref[token], _angles(row, tables, token)
+        raw = [read_row(row, ref, token) for ref in (dy_ref, x_ref)]
+        return raw, None if r_ref is None else r_ref[token], angles_of(row, tables, token)
 
     def one(i: Any, carry: Any) -> Any:
         token, (sums, ahead) = first + i * programs, carry
         raw, r, angles = read(token) if ahead is None else ahead
         later = None if ahead is None else read(jnp.minimum(token + programs, tokens - 1))
         dx, more = _pull_back(
-            row, raw, r, angles, _vector_pairs(row, refs) if held is None else held
+            row, raw, r, angles, vector_pairs(row, refs) if held is None else held
         )
         for c in range(row.chunks):
-            _store(row, dx_ref, token, c, dx[c])
+            store(row, dx_ref, token, c, dx[c])
         return jax.tree.map(jnp.add, sums, more), later
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
@@ -216,16 +158,16 @@ def _backward_kernel(
     )
     for name, each in sums.items():
         for c in range(row.chunks):
-            _store(row, sum_refs[name], first, c, each[c])
+            store(row, sum_refs[name], first, c, each[c])
 
 
 def _pull_back(
     row: Row, raw: Any, kept: Array | None, angles: Pair | None, vectors: dict[str, list[Pair]]
 ) -> tuple[list[Pair], dict[str, list[Pair]]]:
     """Return dx of a row, and what it adds to the gradients of the vectors."""
-    dy, x = ([_pairs(row, _as_float32(chunk)) for chunk in each] for each in raw)
+    dy, x = ([pairs(row, as_float32(chunk)) for chunk in each] for each in raw)
     back = None if angles is None else (angles[0], -angles[1])
-    du = [_turn(each, back) for each in dy]
+    du = [_rotate(each, back) for each in dy]
     z = _with_bias(x, vectors)
     r = _over_root(row, z) if kept is None else [kept] * row.chunks
     g = [_scaled(each, vectors, c) for c, each in enumerate(du)]
@@ -278,22 +220,11 @@ def _scaled(x: Parts, vectors: dict[str, list[Parts]], c: int) -> Parts:
     return _product(x, vectors["scale"][c]) if "scale" in vectors else x
 
 
-def _turn(x: Pair, angles: Pair | None) -> Pair:
+def _rotate(x: Pair, angles: Pair | None) -> Pair:
     if angles is None:
         return x
     (a, b), (cos, sin) = x, angles
     return a * cos - b * sin, a * sin + b * cos
-
-
-def _angles(row: Row, tables: Any, token: Any) -> Pair | None:
-    """Load the cosines and sines of a token: [heads, H/2]."""
-    if not tables:
-        return None
-    # In the shape of a chunk, heads repeated: each thread then loads what it needs, and none
-    # exchanges any.
-    channel = jax.lax.broadcasted_iota(jnp.int32, (row.chunk, row.head_dim // 2), 1)
-    cos, sin = (ref[jax.lax.rem(token, jnp.int32(ref.shape[0])), channel] for ref in tables)
-    return cos, sin
 
 
 def _product(x: Parts, y: Parts) -> Parts:
@@ -302,80 +233,3 @@ def _product(x: Parts, y: Parts) -> Parts:
 
 def _times(x: Parts, factor: Any) -> Parts:
     return tuple(each * factor for each in x)
-
-
-def _pairs(row: Row, parts: Parts) -> Pair:
-    """Return the two halves of a chunk's pairs, twice [heads, H/2]."""
-    if row.style != "interleaved":
-        return parts[0], parts[1]
-    return triton_split(parts[0].reshape(row.chunk, row.head_dim // 2, 2))
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def _read_row(row: Row, ref: Any, token: Any) -> list[Parts]:
-    """Load a row as it stands in memory, chunk by chunk."""
-    return [
-        tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)
-    ]
-
-
-def _vector_pairs(row: Row, refs: dict[str, Any]) -> dict[str, list[Pair]]:
-    return {
-        name: [_pairs(row, parts) for parts in each]
-        for name, each in _load_vectors(row, refs).items()
-    }
-
-
-def _load_vectors(row: Row, refs: dict[str, Any]) -> dict[str, list[Parts]]:
-    """Load bias and scale, those that there are, chunk by chunk."""
-    return {
-        name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()
-    }
-
-
-def _load_vector(row: Row, ref: Any, c: int) -> Parts:
-    if ref.shape[0] == row.heads:
-        return _as_float32(tuple(ref[_heads(row, c), part] for part in _parts(row)))
-    return _as_float32(tuple(_repeated(row, ref, part) for part in _parts(row)))
-
-
-def _repeated(row: Row, ref: Any, part: Any) -> Float[Array, "heads H"]:
-    """Load what all heads share, in the shape of a chunk."""
-    channel = part.start + jax.lax.broadcasted_iota(jnp.int32, (row.chunk, part.size), 1)
-    return ref[jnp.zeros_like(channel), channel]
-
-
-def _as_float32(raw: Parts) -> Parts:
-    return tuple(each.astype(jnp.float32) for each in raw)
-
-
-def _store(row: Row, ref: Any, place: Any, c: int, x: Pair) -> None:
-    """Store a chunk of a token's row, or of a program's sums."""
-    a, b = (each.astype(ref.dtype) for each in x)
-    if row.style == "interleaved":
-        ref[place, _heads(row, c), :] = jnp.stack((a, b), axis=-1).reshape(row.chunk, row.head_dim)
-        return
-    for each, part in zip((a, b), _parts(row), strict=True):
-        ref[place, _heads(row, c), part] = each
-
-
-def _heads(row: Row, c: int) -> Any:
-    from jax.experimental import pallas as pl
-
-    return pl.ds(c * row.chunk, row.chunk)
-
-
-def _parts(row: Row) -> list[Any]:
-    """Return which channels of a head are loaded together: all, or those that are first in their
-    pairs, and second.
-    """
-    from jax.experimental import pallas as pl
-
-    half = row.head_dim // 2
-    return (
-        [pl.ds(0, row.head_dim)]
-        if row.style == "interleaved"
-        else [pl.ds(0, half), pl.ds(half, half)]
-    )
