@@ -1,5 +1,6 @@
-"""maxattn: attention for diffusion transformers in Flax NNX. One YAML line picks the kernel and the
-parallelism.
+"""maxattn: attention for diffusion transformers in Flax NNX.
+
+One YAML line picks the kernel and the parallelism.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What is logged: each plan once, and each change of block sizes once, when the kernel that it is
-of is compiled.
+"""What is logged: each plan once, and each change of block sizes once.
+
+A change of block sizes is logged when the kernel that takes them is compiled.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _said: set[str] = set()
 
 
 def announce(plan: Plan) -> None:
-    """Log a plan the first time it is met, on process 0 alone: a warning where it is not what the
-    user named.
+    """Log a plan the first time it is met, on process 0 alone.
+
+    It is a warning where another kernel or strategy runs than the user named.
     """
     level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
     # A plan met before logging was set up is not spent: it is logged once somebody listens.
@@ -38,8 +40,9 @@ def announce(plan: Plan) -> None:
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
-    """Warn once where a call has no mesh or another one than its config asks for: settings alone
-    make none.
+    """Warn once where a call has no mesh, or another one than its config asks for.
+
+    Settings alone make no mesh.
 
     Args:
         config: whose sizes and strategy are looked at.

@@ -1,5 +1,6 @@
-"""Values that describe one attention call: its shapes, and why a kernel refuses it. No arrays, no
-devices.
+"""Values that describe an attention call: its shapes, and why a kernel refuses it.
+
+They hold no arrays and know no devices.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The one place where a choice is made: which kernel, which context strategy, which layout, and
-why.
+"""The one place where a choice is made: which kernel, which strategy, which layout, and why.
 
 `plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()`
 executes a plan and decides nothing itself, so what is explained is what runs.
@@ -302,8 +301,9 @@ def _candidates(
 
 
 def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
-    """Return why a kernel cannot compute a local call on the target, or not with the same bits
-    every time, or None.
+    """Return why a kernel cannot compute a local call on the target, or None.
+
+    With `deterministic`, one whose backward does not repeat bit for bit is refused too.
     """
     if "/" in name:
         found = (refusal(part, local, target, deterministic) for part in name.split("/"))

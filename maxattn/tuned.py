@@ -1,5 +1,4 @@
-"""Sizes that were measured on a machine, as values: `maxattn tune` writes them, `Target.here()`
-reads them.
+"""Sizes that were measured on a machine: `maxattn tune` writes them, `Target.here()` reads them.
 
 A plan stays a pure function: the sizes reach it inside its `Target`. They stand in for what the
 config leaves unset, and change no result beyond rounding.
@@ -50,10 +49,8 @@ class Tuned:
 
     def __str__(self) -> str:
         what = "forward and backward" if self.training else "forward"
-        return (
-            f"{', '.join(f'{key} {value}' for key, value in self.sizes)}:"
-            f" {in_ms(self.milliseconds)} {what}"
-        )
+        sizes = ", ".join(f"{key} {value}" for key, value in self.sizes)
+        return f"{sizes}: {in_ms(self.milliseconds)} {what}"
 
 
 def in_ms(time: float) -> str:
@@ -106,9 +103,9 @@ def with_sizes(
     from maxattn.config import FlashBlockSizes
 
     values: dict[str, Any] = dict(sizes)
-    return config.replace(
-        **({"flash_block_sizes": FlashBlockSizes(**values)} if kernel in BLOCKS else values)
-    )
+    if kernel in BLOCKS:
+        values = {"flash_block_sizes": FlashBlockSizes(**values)}
+    return config.replace(**values)
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -171,8 +168,9 @@ def winners(
     packages: tuple[tuple[str, str], ...],
     source: str,
 ) -> tuple[Tuned, ...]:
-    """Choose the fastest sizes of each kernel and call: by forward and backward where that was
-    timed, else forward.
+    """Choose the fastest sizes of each kernel and call.
+
+    Forward and backward together count where they were timed, else the forward.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for m in measurements:
@@ -187,12 +185,6 @@ def _fastest(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
         timed = [m for m in group if m[field] is not None]
         if timed:
             best = min(timed, key=lambda m: m[field])
-            return Tuned(
-                best["kernel"],
-                best["call"],
-                tuple(best["sizes"].items()),
-                best[field],
-                training,
-                source,
-            )
+            what, sizes = (best["kernel"], best["call"]), tuple(best["sizes"].items())
+            return Tuned(*what, sizes, best[field], training, source)
     return None

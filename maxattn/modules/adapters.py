@@ -1,6 +1,4 @@
-"""maxattn inside modules of others: `attention_fn`, what `nnx.MultiHeadAttention` calls to
-attend.
-"""
+"""maxattn inside modules of others: `attention_fn`, which `nnx.MultiHeadAttention` calls."""
 
 from __future__ import annotations
 
@@ -107,12 +105,9 @@ class AttentionFn:
             InputError: for operands that do not fit together.
         """
         if dropout_rate > 0.0 and not deterministic:
-            raise Unsupported(
-                "dropout_rate",
-                dropout_rate,
-                "no kernel of maxattn drops attention probabilities",
-                "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True",
-            )
+            rule = "no kernel of maxattn drops attention probabilities"
+            off = "set dropout_rate=0.0 (drop the module's output instead)"
+            raise Unsupported("dropout_rate", dropout_rate, rule, f"{off}, or deterministic=True")
         q, k, v = _one_dtype(dtype, query, key, value)
         batch = _batch_dims(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
@@ -135,13 +130,10 @@ def _one_dtype(dtype: Any, *operands: Array) -> tuple[Array, ...]:
 def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3 or x.shape[:-3] != q.shape[:-3]:
-            raise InputError(
-                name,
-                f"shape {tuple(x.shape)}",
-                "it must be [..., length, heads, channels], with the batch axes of the query,"
-                f" {q.shape[:-3]}",
-                "give query, key and value the same batch axes",
-            )
+            axes = f"the batch axes of the query, {q.shape[:-3]}"
+            rule = f"it must be [..., length, heads, channels], with {axes}"
+            remedy = "give query, key and value the same batch axes"
+            raise InputError(name, f"shape {tuple(x.shape)}", rule, remedy)
     return tuple(q.shape[:-3])
 
 
@@ -155,18 +147,18 @@ def _mask(
 
 
 def _fold(x: Array, batch: tuple[int, ...], name: str) -> Array:
-    """Bring [..., N, T, S] (each axis full or 1, leading axes possibly missing) to [B | 1, N, T,
-    S].
+    """Bring [..., N, T, S] to [B | 1, N, T, S].
+
+    Each axis is full or 1, and leading axes may be missing.
     """
     x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
     lead, rest = x.shape[:-3], x.shape[-3:]
     if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
-        raise InputError(
-            name,
-            f"shape {tuple(x.shape)}",
+        rule, remedy = (
             f"its batch axes must broadcast to {batch}",
             "give every axis its full size or 1",
         )
+        raise InputError(name, f"shape {tuple(x.shape)}", rule, remedy)
     if all(a == 1 for a in lead):
         return x.reshape(1, *rest)
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
@@ -195,19 +187,11 @@ def _dense_and_sow(
 def _probabilities(
     q: Array, k: Array, bias: Array | None, mask: masks.Mask | None, precision: Any
 ) -> Float[Array, "B N T S"]:
-    """Compute softmax(q k^T / sqrt(H) + bias) in float32; a query that may attend to nothing gets
-    zeros.
-    """
-    t, s = q.shape[1], k.shape[1]
+    """Compute softmax(q k^T / sqrt(H) + bias) in float32, 0 where nothing may be attended to."""
+    t, s, keys = q.shape[1], k.shape[1], _repeat(k, q.shape[2])
+    how: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
     # [B, T, N, H], [B, S, N, H] -> [B, N, T, S]
-    scores = jnp.einsum(
-        "btnh,bsnh->bnts",
-        q,
-        _repeat(k, q.shape[2]),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    scores = scores * q.shape[-1] ** -0.5
+    scores = jnp.einsum("btnh,bsnh->bnts", q, keys, **how) * q.shape[-1] ** -0.5
     scores = scores if bias is None else scores + bias
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
@@ -224,9 +208,6 @@ def _repeat(x: Array, heads: int) -> Array:
 @cache
 def _say_dense(q_len: int, kv_len: int) -> None:
     if jax.process_index() == 0:
-        log.warning(
-            "attention weights were asked for (sow_weights): computed densely, %d x %d scores a"
-            " head, and not by the kernel of the config",
-            q_len,
-            kv_len,
-        )
+        asked = "attention weights were asked for (sow_weights): computed densely"
+        text = f"{asked}, %d x %d scores a head, and not by the kernel of the config"
+        log.warning(text, q_len, kv_len)

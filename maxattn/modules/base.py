@@ -230,8 +230,9 @@ def linear_on_mesh(
 
 @jax.custom_jvp
 def sum_grads_in_order(x: Array) -> Array:
-    """Return x for readers whose gradients are summed first; project it once more after them, from
-    x itself.
+    """Return x for readers whose gradients are to be summed first.
+
+    Project x once more after them, from x itself.
 
     Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets
     cuBLASLt add it where the matmul writes: three projections of one x need no pass that adds their

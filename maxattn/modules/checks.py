@@ -21,12 +21,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 def positive(setting: str, value: Any) -> None:
     """Refuse anything but an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(
-            setting,
-            repr(value),
-            "it must be an integer of at least 1",
-            "set it to a positive integer",
-        )
+        rule = "it must be an integer of at least 1"
+        raise InputError(setting, repr(value), rule, "set it to a positive integer")
 
 
 def head_counts(heads: int, kv_heads: int) -> None:
@@ -34,12 +30,9 @@ def head_counts(heads: int, kv_heads: int) -> None:
     positive("heads", heads)
     positive("kv_heads", kv_heads)
     if heads % kv_heads:
-        raise InputError(
-            "kv_heads",
-            kv_heads,
-            f"the {heads} query heads must be a multiple of the key heads",
-            f"use a number of key heads that divides {heads}",
-        )
+        rule = f"the {heads} query heads must be a multiple of the key heads"
+        remedy = f"use a number of key heads that divides {heads}"
+        raise InputError("kv_heads", kv_heads, rule, remedy)
 
 
 def dropout_rate(rate: float) -> None:
@@ -67,24 +60,16 @@ def scale(value: Any) -> float | None:
 def mesh(value: Any) -> None:
     """Refuse what attention could not be spread over when it is called."""
     if isinstance(value, Mapping):
-        raise MeshError(
-            "mesh",
-            dict(value),
-            "a module runs on devices; sizes alone are for plan()",
-            "pass config.make_mesh()",
-        )
+        rule = "a module runs on devices; sizes alone are for plan()"
+        raise MeshError("mesh", dict(value), rule, "pass config.make_mesh()")
     sharding.check_mesh(value)
 
 
 def role(value: Any) -> None:
     """Refuse a role that no setting of the config governs."""
     if value not in ("self", "cross"):
-        raise InputError(
-            "role",
-            repr(value),
-            "a role is 'self' or 'cross'",
-            "use 'self' unless keys are another's",
-        )
+        remedy = "use 'self' unless keys are another's"
+        raise InputError("role", repr(value), "a role is 'self' or 'cross'", remedy)
 
 
 def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
@@ -97,9 +82,8 @@ def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
     except TypeError:
         name = repr(value)
     if name not in DTYPES:
-        raise InputError(
-            setting, name, f"dtype must be one of {', '.join(DTYPES)}", f"set {setting}=jnp.float32"
-        )
+        rule = f"dtype must be one of {', '.join(DTYPES)}"
+        raise InputError(setting, name, rule, f"set {setting}=jnp.float32")
 
 
 def precision(value: Any) -> None:
@@ -111,25 +95,19 @@ def precision(value: Any) -> None:
         jax.eval_shape(lambda a, b: jax.lax.dot(a, b, precision=value), x, x)
     except (TypeError, ValueError) as error:
         rule = "it is None, 'default', 'high' or 'highest', or whatever else jax.lax.dot takes"
-        raise InputError(
-            "precision", repr(value), rule, "use None, or jax.lax.Precision.HIGHEST"
-        ) from error
+        remedy = "use None, or jax.lax.Precision.HIGHEST"
+        raise InputError("precision", repr(value), rule, remedy) from error
 
 
 def parameter_rngs(rngs: Any) -> None:
     """Refuse what the initial parameters cannot be drawn from."""
     if not isinstance(rngs, nnx.Rngs):
-        raise InputError(
-            "rngs",
-            repr(rngs),
-            "the initial parameters are drawn from an nnx.Rngs",
-            "pass nnx.Rngs(0)",
-        )
+        rule = "the initial parameters are drawn from an nnx.Rngs"
+        raise InputError("rngs", repr(rngs), rule, "pass nnx.Rngs(0)")
     if not _has_stream(rngs, "params"):
         rule = "the initial parameters are drawn from the stream 'params', or the default one"
-        raise InputError(
-            "rngs", _streams(rngs), rule, "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)"
-        )
+        remedy = "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)"
+        raise InputError("rngs", _streams(rngs), rule, remedy)
 
 
 def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
@@ -137,10 +115,8 @@ def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
 
 
 def _streams(rngs: nnx.Rngs) -> str:
-    return (
-        "nnx.Rngs of"
-        f" {', '.join(name for name in vars(rngs) if not name.startswith('_')) or 'nothing'}"
-    )
+    names = [name for name in vars(rngs) if not name.startswith("_")]
+    return f"nnx.Rngs of {', '.join(names) or 'nothing'}"
 
 
 def config(value: Any) -> None:
@@ -153,12 +129,8 @@ def rank_3(name: str, x: Any) -> None:
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3:
         found = type(x).__name__ if shape is None else f"shape {tuple(shape)}"
-        raise InputError(
-            name,
-            found,
-            "it must be an array [B, T, channels]",
-            "add or fold axes until there are three",
-        )
+        remedy = "add or fold axes until there are three"
+        raise InputError(name, found, "it must be an array [B, T, channels]", remedy)
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:
@@ -173,26 +145,16 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
     """
     rank_3(name, x)
     if x.dtype.name not in DTYPES:
-        raise InputError(
-            name,
-            x.dtype.name,
-            f"dtype must be one of {', '.join(DTYPES)}",
-            f"cast it: {name}.astype(jnp.float32)",
-        )
-    if x.shape[-1] != width:
-        raise InputError(
-            name,
-            f"shape {tuple(x.shape)}",
-            f"its last axis must be {width_name}={width}",
-            f"pass states of {width} channels, or build the module with {width_name}={x.shape[-1]}",
-        )
+        rule = f"dtype must be one of {', '.join(DTYPES)}"
+        raise InputError(name, x.dtype.name, rule, f"cast it: {name}.astype(jnp.float32)")
+    found, last = f"shape {tuple(x.shape)}", x.shape[-1]
+    if last != width:
+        build = f"build the module with {width_name}={last}"
+        remedy = f"pass states of {width} channels, or {build}"
+        raise InputError(name, found, f"its last axis must be {width_name}={width}", remedy)
     if batch is not None and x.shape[0] != batch:
-        raise InputError(
-            name,
-            f"shape {tuple(x.shape)}",
-            f"its batch must be that of hidden_states, {batch}",
-            "give both one batch size",
-        )
+        rule = f"its batch must be that of hidden_states, {batch}"
+        raise InputError(name, found, rule, "give both one batch size")
 
 
 def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
@@ -206,14 +168,11 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
         return
-    why = f"dropout={dropout.rate} " + (
-        "after train()" if deterministic is None else "with deterministic=False"
-    )
-    remedy = (
-        "pass rngs=nnx.Rngs(dropout=seed), or"
-        f" {'call eval()' if deterministic is None else 'deterministic=True'}"
-    )
-    if rngs is None or not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):
+    by_train = deterministic is None
+    why = f"dropout={dropout.rate} " + ("after train()" if by_train else "with deterministic=False")
+    off_by = "call eval()" if by_train else "deterministic=True"
+    remedy = f"pass rngs=nnx.Rngs(dropout=seed), or {off_by}"
+    if not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):
         raise InputError("rngs", repr(rngs), f"{why} draws random numbers", remedy)
     if isinstance(rngs, nnx.Rngs) and not _has_stream(rngs, dropout.rng_collection):
         rule = f"{why} draws from the stream '{dropout.rng_collection}', or the default one"

@@ -1,6 +1,4 @@
-"""Cross-attention: `CrossAttention`, and `KV`, the keys and values of a text (and image) made once
-for many steps.
-"""
+"""Cross-attention: `CrossAttention`, and `KV`, keys and values made once for many steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Between [B, T, N*H] and [B, T, N, H]: splitting and merging heads, and attention for inputs that
-are not split.
-"""
+"""Splitting and merging heads, [B, T, N*H] and [B, T, N, H], and attention of unsplit inputs."""
 
 from __future__ import annotations
 
@@ -27,12 +25,8 @@ def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"
     checks.rank_3("x", x)
     checks.positive("heads", heads)
     if x.shape[-1] % heads:
-        raise InputError(
-            "heads",
-            heads,
-            f"it must divide the {x.shape[-1]} channels of the input",
-            "use a number of heads that divides them",
-        )
+        rule = f"it must divide the {x.shape[-1]} channels of the input"
+        raise InputError("heads", heads, rule, "use a number of heads that divides them")
     return rearrange(x, "b t (n h) -> b t n h", n=heads)
 
 
@@ -76,6 +70,4 @@ def attention_flat(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     split = split_heads(q, heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
-    return merge_heads(
-        attention(*split, mask=mask, bias=bias, scale=scale, config=config, mesh=mesh, role=role)
-    )
+    return merge_heads(attention(*split, mask, bias, scale, config, mesh, role))

@@ -1,6 +1,4 @@
-"""Joint attention: `JointAttention`, two sequences with projections of their own in one attention,
-as in Flux.
-"""
+"""Joint attention: `JointAttention`, two sequences with their own projections, as in Flux."""
 
 from __future__ import annotations
 
@@ -28,6 +26,7 @@ from maxattn.modules.base import (
     sum_grads_in_order,
 )
 from maxattn.modules.heads import merge_heads
+from maxattn.modules.qk_norm import QKNorm
 from maxattn.modules.self_attention import FlaxAttention
 
 
@@ -150,29 +149,24 @@ class JointAttention(FlaxAttention):
 
     def _joint_heads(self, text: Array, x: Array) -> tuple[Array, Array, Array]:
         both = sum_grads_in_order(text), sum_grads_in_order(x)
-        k = self._joint(
-            *both,
-            Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k),
-            Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k),
-        )
-        v = self._joint(
-            *both,
-            Projection(self.add_v_proj, "value_proj", self.kv_heads),
-            Projection(self.to_v, "value_proj", self.kv_heads),
-        )
-        q = self._joint(
-            text,
-            x,
-            Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q),
-            Projection(self.to_q, "query_proj", self.heads, self.norm_q),
-        )
-        return q, k, v
+        added = Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k)
+        k = self._joint(*both, added, self.to_k, self.norm_k)
+        added = Projection(self.add_v_proj, "value_proj", self.kv_heads)
+        v = self._joint(*both, added, self.to_v)
+        added = Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q)
+        return self._joint(text, x, added, self.to_q, self.norm_q), k, v
 
     def _joint(
-        self, text: Array, x: Array, added: Projection, own: Projection
+        self,
+        text: Array,
+        x: Array,
+        added: Projection,
+        linear: nnx.Linear,
+        norm: QKNorm | None = None,
     ) -> Float[Array, "B ST N H"]:
-        parts = self._project(text, added), self._project(x, own)
-        return jnp.concatenate(parts, axis=1)
+        """Project the text by `added`, and the picture by its own projection and norm."""
+        own = added._replace(linear=linear, norm=norm)
+        return jnp.concatenate((self._project(text, added), self._project(x, own)), axis=1)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"]:
         with self._scope("to_add_out"):

@@ -1,5 +1,4 @@
-"""Norm and rotary embedding of queries or keys in one pass over memory, for NVIDIA GPUs: Triton
-kernels through Pallas.
+"""Norm and rotary embedding in one pass over memory: Triton kernels through Pallas.
 
 A row is one token's projection, N heads of H channels. Forward: the row and its angles are read, y
 is written.
@@ -200,9 +199,7 @@ def _over_root(row: Row, z: list[Parts]) -> list[Any]:
 
 
 def _mean(row: Row, values: list[Parts]) -> list[Array]:
-    """Take the mean over a token's channels, or over each head's: one array a chunk, to broadcast
-    over it.
-    """
+    """Take the mean over a token's channels, or over each head's: one array a chunk."""
     sums = [sum(parts[1:], parts[0]) for parts in values]
     if row.norm == "head":
         return [jnp.sum(each, axis=1, keepdims=True) / row.head_dim for each in sums]

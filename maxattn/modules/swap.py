@@ -1,6 +1,4 @@
-"""`swap`: maxattn inside a whole NNX model that somebody else wrote, without touching its
-parameters.
-"""
+"""`swap`: maxattn inside a whole NNX model of somebody else; its parameters stay as they are."""
 
 from __future__ import annotations
 
@@ -55,10 +53,8 @@ class SwapTable:
         head = f"{len(self.swapped)} of {len(self.rows)} attentions swapped"
         cells = [(r.path, r.kind, "swapped" if r.swapped else "left", r.why) for r in self.rows]
         widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
-        lines = (
-            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]])
-            for row in cells
-        )
+        columns = ([c.ljust(w) for c, w in zip(row, widths, strict=False)] for row in cells)
+        lines = ("  ".join([*each, row[3]]) for each, row in zip(columns, cells, strict=True))
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
@@ -91,12 +87,10 @@ def swap(
     checks.config(config)
     checks.mesh(mesh)
     if not isinstance(model, nnx.Module):
-        raise InputError(
-            "model", type(model).__name__, "swap takes an NNX module", "pass an nnx.Module"
-        )
-    return SwapTable(
-        tuple(_swap_one(path, module, config, mesh) for path, module in _attentions(model))
-    )
+        rule = "swap takes an NNX module"
+        raise InputError("model", type(model).__name__, rule, "pass an nnx.Module")
+    found = [_swap_one(path, module, config, mesh) for path, module in _attentions(model)]
+    return SwapTable(tuple(found))
 
 
 def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any) -> Swapped:
@@ -112,9 +106,8 @@ def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any)
 
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     """Yield (path, module) of all that looks like attention, parents before children."""
-    for path, module in sorted(
-        nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]]
-    ):
+    found = sorted(nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]])
+    for path, module in found:
         if isinstance(module, nnx.MultiHeadAttention | AttentionBase) or _named_attention(module):
             yield ".".join(map(str, path)), module
 
@@ -124,13 +117,11 @@ def _order(part: Any) -> tuple[bool, Any]:
 
 
 def _named_attention(module: nnx.Module) -> bool:
-    """Whether a module is called attention and leaves it to no `nnx.MultiHeadAttention` of its
-    own.
-    """
+    """Tell whether a module is called attention and has no attention module inside."""
+    if "attention" not in type(module).__name__.lower():
+        return False
     inner = (child for path, child in nnx.iter_modules(module) if path)
-    return "attention" in type(module).__name__.lower() and not any(
-        isinstance(child, nnx.MultiHeadAttention | AttentionBase) for child in inner
-    )
+    return not any(isinstance(each, nnx.MultiHeadAttention | AttentionBase) for each in inner)
 
 
 def _reason_to_leave(module: Any) -> str | None:
@@ -139,10 +130,8 @@ def _reason_to_leave(module: Any) -> str | None:
     if not isinstance(module, nnx.MultiHeadAttention):
         return "no nnx.MultiHeadAttention: call maxattn.attention in it"
     if module.dropout_rate > 0.0 and not module.deterministic:
-        return (
-            f"dropout_rate={module.dropout_rate}: no kernel drops probabilities (set 0.0, or"
-            " deterministic=True)"
-        )
+        remedy = "set 0.0, or deterministic=True"
+        return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities ({remedy})"
     fn = module.attention_fn
     if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn):
         return None
