@@ -324,6 +324,8 @@ _SAID = {
 
 def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
     """Say which settings that were changed nothing reads that runs."""
+    if not config.changed:
+        return []
     notes = []
     for table in (kernel_table.TABLE, strategy_table.TABLE):
         readers = table.readers()
