@@ -54,7 +54,7 @@ NOT_YET: dict[str, set[str]] = {
     "jax": set(),
     "devices": set(),
     "masks": set(),
-    "long files": {"maxattn/decide.py"},
+    "long files": set(),
 }
 
 
