@@ -180,7 +180,7 @@ class Steps:
     def __init__(
         self, run: Training, state: State, fixed: Any, checkpoints: Checkpoints, losses: list[float]
     ) -> None:
-        self.whole, self.state, self.fixed = run, state, fixed
+        self.parent, self.state, self.fixed = run, state, fixed
         self.checkpoints, self.losses = checkpoints, losses
         self.training, first = run.training, len(losses)
         self.cost = run.cost(state, fixed)
@@ -197,7 +197,7 @@ class Steps:
         self._samples = Samples(run.task, run.source, run.parts, run.mesh) if wanted else None
 
     def _empty(self) -> dict[str, jax.Array]:
-        empty, mesh = self.whole.source.empty, self.whole.mesh
+        empty, mesh = self.parent.source.empty, self.parent.mesh
         return {name: hosts.everywhere(array, mesh) for name, array in empty.items()}
 
     def run(self) -> State:
@@ -211,7 +211,7 @@ class Steps:
         return self.state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        return self.whole.placed(next(self._data))
+        return self.parent.placed(next(self._data))
 
     def _one(self, batch: Arrays, done: int) -> tuple[Arrays, Facts, Any]:
         """Take a step; return the next batch, what the step says, and the position in the data."""
@@ -228,7 +228,7 @@ class Steps:
         if done % training.log_every == 0 or last:
             self._write(facts)
         if done % training.checkpoint_every == 0 or last:
-            self.checkpoints.save(self.state, position, self.losses, self.whole.plans)
+            self.checkpoints.save(self.state, position, self.losses, self.parent.plans)
         if self._samples is not None and done % training.picture_every == 0:
             path = self._samples(self.state.best, self.fixed, done)
             print(f"samples after {done} steps: {path}")
