@@ -6,11 +6,36 @@ and refuses training at lengths that cuDNN can do; its primitives do none of tha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
+
+QKV = tuple[Array, Array, Array]
+"""q [B,T,N,H], k and v [B,S,K,H]; bfloat16 or float16."""
+
+
+class CudnnMask(NamedTuple):
+    """Say which pairs cuDNN allows.
+
+    Args:
+        lengths: real keys of each batch row, int32, 1 or more; None: all.
+        causal: allow `key <= query`.
+        window: with causal, keys each query sees, its own included.
+    """
+
+    lengths: Int[Array, " B"] | None
+    causal: bool
+    window: int | None
+
+
+class CudnnRows(NamedTuple):
+    """Hold what the backward is given of each query: the output, its LSE, the output's gradient."""
+
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B N T"]
+    dout: Float[Array, "B T N H"]
 
 
 def _module() -> Any:
@@ -19,74 +44,48 @@ def _module() -> Any:
     return fused_attention_stablehlo
 
 
-def cudnn_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Array, Array]:
-    """Return (out [B,T,N,H], lse [B,N,T] float32).
-
-    Args:
-        q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
-        lengths: real keys of each batch row, int32 [B], 1 or more; None: all.
-        causal: allow `key <= query`.
-        window: with causal, keys each query sees, its own included.
-        scale: multiplies the scores.
-    """
+def cudnn_forward(qkv: QKV, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
+    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores."""
     bind = _module()._dot_product_attention_fwd_p_wrapper.bind
-    out, lse = bind(
-        *_operands(q, k, v, lengths), is_training=True, **_settings(lengths, causal, window, scale)
-    )
+    out, lse = bind(*_operands(qkv, mask), is_training=True, **_settings(mask, scale))
     return out, lse
 
 
-def cudnn_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    lengths: Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv) from a given output and LSE; arguments as for `cudnn_forward`."""
+def cudnn_backward(qkv: QKV, rows: CudnnRows, mask: CudnnMask, scale: float) -> QKV:
+    """Return (dq, dk, dv) from a given output and LSE."""
     bind = _module()._dot_product_attention_bwd_p_wrapper.bind
-    settings = _settings(lengths, causal, window, scale)
-    dq, dk, dv = bind(*_operands(q, k, v, lengths), lse, out, dout, **settings)
+    given = rows.lse, rows.out, rows.dout
+    dq, dk, dv = bind(*_operands(qkv, mask), *given, **_settings(mask, scale))
     return dq, dk, dv
 
 
-def _operands(q: Array, k: Array, v: Array, lengths: Array | None) -> tuple[Array, ...]:
+def _operands(qkv: QKV, mask: CudnnMask) -> tuple[Array, ...]:
+    """Return q, k, v, bias, lengths of queries and keys, and what cuDNN takes for nothing else."""
+    q, k, v = qkv
     none = jnp.zeros(0, q.dtype)
-    if lengths is None:
+    if mask.lengths is None:
         return (q, k, v, *(none,) * 7)
-    queries = jnp.full(lengths.shape, q.shape[1], jnp.int32)
-    return (q, k, v, none, queries, lengths, *(none,) * 4)
+    queries = jnp.full(mask.lengths.shape, q.shape[1], jnp.int32)
+    return (q, k, v, none, queries, mask.lengths, *(none,) * 4)
 
 
-def _settings(
-    lengths: Array | None, causal: bool, window: int | None, scale: float
-) -> dict[str, Any]:
-    kinds = _module().MaskType
-    plain, padded = (
-        (kinds.CAUSAL, kinds.PADDING_CAUSAL) if causal else (kinds.NO_MASK, kinds.PADDING)
-    )
+def _settings(mask: CudnnMask, scale: float) -> dict[str, Any]:
     settings = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": plain if lengths is None else padded,
+        "mask_type": _mask_type(mask),
         "layout": _module().AttentionLayout.BTNH.value,
-        "sliding_window_length": window,
+        "sliding_window_length": mask.window,
     }
     if jax.__version_info__ >= (0, 12):
         settings["score_mod"] = None
     return settings
+
+
+def _mask_type(mask: CudnnMask) -> Any:
+    types = _module().MaskType
+    if mask.lengths is None:
+        return types.CAUSAL if mask.causal else types.NO_MASK
+    return types.PADDING_CAUSAL if mask.causal else types.PADDING

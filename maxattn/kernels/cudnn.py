@@ -1,7 +1,6 @@
-"""cuDNN's fused attention through jax: O(T) memory both ways, float32 LSE, a backward from a given
-LSE.
+"""cuDNN's fused attention through jax: O(T) memory both ways, and the LSE in float32.
 
-Source: NVIDIA cuDNN, scaled dot product attention; jax._src.cudnn.fused_attention_stablehlo.
+Source: NVIDIA cuDNN, scaled dot product attention, through the primitives that jax keeps for it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.cudnn import cudnn_backward, cudnn_forward
-from maxattn.kernels.base import Lines
+from maxattn.jax_private.cudnn import CudnnMask, CudnnRows, cudnn_backward, cudnn_forward
+from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
-from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.fused.kernel import Fused, refuse_shards
+from maxattn.kernels.fused.masks import MaskTerms
+from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.requirements import untested
 from maxattn.target import Target
 
@@ -31,16 +31,16 @@ class Cudnn(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
-        bands and lengths.
-        """
+        """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
+        terms = fused_masks.split(call.mask)
         most = target.device.family.cudnn_head_dim
-        reason = untested("cudnn", "jax", target) or fused_masks.refuse_call("cudnn", call, most)
-        parts = fused_masks.split(call.mask)
-        reason = (
-            reason or fused_masks.refuse_mask("cudnn", parts) or refuse_shards("cudnn", parts, call)
+        return (
+            untested("cudnn", "jax", target)
+            or fused_masks.refuse_call("cudnn", call, most)
+            or fused_masks.refuse_mask("cudnn", terms)
+            or refuse_shards("cudnn", terms, call)
+            or _refuse_window(terms, call)
         )
-        return reason or _refuse_window(parts, call)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -57,30 +57,20 @@ class Cudnn(Fused):
         """Describe the kernel for `explain`."""
         return Lines("cudnn (cuDNN through jax)", "the library's own")
 
-    def piece_forward(
-        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
-    ) -> tuple[Array, Array]:
+    def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
-        return cudnn_forward(q, k, v, _some(lengths), *_band(piece), self.scale)
+        qkv = inputs.q, inputs.k, inputs.v
+        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale))
 
-    def piece_backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        piece: Piece,
-        lengths: Lengths,
-    ) -> tuple[Array, Array, Array]:
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
-        return cudnn_backward(q, k, v, out, lse, dout, _some(lengths), *_band(piece), self.scale)
+        qkv, given = (inputs.q, inputs.k, inputs.v), CudnnRows(rows.out, rows.lse, rows.dout)
+        return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale))
 
 
-def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
+def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
     """Refuse windows that are not `query - left <= key <= query` with query 0 at key 0."""
-    band = parts.band
+    band = terms.band
     assert band is not None
     if band.left is None:
         return None
@@ -92,16 +82,14 @@ def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
         "it takes windows that end at the query, with query 0 at key 0 and every token on one"
         " device"
     )
-    return Reason("cudnn", f"mask {parts.positions[0]}", rule, fused_masks.REMEDY)
+    return Reason("cudnn", f"mask {terms.positions[0]}", rule, fused_masks.REMEDY)
 
 
-def _band(p: Piece) -> tuple[bool, int | None]:
-    """Write a band as (causal, window)."""
-    assert p.is_full or p.right == 0, p
-    return not p.is_full, None if p.left is None else p.left + 1
-
-
-def _some(lengths: Lengths) -> Array | None:
-    """Keep a length of 0 from the kernel; what that row then gives is replaced by 0 and -inf."""
+def _mask(inputs: PieceInputs) -> CudnnMask:
+    """Write the band and the lengths of a rectangle as cuDNN takes them."""
+    p, lengths = inputs.piece, inputs.lengths
     assert not isinstance(lengths, Pairs), lengths
-    return None if lengths is None else jnp.maximum(lengths, 1)
+    assert p.is_full or p.right == 0, p
+    # A length of 0 is kept from the kernel; what that row then gives is replaced by 0 and -inf.
+    some = None if lengths is None else jnp.maximum(lengths, 1)
+    return CudnnMask(some, not p.is_full, None if p.left is None else p.left + 1)

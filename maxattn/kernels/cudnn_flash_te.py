@@ -2,8 +2,8 @@
 
 The module would fall back in silence, ask for a mesh resource, and read the environment. Here the
 resource is an empty one for the length of a call, and a mask or a window that has no fused kernel
-is refused by name. Lengths go in as a sequence descriptor: a mask array, which means the opposite
-there, is never made.
+is refused by name. Lengths go in as a sequence descriptor. No mask array is made:
+TransformerEngine's has True where a pair is not allowed.
 
 Source: NVIDIA TransformerEngine, transformer_engine.jax.
 """
@@ -19,10 +19,12 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Lines
+from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, refuse_shards
-from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.fused.kernel import Fused, refuse_shards
+from maxattn.kernels.fused.masks import MaskTerms
+from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.requirements import untested
 from maxattn.target import Target
 
@@ -40,19 +42,16 @@ class CudnnFlashTe(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, head dims over 256 (128 before Hopper), a bias, and masks other than
-        bands and lengths.
-        """
+        """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
+        terms = fused_masks.split(call.mask)
         most = target.device.family.cudnn_head_dim
-        reason = untested("cudnn_flash_te", "transformer-engine-jax", target)
-        reason = reason or fused_masks.refuse_call("cudnn_flash_te", call, most)
-        parts = fused_masks.split(call.mask)
-        reason = (
-            reason
-            or fused_masks.refuse_mask("cudnn_flash_te", parts)
-            or refuse_shards("cudnn_flash_te", parts, call)
+        return (
+            untested("cudnn_flash_te", "transformer-engine-jax", target)
+            or fused_masks.refuse_call("cudnn_flash_te", call, most)
+            or fused_masks.refuse_mask("cudnn_flash_te", terms)
+            or refuse_shards("cudnn_flash_te", terms, call)
+            or _refuse_window(terms, call)
         )
-        return reason or _refuse_window(parts, call)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -63,61 +62,33 @@ class CudnnFlashTe(Fused):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> CudnnFlashTe:
         """Take the scale, and whether the LSE is asked for."""
-        return CudnnFlashTe(
-            call.scale, call.return_lse, target.version("transformer-engine-jax") or ""
-        )
+        version = target.version("transformer-engine-jax") or ""
+        return CudnnFlashTe(call.scale, call.return_lse, version)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         return Lines(f"cudnn_flash_te (TransformerEngine {self.version})", "the library's own")
 
-    def piece_forward(
-        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
-    ) -> tuple[Array, Array]:
+    def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
         with _no_mesh_resource():
-            out, lse, _, _ = _te("cpp_extensions").fused_attn_fwd(
-                (q, k, v),
-                None,
-                None,
-                _descriptor(q, k, lengths),
-                None,
-                **_settings(piece, lengths, self.scale),
-            )
-        return out, lse[..., 0]
+            operands = (inputs.q, inputs.k, inputs.v), None, None, _descriptor(inputs), None
+            run = _te("cpp_extensions").fused_attn_fwd
+            out, lse, _, _ = run(*operands, **_settings(inputs, self.scale))
+        return Result(out, lse[..., 0])
 
-    def piece_backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        piece: Piece,
-        lengths: Lengths,
-    ) -> tuple[Array, Array, Array]:
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
         with _no_mesh_resource():
-            grads, _, _ = _te("cpp_extensions").fused_attn_bwd(
-                (q, k, v),
-                None,
-                None,
-                lse[..., None],
-                _rng_state(),
-                out,
-                dout,
-                _descriptor(q, k, lengths),
-                **_settings(piece, lengths, self.scale),
-            )
-        dq, dk, dv = grads
-        return dq, dk, dv
+            given = rows.lse[..., None], _rng_state(), rows.out, rows.dout, _descriptor(inputs)
+            run, qkv = _te("cpp_extensions").fused_attn_bwd, (inputs.q, inputs.k, inputs.v)
+            grads, _, _ = run(qkv, None, None, *given, **_settings(inputs, self.scale))
+        return Grads(*grads)
 
 
 def _te(module: str) -> Any:
-    return import_module(
-        f"transformer_engine.jax.{module}"
-    )  # an extra: it need not be there when this one is read
+    # TransformerEngine is an extra: it need not be there when this file is read.
+    return import_module(f"transformer_engine.jax.{module}")
 
 
 def _no_mesh_resource() -> Any:
@@ -127,35 +98,28 @@ def _no_mesh_resource() -> Any:
 
 
 def _rng_state() -> Array:
-    """Return the state of dropout that the forward would hand on; without dropout nothing reads
-    it.
-    """
+    """Return the state of dropout that the forward would hand on; nothing reads it without one."""
     checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
     return jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
 
 
-def _descriptor(q: Array, k: Array, lengths: Lengths) -> Any:
+def _descriptor(inputs: PieceInputs) -> Any:
     """Say how many queries and keys of each batch row are real."""
+    lengths, batch = inputs.lengths, inputs.q.shape[0]
     assert not isinstance(lengths, Pairs)
-    queries = jnp.full(q.shape[0], q.shape[1], jnp.int32)
-    keys = (
-        jnp.full(q.shape[0], k.shape[1], jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
-    )
+    queries = jnp.full(batch, inputs.q.shape[1], jnp.int32)
+    every = jnp.full(batch, inputs.k.shape[1], jnp.int32)
+    # A length of 0 is kept from the kernel; what that row then gives is replaced by 0 and -inf.
+    keys = every if lengths is None else jnp.maximum(lengths, 1)
     return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 
 
-def _settings(p: Piece, lengths: Lengths, scale: float) -> dict[str, Any]:
-    te = _te("attention")
-    causal, kinds = p.right == 0, te.AttnMaskType
-    plain, padded = (
-        (kinds.CAUSAL_MASK, kinds.PADDING_CAUSAL_MASK)
-        if causal
-        else (kinds.NO_MASK, kinds.PADDING_MASK)
-    )
+def _settings(inputs: PieceInputs, scale: float) -> dict[str, Any]:
+    te, p = _te("attention"), inputs.piece
     window = None if p.left is None else (p.left, -1 if p.right is None else p.right)
     return {
         "attn_bias_type": te.AttnBiasType.NO_BIAS,
-        "attn_mask_type": plain if lengths is None else padded,
+        "attn_mask_type": _mask_type(inputs),
         "softmax_type": te.AttnSoftmaxType.VANILLA_SOFTMAX,
         "qkv_layout": te.QKVLayout.BSHD_BSHD_BSHD,
         "scaling_factor": scale,
@@ -166,9 +130,16 @@ def _settings(p: Piece, lengths: Lengths, scale: float) -> dict[str, Any]:
     }
 
 
-def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
+def _mask_type(inputs: PieceInputs) -> Any:
+    types, causal = _te("attention").AttnMaskType, inputs.piece.right == 0
+    if inputs.lengths is None:
+        return types.CAUSAL_MASK if causal else types.NO_MASK
+    return types.PADDING_CAUSAL_MASK if causal else types.PADDING_MASK
+
+
+def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
     """Refuse windows on a part of the tokens, or of more queries than keys."""
-    band = parts.band
+    band = terms.band
     assert band is not None
     if band.left is None:
         return None
@@ -177,4 +148,4 @@ def _refuse_window(parts: fused_masks.Parts, call: Call) -> Reason | None:
     if fits and not call.sharded:
         return None
     rule = "it takes windows of no more queries than keys, with every token on one device"
-    return Reason("cudnn_flash_te", f"mask {parts.positions[0]}", rule, fused_masks.REMEDY)
+    return Reason("cudnn_flash_te", f"mask {terms.positions[0]}", rule, fused_masks.REMEDY)

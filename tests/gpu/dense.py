@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
+from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fused.kernel import Fused
-
-HIGHEST = "highest"
+from maxattn.kernels.fused.rectangles import PieceInputs
 
 
 @dataclass(frozen=True)
@@ -22,38 +23,39 @@ class DenseLibrary(Fused):
 
     name: ClassVar[str] = "dense library"
 
-    def piece_forward(self, q, k, v, piece, lengths):
-        s = self._scores(q, k, piece, lengths)
-        top = s.max(-1)
-        p = jnp.exp(s - top[..., None])
-        out = jnp.einsum(
-            "bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), _heads(v, q), precision=HIGHEST
-        )
-        return out.astype(q.dtype), top + jnp.log(p.sum(-1))
+    def piece_forward(self, inputs: PieceInputs) -> Result:
+        q, scores = inputs.q, self._scores(inputs)
+        top = scores.max(-1)
+        p = jnp.exp(scores - top[..., None])
+        shares = p / p.sum(-1, keepdims=True)
+        out = _einsum("bnts,bsnh->btnh", shares, _heads(inputs.v, q))
+        return Result(out.astype(q.dtype), top + jnp.log(p.sum(-1)))
 
-    def piece_backward(self, q, k, v, out, lse, dout, piece, lengths):
-        kh, vh, dout32 = _heads(k, q), _heads(v, q), dout.astype(jnp.float32)
-        p = jnp.exp(self._scores(q, k, piece, lengths) - lse[..., None])
-        dp = jnp.einsum("btnh,bsnh->bnts", dout32, vh, precision=HIGHEST)
-        delta = (dout32 * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        dout = rows.dout.astype(jnp.float32)
+        p = jnp.exp(self._scores(inputs) - rows.lse[..., None])
+        dp = _einsum("btnh,bsnh->bnts", dout, _heads(v, q))
+        delta = (dout * rows.out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         ds = p * (dp - delta[..., None])
-        dq = self.scale * jnp.einsum("bnts,bsnh->btnh", ds, kh, precision=HIGHEST)
-        dk = self.scale * jnp.einsum(
-            "bnts,btnh->bsnh", ds, q.astype(jnp.float32), precision=HIGHEST
-        )
-        dv = jnp.einsum("bnts,btnh->bsnh", p, dout32, precision=HIGHEST)
-        return dq.astype(q.dtype), _fold(dk, k).astype(k.dtype), _fold(dv, v).astype(v.dtype)
+        dq = self.scale * _einsum("bnts,bsnh->btnh", ds, _heads(k, q))
+        dk = self.scale * _einsum("bnts,btnh->bsnh", ds, q.astype(jnp.float32))
+        dv = _einsum("bnts,btnh->bsnh", p, dout)
+        return Grads(dq.astype(q.dtype), _fold(dk, k).astype(k.dtype), _fold(dv, v).astype(v.dtype))
 
-    def _scores(self, q, k, piece, lengths):
-        (t, s), row = (q.shape[1], k.shape[1]), jnp.arange(q.shape[1])[:, None]
-        ok, key = jnp.ones((1, t, s), bool), jnp.arange(k.shape[1])[None]
+    def _scores(self, inputs: PieceInputs) -> Array:
+        q, k, piece, lengths = inputs.q, inputs.k, inputs.piece, inputs.lengths
+        row, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+        ok = jnp.ones((1, q.shape[1], k.shape[1]), bool)
         ok = ok if piece.left is None else ok & (key >= row - piece.left)
         ok = ok if piece.right is None else ok & (key <= row + piece.right)
         ok = ok if lengths is None else ok & (key[None] < lengths[:, None, None])
-        scores = self.scale * jnp.einsum(
-            "btnh,bsnh->bnts", q.astype(jnp.float32), _heads(k, q), precision=HIGHEST
-        )
-        return jnp.where(ok[:, None], scores, -1e4)
+        scores = _einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _heads(k, q))
+        return jnp.where(ok[:, None], self.scale * scores, -1e4)
+
+
+def _einsum(axes: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(axes, a, b, precision="highest")
 
 
 def _heads(x, q):

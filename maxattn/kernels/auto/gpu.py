@@ -18,7 +18,7 @@ from typing import Any
 
 from maxattn.call import Call, Reason
 from maxattn.kernels import KERNELS
-from maxattn.kernels.fa4.kernel import launches_parts
+from maxattn.kernels.fa4.kernel import launches_splits
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import masks
 from maxattn.kernels.requirements import missing
@@ -172,7 +172,7 @@ def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
     """Take the time of flash's backward as this call gets it: with its queries split, or in whole
     rows.
     """
-    if not entry.whole_rows or launches_parts(call, target):
+    if not entry.whole_rows or launches_splits(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.whole_rows}
     return replace(entry, backward=_fastest_first(times))

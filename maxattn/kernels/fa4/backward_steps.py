@@ -1,4 +1,4 @@
-"""FlashAttention-4's backward launch by launch, as fa4-jax makes them one after the other.
+"""FlashAttention-4's backward, launch by launch.
 
     first    delta = rowsum(dout * out), the LSE in base 2, dQ = 0 in float32
     block    dQ += dS K in place, dK, dV
@@ -16,8 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.fa4.launch import library, parts_launch, run_block, run_rounds
-from maxattn.kernels.kv_block import Cut, Packed
+from maxattn.kernels.fa4.kernel_calls import (
+    BackwardOperands,
+    BlockOperands,
+    run_block,
+    run_splits,
+)
+from maxattn.kernels.fa4.launch import library, split_launch
+from maxattn.kernels.kv_block import Cut
 
 LAUNCHES = (
     "_fa4_bwd_pre",
@@ -32,14 +38,12 @@ HEAD_LIMIT = 128  # beyond it heads are padded: primitives.py
 
 
 def of_shape(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Tell whether the launches are these three: one key head for each query head, 8 | H up to
-    128.
-    """
+    """Tell whether these launches fit: one key head for each query head, 8 | H up to 128."""
     return queries[2] == keys[2] and queries[3] % 8 == 0 and queries[3] <= HEAD_LIMIT
 
 
 def made_apart() -> bool:
-    """Tell whether the launches are where they are looked for."""
+    """Tell whether fa4-jax has the functions that make each launch by itself."""
     return all(hasattr(library(), name) for name in LAUNCHES)
 
 
@@ -55,118 +59,90 @@ class Launches:
         fa4 = library()
         self._scale = float(scale)
         self._call = import_module("cutejax").call
-        config = import_module("fa4_jax.attention").AttnConfig(
-            False, False, (None, None), float(scale), None, "cute", False, False
-        )
-        dtype, head_dim, _, ratio, arch = fa4._validate(config, "bwd", q, k, k)
-        tile = fa4._bwd_plan(dtype, head_dim, head_dim, ratio, False, False, arch).tile_m
-        self._made: Any = fa4._get_static(config, dtype, head_dim, head_dim, ratio, arch, "bwd")
+        config = _config(self._scale)
+        dtype, head_dim, _, group, arch = fa4._validate(config, "bwd", q, k, k)
+        tile = fa4._bwd_plan(dtype, head_dim, head_dim, group, False, False, arch).tile_m
+        self._made: Any = fa4._get_static(config, dtype, head_dim, head_dim, group, arch, "bwd")
         b, t, n, _ = q.shape
         rows, width = -(-t // tile) * tile, -(-head_dim // 32) * 32
         self._stats = jax.ShapeDtypeStruct((b, n, rows), jnp.float32)
         self._dq = jax.ShapeDtypeStruct((b, n, rows * width), jnp.float32)
 
     def first(self, out: Array, dout: Array, lse: Array) -> Any:
+        """Return delta, the LSE in base 2, and zeros to add dQ to."""
         fa4 = library()
         return self._call(
             fa4._fa4_bwd_pre,
             [self._stats, self._stats, self._dq],
             fa4._aux_static("pre", self._made["pre"], self._made["scale"]),
-            out,
-            dout,
-            lse,
+            *(out, dout, lse),
             in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC],
             out_specs=fa4._F32_SPEC,
             name="fa4_bwd_pre",
         )
 
-    def block(
-        self,
-        q: Array,
-        keys: Packed,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        dq: Array,
-        cut: Cut,
-        grads: Packed | None,
-    ) -> Any:
-        fa4 = library()
-        heads, floats, packed = (
-            fa4._QKV_SPEC,
-            fa4._F32_SPEC,
-            import_module("cutejax").ArraySpec(static_dims=(3, 4)),
-        )
-        before = () if grads is None else (grads,)
+    def block(self, given: BlockOperands, cut: Cut) -> Any:
+        """Return dQ with the share of a part of a block, and the block's gradients."""
+        heads, floats = library()._QKV_SPEC, library()._F32_SPEC
+        packed = import_module("cutejax").ArraySpec(static_dims=(3, 4))
+        keys = given.keys
         return self._call(
             run_block,
             [self._dq, jax.ShapeDtypeStruct(keys.shape, keys.dtype)],
             self._made,
             cut,
-            q,
-            keys,
-            dout,
-            lse,
-            delta,
-            dq,
-            before,
-            in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(before),
+            given,
+            in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(given.before),
             out_specs=[floats, packed],
-            input_output_aliases={5: 0} | ({6: 1} if before else {}),
+            input_output_aliases={5: 0} | ({6: 1} if given.before else {}),
             name="maxattn_backward_block",
         )
 
-    def rounds(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        dq: Array,
-        start: int,
-        parts: int,
-    ) -> list[Array]:
-        """Return dQ; dK and dV before key `start`, if any; and those from there on, a batch for
-        each part.
+    def split(self, given: BackwardOperands, start: int, splits: int) -> list[Array]:
+        """Split the backward of the keys from `start` on over the queries.
+
+        Returns:
+            dQ; dK and dV before key `start`, if any; and those from there on, a batch for each
+            split.
         """
-        fa4 = library()
-        heads, floats = fa4._QKV_SPEC, fa4._F32_SPEC
-        batch, length, *rest = k.shape
-        whole = [k, v] if start else []
-        shapes = [(x.shape, x.dtype) for x in whole] + [
-            ((parts * batch, length - start, *rest), k.dtype)
-        ] * 2
-        results = [self._dq, *(jax.ShapeDtypeStruct(*each) for each in shapes)]
-        in_parts = parts_launch(str(q.dtype), q.shape[3], self._scale, batch, parts)
+        heads, floats, q = library()._QKV_SPEC, library()._F32_SPEC, given.q
+        grads = _grads_of(given, start, splits)
+        launch = split_launch(str(q.dtype), q.shape[3], self._scale, q.shape[0], splits)
         return self._call(
-            run_rounds,
-            results,
+            run_splits,
+            [self._dq, *grads],
             self._made,
-            in_parts,
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            dq,
+            launch,
+            given,
             in_specs=[heads] * 4 + [floats] * 3,
-            out_specs=[floats] + [heads] * len(shapes),
+            out_specs=[floats] + [heads] * len(grads),
             input_output_aliases={6: 0},
-            name="maxattn_backward_rounds",
+            name="maxattn_backward_splits",
         )
 
     def last(self, dq: Array, q: Array) -> Array:
+        """Return dQ, scaled, in q's dtype."""
         fa4 = library()
-        made = fa4._aux_static("post", self._made["post"], self._made["scale"])
         return self._call(
             fa4._fa4_bwd_post,
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            made,
+            fa4._aux_static("post", self._made["post"], self._made["scale"]),
             dq,
             in_specs=[fa4._F32_SPEC],
             out_specs=fa4._QKV_SPEC,
             name="fa4_bwd_post",
         )
+
+
+def _config(scale: float) -> Any:
+    """Return fa4-jax's configuration of a call over all pairs."""
+    settings = import_module("fa4_jax.attention").AttnConfig
+    return settings(False, False, (None, None), scale, None, "cute", False, False)
+
+
+def _grads_of(given: BackwardOperands, start: int, splits: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of dK and dV before key `start`, if any, and of those of the splits."""
+    batch, length, *rest = given.k.shape
+    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (given.k, given.v)] if start else []
+    split = jax.ShapeDtypeStruct((splits * batch, length - start, *rest), given.k.dtype)
+    return [*whole, split, split]

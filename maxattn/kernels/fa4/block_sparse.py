@@ -1,154 +1,135 @@
-"""FlashAttention-4's Hopper kernels over lists of tiles, of which empty ones are skipped and full
-ones not tested.
+"""FlashAttention-4's Hopper kernels over block-sparse lists: empty tiles are skipped.
 
-fa4-jax carries the kernels, which take such lists, and its functions do not pass them on: here is
-the launch. It serves forwards over all pairs too, where threads that stay can gain (tile_sizes.py).
+Full tiles are not tested. fa4-jax carries the kernels, which take such lists, and its functions do
+not pass them on: here is the launch. It serves forwards over all pairs too, where persistent thread
+blocks can gain (tile_sizes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
+from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
 from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
-from maxattn.kernels.fa4.tile_sizes import Tile, stays
+from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
+from maxattn.kernels.fused.rectangles import PieceInputs
 
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    lists: TileLists | None,
-    test: PairTest | None,
-    arrays: tuple[Array, ...],
-    scale: float,
-    tile: Tile,
-) -> tuple[Array, Array]:
+class TilePass(NamedTuple):
+    """Hold what one pass over tiles takes beside its operands.
+
+    Args:
+        tile: queries and keys at a time.
+        scale: multiplies the scores.
+        lists: of the tiles to visit: of keys for each tile of queries in a forward, of queries for
+            each tile of keys in a backward; None for all tiles.
+        test: of pairs in mixed tiles; None with no lists.
+        arrays: what the test reads, int32.
+    """
+
+    tile: Tile
+    scale: float
+    lists: TileLists | None = None
+    test: PairTest | None = None
+    arrays: tuple[Array, ...] = ()
+
+
+def forward(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
     """Return (out [B,T,N,H], lse [B,N,T]).
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16, H a multiple of 8.
-        lists: of keys for each tile of queries; None for all of them.
-        test: of pairs in mixed tiles; None with no lists.
-        arrays: what the test reads, int32.
-        scale: multiplies the scores.
-        tile: that the lists are of.
+        tiles: that are visited.
     """
-    lib = fa4_launch.library()
-    group = q.shape[2] // k.shape[2]
-    turns = order(q.shape, k.shape, lists, tile, forward=True)
-    launch = fa4_launch.forward_launch(
-        str(q.dtype), q.shape[3], group, test, len(arrays), float(scale), tile, turns
-    )
-    listed = () if lists is None else _on_device(lists)
-    rows = q.shape[0], q.shape[2], q.shape[1]
-    results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)
+    lib, launch = fa4_launch.library(), fa4_launch.forward_launch(_spec(q, k, tiles, forward=True))
+    lists = () if tiles.lists is None else _on_device(tiles.lists)
+    rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     return _call(
-        fa4_launch.run_forward,
-        results,
+        run_forward,
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), rows),
         launch,
-        q,
-        k,
-        v,
-        listed,
-        _padded(arrays),
-        in_specs=[lib._QKV_SPEC] * 3 + [None] * (len(listed) + len(arrays)),
+        (q, k, v),
+        lists,
+        _padded(tiles.arrays),
+        in_specs=[lib._QKV_SPEC] * 3 + [None] * (len(lists) + len(tiles.arrays)),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )
 
 
-def whole(q: Array, k: Array, v: Array, scale: float, tile: Tile) -> tuple[Array, Array]:
-    """Return (out, lse) over all pairs; an axis that is mapped over becomes part of the batch, in
-    one launch.
+def whole(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
+    """Return (out, lse) over all pairs, in one launch under `vmap` too.
+
+    An axis that is mapped over becomes part of the batch.
     """
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return forward(q, k, v, None, None, (), scale, tile)
+        return forward(q, k, v, tiles)
 
     @run.def_vmap
-    def _folded(
-        size: int, mapped: tuple[bool, ...], *operands: Array
-    ) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+    def _folded(size: int, mapped: tuple[bool, ...], *operands: Array) -> tuple[Any, Any]:
         every = [
             x if m else jnp.broadcast_to(x, (size, *x.shape))
             for x, m in zip(operands, mapped, strict=True)
         ]
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in every)
-        found = whole(q, k, v, scale, tile)
-        out, lse = (x.reshape(size, -1, *x.shape[1:]) for x in found)
-        return (out, lse), (True, True)
+        found = whole(q, k, v, tiles)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True, True)
 
     return run(q, k, v)
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    lists: TileLists,
-    test: PairTest,
-    arrays: tuple[Array, ...],
-    scale: float,
-    tile: Tile,
-) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv) from a given output and LSE; `lists` are of queries for each tile of
-    keys.
-    """
-    lib, group, width = fa4_launch.library(), q.shape[2] // k.shape[2], q.shape[3]
-    q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
-    made = fa4_launch.backward_launches(
-        str(q.dtype),
-        q.shape[3],
-        group,
-        test,
-        len(arrays),
-        float(scale),
-        tile,
-        order(q.shape, k.shape, lists, tile),
-    )
-    stats = _before(made, q, out, lse, dout)
-    operands = (q, k, v, dout, *stats)
-    dkv = (k, v) if group == 1 else tuple(_zeros(made, k) for _ in range(2))
-    sums, dk, dv = _call(
-        fa4_launch.run_backward if group == 1 else fa4_launch.run_backward_groups,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (stats[2], *dkv)),
+def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
+    """Return (dq, dk, dv) from a given output and LSE; `tiles` are those of the backward."""
+    width, arrays = inputs.q.shape[3], (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
+    q, k, v, out, dout = (widened(x) for x in arrays)
+    made = fa4_launch.backward_launches(_spec(q, k, tiles))
+    shared = q.shape[2] > k.shape[2]
+    zeros_kv = tuple(_zeros(made, k) for _ in range(2)) if shared else ()
+    given = BackwardOperands(q, k, v, dout, *_before(made, out, rows.lse, dout), zeros_kv)
+    dq, dk, dv = _run_backward(made, given, tiles)
+    if shared:
+        lib = fa4_launch.library()
+        dk = _after(lib._fa4_bwd_post_dk, made.dk, dk, k)
+        dv = _after(lib._fa4_bwd_post_dv, made.dv, dv, v)
+    dq = _after(fa4_launch.library()._fa4_bwd_post, made.dq, dq, q)
+    return Grads(*(x[..., :width] for x in (dq, dk, dv)))
+
+
+def _run_backward(made: fa4_launch.Backward, given: BackwardOperands, tiles: TilePass) -> Any:
+    """Return dq as float32 sums, and dk and dv; sums too where query heads share keys."""
+    assert tiles.lists is not None
+    lib, shared = fa4_launch.library(), len(given.dkv)
+    like = (given.dq, *(given.dkv or (given.k, given.v)))
+    floats, kv_spec = 3 + shared, lib._F32_SPEC if shared else lib._QKV_SPEC
+    return _call(
+        run_backward,
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like),
         made.main,
-        *operands,
-        *(() if group == 1 else dkv),
-        _on_device(lists),
-        _padded(arrays),
-        in_specs=[lib._QKV_SPEC] * 4
-        + [lib._F32_SPEC] * (3 if group == 1 else 5)
-        + [None] * (4 + len(arrays)),
-        out_specs=[lib._F32_SPEC] + [lib._QKV_SPEC if group == 1 else lib._F32_SPEC] * 2,
-        input_output_aliases={6: 0} if group == 1 else {6: 0, 7: 1, 8: 2},
+        given,
+        _on_device(tiles.lists),
+        _padded(tiles.arrays),
+        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + [None] * (4 + len(tiles.arrays)),
+        out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
+        input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
     )
-    if group > 1:
-        dk, dv = (
-            _after(lib._fa4_bwd_post_dk, made.dk, dk, k),
-            _after(lib._fa4_bwd_post_dv, made.dv, dv, v),
-        )
-    dq = _after(lib._fa4_bwd_post, made.dq, sums, q)
-    return dq[..., :width], dk[..., :width], dv[..., :width]
 
 
 def order(
@@ -164,16 +145,23 @@ def order(
         queries, keys: the shapes of q and k.
         lists: of the tiles that are visited; None for all.
         tile: their size.
-        forward: where threads may stay, which the backward's cannot.
+        forward: whose thread blocks can be persistent; the backward's cannot.
     """
     work = _even(queries[1], keys[1], tile) if lists is None else lists.work
-    may_stay = forward and not isinstance(work, jax.Array) and stays(queries[3], float(work.mean()))
-    return order_of(work, queries[0] * queries[2], may_stay)
+    known = forward and not isinstance(work, jax.Array)
+    may_persist = known and persistent_pays(queries[3], float(work.mean()))
+    return order_of(work, queries[0] * queries[2], may_persist)
 
 
 def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
     """Return the tiles of each row where none is skipped."""
     return np.full(-(-queries // tile.queries), -(-keys // tile.keys))
+
+
+def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
+    rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
+    kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
+    return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, tiles.test, len(tiles.arrays))
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -184,21 +172,20 @@ def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -
 
 
 def _before(
-    made: fa4_launch.Backward, q: Array, out: Array, lse: Array, dout: Array
+    made: fa4_launch.Backward, out: Array, lse: Array, dout: Array
 ) -> tuple[Array, Array, Array]:
-    """Return what the backward reads of each row: LSE in base 2, sums of out * dout, and zeros to
-    add dq to.
+    """Return what the backward reads of each row, and zeros to add dq to.
+
+    It reads the LSE in base 2, and the sum of out * dout.
     """
-    lib, (b, t, n, _) = fa4_launch.library(), q.shape
+    lib, (b, t, n, h) = fa4_launch.library(), out.shape
     padded = -(-t // made.tile.queries) * made.tile.queries
-    shapes = (b, n, padded), (b, n, padded), (b, n, padded * _wide(q.shape[3]))
+    shapes = (b, n, padded), (b, n, padded), (b, n, padded * _wide(h))
     delta, lse2, zeros = _call(
         lib._fa4_bwd_pre,
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         made.before,
-        out,
-        dout,
-        lse,
+        *(out, dout, lse),
         in_specs=[lib._QKV_SPEC, lib._QKV_SPEC, lib._LSE_SPEC],
         out_specs=lib._F32_SPEC,
         name="fa4_bwd_pre",
@@ -207,17 +194,11 @@ def _before(
 
 
 def _after(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Array:
+    """Return float32 sums in the shape and dtype of `like`."""
     lib = fa4_launch.library()
-    out = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    return _call(
-        run,
-        out,
-        made,
-        sums,
-        in_specs=[lib._F32_SPEC],
-        out_specs=lib._QKV_SPEC,
-        name=run.__name__.strip("_"),
-    )
+    out, name = jax.ShapeDtypeStruct(like.shape, like.dtype), run.__name__.strip("_")
+    specs = {"in_specs": [lib._F32_SPEC], "out_specs": lib._QKV_SPEC}
+    return _call(run, out, made, sums, **specs, name=name)
 
 
 def _zeros(made: fa4_launch.Backward, k: Array) -> Array:

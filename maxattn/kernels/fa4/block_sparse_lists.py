@@ -1,5 +1,4 @@
-"""Which tiles a kernel visits, as lists: for each row of tiles those to test pair by pair, and
-those without a test.
+"""Block-sparse lists: the tiles that a kernel tests pair by pair, and those that it takes whole.
 
 Tiles that a mask leaves empty are in neither list. The lists come from the mask's intervals, never
 from an array of T x S: constants where the positions are known, arithmetic on the device where they
@@ -21,11 +20,13 @@ from maxattn.masks import EMPTY, FULL, MIXED, Mask
 
 
 class TileLists(NamedTuple):
-    """For row i of tiles, test `mixed[i, :mixed_count[i]]`, and take `full[i, :full_count[i]]`
-    whole; both ascend.
+    """Name the tiles of each row: those to test, and those to take whole; both ascend.
 
-    mixed_count, full_count: [rows] int32.   mixed, full: [rows, most] int32; what is past a count
-        means nothing.
+    Row i tests `mixed[i, :mixed_count[i]]` and takes `full[i, :full_count[i]]` whole.
+
+    Args:
+        mixed_count, full_count: [rows] int32.
+        mixed, full: [rows, most] int32; what is past a count means nothing.
     """
 
     mixed_count: Any
@@ -40,16 +41,14 @@ class TileLists(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The lists of one call: of keys for each tile of queries, and of queries for each tile of
-    keys.
-    """
+    """Hold the lists of one call: of keys for a tile of queries, of queries for a tile of keys."""
 
     forward: TileLists
     backward: TileLists
 
 
 class Tally(NamedTuple):
-    """How many tiles of a mask are full, mixed and skipped."""
+    """Count the tiles of a mask that are full, mixed and skipped."""
 
     full: int
     mixed: int
@@ -57,8 +56,9 @@ class Tally(NamedTuple):
 
 
 def lists_of(kinds: Any, tests_all: bool = False) -> TileLists:
-    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`; `tests_all`: none
-    goes untested.
+    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`.
+
+    With `tests_all` none goes untested.
     """
     mixed, full = (kinds != EMPTY, kinds != kinds) if tests_all else (kinds == MIXED, kinds == FULL)
     return TileLists(*_listed(mixed), *_listed(full))
@@ -72,49 +72,40 @@ def _listed(chosen: Any) -> tuple[Any, Any]:
     return count, order[:, :most]
 
 
-def tiling(
-    mask: Mask,
-    forward: tuple[int, int],
-    backward: tuple[int, int],
-    lengths: tuple[int, int],
-    offsets: tuple[Offset, Offset],
-    tests_all: bool,
-) -> Tiling:
-    """List the tiles of both passes.
+class TilingSpec(NamedTuple):
+    """Say which tiles are listed.
 
     Args:
         mask: bound, of positions alone.
         forward, backward: (queries, keys) of a tile in either pass.
         lengths: local numbers of queries and keys.
-        offsets: positions of the first local query and key; ints or traced.
         tests_all: whether something else than `mask` is tested too, so that no tile may go
             untested.
     """
+
+    mask: Mask
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    lengths: tuple[int, int]
+    tests_all: bool
+
+
+def tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
+    """List the tiles of both passes; `offsets` are the positions of the first query and key."""
     if any(isinstance(offset, jax.Array) for offset in offsets):
-        return _tiling(mask, forward, backward, lengths, offsets, tests_all)
-    return _known_tiling(
-        mask, forward, backward, lengths, (int(offsets[0]), int(offsets[1])), tests_all
-    )
+        return _tiling(spec, offsets)
+    return _known_tiling(spec, (int(offsets[0]), int(offsets[1])))
 
 
-def _tiling(
-    mask: Mask,
-    forward: tuple[int, int],
-    backward: tuple[int, int],
-    lengths: tuple[int, int],
-    offsets: tuple[Offset, Offset],
-    tests_all: bool,
-) -> Tiling:
-    kinds = [tile_kinds(mask, *tile, *lengths, *offsets) for tile in (forward, backward)]
-    whole = lengths[1] // backward[1]
-    return Tiling(
-        lists_of(kinds[0], tests_all), lists_of(_tested_past(kinds[1].T, whole), tests_all)
-    )
+def _tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
+    mask, lengths, tiles = spec.mask, spec.lengths, (spec.forward, spec.backward)
+    forward, backward = (tile_kinds(mask, *tile, *lengths, *offsets) for tile in tiles)
+    by_keys = _tested_past(backward.T, lengths[1] // spec.backward[1])
+    return Tiling(lists_of(forward, spec.tests_all), lists_of(by_keys, spec.tests_all))
 
 
 def _tested_past(kinds: Any, whole: int) -> Any:
-    """Have what goes past the last key tested: the backward takes full tiles without a look at the
-    lengths.
+    """Have what goes past the last key tested: the backward takes full tiles without a test.
 
     Args:
         kinds: [rows, columns], of tiles of keys and of queries.

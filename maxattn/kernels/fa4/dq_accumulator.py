@@ -17,6 +17,7 @@ from maxattn.call import Call
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import backward_steps
+from maxattn.kernels.fa4.kernel_calls import BlockOperands
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.kv_block import TWO_TILES, WHOLE, Cut, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
@@ -56,7 +57,9 @@ class Fa4DqAccumulator(DqAccumulator):
         The arguments are those of `DqAccumulator.add`.
         """
         delta, lse, dq = self.state
-        dq, found = self._launches.block(self._q, keys, self._dout, lse, delta, dq, cut, grads)
+        before = () if grads is None else (grads,)
+        given = BlockOperands(self._q, keys, self._dout, lse, delta, dq, before)
+        dq, found = self._launches.block(given, cut)
         self.state = delta, lse, dq
         return found
 

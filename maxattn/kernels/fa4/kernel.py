@@ -1,8 +1,8 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask of positions becomes lists of tiles on Hopper
-GPUs: empty ones are skipped, full ones are not tested. Elsewhere, and for segment ids alone, pairs
-are tested in the tiles of the narrowest band around the mask.
+Bands skip the tiles they leave empty. Any other mask of positions becomes block-sparse lists on
+Hopper GPUs: empty tiles are skipped, full ones are not tested. Elsewhere, and for segment ids
+alone, pairs are tested in the tiles of the narrowest band around the mask.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
@@ -13,34 +13,35 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Grads, Inputs, Lines, Offset, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import (
     backward_steps,
     block_sparse,
     dq_accumulator,
+    launch_lines,
     mask_inputs,
     primitives,
     ring_waves,
     split_queries,
+    windows,
 )
+from maxattn.kernels.fa4.launch_lines import OWN
 from maxattn.kernels.fa4.launch_order import PROCESSORS
-from maxattn.kernels.fa4.tile_sizes import SMALL, backward_tile, stays, takes_lists
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.kernel import Fused, Lengths, Pairs, pad_heads
-from maxattn.kernels.fused.pieces import Piece, fits_shards
+from maxattn.kernels.fa4.tile_sizes import SMALL, backward_tile, persistent_pays, takes_lists
+from maxattn.kernels.fused import masks, rectangles
+from maxattn.kernels.fused.kernel import Fused
+from maxattn.kernels.fused.pieces import fits_shards
+from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
-
-OWN = "the library's own"
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,10 @@ class Fa4(Fused):
     Args:
         version: of fa4-jax.
         tests_pairs: whether pairs are tested, since no band says the mask.
-        launched: whether the library's kernels are launched as we want them, which goes on Hopper
-            GPUs.
-        lists: whether the kernel gets lists of the tiles to visit.
+        launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
+        lists: whether the kernel gets block-sparse lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
-        processors: of the GPU: how many rows of tiles run at a time.
+        processors: SMs of the GPU, each of which runs one thread block at a time.
     """
 
     name: ClassVar[str] = "flash"
@@ -105,67 +105,54 @@ class Fa4(Fused):
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.lists:
-            return Lines(runs, mask_inputs.lists_line(call, self.sharded))
+            return Lines(runs, launch_lines.lists_line(call, self.sharded))
         blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
         if not call.mask.is_full:
             return Lines(runs, blocks)
-        blocks = _whole_line(call) if self._stays(call.head_dim, call.kv_len) else blocks
-        backward = self._backward_line(call)
+        persists = self._may_persist(call.head_dim, call.kv_len)
+        blocks = launch_lines.whole_line(call) if persists else blocks
+        backward = launch_lines.split_line(call, self.processors) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
 
-    def _backward_line(self, call: Call) -> str:
-        """Say how the backward over all pairs is launched."""
-        tail = split_queries.tail_for(*shapes_of(call), self.processors) if self.launched else None
-        return OWN if tail is None else f"{OWN}; {tail.line}"
+    def _may_persist(self, head_dim: int, keys: int) -> bool:
+        """Tell whether maxattn launches a forward over all pairs.
 
-    def _stays(self, head_dim: int, keys: int) -> bool:
-        """Tell whether a forward over all pairs goes through our launch: where threads that stay
-        can gain.
+        It does where persistent thread blocks can gain.
         """
-        return self.launched and stays(head_dim, keys / SMALL.keys)
+        return self.launched and persistent_pays(head_dim, keys / SMALL.keys)
 
     def _tests(self, mask: Mask) -> bool:
-        """Tell whether this mask is tested pair by pair: a strategy may have dropped what forbids
-        nothing here.
+        """Tell whether this mask is tested pair by pair.
+
+        A strategy may have dropped what forbids nothing here.
         """
-        parts = masks.split(mask)
-        return self.tests_pairs and bool(parts.positions or parts.rest)
+        terms = masks.split(mask)
+        return self.tests_pairs and bool(terms.positions or terms.rest)
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(inputs.mask):
             return super().forward(inputs)
-        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
-        width = q.shape[3]
-        q, k, v = (pad_heads(x) for x in (q, k, v))
-        piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
-        out, lse = self.piece_forward(q, k, v, piece, pairs)
-        return Result(out[..., :width], lse)
+        out, lse = self.piece_forward(self._tested(rectangles.with_padded_heads(inputs)))
+        return Result(out[..., : inputs.q.shape[3]], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, None) from a given LSE and output."""
+        """Return (dq, dk, dv) from a given LSE and output."""
         if not self._tests(inputs.mask):
             return super().backward(inputs, rows)
-        q, k, v, _, mask, q_offset, kv_offset = inputs.operands
-        out, lse, dout, dlse = rows.operands
-        width = q.shape[3]
-        q, k, v, out, dout = (pad_heads(x) for x in (q, k, v, out, dout))
-        piece, pairs = self._tested(mask, q, k, q_offset, kv_offset)
-        if not mask_inputs.all_see(pairs):
+        width, q = inputs.q.shape[3], inputs.q
+        given = self._tested(rectangles.with_padded_heads(inputs))
+        if not mask_inputs.all_see(given.pairs):
             # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
-            dout = jnp.where((lse == NEG_INF).swapaxes(1, 2)[..., None], 0, dout)
-        dout = dout.astype(q.dtype)
-        dq, dk, dv = self._backward(q, k, v, piece, pairs, out.astype(q.dtype), lse, dout, dlse)
+            dout = jnp.where(rectangles.column(rows.lse == NEG_INF), 0, rows.dout)
+            rows = Rows(rows.out, rows.lse, dout, rows.dlse)
+        dq, dk, dv, _ = self._backward(given, rectangles.rows_for(rows, given.q))
         return Grads(dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width])
 
-    def _tested(
-        self, mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
-    ) -> tuple[Piece, Pairs]:
+    def _tested(self, inputs: Inputs) -> PieceInputs:
         """Return the rectangle to go through, and what to test in it."""
-        listed = self.lists and not mask_inputs.positions(mask).is_full
-        return (mask_inputs.listed if listed else mask_inputs.pairs_of)(
-            mask, q, k, q_offset, kv_offset
-        )
+        listed = self.lists and not mask_inputs.positions(inputs.mask).is_full
+        return (mask_inputs.listed if listed else mask_inputs.pairs_of)(inputs)
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
@@ -198,120 +185,50 @@ class Fa4(Fused):
         """Tell whether the accumulator keeps dQ for arrays of these shapes."""
         return not self.lse_gradient and dq_accumulator.fits(inputs)
 
-    def piece_forward(
-        self, q: Array, k: Array, v: Array, piece: Piece, lengths: Lengths
-    ) -> tuple[Array, Array]:
+    def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
-        if isinstance(lengths, Pairs) and lengths.tiles is not None:
-            found: mask_inputs.Tiles = lengths.tiles
-            own = (
-                found.tiling.forward,
-                found.test,
-                mask_inputs.arrays(lengths),
-                self.scale,
-                found.tiles[0],
-            )
-            return block_sparse.forward(q, k, v, *own)
-        if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
-            return primitives.fa4_forward_lengths(q, k, v, lengths, self.scale)
-        if lengths is None and piece.is_full and self._stays(q.shape[3], k.shape[1]):
+        q, k, v, pairs = inputs.q, inputs.k, inputs.v, inputs.pairs
+        if pairs is not None and pairs.tiles is not None:
+            tiles: mask_inputs.Tiles = pairs.tiles
+            return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
+        if _has_lengths_alone(inputs):
+            return primitives.fa4_forward_lengths(inputs, self.scale)
+        if _is_whole(inputs) and self._may_persist(q.shape[3], k.shape[1]):
             tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
-            return block_sparse.whole(q, k, v, self.scale, tile)
-        t, s, band = _fitted(piece, q.shape[1], k.shape[1])
-        pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
-        out, lse = primitives.fa4_forward(q[:, :t], k[:, :s], v[:, :s], band, pairs, self.scale)
-        after = (0, q.shape[1] - t)
-        out = jnp.pad(out, ((0, 0), after, (0, 0), (0, 0))) if after[1] else out
-        return out, (
-            jnp.pad(lse, ((0, 0), (0, 0), after), constant_values=NEG_INF) if after[1] else lse
-        )
+            return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
+        cut, window = windows.shortened(inputs)
+        return windows.lengthened(primitives.fa4_forward(cut, window, self.scale), q.shape[1])
 
-    def piece_backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        piece: Piece,
-        lengths: Lengths,
-    ) -> tuple[Array, Array, Array]:
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
-        if isinstance(lengths, Pairs) and lengths.tiles is not None:
-            found: mask_inputs.Tiles = lengths.tiles
-            own = (
-                found.tiling.backward,
-                found.test,
-                mask_inputs.arrays(lengths),
-                self.scale,
-                found.tiles[1],
-            )
-            return block_sparse.backward(q, k, v, out, lse, dout, *own)
-        if piece.is_full and lengths is not None and not isinstance(lengths, Pairs):
-            return primitives.fa4_backward_lengths(q, k, v, out, lse, dout, lengths, self.scale)
-        if lengths is None and piece.is_full and self.launched:
-            return split_queries.backward(q, k, v, out, lse, dout, self.scale, self.processors)
-        t, s, band = _fitted(piece, q.shape[1], k.shape[1])
-        pairs = _as_pairs(lengths, q.shape[1], k.shape[1])
-        rows = (out[:, :t], lse[:, :, :t], dout[:, :t])
-        dq, dk, dv = primitives.fa4_backward(
-            q[:, :t], k[:, :s], v[:, :s], *rows, band, pairs, self.scale
-        )
-        return _longer(dq, q.shape[1]), _longer(dk, k.shape[1]), _longer(dv, k.shape[1])
+        pairs = inputs.pairs
+        if pairs is not None and pairs.tiles is not None:
+            tiles: mask_inputs.Tiles = pairs.tiles
+            return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale))
+        if _has_lengths_alone(inputs):
+            return primitives.fa4_backward_lengths(inputs, rows, self.scale)
+        if _is_whole(inputs) and self.launched:
+            return split_queries.backward(inputs, rows, self.scale, self.processors)
+        cut, window = windows.shortened(inputs)
+        rows = windows.shortened_rows(rows, cut.q.shape[1])
+        grads = primitives.fa4_backward(cut, rows, window, self.scale)
+        return windows.lengthened_grads(grads, inputs)
 
 
-def shapes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of q and k as the library gets them, head dims padded."""
-    width = -(-call.head_dim // 8) * 8
-    return (call.batch, call.q_len, call.heads, width), (
-        call.batch,
-        call.kv_len,
-        call.kv_heads,
-        width,
-    )
+def _is_whole(inputs: PieceInputs) -> bool:
+    """Tell whether every pair is allowed."""
+    return inputs.lengths is None and inputs.piece.is_full
 
 
-def launches_parts(call: Call, target: Target) -> bool:
-    """Tell whether a call's backward is launched in parts."""
-    plain = call.mask.is_full and takes_lists(target.version("fa4-jax") or "", target.device)
-    return plain and split_queries.tail_for(*shapes_of(call), target.device.sms) is not None
+def _has_lengths_alone(inputs: PieceInputs) -> bool:
+    """Tell whether lengths of keys are all that forbids pairs."""
+    some = inputs.lengths is not None and inputs.pairs is None
+    return some and inputs.piece.is_full
 
 
-def _whole_line(call: Call) -> str:
-    """Say how the forward over all pairs is launched."""
-    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
-    several = block_sparse.order(*shapes_of(call), None, tile, forward=True).stays
-    return f"{tile.queries}x{tile.keys} tiles" + (
-        ", threads that stay from row to row" if several else ""
-    )
-
-
-def _fitted(p: Piece, t: int, s: int) -> tuple[int, int, tuple[int | None, int | None]]:
-    """Return (queries, keys, band) as the library counts a band: query 0 stands at key S - T.
-
-    Keys that no query sees, and queries that see none, are left out, so that neither side of the
-    band is negative.
-    """
-    if p.is_full:
-        return t, s, (None, None)
-    if p.right is not None:
-        s = min(s, t + p.right)
-    if p.left is not None:
-        t = min(t, s + p.left)
-    move = s - t
-    right = None if p.right is None else p.right - move
-    return t, s, (None if p.left is None else p.left + move, right)
-
-
-def _longer(x: Array, length: int) -> Array:
-    extra = length - x.shape[1]
-    return jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else x
-
-
-def _as_pairs(lengths: Lengths, t: int, s: int) -> Pairs | None:
-    """Write lengths beside a band as ids: 0 for real keys, and for all queries."""
-    if lengths is None or isinstance(lengths, Pairs):
-        return lengths
-    past = (jnp.arange(s, dtype=jnp.int32)[None] >= lengths[:, None]).astype(jnp.int32)
-    return Pairs(None, None, jnp.zeros((lengths.shape[0], t), jnp.int32), past)
+def launches_splits(call: Call, target: Target) -> bool:
+    """Tell whether a call's backward is split over the queries."""
+    version = target.version("fa4-jax") or ""
+    if not call.mask.is_full or not takes_lists(version, target.device):
+        return False
+    return split_queries.tail_for(*launch_lines.shapes_of(call), target.device.sms) is not None

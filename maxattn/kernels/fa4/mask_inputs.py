@@ -1,5 +1,6 @@
-"""A mask that is no band, as FlashAttention-4 takes it here: pairs to test, in a band or in lists
-of tiles.
+"""A mask that is no band, as FlashAttention-4 takes it here.
+
+Pairs are tested, in a band or in the mixed tiles of block-sparse lists.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.call import Call
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Offset
-from maxattn.kernels.fa4.block_sparse_lists import Tiling, tally, tiling, visited
+from maxattn.kernels.base import Inputs, Offset
+from maxattn.kernels.fa4.block_sparse import TilePass
+from maxattn.kernels.fa4.block_sparse_lists import Tiling, TilingSpec, tiling, visited
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, forward_tile
-from maxattn.kernels.fused.kernel import Pairs
 from maxattn.kernels.fused.pieces import Piece
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.masks import Mask
 
 
 class Tiles(NamedTuple):
-    """The lists of both passes and the tiles that they are of, and the test of pairs in mixed
-    tiles.
+    """Hold the block-sparse lists of both passes, and the test of pairs in mixed tiles.
+
+    Args:
+        tiling: the lists.
+        tiles: of the forward and of the backward.
+        test: of pairs in mixed tiles.
+        all_see: whether every query is known to see a key.
     """
 
     tiling: Tiling
@@ -32,48 +38,55 @@ class Tiles(NamedTuple):
     test: PairTest
     all_see: bool
 
+    def forward(self, pairs: Pairs, scale: float) -> TilePass:
+        """Return what the forward is launched with."""
+        return TilePass(self.tiles[0], scale, self.tiling.forward, self.test, arrays(pairs))
 
-def listed(
-    mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
-) -> tuple[Piece, Pairs]:
-    """Return all pairs as one rectangle, with lists of its tiles.
+    def backward(self, pairs: Pairs, scale: float) -> TilePass:
+        """Return what the backward is launched with."""
+        return TilePass(self.tiles[1], scale, self.tiling.backward, self.test, arrays(pairs))
+
+
+def listed(inputs: Inputs) -> PieceInputs:
+    """Return all pairs as one rectangle, with block-sparse lists of its tiles.
 
     Known positions are tested in the kernel, from the mask itself; of traced ones it gets each
     query's intervals.
     """
-    split = _split(mask)
-    lengths, offsets = (q.shape[1], k.shape[1]), (q_offset, kv_offset)
-    ids = mask_split.segment_ids(split, q.shape[0], *lengths, kv_offset)
-    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-    tiles = tile_of(split.positions, q.shape[3], lengths, traced), backward_tile(q.shape[3])
-    lists = tiling(split.positions, *tiles, lengths, offsets, ids is not None)
-    if traced:
-        lo, hi = _ends(split.positions, lengths, offsets, jnp)
-        found = Tiles(lists, tiles, PairTest(intervals=lo.shape[0], has_ids=ids is not None), False)
-        return Piece(0, lengths[0], 0, lengths[1]), Pairs(lo, hi, *(ids or (None, None)), found)
-    lo, hi = _ends(split.positions, lengths, offsets, np)
-    see = ids is None and bool((lo < hi).any(axis=0).all())
-    found = Tiles(
-        lists,
-        tiles,
-        PairTest(split.positions, int(q_offset), int(kv_offset), 0, ids is not None),
-        see,
-    )
-    return Piece(0, lengths[0], 0, lengths[1]), Pairs(None, None, *(ids or (None, None)), found)
+    mask, ids, head_dim = positions(inputs.mask), _ids(inputs), inputs.q.shape[3]
+    lengths, tests_all = _lengths(inputs), ids is not None
+    tile, backward = tile_of(mask, head_dim, lengths, _traced(inputs)), backward_tile(head_dim)
+    spec = TilingSpec(mask, tile, backward, lengths, tests_all)
+    lists = tiling(spec, (inputs.q_offset, inputs.kv_offset))
+    lo, hi, test, see = _test(inputs, mask, tests_all)
+    found = Tiles(lists, (tile, backward), test, see)
+    q_ids, kv_ids = ids or (None, None)
+    pairs = Pairs(lo, hi, q_ids, kv_ids, found)
+    return PieceInputs.whole(inputs.q, inputs.k, inputs.v, pairs)
+
+
+def _test(inputs: Inputs, mask: Mask, has_ids: bool) -> tuple[Any, Any, PairTest, bool]:
+    """Return the intervals that the kernel reads, if any, its test, and whether all queries see."""
+    lengths, offsets = _lengths(inputs), (inputs.q_offset, inputs.kv_offset)
+    if _traced(inputs):
+        lo, hi = _ends(mask, lengths, offsets, jnp)
+        return lo, hi, PairTest(intervals=lo.shape[0], has_ids=has_ids), False
+    lo, hi = _ends(mask, lengths, offsets, np)
+    see = not has_ids and bool((lo < hi).any(axis=0).all())
+    return None, None, PairTest(mask, int(offsets[0]), int(offsets[1]), 0, has_ids), see
 
 
 def tile_of(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool = False) -> Tile:
-    """Return the tile of a forward under a mask of positions, whose tiles are not counted where it
-    is traced.
+    """Return the tile of a forward under a mask of positions.
+
+    The tiles that it skips are counted only where the positions are known.
     """
     return forward_tile(head_dim, None if traced else lambda tile: visited(mask, tile, lengths))
 
 
-def all_see(pairs: Pairs) -> bool:
-    """Tell whether every query is known to see a key, so that no row of its gradient must be made
-    0.
-    """
-    return pairs.tiles is not None and pairs.tiles.all_see
+def all_see(pairs: Pairs | None) -> bool:
+    """Tell whether every query is known to see a key, so that no gradient must be made 0."""
+    return pairs is not None and pairs.tiles is not None and pairs.tiles.all_see
 
 
 def arrays(pairs: Pairs) -> tuple[Array, ...]:
@@ -92,35 +105,37 @@ def positions(mask: Mask) -> Mask:
     return _split(mask).positions
 
 
-def lists_line(call: Call, sharded: bool) -> str:
-    """Say how many tiles the forward goes through."""
-    lengths = call.q_len, call.kv_len
-    tile = tile_of(positions(call.mask), call.head_dim, lengths, sharded)
-    what = f"lists of {tile.queries}x{tile.keys} tiles"
-    if sharded:
-        return f"{what}, made on the device from its positions"
-    count = tally(positions(call.mask), tile, lengths)
-    ids = _split(call.mask).has_ids
-    tested = (
-        f"{count.full + count.mixed} tested" if ids else f"{count.full} full, {count.mixed} mixed"
-    )
-    return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"
+def has_ids(mask: Mask) -> bool:
+    """Tell whether pairs are tested by ids too."""
+    return _split(mask).has_ids
 
 
-def pairs_of(
-    mask: Mask, q: Array, k: Array, q_offset: Offset, kv_offset: Offset
-) -> tuple[Piece, Pairs]:
+def _ids(inputs: Inputs) -> Any:
+    """Return the segment ids of queries and keys, where the mask has any."""
+    lengths = _lengths(inputs)
+    split = _split(inputs.mask)
+    return mask_split.segment_ids(split, inputs.q.shape[0], *lengths, inputs.kv_offset)
+
+
+def _lengths(inputs: Inputs) -> tuple[int, int]:
+    return inputs.q.shape[1], inputs.k.shape[1]
+
+
+def _traced(inputs: Inputs) -> bool:
+    return any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
+
+
+def pairs_of(inputs: Inputs) -> PieceInputs:
     """Return the narrowest band around a mask, and the test of every pair in it."""
-    split = _split(mask)
-    t, s = q.shape[1], k.shape[1]
-    ids = mask_split.segment_ids(split, q.shape[0], t, s, kv_offset)
-    piece, lo, hi = Piece(0, t, 0, s), None, None
-    if not split.positions.is_full:
-        traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
-        lo, hi = _ends(split.positions, (t, s), (q_offset, kv_offset), jnp if traced else np)
-        piece = piece if traced else _around(lo, hi, t, s)
-        lo, hi = jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32)
-    return piece, Pairs(lo, hi, *(ids or (None, None)))
+    mask, ids = positions(inputs.mask), _ids(inputs) or (None, None)
+    q, k, v, (t, s) = inputs.q, inputs.k, inputs.v, _lengths(inputs)
+    if mask.is_full:
+        return PieceInputs.whole(q, k, v, Pairs(None, None, *ids))
+    traced, offsets = _traced(inputs), (inputs.q_offset, inputs.kv_offset)
+    lo, hi = _ends(mask, (t, s), offsets, jnp if traced else np)
+    piece = Piece(0, t, 0, s) if traced else _around(lo, hi, t, s)
+    pairs = Pairs(jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32), *ids)
+    return PieceInputs(q, k, v, pairs, piece)
 
 
 def _ends(
@@ -137,14 +152,11 @@ def _ends(
 
 
 def _around(lo: np.ndarray, hi: np.ndarray, t: int, s: int) -> Piece:
-    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or would be negative, is left
-    open.
-    """
+    """Bound intervals `[M, T]` by a band; a side that bounds nothing, or is negative, is open."""
     some = lo < hi
     if not some.any():
         return Piece(0, t, 0, s)
     row = np.broadcast_to(np.arange(t), lo.shape)[some]
     left, right = int((row - lo[some]).max()), int((hi[some] - 1 - row).max())
-    return Piece(
-        0, t, 0, s, left if 0 <= left < t - 1 else None, right if 0 <= right < s - 1 else None
-    )
+    left_bound = left if 0 <= left < t - 1 else None
+    return Piece(0, t, 0, s, left_bound, right if 0 <= right < s - 1 else None)

@@ -1,6 +1,4 @@
-"""FlashAttention-4 through the primitives of fa4-jax, which return a float32 LSE and take a given
-one.
-"""
+"""FlashAttention-4 through the primitives of fa4-jax: a float32 LSE comes out, and goes in."""
 
 from __future__ import annotations
 
@@ -13,21 +11,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+
+Window = tuple[int | None, int | None]
+"""(left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound."""
+NO_WINDOW: Window = (None, None)
 # The kernels look the mask's arrays up for whole tiles, past the last query and key.
 TILE = 256
 
 
 def _fa4() -> Any:
-    return import_module(
-        "fa4_jax.attention"
-    )  # an extra: it need not be there when this module is read
+    return import_module("fa4_jax.attention")  # an extra: it may be missing when this file is read
 
 
 @cache
 def _pairs_type() -> Any:
-    """Make the mask that tests intervals and ids; fa4-jax is imported here, since it is an
-    extra.
-    """
+    """Make the mask that tests intervals and ids, a class of fa4-jax's."""
     masks = import_module("fa4_jax.masks")
 
     @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _pairs_type() -> Any:
     return PairsMask
 
 
-def _mask_of(pairs: Any) -> tuple[Any, list[Array]]:
+def _mask_of(pairs: Pairs | None) -> tuple[Any, list[Array]]:
     """Return fa4-jax's (mask structure, arrays) of `Pairs`, or (None, [])."""
     if pairs is None:
         return None, []
@@ -66,89 +66,65 @@ def _mask_of(pairs: Any) -> tuple[Any, list[Array]]:
     return structure, leaves
 
 
-def _config(band: tuple[int | None, int | None], scale: float, mask: Any, varlen: bool) -> Any:
-    left, right = band
-    causal = left is None and right == 0
-    local = not causal and (left is not None or right is not None)
-    window = (left, right) if local else (None, 0) if causal else (None, None)
+def _config(window: Window, scale: float, mask: Any = None, varlen: bool = False) -> Any:
+    causal = window == (None, 0)
+    local = not causal and window != NO_WINDOW
     return _fa4().AttnConfig(causal, local, window, float(scale), mask, "cute", varlen, varlen)
 
 
-def fa4_forward(
-    q: Array, k: Array, v: Array, band: tuple[int | None, int | None], pairs: Any, scale: float
-) -> tuple[Array, Array]:
-    """Return (out [B,T,N,H], lse [B,N,T]).
+def fa4_forward(inputs: PieceInputs, window: Window, scale: float) -> Result:
+    """Return (out, lse).
 
     Args:
-        q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
-        band: (left, right) of `query - left <= key - (S - T) <= query + right`; None: without a
-            bound.
-        pairs: `Pairs` that are tested inside, or None.
+        inputs: bfloat16 or float16; of its piece nothing is read, of `Pairs` what they test.
+        window: allows pairs too.
         scale: multiplies the scores.
     """
-    mask, arrays = _mask_of(pairs)
-    out, lse = _fa4().fa4_fwd_p.bind(
-        q, k, v, *arrays, cfg=_config(band, scale, mask, False), need_lse=True
-    )
-    return out, lse
+    mask, arrays = _mask_of(inputs.pairs)
+    operands, config = (inputs.q, inputs.k, inputs.v, *arrays), _config(window, scale, mask)
+    return Result(*_fa4().fa4_fwd_p.bind(*operands, cfg=config, need_lse=True))
 
 
-def fa4_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    band: tuple[int | None, int | None],
-    pairs: Any,
-    scale: float,
-) -> tuple[Array, Array, Array]:
+def fa4_backward(inputs: PieceInputs, rows: Rows, window: Window, scale: float) -> Grads:
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `fa4_forward`."""
-    mask, arrays = _mask_of(pairs)
-    config = _config(band, scale, mask, False)
-    width = q.shape[-1]
-    q, k, v, out, dout = (widened(x) for x in (q, k, v, out, dout))
-    grads = _fa4().fa4_vjp_p.bind(q, k, v, out, lse, dout, *arrays, cfg=config, has_d_lse=False)
-    dq, dk, dv = (x[..., :width] for x in grads)
-    return dq, dk, dv
+    mask, arrays = _mask_of(inputs.pairs)
+    config, width = _config(window, scale, mask), inputs.q.shape[-1]
+    arrays_in = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
+    q, k, v, out, dout = (widened(x) for x in arrays_in)
+    operands = (q, k, v, out, rows.lse, dout, *arrays)
+    grads = _fa4().fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
+    return Grads(*(x[..., :width] for x in grads))
 
 
-def fa4_forward_lengths(
-    q: Array, k: Array, v: Array, lengths: Array, scale: float
-) -> tuple[Array, Array]:
+def fa4_forward_lengths(inputs: PieceInputs, scale: float) -> Result:
     """Return (out, lse) over the first `lengths[b]` keys of each batch row."""
-    ends = _ends(q, k, lengths)
-    config = _config((None, None), scale, None, True)
-    out, lse = _fa4().fa4_fwd_p.bind(
-        *(_flat(x) for x in (q, k, v)), *ends, cfg=config, need_lse=True
-    )
-    return out.reshape(q.shape), lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
+    q, ends, config = inputs.q, _ends(inputs), _config(NO_WINDOW, scale, varlen=True)
+    flat = [_flat(x) for x in (q, inputs.k, inputs.v)]
+    out, lse = _fa4().fa4_fwd_p.bind(*flat, *ends, cfg=config, need_lse=True)
+    lse = lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
+    return Result(out.reshape(q.shape), lse)
 
 
-def fa4_backward_lengths(
-    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, lengths: Array, scale: float
-) -> tuple[Array, Array, Array]:
+def fa4_backward_lengths(inputs: PieceInputs, rows: Rows, scale: float) -> Grads:
     """Return (dq, dk, dv) over the first `lengths[b]` keys of each batch row."""
-    config = _config((None, None), scale, None, True)
-    rows = lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
-    flat = [widened(_flat(x)) for x in (q, k, v, out, dout)]
-    operands = (*flat[:4], rows, flat[4], *_ends(q, k, lengths))
+    config, (q, k, v) = _config(NO_WINDOW, scale, varlen=True), (inputs.q, inputs.k, inputs.v)
+    lse = rows.lse.swapaxes(0, 1).reshape(rows.lse.shape[1], -1)
+    flat = [widened(_flat(x)) for x in (q, k, v, rows.out, rows.dout)]
+    operands = (*flat[:4], lse, flat[4], *_ends(inputs))
     grads = _fa4().fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in grads)
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    return Grads(dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape))
 
 
 def widened(x: Array) -> Array:
-    """Make an operand of the backward: an array of its own, its head dim one that the kernels
-    compile for on Hopper.
+    """Make an operand of the backward: an array of its own, of a head dim that the kernels take.
 
     XLA hands slices to a custom call without a copy, but then forgets which results share the
     memory of which operands (jax 0.11.2): the float32 sums, which the kernel adds to in place,
     would begin as garbage.
     """
     width = x.shape[-1]
-    extra = 0 if width <= 128 else -width % 64  # 192 or 256: 0.1.0 fails at 160
+    extra = 0 if width <= 128 else -width % 64  # 192 or 256: fa4-jax 0.1.0 fails at 160 on Hopper
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
     return jax.lax.optimization_barrier(x)
 
@@ -157,8 +133,10 @@ def _flat(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _ends(q: Array, k: Array, lengths: Array) -> tuple[Array, Array, Array, Array]:
+def _ends(inputs: PieceInputs) -> tuple[Array, Array, Array, Array]:
     """Say where each batch row begins and how many of its queries and keys are real."""
-    rows = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    queries = jnp.full(q.shape[0], q.shape[1], jnp.int32)
-    return rows * q.shape[1], rows * k.shape[1], queries, lengths.astype(jnp.int32)
+    (batch, t), s, lengths = inputs.q.shape[:2], inputs.k.shape[1], inputs.lengths
+    assert lengths is not None and not isinstance(lengths, Pairs)
+    rows = jnp.arange(batch + 1, dtype=jnp.int32)
+    queries = jnp.full(batch, t, jnp.int32)
+    return rows * t, rows * s, queries, lengths.astype(jnp.int32)

@@ -1,12 +1,11 @@
-"""FlashAttention-4's backward over all pairs, in parts of the queries where whole rows leave
-processors idle.
+"""FlashAttention-4's backward over all pairs, split over the queries where it leaves SMs idle.
 
-A row of work is a tile of keys of one head, against all queries. A processor of a GPU takes one at
-a time, so rows run in rounds of as many as there are processors, and the last round is as long as
-any: 256 tiles of 12 heads are 23.3 rounds of 132, which last 24, and the 4 tiles of a text are 48
-rows, which leave 84 processors idle. So the rows that fill rounds are launched as ever, and those
-that are left in several parts of the queries, whose dK and dV are summed: 253 tiles are 23.0
-rounds, and the other three, in 11 parts, 0.3 of one; a text's four are 4.0 rounds of 11th parts.
+A thread block takes a tile of keys of one head, against all queries. Thread blocks run in waves of
+as many as there are SMs, and the last wave is as long as any: 256 tiles of 12 heads are 23.3 waves
+of 132, which last 24, and the 4 tiles of a text are 48 thread blocks, which leave 84 SMs idle. So
+the tiles that fill waves are launched as ever, and those that are left are split over the queries,
+and the dK and dV of the splits are summed: 253 tiles are 23.0 waves, and the other three, in 11
+splits, 0.3 of one; a text's four are 4.0 waves of splits that take an eleventh each.
 """
 
 from __future__ import annotations
@@ -18,149 +17,154 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives
-from maxattn.kernels.fa4.launch import takes_parts
+from maxattn.kernels.fa4.kernel_calls import BackwardOperands
+from maxattn.kernels.fa4.launch import takes_splits
 from maxattn.kernels.fa4.launch_order import PROCESSORS, START
 from maxattn.kernels.fa4.tile_sizes import whole_tile
+from maxattn.kernels.fused.rectangles import PieceInputs
 
 LEAST_GAIN = 0.01
-MOST_PARTS = 16
-# What sums of parts, and a second launch, cost beside their work: in tiles of keys by queries, of
-# some 3 us.
+MOST_SPLITS = 16
+# What sums over splits, and a second launch, cost beside their work: in tiles of keys by queries,
+# of some 3 us.
 SUMS, LAUNCH = 3, 2
-Grads = tuple[Array, Array, Array]
 Dims = tuple[int, ...]
+Operands = tuple[Array, ...]
+"""q, k, v, out, lse, dout."""
 
 
-class Tail(NamedTuple):
-    """Name the tiles that are launched in parts.
+class SplitTail(NamedTuple):
+    """Name the tiles of keys whose backward is split over the queries.
 
     Attributes:
         tiles: how many, the last ones.
-        parts: of the queries, for each.
+        splits: of the queries, for each.
     """
 
     tiles: int
-    parts: int
+    splits: int
 
     @property
     def line(self) -> str:
         """Describe it for `explain`."""
         which = f"the last {self.tiles} tiles" if self.tiles > 1 else "the last tile"
-        return (
-            f"{which} of keys in {self.parts} parts of the queries, so that fewer processors wait"
-        )
+        return f"{which} of keys in {self.splits} splits of the queries, so that fewer SMs wait"
 
 
-def tail_of(tiles: int, rows: int, steps: int, processors: int = PROCESSORS) -> Tail | None:
-    """Choose what is launched in parts: what ends first; None where that gains less than 1%.
+class Work(NamedTuple):
+    """Say how much a backward over all pairs has to do.
 
-    Args:
+    Attributes:
         tiles: of keys.
-        rows: for each of them: heads of all batch rows.
-        steps: tiles of queries, which a row goes through.
-        processors: that take a row each.
+        rows: thread blocks for each of them: heads of all batch rows.
+        steps: tiles of queries, which a thread block goes through.
+        processors: SMs, each of which runs one thread block at a time.
     """
 
-    def lasts(tiles: int, parts: int = 1) -> float:
-        return -(-tiles * rows * parts // processors) * (-(-steps // parts) + START)
+    tiles: int
+    rows: int
+    steps: int
+    processors: int = PROCESSORS
 
-    def cost(tail: Tail) -> float:
-        first = lasts(tiles - tail.tiles)
-        return first + lasts(*tail) + SUMS + (LAUNCH if first else 0)
+    def lasts(self, tiles: int, splits: int = 1) -> float:
+        """Return how long so many tiles take, in steps."""
+        waves = -(-tiles * self.rows * splits // self.processors)
+        return waves * (-(-self.steps // splits) + START)
 
-    best = min(
-        _tails(tiles, rows, steps, processors), key=lambda tail: (cost(tail), tail), default=None
-    )
-    return best if best and cost(best) <= (1 - LEAST_GAIN) * lasts(tiles) else None
+    def cost(self, tail: SplitTail) -> float:
+        """Return how long all tiles take where these are split."""
+        first = self.lasts(self.tiles - tail.tiles)
+        return first + self.lasts(*tail) + SUMS + (LAUNCH if first else 0)
 
-
-def _tails(tiles: int, rows: int, steps: int, processors: int) -> Iterator[Tail]:
-    """List what can be launched in parts: the rows of some two rounds, in parts that all have
-    queries.
-    """
-    for n in range(1, min(tiles, 2 * -(-processors // rows)) + 1):
-        yield from (Tail(n, parts) for parts in range(2, min(MOST_PARTS, steps) + 1))
+    def tails(self) -> Iterator[SplitTail]:
+        """List what can be split: the tiles of some two waves, where all splits have queries."""
+        for n in range(1, min(self.tiles, 2 * -(-self.processors // self.rows)) + 1):
+            yield from (SplitTail(n, each) for each in range(2, min(MOST_SPLITS, self.steps) + 1))
 
 
-def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> Tail | None:
-    """Choose for arrays, by the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do
-    not fit.
-    """
+def tail_of(work: Work) -> SplitTail | None:
+    """Choose what is split: what ends first; None where that gains less than 1%."""
+    best = min(work.tails(), key=lambda tail: (work.cost(tail), tail), default=None)
+    most = (1 - LEAST_GAIN) * work.lasts(work.tiles)
+    return best if best and work.cost(best) <= most else None
+
+
+def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> SplitTail | None:
+    """Choose for the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
     if not backward_steps.of_shape(queries, keys):
         return None
-    tile = whole_tile(queries[3])
-    return tail_of(
-        -(-keys[1] // tile.keys),
-        queries[0] * queries[2],
-        -(-queries[1] // tile.queries),
-        processors,
-    )
+    (batch, t, heads, _), tile = queries, whole_tile(queries[3])
+    steps = -(-t // tile.queries)
+    return tail_of(Work(-(-keys[1] // tile.keys), batch * heads, steps, processors))
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    scale: float,
-    processors: int = PROCESSORS,
-) -> Grads:
+def backward(inputs: PieceInputs, rows: Rows, scale: float, processors: int = PROCESSORS) -> Grads:
     """Return (dq, dk, dv) over all pairs from a given output and LSE.
 
     Args:
-        q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16.
-        out, lse, dout: [B,T,N,H], [B,N,T], [B,T,N,H].
+        inputs: bfloat16 or float16; all its pairs are allowed.
+        rows: of the queries.
         scale: multiplies the scores.
-        processors: of the GPU.
+        processors: SMs of the GPU.
     """
-    tail = tail_for(q.shape, k.shape, processors)
-    if tail is None or not backward_steps.made_apart() or not takes_parts(str(q.dtype), q.shape[3]):
-        return _whole((q, k, v, out, lse, dout), scale)
+    operands = inputs.q, inputs.k, inputs.v, rows.out, rows.lse, rows.dout
+    tail = tail_for(inputs.q.shape, inputs.k.shape, processors)
+    if tail is None or not _can_split(inputs.q):
+        return _whole(operands, scale)
 
     @jax.custom_batching.custom_vmap
     def run(*operands: Array) -> Grads:
-        return _in_parts(operands, scale, tail)
+        return _in_splits(operands, scale, tail)
 
     @run.def_vmap
-    def _many(size: int, mapped: list[bool], *operands: Array) -> tuple[Grads, tuple[bool, ...]]:
+    def _many(size: int, mapped: list[bool], *operands: Array) -> tuple[Grads, Any]:
         axes = [0 if m else None for m in mapped]
-        return jax.vmap(lambda *x: _whole(x, scale), axes, axis_size=size)(*operands), (True,) * 3
+        found = jax.vmap(lambda *x: _whole(x, scale), axes, axis_size=size)(*operands)
+        return found, jax.tree.map(lambda _: True, found)
 
-    return run(q, k, v, out, lse, dout)
+    return run(*operands)
 
 
-def _whole(operands: tuple[Array, ...], scale: float) -> Grads:
+def _can_split(q: Array) -> bool:
+    return backward_steps.made_apart() and takes_splits(str(q.dtype), q.shape[3])
+
+
+def _whole(operands: Operands, scale: float) -> Grads:
     q, k, v, out, lse, dout = operands
-    return primitives.fa4_backward(q, k, v, out, lse, dout, (None, None), None, scale)
+    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+    inputs = PieceInputs.whole(q, k, v, None)
+    return primitives.fa4_backward(inputs, rows, primitives.NO_WINDOW, scale)
 
 
-def _in_parts(operands: tuple[Array, ...], scale: float, tail: Tail) -> Grads:
-    lse = operands[4]
+def _in_splits(operands: Operands, scale: float, tail: SplitTail) -> Grads:
+    lse, batch = operands[4], operands[0].shape[0]
     q, k, v, out, dout = (primitives.widened(x) for x in (*operands[:4], operands[5]))
     launches: Any = backward_steps.Launches(scale, q, k)
     delta, lse, zeros = launches.first(out, dout, lse)
     size = whole_tile(q.shape[3]).keys
     start = (-(-k.shape[1] // size) - tail.tiles) * size
+    given = BackwardOperands(q, k, v, dout, lse, delta, zeros)
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
-    sums, *found = jax.lax.optimization_barrier(
-        launches.rounds(q, k, v, dout, lse, delta, zeros, start, tail.parts)
-    )
-    parts = [_summed(x, q.shape[0]) for x in found[-2:]]
-    if start:
-        parts = [
-            jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)
-            for x, part in zip(found, parts, strict=False)
-        ]
-        # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA
-        # copies it for that.
-        parts = jax.lax.optimization_barrier(parts)
-    return launches.last(sums, q), parts[0], parts[1]
+    dq, *found = jax.lax.optimization_barrier(launches.split(given, start, tail.splits))
+    *whole, dk, dv = found
+    dk, dv = _joined(whole, [_summed(x, batch) for x in (dk, dv)], start)
+    return Grads(launches.last(dq, q), dk, dv)
 
 
-def _summed(parts: Array, batch: int) -> Array:
-    """Sum over parts, which stand before the batch."""
-    each = parts.reshape(-1, batch, *parts.shape[1:])
-    return each.astype(jnp.float32).sum(0).astype(parts.dtype)
+def _joined(whole: list[Array], last: list[Array], start: int) -> list[Array]:
+    """Put the gradients of the last keys behind those of the keys before `start`."""
+    if not start:
+        return last
+    put = jax.lax.dynamic_update_slice_in_dim
+    joined = [put(x, part, start, 1) for x, part in zip(whole, last, strict=True)]
+    # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA copies
+    # it for that.
+    return jax.lax.optimization_barrier(joined)
+
+
+def _summed(splits: Array, batch: int) -> Array:
+    """Sum over splits, which stand before the batch."""
+    each = splits.reshape(-1, batch, *splits.shape[1:])
+    return each.astype(jnp.float32).sum(0).astype(splits.dtype)

@@ -1,4 +1,4 @@
-"""Where FlashAttention-4 is given lists of tiles, and how large the tiles are."""
+"""Where FlashAttention-4 is given block-sparse lists, and how large the tiles are."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from maxattn.devices import Device
 
-VERSIONS = "0.1."  # of fa4-jax: the launch uses what it keeps to itself
+VERSIONS = "0.1."  # of fa4-jax: the launch uses private parts of it
 
 
 def takes_lists(version: str, device: Device) -> bool:
-    """Tell whether this fa4-jax can be launched with lists on this GPU."""
+    """Tell whether this fa4-jax can be launched with block-sparse lists on this GPU."""
     return version.startswith(VERSIONS) and device.is_a("hopper")
 
 
 class Tile(NamedTuple):
-    """The queries and keys of a tile."""
+    """Say how many queries and keys a tile has."""
 
     queries: int
     keys: int
@@ -46,9 +46,8 @@ def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) ->
     return Tile(128, 112) if head_dim <= 192 else Tile(128, 80)
 
 
-def stays(head_dim: int, tiles: float) -> bool:
-    """Tell whether the forward gains by threads that stay for row after row of tiles
-    (tile_schedulers.py).
+def persistent_pays(head_dim: int, tiles: float) -> bool:
+    """Tell whether the forward gains by persistent thread blocks (tile_schedulers.py).
 
     What they save is a row's start: up to head dim 64 that is 3 to 35% on an H200. At 128 the loop
     over tiles itself gets slower, by more than that where rows are long. Elsewhere shared memory

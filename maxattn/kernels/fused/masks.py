@@ -1,14 +1,14 @@
-"""Masks as the fused kernels of GPU libraries take them: a band round the diagonal, and how many
-keys are real.
+"""Masks as the fused kernels of GPU libraries take them: a band, and how many keys are real.
 
 A bound mask is split into terms of positions and terms of keys alone. Keys are real up to a length,
-or by flags; flags become lengths when the real keys are gathered to the front, which attention
-without positions does not notice.
+or by flags; flags become lengths when the real keys are gathered to the front, which does not
+change attention without positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ REMEDY = "set attention: auto"
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Hold a mask as a conjunction of what depends on positions and what depends on keys alone.
+class MaskTerms:
+    """Hold the terms of a mask, sorted by what they depend on; a pair must be allowed by all.
 
     Args:
         positions: masks without arrays that depend on queries and keys.
@@ -53,7 +53,7 @@ class Parts:
         return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
 
-def split(mask: Mask) -> Parts:
+def split(mask: Mask) -> MaskTerms:
     """Sort the terms of a bound mask, or of its form."""
     positions, limits, keys, rest = [], [], [], []
     for term in mask.terms():
@@ -63,34 +63,34 @@ def split(mask: Mask) -> Parts:
             (keys if term.has_data else limits).append(term)
         else:
             (rest if term.has_data else positions).append(term)
-    return Parts(tuple(positions), tuple(limits), tuple(keys), tuple(rest))
+    return MaskTerms(tuple(positions), tuple(limits), tuple(keys), tuple(rest))
 
 
-def refuse_mask(who: str, parts: Parts, rows: bool = False) -> Reason | None:
+def refuse_mask(who: str, terms: MaskTerms, rows: bool = False) -> Reason | None:
     """Return why a kernel that takes bands and lengths cannot take a mask.
 
     Args:
         who: the kernel.
-        parts: from `split`.
+        terms: from `split`.
         rows: whether it takes any interval of keys for each query, too.
     """
-    if parts.rest:
-        term = parts.rest[0]
-        kind = " and ".join(term.names())
+    if terms.rest:
+        kind = " and ".join(terms.rest[0].names())
         rule = f"it takes lengths and flags of keys, and {kind} is neither"
         return Reason(who, f"mask {kind}", rule, REMEDY)
-    if parts.band is None and not rows:
-        term = " & ".join(str(m) for m in parts.positions)
-        return Reason(who, "mask", f"it takes Causal and windows of tokens, and not {term}", REMEDY)
-    if parts.has_flags and parts.positions:
-        rule = (
-            "it takes flags of keys by gathering the real ones, which moves their positions, and"
-            " the mask needs those"
-        )
-        return Reason(
-            who, "mask KeyPadding & positions", rule, f"say KeyPadding as lengths, or {REMEDY}"
-        )
-    return None
+    if terms.band is None and not rows:
+        text = " & ".join(str(m) for m in terms.positions)
+        return Reason(who, "mask", f"it takes Causal and windows of tokens, and not {text}", REMEDY)
+    return _refuse_flags(who) if terms.has_flags and terms.positions else None
+
+
+def _refuse_flags(who: str) -> Reason:
+    rule = (
+        "it takes flags of keys by gathering the real ones, which moves their positions, and the"
+        " mask needs those"
+    )
+    remedy = f"say KeyPadding as lengths, or {REMEDY}"
+    return Reason(who, "mask KeyPadding & positions", rule, remedy)
 
 
 def refuse_call(who: str, call: Call, head_limit: int) -> Reason | None:
@@ -107,33 +107,28 @@ def refuse_call(who: str, call: Call, head_limit: int) -> Reason | None:
     return None
 
 
-def lengths_of(parts: Parts, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
-    """Count the real local keys of each batch row, where they are the first ones; None where all
-    are real.
+def lengths_of(
+    terms: MaskTerms, batch: int, kv_len: int, kv_offset: Offset
+) -> Int[Array, " B"] | None:
+    """Count the real local keys of each batch row; None where all are real.
 
-    Flags are counted too: `packed` puts those keys first.
+    The real keys are the first ones. Flags are counted too: `RealKeys.packed` puts those keys
+    first.
     """
-    if not parts.limits and not parts.keys:
+    if not terms.limits and not terms.keys:
         return None
-    if parts.has_flags:
-        return jnp.sum(real_keys(parts, kv_len, kv_offset), axis=1).astype(jnp.int32) + jnp.zeros(
-            batch, jnp.int32
-        )
-    terms = (*parts.limits, *parts.keys)
-    ends = [
-        jnp.broadcast_to(jnp.asarray(term.key_limit()).astype(jnp.int32), (batch,))
-        for term in terms
-    ]
-    first = ends[0]
-    for end in ends[1:]:
-        first = jnp.minimum(first, end)
-    return jnp.clip(first - kv_offset, 0, kv_len)
+    if terms.has_flags:
+        count = jnp.sum(real_keys(terms, kv_len, kv_offset), axis=1).astype(jnp.int32)
+        return count + jnp.zeros(batch, jnp.int32)
+    limits = [jnp.asarray(term.key_limit()) for term in (*terms.limits, *terms.keys)]
+    ends = [jnp.broadcast_to(limit.astype(jnp.int32), (batch,)) for limit in limits]
+    return jnp.clip(reduce(jnp.minimum, ends) - kv_offset, 0, kv_len)
 
 
-def real_keys(parts: Parts, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"]:
+def real_keys(terms: MaskTerms, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"]:
     """Tell which local keys every limit, length and flag allows; the batch may be 1."""
     real: Any = jnp.ones((1, kv_len), bool)
-    for term in (*parts.limits, *parts.keys):
+    for term in (*terms.limits, *terms.keys):
         ok = term.allowed(np.zeros(1, np.int32), jnp.arange(kv_len), 0, kv_offset)
         real = real & ok[:, 0, 0]
     return real

@@ -1,23 +1,33 @@
-"""A band of pairs, cut into rectangles that kernels without offsets compute: full ones, and bands
-that start at 0, 0.
+"""A band of pairs, cut into rectangles that a kernel without offsets computes.
 
-Where the offsets are traced, the shift between queries and keys is one of few values (whole shards
-apart), and each has its own rectangles under `lax.switch`.
+Each rectangle is full, or holds a band that starts at its corner. Where the offsets are traced, the
+shift between queries and keys is one of few values (whole shards apart), and each has rectangles of
+its own under `lax.switch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from maxattn.kernels.fused.masks import Band, Parts
+import jax
+import jax.numpy as jnp
+
+from maxattn.errors import Unsupported
+from maxattn.kernels.base import Inputs, Offset
+from maxattn.kernels.fused.masks import REMEDY, MaskTerms
+from maxattn.masks import Band
 
 MOST_SHIFTS = 66  # cases of one call: 64 devices, and the two ends
 
 
 class Piece(NamedTuple):
-    """Name queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` counted from
-    their corner.
+    """Name queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` in them.
+
+    The band's i and j count from q0 and k0.
     """
 
     q0: int
@@ -79,11 +89,10 @@ def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
 
 
 def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
-    """List the shifts at which shards of queries and keys can lie apart, from one with nothing
-    allowed to one with all.
+    """List the shifts at which shards can lie apart, from nothing allowed to everything allowed.
 
-    Shards begin at multiples of their lengths, so that shifts are the band's offset plus multiples
-    of a common step. A shift beyond either end allows as little, or as much, as that end.
+    Shards begin at multiples of their lengths, so shifts are the band's offset plus multiples of a
+    common step. A shift beyond either end allows what that end allows.
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
@@ -92,14 +101,78 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
     return tuple(range(first, most + step, step))
 
 
-def fits_shards(parts: Parts, q_len: int, kv_len: int) -> bool:
-    """Tell whether a band between shards is one of few cases: full, empty, or cut at a distance of
-    whole shards.
+def fits_shards(terms: MaskTerms, q_len: int, kv_len: int) -> bool:
+    """Tell whether a band between shards is one of few cases: full, empty, or cut at whole shards.
 
     Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two
     H200s a program with such a switch beside a gather of the keys died with a segmentation fault,
     in jax 0.11.2, whichever the kernel.
     """
-    if parts.band is None or parts.band.is_full:
+    return terms.band is None or _few_shifts(terms.band, q_len, kv_len)
+
+
+def _few_shifts(band: Band, q_len: int, kv_len: int) -> bool:
+    if band.is_full:
         return True
-    return q_len == kv_len and len(shifts(parts.band, q_len, kv_len)) <= MOST_SHIFTS
+    return q_len == kv_len and len(shifts(band, q_len, kv_len)) <= MOST_SHIFTS
+
+
+@dataclass(frozen=True)
+class ShiftedBand:
+    """Hold the band between the local queries and the local keys of one call.
+
+    Args:
+        band: that the mask's positions allow.
+        shift: position of the first query minus position of the first key, the band's offset
+            included; an int, or traced inside `shard_map`.
+        q_len, kv_len: local lengths.
+    """
+
+    band: Band
+    shift: Offset
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def of(cls, terms: MaskTerms, inputs: Inputs) -> ShiftedBand:
+        """Take the band of a mask, between the queries and keys of `inputs`."""
+        band = terms.band
+        assert band is not None and not terms.rest, terms  # supports() refused it
+        shift = inputs.q_offset - inputs.kv_offset + band.offset
+        return cls(band, shift, inputs.q.shape[1], inputs.k.shape[1])
+
+    def run(self, compute: Callable[..., Any], *operands: Any) -> Any:
+        """Return `compute(pieces, *operands)` for the pieces of the shift.
+
+        A traced shift chooses among the cases of whole shards under `lax.switch`. Shards that give
+        no such cases are refused. Whether the offsets are multiples of the shards' lengths, as
+        every strategy here has them, is known on the device alone: where they are not, the result
+        is NaN.
+        """
+        if self.band.is_full:
+            return compute(self._pieces(0), *operands)
+        if not isinstance(self.shift, jax.Array):
+            return compute(self._pieces(int(self.shift)), *operands)
+        if not _few_shifts(self.band, self.q_len, self.kv_len):
+            raise self._refused()
+        return self._switch(self.shift, compute, operands)
+
+    def _pieces(self, shift: int) -> tuple[Piece, ...]:
+        return pieces(self.band, shift, self.q_len, self.kv_len)
+
+    def _switch(self, shift: jax.Array, compute: Callable[..., Any], operands: Any) -> Any:
+        cases = shifts(self.band, self.q_len, self.kv_len)
+        step = cases[1] - cases[0]
+        bounded = jnp.clip(shift, cases[0], cases[-1])
+        branches = [partial(compute, self._pieces(case)) for case in cases]
+        result = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
+        is_case = (bounded - cases[0]) % step == 0
+        return jax.tree.map(lambda x: jnp.where(is_case, x, jnp.nan), result)
+
+    def _refused(self) -> Unsupported:
+        value = f"traced, for {self.q_len} queries and {self.kv_len} keys of {self.band}"
+        rule = (
+            "between shards a band is cut where queries and keys are split alike, at most"
+            f" {MOST_SHIFTS - 2} times"
+        )
+        return Unsupported("q_offset, kv_offset", value, rule, f"give them as ints, or {REMEDY}")

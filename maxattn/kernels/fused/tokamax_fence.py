@@ -6,8 +6,8 @@ proxy fence between them. On an H200 (tokamax 0.0.17, jax 0.11.2) dK and dV were
 tiles, by up to 3% of their largest entry, in one call of ten with 1,200 tokens and in half or all
 with 4,096, other tiles each time. With the fence all calls give the same bits.
 
-It goes in where the library's modules call Pallas: in instances of these modules that are ours
-alone.
+The fence goes in where tokamax's modules call Pallas, in copies of these modules that only maxattn
+uses: the user's tokamax stays as it is.
 
 Source: NVIDIA, PTX ISA, async proxy; openxla/tokamax.
 """
@@ -36,7 +36,7 @@ def backward_module() -> Any:
 
 
 def _instance(name: str) -> Any:
-    """Run a module of tokamax once more, into an object that nobody else has."""
+    """Load a module of tokamax once more, as an object that nobody else has."""
     found = util.find_spec(f"{ATTENTION}.{name}")
     assert found is not None and found.loader is not None, f"tokamax has no {name}"
     module: ModuleType = util.module_from_spec(found)
@@ -45,11 +45,10 @@ def _instance(name: str) -> Any:
 
 
 class Fenced(local):
-    """Pallas's functions for GPUs, with a fence between reads of shared memory and what says that
-    they are done.
+    """Wrap Pallas's functions for GPUs: reads of shared memory end with a fence.
 
     Args:
-        library: the module.
+        library: Pallas's module for Mosaic GPU.
     """
 
     def __init__(self, library: Any) -> None:
@@ -59,7 +58,7 @@ class Fenced(local):
         return getattr(self._library, name)
 
     def load(self, ref: Any, *args: Any, **settings: Any) -> Any:
-        """Load, and keep in mind whether that was from shared memory."""
+        """Load, and remember whether that was from shared memory."""
         self._has_read |= jax.typeof(getattr(ref, "ref", ref)).memory_space == self._library.SMEM
         return self._library.load(ref, *args, **settings)
 

@@ -1,0 +1,130 @@
+"""What runs while a FlashAttention-4 kernel is compiled: calls of a kernel with its operands.
+
+`cutejax.call` hands operands over first, as the trees they were given in, and then the results, one
+by one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from maxattn.kernels.fa4.launch import Launch, library
+
+
+class BackwardOperands(NamedTuple):
+    """Hold what a backward reads, and the zeros that it adds to.
+
+    Args:
+        q, k, v, dout: in the dtype of the call.
+        lse: of each row, in base 2.
+        delta: of each row, the sum of out * dout.
+        dq: zeros, in float32.
+        dkv: zeros for dk and dv, where query heads share keys.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    dkv: tuple[Any, ...] = ()
+
+
+class BlockOperands(NamedTuple):
+    """Hold what a backward over a block of keys reads; `keys` and `before` are [2,B,S,K,H].
+
+    Args:
+        q, dout: in the dtype of the call.
+        keys: K and V of the block.
+        lse, delta: of each row; the LSE in base 2.
+        dq: the float32 sum so far.
+        before: the block's gradients so far, or nothing.
+    """
+
+    q: Any
+    keys: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    before: tuple[Any, ...] = ()
+
+
+def run_forward(stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, *results: Any):
+    """Launch a forward; `results` are out and lse."""
+    settings = _settings(stream, lists, arrays)
+    launch.kernel(*qkv, *results, launch.scale, **settings)
+
+
+def run_backward(
+    stream: Any, launch: Launch, given: BackwardOperands, lists: Any, arrays: Any, *grads: Any
+):
+    """Launch a backward; `grads` are dq, dk and dv."""
+    # dq comes in twice, as zeros and as a result: one buffer, in which the kernel adds up. Where
+    # query heads share keys, dk and dv are added up in float32 likewise.
+    scale = import_module("cutlass").Float32(launch.scale)
+    rows = given.dout, given.lse, given.delta
+    settings = _settings(stream, lists, arrays)
+    launch.kernel(given.q, given.k, given.v, *rows, *grads, scale, **settings)
+
+
+def run_block(stream: Any, made: Any, cut: Any, given: BlockOperands, dq: Any, grads: Any):
+    """Launch the library's backward on a part of a block of keys; its gradients go where it is."""
+    k, v, dk, dv = (_cut_out(x, which, cut) for x in (given.keys, grads) for which in (0, 1))
+    rows = given.dout, given.lse, given.delta
+    library()._fa4_bwd(stream, made, given.q, k, v, *rows, dq, (), dq, dk, dv)
+
+
+def run_splits(
+    stream: Any, made: Any, launch: Launch, given: BackwardOperands, dq: Any, *grads: Any
+):
+    """Launch the library's backward on all keys but the last, if any, and ours on the last.
+
+    Ours is split over the queries.
+    """
+    scale = import_module("cutlass").Float32(launch.scale)
+    *whole, dk_splits, dv_splits = grads
+    last = dk_splits.shape[1]
+    first = given.k.shape[1] - last
+    rows = given.dout, given.lse, given.delta
+    if whole:
+        k, v, dk, dv = (_keys(x, 0, first) for x in (given.k, given.v, *whole))
+        library()._fa4_bwd(stream, made, given.q, k, v, *rows, dq, (), dq, dk, dv)
+    left = _keys(given.k, first, last), _keys(given.v, first, last)
+    launch.kernel(given.q, *left, *rows, dq, dk_splits, dv_splits, scale, stream=stream)
+
+
+def _cut_out(packed: Any, which: int, cut: Any) -> Any:
+    """Return K (0) or V (1) of a part of a block (`kv_block.Cut`), where it stands."""
+    start, end = cut.bounds(packed.shape[2])
+    return _keys(packed[which, None, None, None, None], start, end - start)
+
+
+def _keys(x: Any, start: Any, length: Any) -> Any:
+    """Return so many keys of [B,S,K,H], where they stand."""
+    cute = import_module("cutlass.cute")
+    x = cute.domain_offset((0, start, 0, 0), x)
+    layout = cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride)
+    return cute.make_tensor(x.iterator, layout)
+
+
+def _settings(stream: Any, lists: Any, arrays: Any) -> dict[str, Any]:
+    aux = import_module("fa4_jax.cute.utils").AuxData(tensors=tuple(arrays) or None)
+    return {"blocksparse_tensors": _block_sparse(lists), "aux_data": aux, "stream": stream}
+
+
+def _block_sparse(lists: Any) -> Any:
+    """Hand the lists to every batch row and head: strides of 0."""
+    if not lists:
+        return None
+    cute = import_module("cutlass.cute")
+
+    def shared(x: Any) -> Any:
+        inner = (0, 0, 1) if len(x.shape) == 1 else (0, 0, x.shape[1], 1)
+        return cute.make_tensor(x.iterator, cute.make_layout((1, 1, *x.shape), stride=inner))
+
+    tensors = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
+    return tensors(*(shared(x) for x in lists))

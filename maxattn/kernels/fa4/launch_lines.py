@@ -1,0 +1,46 @@
+"""What `explain` prints of FlashAttention-4's launches for a local call."""
+
+from __future__ import annotations
+
+from maxattn.call import Call
+from maxattn.kernels.fa4 import block_sparse, mask_inputs, split_queries
+from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.masks import Full
+
+OWN = "the library's own"
+Dims = tuple[int, ...]
+
+
+def lists_line(call: Call, sharded: bool) -> str:
+    """Say how many tiles the forward goes through."""
+    lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
+    tile = mask_inputs.tile_of(mask, call.head_dim, lengths, sharded)
+    what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    if sharded:
+        return f"{what}, made on the device from its positions"
+    count = tally(mask, tile, lengths)
+    tested = f"{count.full} full, {count.mixed} mixed"
+    if mask_inputs.has_ids(call.mask):
+        tested = f"{count.full + count.mixed} tested"
+    return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"
+
+
+def whole_line(call: Call) -> str:
+    """Say how the forward over all pairs is launched."""
+    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
+    blocks = f"{tile.queries}x{tile.keys} tiles"
+    return blocks + (", persistent thread blocks" if persistent else "")
+
+
+def split_line(call: Call, processors: int) -> str:
+    """Say how the backward over all pairs is launched."""
+    tail = split_queries.tail_for(*shapes_of(call), processors)
+    return OWN if tail is None else f"{OWN}; {tail.line}"
+
+
+def shapes_of(call: Call) -> tuple[Dims, Dims]:
+    """Return the shapes of q and k as the library gets them, head dims padded."""
+    width = -(-call.head_dim // 8) * 8
+    queries = call.batch, call.q_len, call.heads, width
+    return queries, (call.batch, call.kv_len, call.kv_heads, width)

@@ -1,0 +1,169 @@
+"""One rectangle of pairs as a library computes it, and how the results of several become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.fused.pieces import Piece
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+
+
+class Pairs(NamedTuple):
+    """Allow pairs by intervals of keys and by ids, for kernels that test pairs of a rectangle.
+
+    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] ==
+    kv_ids[b, j]`. `tiles` are the block-sparse lists of a kernel that takes them.
+    """
+
+    lo: Int[Array, "M T"] | None
+    hi: Int[Array, "M T"] | None
+    q_ids: Int[Array, "B T"] | None
+    kv_ids: Int[Array, "B S"] | None
+    tiles: Any = None
+
+
+Lengths = Int[Array, " B"] | Pairs | None
+"""Real keys of each batch row, or which pairs are allowed; None for every pair of the band."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "k", "v", "lengths"],
+    meta_fields=["piece"],
+)
+@dataclass(frozen=True)
+class PieceInputs:
+    """Hold one rectangle: its arrays, cut already, and which of its pairs are allowed.
+
+    Args:
+        q, k, v: of the rectangle's queries and keys.
+        lengths: beside the band of `piece`.
+        piece: where the rectangle stands, and the band in it.
+    """
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    lengths: Lengths
+    piece: Piece
+
+    @classmethod
+    def whole(cls, q: Array, k: Array, v: Array, lengths: Lengths) -> PieceInputs:
+        """Hold all pairs of these arrays."""
+        return cls(q, k, v, lengths, Piece(0, q.shape[1], 0, k.shape[1]))
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """The pairs to test, where the kernel tests any."""
+        return self.lengths if isinstance(self.lengths, Pairs) else None
+
+    def cut(self, p: Piece) -> PieceInputs:
+        """Cut a rectangle out of all pairs."""
+        k, v = self.k[:, p.k0 : p.k1], self.v[:, p.k0 : p.k1]
+        lengths = self.lengths
+        if lengths is not None and not isinstance(lengths, Pairs):
+            lengths = jnp.clip(lengths - p.k0, 0, p.k1 - p.k0)
+        return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
+
+    def seen(self) -> Bool[Array, "#B T"] | None:
+        """Tell which queries see a real key; None where all are known to, or the kernel says."""
+        p, lengths = self.piece, self.lengths
+        if isinstance(lengths, Pairs) or (lengths is None and p.sees_all()):
+            return None
+        row = jnp.arange(p.q1 - p.q0)[None]
+        first = 0 if p.left is None else jnp.maximum(0, row - p.left)
+        end: Any = p.k1 - p.k0 if lengths is None else lengths[:, None]
+        end = end if p.right is None else jnp.minimum(end, row + p.right + 1)
+        batch = 1 if lengths is None else lengths.shape[0]
+        return jnp.broadcast_to(first < end, (batch, row.shape[1]))
+
+
+def cut_rows(rows: Rows, p: Piece) -> Rows:
+    """Cut the queries of a rectangle out of their outputs and gradients."""
+    out, dout = (x[:, p.q0 : p.q1] for x in (rows.out, rows.dout))
+    lse, dlse = (x[:, :, p.q0 : p.q1] for x in (rows.lse, rows.dlse))
+    return Rows(out, lse, dout, dlse)
+
+
+def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
+    """Give rows that see nothing, here or anywhere, a large LSE and no gradient.
+
+    Their P is then exp(s - 1e30) = 0. Where every row sees a key, only rows that padding added are
+    without an LSE, and their dout is 0 already.
+    """
+    empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
+    if seen is not None:
+        empty |= ~seen[:, None]
+        dout = jnp.where(column(empty), 0, dout).astype(inputs.q.dtype)
+    dlse = jnp.where(empty, 0.0, rows.dlse)
+    return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
+
+
+def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
+    """Merge the results of rectangles by log-sum-exp, in float32; no rectangle sees nothing."""
+    if len(found) == 1 and found[0][0].q0 == 0:
+        return found[0][1]
+    lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF, jnp.float32)
+    total = Result(jnp.zeros(q.shape, jnp.float32), lse)
+    for piece, part in found:
+        total = _merged_two(total, _among_all(piece, part, q.shape[1]))
+    return Result(total.out.astype(q.dtype), total.lse)
+
+
+def _among_all(p: Piece, part: Result, queries: int) -> Result:
+    """Put the results of a rectangle among those of all queries."""
+    around = ((0, 0), (p.q0, queries - p.q1))
+    out = jnp.pad(part.out.astype(jnp.float32), (*around, (0, 0), (0, 0)))
+    return Result(out, jnp.pad(part.lse, ((0, 0), *around), constant_values=NEG_INF))
+
+
+def _merged_two(one: Result, two: Result) -> Result:
+    top = jnp.maximum(one.lse, two.lse)
+    safe = jnp.where(top == NEG_INF, 0.0, top)
+    a, b = jnp.exp(one.lse - safe), jnp.exp(two.lse - safe)
+    weight = jnp.where(top == NEG_INF, 1.0, a + b)
+    out = column(a / weight) * one.out + column(b / weight) * two.out
+    return Result(out, jnp.where(top == NEG_INF, NEG_INF, safe + jnp.log(weight)))
+
+
+def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
+    """Add the gradients of rectangles where they belong: dq in q's dtype, dk and dv in float32."""
+    if len(found) == 1 and found[0][0][:4] == (0, q.shape[1], 0, k.shape[1]):
+        dq, dk, dv, _ = found[0][1]
+        return Grads(dq.astype(q.dtype), dk, dv)
+    dq = jnp.zeros(q.shape, jnp.float32)
+    dk = dv = jnp.zeros(k.shape, jnp.float32)
+    for p, part in found:
+        dq = dq.at[:, p.q0 : p.q1].add(part.dq)
+        dk, dv = dk.at[:, p.k0 : p.k1].add(part.dk), dv.at[:, p.k0 : p.k1].add(part.dv)
+    return Grads(dq.astype(q.dtype), dk, dv)
+
+
+def column(x: Array) -> Array:
+    """Turn [B, N, T] into [B, T, N, 1]."""
+    return x.swapaxes(1, 2)[..., None]
+
+
+def with_padded_heads(inputs: Inputs) -> Inputs:
+    """Pad the head dim of q, k and v to a multiple of 8."""
+    q, k, v = (pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs.replace(q=q, k=k, v=v)
+
+
+def rows_for(rows: Rows, q: Array) -> Rows:
+    """Pad the head dim of the rows as that of q was, and cast them to its dtype."""
+    out, dout = (pad_heads(x).astype(q.dtype) for x in (rows.out, rows.dout))
+    return Rows(out, rows.lse, dout, rows.dlse)
+
+
+def pad_heads(x: Array) -> Array:
+    """Pad the head dim to a multiple of 8 with zeros, which change no score."""
+    extra = -x.shape[3] % 8
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x
