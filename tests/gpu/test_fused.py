@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxattn.errors import Unsupported
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import fits_shards, pieces, shifts
-from maxattn.masks import Full
+from maxattn.masks import Band, Causal, Full
 from tests.cases import BIASES, HEADS, LENGTHS, MASKS, allowed, arrays
 from tests.gpu.dense import DenseLibrary
 from tests.pairwise import pairwise
@@ -57,14 +58,9 @@ def test_around_a_dense_library(case: dict) -> None:
 
     @partial(jax.jit, static_argnums=() if case["traced"] else 0)
     def both(offset, q, k, v, mask):
-        out, lse = kernel.forward(Inputs(q, k, v, None, mask, offset))
-        return (
-            out,
-            lse,
-            *kernel.backward(Inputs(q, k, v, None, mask, offset), Rows(out, lse, x["dout"], dlse))[
-                :3
-            ],
-        )
+        inputs = Inputs(q, k, v, None, mask, offset)
+        out, lse = kernel.forward(inputs)
+        return out, lse, *kernel.backward(inputs, Rows(out, lse, x["dout"], dlse))[:3]
 
     got = both(0, x["q"], x["k"], x["v"], mask)
     want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=dlse)
@@ -76,10 +72,10 @@ def test_around_a_dense_library(case: dict) -> None:
 
 @pytest.mark.parametrize(
     "band",
-    [masks.Band(), masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(2, None)],
+    [Band(), Band(None, 0), Band(4, 0), Band(3, 5), Band(2, None)],
 )
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (9, 6), (1, 7)])
-def test_pieces_say_the_band_at_every_shift(band: masks.Band, lengths: tuple[int, int]) -> None:
+def test_pieces_say_the_band_at_every_shift(band: Band, lengths: tuple[int, int]) -> None:
     t, s = lengths
     for shift in range(-t - 8, s + 8):
         want = _band(band, shift, t, s)
@@ -88,16 +84,14 @@ def test_pieces_say_the_band_at_every_shift(band: masks.Band, lengths: tuple[int
             assert p.left is None or p.left >= 0
             assert p.right is None or p.right >= 0
             got[p.q0 : p.q1, p.k0 : p.k1] += _band(
-                masks.Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0
+                Band(p.left, p.right), 0, p.q1 - p.q0, p.k1 - p.k0
             )
         assert (got == want).all(), (band, shift, pieces(band, shift, t, s))
 
 
-@pytest.mark.parametrize(
-    "band", [masks.Band(None, 0), masks.Band(4, 0), masks.Band(3, 5), masks.Band(None, 0, 7)]
-)
+@pytest.mark.parametrize("band", [Band(None, 0), Band(4, 0), Band(3, 5), Band(None, 0, 7)])
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (12, 4)])
-def test_shifts_hold_every_distance_of_shards(band: masks.Band, lengths: tuple[int, int]) -> None:
+def test_shifts_hold_every_distance_of_shards(band: Band, lengths: tuple[int, int]) -> None:
     t, s = lengths
     cases = shifts(band, t, s)
     for i in range(6):
@@ -108,7 +102,47 @@ def test_shifts_hold_every_distance_of_shards(band: masks.Band, lengths: tuple[i
             assert (_band(band, nearest, t, s) == _band(band, shift, t, s)).all()
 
 
-def _band(band: masks.Band, shift: int, t: int, s: int) -> np.ndarray:
+def between(t: int, s: int) -> tuple[Inputs, Rows]:
+    """Return a causal call of t queries and s keys, and what its backward is given."""
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, n, 2, 8)), jnp.float32) for n in (t, s, s, t))
+    stats = jnp.zeros((1, 2, t))
+    return Inputs(q, k, v, mask=Causal()), Rows(dout, stats, dout, stats)
+
+
+@pytest.mark.parametrize(("t", "s"), [(4, 8), (8, 4), (6, 4)])
+def test_traced_offsets_of_unlike_shards_are_refused(t: int, s: int) -> None:
+    kernel, (inputs, rows) = DenseLibrary(0.3), between(t, s)
+
+    def forward(offset):
+        return kernel.forward(inputs.replace(q_offset=offset))
+
+    def backward(offset):
+        return kernel.backward(inputs.replace(q_offset=offset), rows)
+
+    for run in (forward, backward):
+        with pytest.raises(Unsupported, match="split alike") as refused:
+            jax.eval_shape(run, jnp.int32(0))
+        assert refused.value.setting == "q_offset, kv_offset"
+        assert f"{t} queries and {s} keys" in str(refused.value)
+
+
+@pytest.mark.parametrize("offset", [1, 3, -2, 5])
+def test_any_distance_is_computed_where_it_is_known(offset: int) -> None:
+    """Of traced offsets only whole shards are: others cannot be told apart before the call runs."""
+    kernel, (inputs, _) = DenseLibrary(0.3), between(4, 4)
+    ok = np.arange(4)[None] <= np.arange(4)[:, None] + offset
+    want = attention64(inputs.q, inputs.k, inputs.v, ok, scale=0.3)
+    known = kernel.forward(inputs.replace(q_offset=offset))
+    assert error(known.out, want.out) < 2e-5
+    traced = jax.jit(lambda at: kernel.forward(inputs.replace(q_offset=at)))
+    apart = 4 * round(offset / 4) == offset or offset > 4
+    assert bool(jnp.isnan(traced(offset).out).any()) is not apart
+    for whole in (-4, 0, 4, 8):
+        assert not jnp.isnan(traced(whole).out).any()
+
+
+def _band(band: Band, shift: int, t: int, s: int) -> np.ndarray:
     row, key = np.arange(t)[:, None] + shift, np.arange(s)[None]
     low = np.ones((t, s), bool) if band.left is None else key >= row - band.left
     return low if band.right is None else low & (key <= row + band.right)

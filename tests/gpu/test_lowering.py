@@ -1,6 +1,4 @@
-"""How masks are written for FlashAttention-4 and tokamax: bands, intervals and ids that allow what
-the mask allows.
-"""
+"""Masks as FlashAttention-4 and tokamax take them: bands, intervals, ids allow the same pairs."""
 
 from __future__ import annotations
 
@@ -9,19 +7,34 @@ import numpy as np
 import pytest
 
 from maxattn.kernels import mask_split
-from maxattn.kernels.fa4 import kernel, mask_inputs
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.fa4 import mask_inputs, windows
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused import tokamax_mosaic
 from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.masks import Band
 from tests.cases import LENGTHS, MASKS, allowed
 
 PAIRS = [name for name in MASKS if name not in ("full", "dense", "dense heads", "not segments")]
+LONGEST = max(s for _, s in LENGTHS.values())
 INTERVALS = ["causal", "window", "block window", "block causal", "causal & lengths", "rows empty"]
 
 
-def arrays(length: str) -> tuple:
+def inputs_of(name: str, length: str) -> Inputs:
     t, s = LENGTHS[length]
-    return jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8)), t, s
+    q, k = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8))
+    return Inputs(q, k, k, mask=MASKS[name](3, 2, t, s).bind(t, s, 3, 2))
+
+
+def wanted(inputs: Inputs) -> np.ndarray:
+    t, s = inputs.q.shape[1], inputs.k.shape[1]
+    return np.broadcast_to(allowed(inputs.mask, t, s)[:, 0], (3, t, s))
+
+
+def inside(pairs) -> np.ndarray:
+    """Tell which keys [M, T, S] are in each interval of each query."""
+    key = np.arange(LONGEST)
+    return (key >= np.asarray(pairs.lo)[..., None]) & (key < np.asarray(pairs.hi)[..., None])
 
 
 def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) -> np.ndarray:
@@ -33,33 +46,28 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 @pytest.mark.parametrize("length", ["64", "odd", "cross"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
-    q, k, t, s = arrays(length)
-    mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
-    if not isinstance(mask_split.split(mask), mask_split.Split):
+    inputs = inputs_of(name, length)
+    if not isinstance(mask_split.split(inputs.mask), mask_split.Split):
         pytest.skip("not for FlashAttention-4")
-    piece, found = mask_inputs.pairs_of(mask, q, k, 0, 0)
+    given, want = mask_inputs.pairs_of(inputs), wanted(inputs)
+    piece, found, (t, s) = given.piece, given.pairs, want.shape[1:]
+    assert found is not None
     ok = in_band(piece.left, piece.right, t, s)[None]
     if found.lo is not None:
-        key = np.arange(s)
-        inside = (key >= np.asarray(found.lo)[..., None]) & (key < np.asarray(found.hi)[..., None])
-        ok = ok & inside.any(0)[None]
+        ok = ok & inside(found)[..., :s].any(0)[None]
     if found.q_ids is not None:
         ok = ok & (np.asarray(found.q_ids)[:, :, None] == np.asarray(found.kv_ids)[:, None])
-    want = np.broadcast_to(allowed(mask, t, s)[:, 0], (3, t, s))
     assert (np.broadcast_to(ok, want.shape) == want).all()
 
 
 @pytest.mark.parametrize("length", ["64", "odd", "cross"])
 @pytest.mark.parametrize("name", INTERVALS)
 def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
-    q, k, t, s = arrays(length)
-    mask = MASKS[name](3, 2, t, s).bind(t, s, 3, 2)
-    if tokamax_mosaic._refuse_rows(fused_masks.split(mask)) is not None:
+    inputs = inputs_of(name, length)
+    if tokamax_mosaic._refuse_rows(fused_masks.split(inputs.mask)) is not None:
         pytest.skip("several intervals")
-    _, found = tokamax_mosaic._intervals(mask, q, k, 0, 0)
-    key = np.arange(s)
-    ok = (key >= np.asarray(found.lo)[..., None]) & (key < np.asarray(found.hi)[..., None])
-    want = np.broadcast_to(allowed(mask, t, s)[:, 0], (3, t, s))
+    want = wanted(inputs)
+    ok = inside(tokamax_mosaic._intervals(inputs).pairs)[..., : want.shape[2]]
     assert (np.broadcast_to(ok, want.shape) == want).all()
 
 
@@ -68,13 +76,13 @@ def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
 def test_a_band_as_flash_attention_counts_it(band: tuple, lengths: tuple[int, int]) -> None:
     t, s = lengths
     for shift in range(-t - 6, s + 6):
-        for piece in pieces(fused_masks.Band(*band), shift, t, s):
+        for piece in pieces(Band(*band), shift, t, s):
             _same_band(piece)
 
 
 def _same_band(piece: Piece) -> None:
     t, s = piece.q1 - piece.q0, piece.k1 - piece.k0
-    queries, keys, (left, right) = kernel._fitted(piece, t, s)
+    queries, keys, (left, right) = windows.fitted(piece, t, s)
     assert (left is None or left >= 0) and (right is None or right >= 0)
     want = in_band(piece.left, piece.right, t, s)
     got = np.zeros((t, s), bool)

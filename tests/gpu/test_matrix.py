@@ -10,7 +10,7 @@ import pytest
 import maxattn as ma
 from maxattn.errors import Unsupported
 from tests.cases import LENGTHS, MASKS, judge, run_case
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ AXES = {
     "case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
 )
 def test_pairs(case: dict, record_property) -> None:
-    skip_unless_there(case["kernel"])
+    skip_unless_available(case["kernel"])
     config = ma.AttentionConfig(attention=case["kernel"])
     try:
         errors = run_case(case, config)

@@ -19,7 +19,7 @@ from maxattn.attention import run
 from maxattn.context_parallel.ring.zigzag_pays import Balance
 from maxattn.errors import Unsupported
 from tests.cases import judge, run_case
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 from tests.pairwise import product
 from tests.reference import attention64, error
 
@@ -38,7 +38,7 @@ FIXED = {"dtype": "bfloat16", "head_dim": 64, "batch": 2, "heads": "mha", "bias"
     "case", product(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
 )
 def test_two_gpus(case: dict, record_property) -> None:
-    skip_unless_there(case["kernel"], devices=2)
+    skip_unless_available(case["kernel"], devices=2)
     config = ma.AttentionConfig(
         attention=case["kernel"],
         context_parallel=case["strategy"],
@@ -61,7 +61,7 @@ def test_two_gpus(case: dict, record_property) -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> None:
     """600 or 1,200 tokens a device, so that halves of a block are no whole tiles."""
-    skip_unless_there(kernel, devices=devices)
+    skip_unless_available(kernel, devices=devices)
     config = ma.AttentionConfig(
         attention=kernel, context_parallel="ring", ici_context_parallelism=devices
     )
@@ -92,7 +92,7 @@ def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> 
 @pytest.mark.parametrize("devices, length, heads", [(2, 1260, 54), (4, 3032, 46)])
 def test_local_keys_that_fill_waves(devices: int, length: int, heads: int) -> None:
     """Launches of these sizes end within a wave of 132: blocks have spare keys for local ones."""
-    skip_unless_there("flash", devices=devices)
+    skip_unless_available("flash", devices=devices)
     config = ma.AttentionConfig(
         attention="flash", context_parallel="ring", ici_context_parallelism=devices
     )

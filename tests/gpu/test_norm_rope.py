@@ -15,7 +15,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn.modules import norm_rope
 from maxattn.modules.norm_rope_triton import Row
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 from tests.modules.test_norm_rope import CASES, error, float32, made
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def judged(row: Row, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> 
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) -> None:
-    skip_unless_there("dot_product")
+    skip_unless_available("dot_product")
     n, h, norm, style, b, _, own, bias = case
     row, arrays, vectors, tables = made((n, h, norm, style, b, 1023, own, bias))
     errors = judged(row, dtype, arrays["x"], arrays["dy"], vectors, tables)
@@ -55,7 +55,7 @@ def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) ->
 
 
 def test_a_module_uses_it() -> None:
-    skip_unless_there("dot_product")
+    skip_unless_available("dot_product")
     config = ma.AttentionConfig(attention="dot_product")
     module = ma.FlaxAttention(
         256,

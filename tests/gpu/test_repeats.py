@@ -15,7 +15,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
 from maxattn.kernels import KERNELS
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def most_apart(case: Case, config: ma.AttentionConfig) -> dict[str, float]:
     "kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash", "dot_product"]
 )
 def test_every_call_gives_what_the_first_gave(kernel: str, name: str, record_property) -> None:
-    skip_unless_there(kernel)
+    skip_unless_available(kernel)
     x = jax.ShapeDtypeStruct((1, QUERIES, 4, 128), "bfloat16")
     repeats = KERNELS[kernel].repeats(ma.Call.of(x, x), ma.Target.here()) is None
     try:

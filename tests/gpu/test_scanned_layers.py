@@ -15,7 +15,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn.attention import run
 from maxattn.masks import Full
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 
 FORWARD = {
     "flash": r"custom_call_target=\"cutejax\.(fa4_fwd|maxattn_forward)",
@@ -26,7 +26,7 @@ FORWARD = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_attention_runs_forward_once_a_layer(kernel: str) -> None:
-    skip_unless_there(kernel)
+    skip_unless_available(kernel)
     config = ma.AttentionConfig(attention=kernel, remat_policy="SAVE_ATTENTION")  # type: ignore[arg-type]
 
     def block(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,6 +1,4 @@
-"""FlashAttention-4 over lists of tiles on an NVIDIA GPU, against float64: tiles of each kind, and
-parts of a ring.
-"""
+"""FlashAttention-4 over block-sparse lists on an NVIDIA GPU, against float64; ring shards too."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.tile_sizes import takes_lists
 from tests.cases import TOLERANCE
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
@@ -48,8 +46,8 @@ CASES = [
     *(("sink", "float16", h, (2, 1)) for h in (40, 96, 160, 256)),
     *(("odd", "bfloat16", h, (2, 2)) for h in (20, 80, 136, 192, 256)),
 ]
-# Rows of tiles of many heads, so that threads that stay take several rows each, and among them rows
-# without a tile.
+# Rows of tiles of many heads, so that persistent thread blocks take several rows each, and among
+# them rows without a tile.
 CASES += [
     (name, "bfloat16", 64, (24, 12))
     for name in ("block window", "rows empty", "before the keys", "lengths", "no mask")
@@ -59,12 +57,12 @@ MASKS["no mask"] = (M.Full(), 1337, 700)
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
 
 
-def skip_without_lists() -> None:
+def skip_without_block_sparse() -> None:
     """Skip where flash cannot run, or takes no lists."""
-    skip_unless_there("flash")
+    skip_unless_available("flash")
     target = ma.Target.here()
     if not takes_lists(target.version("fa4-jax") or "", target.device):
-        pytest.skip(f"lists of tiles are for Hopper GPUs and fa4-jax 0.1, and this is {target}")
+        pytest.skip(f"block-sparse lists are for Hopper GPUs and fa4-jax 0.1, and this is {target}")
 
 
 def operands(t: int, s: int, head_dim: int, heads: tuple[int, int], dtype: str) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def operands(t: int, s: int, head_dim: int, heads: tuple[int, int], dtype: str) 
 
 @pytest.mark.parametrize(("name", "dtype", "head_dim", "heads"), CASES)
 def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int, int]) -> None:
-    skip_without_lists()
+    skip_without_block_sparse()
     mask, t, s = MASKS[name]
     x = operands(t, s, head_dim, heads, dtype)
     mask = mask.bind(t, s, 2, heads[0])
@@ -111,11 +109,11 @@ def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int,
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", ["block window", "sink", "two intervals", "rows empty", "lengths"])
-def test_parts_of_a_ring(name: str, traced: bool) -> None:
+def test_shards_of_a_ring(name: str, traced: bool) -> None:
     """Half of the queries with each half of the keys: outputs merged by LSE, gradients from the LSE
     of all keys.
     """
-    skip_without_lists()
+    skip_without_block_sparse()
     mask, t, s = MASKS[name]
     x = operands(t, s, 64, (2, 2), "bfloat16")
     mask = mask.bind(t, s, 2, 2)

@@ -1,6 +1,4 @@
-"""The order in which rows of tiles are started: each once, the light ones last, and the chip idle
-for less.
-"""
+"""The launch order of rows of tiles: each is started once, light ones last, and SMs idle less."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.fa4.block_sparse_lists import tiling
-from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_turn, order_of
+from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
+from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_wave, order_of
 
 ORDERS = [Order(), Order(True)]
 ORDERS += [Order(*x) for x in ((False, 3, 2), (True, 3, 2), (True, 9, 4), (False, 1, 6), (True, 4))]
@@ -67,9 +65,7 @@ def test_what_is_known_on_the_device_alone_keeps_its_order() -> None:
 
 
 def busy(work: np.ndarray, order: Order, lanes: int) -> float:
-    """Return the part of the processors' time that is used, where each takes the next row when it
-    is free.
-    """
+    """Return the share of the SMs' time that is used, where each takes the next row when free."""
     free = [0.0] * PROCESSORS
     for row, _ in started(order, len(work), lanes):
         heapq.heapreplace(free, free[0] + float(work[row]))
@@ -79,7 +75,8 @@ def busy(work: np.ndarray, order: Order, lanes: int) -> float:
 @pytest.mark.parametrize(("block", "window", "length"), [(1560, 7, 32_760), (256, 16, 32_768)])
 def test_the_chip_idles_less_under_a_block_window(block: int, window: int, length: int) -> None:
     mask = M.BlockSlidingWindow(block, window).bind(length, length)
-    for lists in tiling(mask, (128, 128), (64, 128), (length, length), (0, 0), False):
+    spec = TilingSpec(mask, (128, 128), (64, 128), (length, length), False)
+    for lists in tiling(spec, (0, 0)):
         work = lists.work + 3  # the cost of a start and an end, in tiles
         order = order_of(lists.work, 12)
         assert order.light
@@ -87,25 +84,25 @@ def test_the_chip_idles_less_under_a_block_window(block: int, window: int, lengt
         assert busy(work, order, 12) > busy(work, order._replace(light=0), 12) + 0.005
 
 
-# ---- threads that stay ---------------------------------------------------------------------------
+# ---- persistent thread blocks --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 78, 114, 132])
 @pytest.mark.parametrize("total", [1, 4, 77, 132, 133, 1000])
-def test_staying_threads_take_every_place_once(blocks: int, total: int) -> None:
+def test_persistent_blocks_take_every_place_once(blocks: int, total: int) -> None:
     blocks = min(blocks, total)  # as the launch has it
-    turns = -(-total // blocks)
-    took = [at_turn(turn, block, blocks, np) for block in range(blocks) for turn in range(turns)]
+    waves = -(-total // blocks)
+    took = [at_wave(wave, block, blocks, np) for block in range(blocks) for wave in range(waves)]
     assert sorted(int(at) for at in took if at < total) == list(range(total))
     # A block stops at its first place past the end: none may have work after it.
     for block in range(blocks):
-        places = [int(at_turn(turn, block, blocks, np)) for turn in range(turns + 1)]
+        places = [int(at_wave(wave, block, blocks, np)) for wave in range(waves + 1)]
         past = [at >= total for at in places]
         assert past == sorted(past)
 
 
-def test_every_other_turn_goes_backwards() -> None:
-    assert [at_turn(turn, np.arange(3), 3, np).tolist() for turn in (0, 1, 2)] == [
+def test_every_other_wave_goes_backwards() -> None:
+    assert [at_wave(wave, np.arange(3), 3, np).tolist() for wave in (0, 1, 2)] == [
         [0, 1, 2],
         [5, 4, 3],
         [6, 7, 8],
@@ -113,20 +110,22 @@ def test_every_other_turn_goes_backwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "lanes", "stays"),
+    ("work", "lanes", "persistent"),
     [
         ([32] * 22, 160, True),  # SDXL 64²: even rows, many of them
         ([1] * 22, 160, True),  # its cross-attention
-        ([10] * 140, 1, True),  # two turns either way
-        ([90] + [2] * 131, 1, True),  # one turn
-        ([*range(90, 0, -1)], 4, False),  # turns end far apart
+        ([10] * 140, 1, True),  # two waves either way
+        ([90] + [2] * 131, 1, True),  # one wave
+        ([*range(90, 0, -1)], 4, False),  # waves end far apart
     ],
 )
-def test_threads_stay_where_turns_end_together(work: list[int], lanes: int, stays: bool) -> None:
-    assert order_of(np.array(work), lanes, may_stay=True).stays is stays
-    assert not order_of(np.array(work), lanes).stays
+def test_blocks_are_persistent_where_waves_end_together(
+    work: list[int], lanes: int, persistent: bool
+) -> None:
+    assert order_of(np.array(work), lanes, may_persist=True).persistent is persistent
+    assert not order_of(np.array(work), lanes).persistent
 
 
 def test_an_order_for_all_heads_is_the_same_for_any_number_of_them() -> None:
     """It is part of what a kernel is compiled for."""
-    assert len({order_of(np.full(22, 32), lanes, may_stay=True) for lanes in (10, 20, 160)}) == 1
+    assert len({order_of(np.full(22, 32), lanes, may_persist=True) for lanes in (10, 20, 160)}) == 1

@@ -1,12 +1,10 @@
-"""Rows of a backward that do not fill a GPU's processors: launched in parts, or along with a ring's
-blocks.
-"""
+"""A backward that leaves SMs idle is split over queries, or gets keys of a ring along."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -16,13 +14,14 @@ import pytest
 
 import maxattn as ma
 from maxattn.devices import device_of
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
-from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, Tail, tail_for, tail_of
+from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, SplitTail, Work, tail_for, tail_of
 from maxattn.kernels.fa4.tile_sizes import whole_tile
 from maxattn.kernels.fused.pieces import Piece
+from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.tools.model_shapes import SHAPES, read
 from tests.reference import attention64, error
@@ -38,25 +37,24 @@ def ends(rows: list[int], processors: int) -> int:
     return max(free)
 
 
-def played(tail: Tail | None, tiles: int, rows: int, steps: int, processors: int) -> int:
-    """Return when a backward ends, row by row: of what is launched whole, then of what is in
-    parts.
-    """
+def played(tail: SplitTail | None, tiles: int, rows: int, steps: int, processors: int) -> int:
+    """Return when a backward ends, thread block by thread block: whole ones, then splits."""
     whole = ends([steps + START] * ((tiles - (tail.tiles if tail else 0)) * rows), processors)
     if tail is None:
         return whole
-    parts = [(p + 1) * steps // tail.parts - p * steps // tail.parts for p in range(tail.parts)]
-    assert min(parts) > 0 and sum(parts) == steps, "every part has queries"
-    after = ends([part + START for part in parts for _ in range(tail.tiles * rows)], processors)
-    return whole + after + SUMS + (LAUNCH if whole else 0)
+    starts = [n * steps // tail.splits for n in range(tail.splits + 1)]
+    splits = [b - a for a, b in pairwise(starts)]
+    assert min(splits) > 0 and sum(splits) == steps, "every split has queries"
+    each = [split + START for split in splits for _ in range(tail.tiles * rows)]
+    return whole + ends(each, processors) + SUMS + (LAUNCH if whole else 0)
 
 
 @pytest.mark.parametrize("processors", [132, 78])
-def test_parts_end_sooner(processors: int) -> None:
+def test_splits_end_sooner(processors: int) -> None:
     rng, gains = np.random.default_rng(0), 0
     for _ in range(300):
         tiles, rows, steps = (int(rng.integers(1, most)) for most in (60, 170, 450))
-        tail = tail_of(tiles, rows, steps, processors)
+        tail = tail_of(Work(tiles, rows, steps, processors))
         before, now = (played(x, tiles, rows, steps, processors) for x in (None, tail))
         assert now <= (0.99 * before if tail else before)
         gains += tail is not None
@@ -66,41 +64,41 @@ def test_parts_end_sooner(processors: int) -> None:
 @pytest.mark.parametrize(
     "sizes, tail",
     [
-        ((256, 12, 410), Tail(3, 11)),  # 253 tiles of 12 heads are 23.0 rounds of 132
-        ((4, 12, 410), Tail(4, 11)),  # a text: 48 rows, for 132 processors
-        ((33, 40, 410), None),  # ten whole rounds
-        ((1, 160, 32), Tail(1, 4)),
-        ((1, 12, 1), None),  # one tile of queries has no parts
-        ((1, 1, 2), None),  # too short: sums of parts would take longer
+        ((256, 12, 410), SplitTail(3, 11)),  # 253 tiles of 12 heads are 23.0 waves of 132
+        ((4, 12, 410), SplitTail(4, 11)),  # a text: 48 rows, for 132 processors
+        ((33, 40, 410), None),  # ten whole waves
+        ((1, 160, 32), SplitTail(1, 4)),
+        ((1, 12, 1), None),  # one tile of queries cannot be split
+        ((1, 1, 2), None),  # too short: sums over splits would take longer
     ],
 )
-def test_what_is_in_parts(sizes: tuple[int, int, int], tail: Tail | None) -> None:
-    assert tail_of(*sizes) == tail
+def test_what_is_split(sizes: tuple[int, int, int], tail: SplitTail | None) -> None:
+    assert tail_of(Work(*sizes)) == tail
 
 
 def test_the_chosen_tail_is_the_best() -> None:
     for sizes in ((256, 12, 410), (36, 48, 58), (64, 40, 103), (5, 30, 90)):
         ways = [
-            Tail(n, p)
+            SplitTail(n, p)
             for n in range(1, min(sizes[0], 24) + 1)
             for p in range(2, min(16, sizes[2]) + 1)
         ]
         best = min(played(x, *sizes, 132) for x in ways)
-        assert played(tail_of(*sizes), *sizes, 132) <= 1.01 * best
+        assert played(tail_of(Work(*sizes)), *sizes, 132) <= 1.01 * best
 
 
-def test_only_heads_of_their_own_keys_are_in_parts() -> None:
+def test_only_heads_of_their_own_keys_are_split() -> None:
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
-    assert tail_for(q, k) == Tail(4, 11)
+    assert tail_for(q, k) == SplitTail(4, 11)
     assert tail_for(q, (1, 512, 4, 128)) is None, "query heads that share keys add dK up in float32"
     assert (
         tail_for((*q[:3], 192), (*k[:3], 192)) is None
         and tail_for((*q[:3], 100), (*k[:3], 100)) is None
     )
-    assert tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == Tail(3, 5)
+    assert tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == SplitTail(3, 5)
     assert (
         tail_for((16, 4096, 10, 64), (16, 77, 10, 64))
-        == Tail(1, 4)
+        == SplitTail(1, 4)
         != tail_for((1, 4096, 10, 64), (1, 77, 10, 64))
     )
 
@@ -122,7 +120,7 @@ def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
     "shape, config, spare_keys",
     [
         ("wan-14b-480p", {}, 256),
-        ("wan-14b-720p", {}, 0),  # no block ends within a round
+        ("wan-14b-720p", {}, 0),  # no block ends within a wave
         ("2,32760,32760,20,128", {}, 0),  # two batch rows stand apart
         ("wan-14b-480p", {"attention": "cudnn"}, 0),
     ],
@@ -187,7 +185,7 @@ def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
 
 
 class Launches:
-    """The launches of a backward in jnp; what is not written is not a number."""
+    """Make the launches of a backward in jnp; what they do not write is NaN."""
 
     def __init__(self, scale, q, k):
         self.scale, self.tile = scale, whole_tile(q.shape[3])
@@ -196,32 +194,21 @@ class Launches:
         delta = (dout * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         return delta, lse, jnp.zeros(out.shape, jnp.float32)
 
-    def rounds(self, q, k, v, dout, lse, delta, dq, start, parts):
+    def split(self, given, start, splits):
+        q, k, v, dout, lse, delta, dq, _ = given
         whole, steps, found = [], -(-q.shape[1] // self.tile.queries), []
         if start:
             add, *grads = self._grads(q, k[:, :start], v[:, :start], dout, lse, delta)
-            dq, whole = (
-                dq + add,
-                [jnp.full(k.shape, jnp.nan).at[:, :start].set(x).astype(k.dtype) for x in grads],
-            )
-        for part in range(parts):
-            i, j = (p * steps // parts * self.tile.queries for p in (part, part + 1))
-            assert i < min(j, q.shape[1]), "every part has queries"
-            rows = (
-                q[:, i:j],
-                k[:, start:],
-                v[:, start:],
-                dout[:, i:j],
-                lse[:, :, i:j],
-                delta[:, :, i:j],
-            )
-            add, *grads = self._grads(*rows)
+            dq, empty = dq + add, jnp.full(k.shape, jnp.nan)
+            whole = [empty.at[:, :start].set(x).astype(k.dtype) for x in grads]
+        for n in range(splits):
+            i, j = (p * steps // splits * self.tile.queries for p in (n, n + 1))
+            assert i < min(j, q.shape[1]), "every split has queries"
+            stats = lse[:, :, i:j], delta[:, :, i:j]
+            add, *grads = self._grads(q[:, i:j], k[:, start:], v[:, start:], dout[:, i:j], *stats)
             dq, found = dq.at[:, i:j].add(add), [*found, grads]
-        return [
-            dq,
-            *whole,
-            *(jnp.concatenate([x[i] for x in found]).astype(k.dtype) for i in (0, 1)),
-        ]
+        last = (jnp.concatenate([x[i] for x in found]).astype(k.dtype) for i in (0, 1))
+        return [dq, *whole, *last]
 
     def last(self, dq, q):
         return (self.scale * dq).astype(q.dtype)
@@ -239,24 +226,28 @@ SIZES = [(1, 700, 530, 12, 128), (2, 300, 400, 13, 64), (3, 700, 77, 5, 64), (2,
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda x: "x".join(map(str, x)))
 @pytest.mark.parametrize("mapped", [False, True])
-def test_parts_of_a_backward_are_put_together(
+def test_splits_of_a_backward_are_put_together(
     sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (b, t, s, n, h), rng, whole = sizes, np.random.default_rng(0), []
     q, k, v, dout = (jnp.asarray(rng.normal(size=(b, x, n, h)), "bfloat16") for x in (t, s, s, t))
-    want, tail = attention64(q, k, v, dout=dout), tail_for(q.shape, k.shape) or Tail(1, 2)
+    want, tail = attention64(q, k, v, dout=dout), tail_for(q.shape, k.shape) or SplitTail(1, 2)
 
     def rows(x, scale):
         whole.append(x)
-        return split_queries._in_parts(x, scale, Tail(1, 1))
+        return split_queries._in_splits(x, scale, SplitTail(1, 1))
 
-    stubs = {"takes_parts": lambda *_: True, "tail_for": lambda *_: tail, "_whole": rows}
+    stubs = {"takes_splits": lambda *_: True, "tail_for": lambda *_: tail, "_whole": rows}
     for name, stub in stubs.items():
         monkeypatch.setattr(split_queries, name, stub)
     monkeypatch.setattr(backward_steps, "Launches", Launches)
     monkeypatch.setattr(backward_steps, "made_apart", lambda: True)
     x = q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout
-    run = partial(split_queries.backward, scale=h**-0.5)
+
+    def run(q, k, v, out, lse, dout):
+        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+        return split_queries.backward(PieceInputs.whole(q, k, v, None), rows, h**-0.5)[:3]
+
     if mapped:
         several = (a if a is k else jnp.stack([jnp.zeros_like(a), a]) for a in x)
         got = [g[1] for g in jax.vmap(run, (0, None, 0, 0, 0, 0))(*several)]
@@ -267,28 +258,32 @@ def test_parts_of_a_backward_are_put_together(
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_only_kernels_that_we_launch_are_in_parts(
+def test_only_kernels_that_maxattn_launches_are_split(
     launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    def parts(*x):
-        asked.append(x[-1])
-        return x[:3]
+    def split(inputs, rows, scale, processors):
+        asked.append(processors)
+        return Grads(inputs.q, inputs.k, inputs.v)
 
-    monkeypatch.setattr(split_queries, "backward", parts)
-    monkeypatch.setattr(primitives, "fa4_backward", lambda *x: x[:3])
+    def plain(inputs, rows, window, scale):
+        return Grads(inputs.q, inputs.k, inputs.v)
+
+    monkeypatch.setattr(split_queries, "backward", split)
+    monkeypatch.setattr(primitives, "fa4_backward", plain)
     kernel, x = (
         Fa4(1.0, launched=launched, processors=78),
         jnp.zeros((1, 4096, 12, 128), "bfloat16"),
     )
-    whole, causal = Piece(0, 4096, 0, 4096), Piece(0, 4096, 0, 4096, None, 0)
-    kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, whole, None)
-    kernel.piece_backward(x, x, x, x, jnp.zeros((1, 12, 4096)), x, causal, None)
+    stats, whole = jnp.zeros((1, 12, 4096)), PieceInputs.whole(x, x, x, None)
+    causal = replace(whole, piece=Piece(0, 4096, 0, 4096, None, 0))
+    for inputs in (whole, causal):
+        kernel.piece_backward(inputs, Rows(x, stats, x, stats))
     assert asked == ([78] if launched else [])
 
 
-def test_auto_asks_whether_a_call_is_in_parts() -> None:
+def test_auto_asks_whether_a_call_is_split() -> None:
     cross = SHAPES["wan-cross"].call()
     extras = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"))
     target = replace(H200, packages=extras)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxattn.kernels.fa4 import block_sparse
+from maxattn.kernels.fa4.block_sparse import TilePass
 from maxattn.kernels.fa4.tile_sizes import Tile
 
 
@@ -19,27 +20,25 @@ def test_a_mapped_axis_becomes_part_of_the_batch(
 ) -> None:
     launches = []
 
-    def forward(
-        q: Any, k: Any, v: Any, lists: Any, test: Any, arrays: Any, scale: float, tile: Tile
-    ) -> Any:
-        launches.append((q.shape, k.shape, lists, test, arrays, tile))
-        scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), jax.nn.logsumexp(
-            scores, axis=-1
-        )
+    def forward(q: Any, k: Any, v: Any, tiles: TilePass) -> Any:
+        launches.append((q.shape, k.shape, tiles))
+        scores = tiles.scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        return out, jax.nn.logsumexp(scores, axis=-1)
 
     monkeypatch.setattr(block_sparse, "forward", forward)
-    rng, tile = np.random.default_rng(0), Tile(192, 128)
+    rng, tiles = np.random.default_rng(0), TilePass(Tile(192, 128), 0.5)
     shapes = [(2, length, 4, 8) for length in (5, 7, 7)]
     mapped = [s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, axes, strict=True)]
     x = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in mapped]
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return block_sparse.whole(q, k, v, 0.5, tile)
+        return block_sparse.whole(q, k, v, tiles)
 
     got = jax.vmap(run, in_axes=axes)(*x)
-    q, k, *rest = launches[-1]  # the first is a trace for the rule, of which nothing is left
-    assert (q[0], k[0]) == (6, 6) and rest == [None, None, (), tile]
+    q, k, given = launches[-1]  # the first is a trace for the rule, of which nothing is left
+    assert (q[0], k[0], given) == (6, 6, tiles)
+    assert (given.lists, given.test, given.arrays) == (None, None, ())
     for i in range(3):
         want = run(
             *(y if a is None else jnp.take(y, i, axis=a) for y, a in zip(x, axes, strict=True))

@@ -1,4 +1,4 @@
-"""What a GPU test needs, and why it is skipped where that is missing."""
+"""What a GPU test needs: it is skipped, with the reason, where that is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = {
 }
 
 
-def skip_unless_there(kernel: str, devices: int = 1) -> None:
+def skip_unless_available(kernel: str, devices: int = 1) -> None:
     """Skip the test where there is no NVIDIA GPU, too few, or no package of the kernel."""
     target = ma.Target.here()
     if target.platform != "gpu":

@@ -1,8 +1,8 @@
-"""Lists of tiles against the dense mask, and the test of pairs that the kernels run in mixed
-tiles.
-"""
+"""Block-sparse lists against the dense mask, and the test of pairs that mixed tiles get."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.devices import device_of
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import mask_inputs, tile_sizes
-from maxattn.kernels.fa4.block_sparse_lists import TileLists, tally, tiling
+from maxattn.kernels.fa4.block_sparse_lists import TileLists, TilingSpec, tally, tiling
 from maxattn.kernels.fa4.block_sparse_lists import visited as visited_pairs
 from tests.cases import LENGTHS, MASKS
 
@@ -61,12 +62,11 @@ def check_both(
     mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, int] = (0, 0)
 ) -> None:
     ok = np.asarray(mask.allowed(np.arange(t), np.arange(s), *offsets))[0, 0]
+    spec = TilingSpec(mask, *TILES, (t, s), False)
     if traced:
-        lists = jax.jit(lambda a, b: tiling(mask, *TILES, (t, s), (a, b), False))(
-            *map(jnp.int32, offsets)
-        )
+        lists = jax.jit(partial(tiling, spec))(tuple(map(jnp.int32, offsets)))
     else:
-        lists = tiling(mask, *TILES, (t, s), offsets, False)
+        lists = tiling(spec, offsets)
     exact = not traced and offsets == (0, 0)
     check(lists.forward, ok, TILES[0], exact)
     check(lists.backward, ok.T, TILES[1][::-1], exact, past=True)
@@ -90,7 +90,7 @@ def test_lists_of_frames(name: str) -> None:
     mask = mask.bind(t, s)
     check_both(mask, t, s, traced=False)
     count = tally(mask, TILES[0], (t, s))
-    lists = tiling(mask, *TILES, (t, s), (0, 0), False)
+    lists = tiling(TilingSpec(mask, *TILES, (t, s), False), (0, 0))
     assert (count.full, count.mixed) == (
         lists.forward.full_count.sum(),
         lists.forward.mixed_count.sum(),
@@ -100,7 +100,8 @@ def test_lists_of_frames(name: str) -> None:
 
 def test_nothing_goes_untested_beside_ids() -> None:
     mask = M.BlockSlidingWindow(20, 2).bind(100, 100)
-    alone, beside = (tiling(mask, *TILES, (100, 100), (0, 0), ids) for ids in (False, True))
+    specs = [TilingSpec(mask, *TILES, (100, 100), ids) for ids in (False, True)]
+    alone, beside = (tiling(spec, (0, 0)) for spec in specs)
     assert beside.forward.full_count.sum() == beside.backward.full_count.sum() == 0
     for one, two in zip(visited(alone.forward), visited(beside.forward), strict=True):
         assert sorted(one[0] + one[1]) == two[0]
@@ -116,7 +117,8 @@ def test_pairs_pass_as_the_mask_says(name: str, traced: bool) -> None:
         t, s, 3, 2
     )
     q, k, offset = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8)), jnp.int32(0) if traced else 0
-    _, pairs = mask_inputs.listed(mask, q, k, offset, 0)
+    pairs = mask_inputs.listed(Inputs(q, k, k, mask=mask, q_offset=offset)).pairs
+    assert pairs is not None
     arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
     at = np.arange(3)[:, None, None], np.arange(t)[None, :, None], np.arange(s)[None, None]
     want = np.broadcast_to(np.asarray(mask.allowed(np.arange(t), np.arange(s)))[:, 0], (3, t, s))
@@ -130,7 +132,9 @@ def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
     """As in a ring: positions of the first query and key that are not 0."""
     mask, (t, s), starts = M.BlockSlidingWindow(9, 2).bind(60, 60), (25, 30), (20, 10)
     q, k = jnp.zeros((1, t, 2, 8)), jnp.zeros((1, s, 2, 8))
-    _, pairs = mask_inputs.listed(mask, q, k, *(map(jnp.int32, starts) if traced else starts))
+    offsets = map(jnp.int32, starts) if traced else starts
+    pairs = mask_inputs.listed(Inputs(q, k, k, None, mask, *offsets)).pairs
+    assert pairs is not None
     arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
     got = pairs.tiles.test(0, np.arange(t)[:, None], np.arange(s)[None], arrays, np)
     want = np.asarray(mask.allowed(np.arange(t), np.arange(s), *starts))[0, 0]
@@ -145,7 +149,7 @@ def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
     tile, width = tile_sizes.forward_tile(head_dim), -(-head_dim // 16) * 16
     scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0  # there P is stored beside them
     results = (
-        tile.queries * width if tile_sizes.stays(head_dim, 4) else 0
+        tile.queries * width if tile_sizes.persistent_pays(head_dim, 4) else 0
     )  # else they take the place of Q
     numbers = tile.queries * width + 4 * tile.keys * width + scores + results
     assert 2 * numbers + 1024 <= 227 * 1024

@@ -13,7 +13,7 @@ from maxattn.kernels import kv_block
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4.kernel import Fa4
 from tests.cases import judge
-from tests.gpu.there import skip_unless_there
+from tests.gpu.requirements import skip_unless_available
 from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
     """Three blocks of 400 keys, which end between tiles, and a batch of two, so that K's rows and
     V's stand apart.
     """
-    skip_unless_there("flash")
+    skip_unless_available("flash")
     rng = np.random.default_rng(7)
     q, k, v, dout = (
         jnp.asarray(rng.normal(size=(2, t, 3, head_dim)), "bfloat16")
