@@ -1,6 +1,4 @@
-"""A library of one dense function with the contract of the GPU libraries, so that what is around
-them runs anywhere.
-"""
+"""A dense kernel with the contract of the GPU libraries: what is around them runs on a CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +10,12 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 
 
 @dataclass(frozen=True)
 class DenseLibrary(Fused):
-    """Compute rectangles densely in float32; rows without keys come out as garbage, as a library
-    may leave them.
-    """
+    """Compute rectangles densely in float32; rows without keys come out as garbage, as they may."""
 
     name: ClassVar[str] = "dense library"
 
@@ -45,6 +41,7 @@ class DenseLibrary(Fused):
 
     def _scores(self, inputs: PieceInputs) -> Array:
         q, k, piece, lengths = inputs.q, inputs.k, inputs.piece, inputs.lengths
+        assert not isinstance(lengths, Pairs)
         row, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
         ok = jnp.ones((1, q.shape[1], k.shape[1]), bool)
         ok = ok if piece.left is None else ok & (key >= row - piece.left)

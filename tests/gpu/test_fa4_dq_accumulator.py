@@ -1,6 +1,4 @@
-"""FlashAttention-4's backward block by block, each block and its gradients one array, whole or in
-halves.
-"""
+"""FlashAttention-4's backward block by block: a block and its gradients are one array each."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ CUTS = {
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_against_float64(cuts: str, head_dim: int) -> None:
-    """Three blocks of 400 keys, which end between tiles, and a batch of two, so that K's rows and
-    V's stand apart.
-    """
+    """Three blocks of 400 keys, which end between tiles; two batch rows, so K and V are strided."""
     skip_unless_available("flash")
     rng = np.random.default_rng(7)
     q, k, v, dout = (

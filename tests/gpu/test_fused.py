@@ -1,6 +1,4 @@
-"""What is around the GPU libraries, on a CPU: rectangles of a mask, merging, lengths, flags, the
-LSE's gradient.
-"""
+"""What is around the GPU libraries, on a CPU: rectangles, merging, lengths, flags, dLSE."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
 from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_wave, order_of
 
 ORDERS = [Order(), Order(True)]
-ORDERS += [Order(*x) for x in ((False, 3, 2), (True, 3, 2), (True, 9, 4), (False, 1, 6), (True, 4))]
+ORDERS += [Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
+ORDERS += [Order(True, 4)]
 
 
 def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,18 +25,23 @@ INTERVALS = ["causal", "window", "block window", "block causal", "causal & lengt
 def inputs_of(name: str, length: str) -> Inputs:
     t, s = LENGTHS[length]
     q, k = jnp.zeros((3, t, 2, 8)), jnp.zeros((3, s, 2, 8))
-    return Inputs(q, k, k, mask=MASKS[name](3, 2, t, s).bind(t, s, 3, 2))
+    mask = MASKS[name](3, 2, t, s)
+    assert mask is not None
+    return Inputs(q, k, k, mask=mask.bind(t, s, 3, 2))
 
 
 def wanted(inputs: Inputs) -> np.ndarray:
     t, s = inputs.q.shape[1], inputs.k.shape[1]
-    return np.broadcast_to(allowed(inputs.mask, t, s)[:, 0], (3, t, s))
+    ok = allowed(inputs.mask, t, s)
+    assert ok is not None
+    return np.broadcast_to(ok[:, 0], (3, t, s))
 
 
-def inside(pairs) -> np.ndarray:
+def inside(pairs: Any) -> np.ndarray:
     """Tell which keys [M, T, S] are in each interval of each query."""
     key = np.arange(LONGEST)
-    return (key >= np.asarray(pairs.lo)[..., None]) & (key < np.asarray(pairs.hi)[..., None])
+    lo, hi = (np.asarray(end)[..., None] for end in (pairs.lo, pairs.hi))
+    return np.logical_and(key >= lo, key < hi)
 
 
 def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) -> np.ndarray:

@@ -1,6 +1,4 @@
-"""The matrix on an NVIDIA GPU (`make test-gpu`): every fused kernel against float64, or refused by
-name.
-"""
+"""The matrix on an NVIDIA GPU (`make test-gpu`): fused kernels are right, or refuse by name."""
 
 from __future__ import annotations
 

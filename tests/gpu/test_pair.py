@@ -1,6 +1,4 @@
-"""A pair of kernels: the forward of one and the backward of the other are those of the same
-softmax.
-"""
+"""A pair of kernels: the forward of one fits the backward of the other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plans for NVIDIA GPUs, made anywhere: what runs, what is lost without an extra, what is refused;
-as golden files.
-"""
+"""Plans for GPUs, made anywhere, as golden files: what runs, what an extra would gain, refusals."""
 
 from __future__ import annotations
 

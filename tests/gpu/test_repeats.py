@@ -1,6 +1,4 @@
-"""Calls that follow each other give the same numbers: a kernel whose threads race gives others now
-and then.
-"""
+"""Calls that follow each other give the same numbers: a race between threads shows as others."""
 
 from __future__ import annotations
 

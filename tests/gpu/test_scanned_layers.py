@@ -1,6 +1,4 @@
-"""In a scan over layers whose backward keeps attention's results, every attention runs forward
-once.
-"""
+"""A scan over layers whose backward keeps attention's results runs each forward once."""
 
 from __future__ import annotations
 

@@ -287,11 +287,8 @@ def test_auto_asks_whether_a_call_is_split() -> None:
     cross = SHAPES["wan-cross"].call()
     extras = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"))
     target = replace(H200, packages=extras)
-    padded = ma.Call.of(
-        *(jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512)),
-        ma.masks.KeyPadding(np.array([77])),
-        role="cross",
-    )
+    q, k = (jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512))
+    padded = ma.Call.of(q, k, ma.masks.KeyPadding(np.array([77])), role="cross")
     shared = replace(cross, kv_heads=4)
     kernels = [ma.plan(call, target=target).kernel.name for call in (cross, padded, shared)]
     assert kernels == ["flash", "flash/tokamax_flash", "flash/tokamax_flash"]

@@ -1,6 +1,4 @@
-"""The fence is where tokamax's kernel of dK and dV ends its reads of shared memory, in our instance
-of it alone.
-"""
+"""The fence is where tokamax's kernel of dK and dV ends its reads, in maxattn's copy alone."""
 
 from __future__ import annotations
 

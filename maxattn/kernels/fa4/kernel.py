@@ -80,8 +80,8 @@ class Fa4(Fused):
         reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
             return reason
-        parts = mask_split.split(call.mask)
-        return parts if isinstance(parts, Reason) else None
+        found = mask_split.split(call.mask)
+        return found if isinstance(found, Reason) else None
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -92,9 +92,9 @@ class Fa4(Fused):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
         """Take the scale, whether the LSE is asked for, and how the mask goes in."""
-        parts = masks.split(call.mask)
-        cut = not call.sharded or fits_shards(parts, call.q_len, call.kv_len)
-        pairs = masks.refuse_mask("flash", parts) is not None or not cut
+        terms = masks.split(call.mask)
+        cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
+        pairs = masks.refuse_mask("flash", terms) is not None or not cut
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
         lists = pairs and launched and not mask_inputs.positions(call.mask).is_full

@@ -1,5 +1,6 @@
-"""The test of one pair inside FlashAttention-4's kernels: by a mask of positions, or by intervals
-and ids in arrays.
+"""The test of one pair inside FlashAttention-4's kernels (the library's `mask_mod`).
+
+A pair is tested by a mask of positions, or by intervals and ids in arrays.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ class PairTest:
         return reduce(and_, found)
 
     def spans(self, q: Any, arrays: tuple[Any, ...], xp: Any) -> list[tuple[Any, Any]]:
-        """Return the intervals of local keys that a query sees, by its position or from the arrays;
-        None is open.
-        """
+        """Return the intervals of local keys that a query sees; None is an open end."""
         if self.intervals:
             lo, hi = arrays[:2]
             return [(lo[m, q], hi[m, q]) for m in range(self.intervals)]

@@ -1,10 +1,9 @@
-"""The test of mixed tiles inside FlashAttention-4's kernels: each query's intervals of keys, once
-for a row of scores.
+"""The test of mixed tiles inside FlashAttention-4's forward: a row of scores at a time.
 
-The library asks of each pair. Here a thread works out where the intervals of its rows lie among its
-own columns, and keeps what is inside: whole rows at a time from a word of bits where its columns
-are in order, else by two comparisons. In the forward a tenth of a block window's time goes with
-that (H200); the backward is slower by it, and goes without.
+The library tests each pair. Here a thread works out where the intervals of its rows lie among its
+own columns, and keeps the scores inside: a whole row from a word of bits where its columns are in
+order, else by two comparisons a score. That saves a tenth of a block window's forward (H200). The
+backward would get slower, and tests each pair.
 """
 
 from __future__ import annotations
@@ -19,35 +18,30 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 
 
 def pair_test(test: PairTest) -> Callable[..., Any]:
-    """Write a test in the form that the kernels call; `spans` gives a row's intervals, where those
-    are the test.
+    """Write a test in the form that the kernels call.
+
+    Its attribute `spans` gives a query's intervals, where those are the whole test.
     """
-    to_vector, boolean = (
-        import_module("fa4_jax.cute.utils").scalar_to_ssa,
-        import_module("cutlass").Boolean,
-    )
+    to_vector = import_module("fa4_jax.cute.utils").scalar_to_ssa
+    boolean = import_module("cutlass").Boolean
 
     def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
         return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
 
-    allowed.spans = (
-        None if test.has_ids else lambda q, arrays: test.spans(q, tuple(arrays or ()), Numbers)
-    )
+    def spans(q: Any, arrays: Any) -> list[tuple[Any, Any]]:
+        return test.spans(q, tuple(arrays or ()), Numbers)
+
+    allowed.spans = None if test.has_ids else spans
     return allowed
 
 
 class Numbers:
-    """The three functions of numpy that orders and masks of positions use, on numbers of a
-    kernel.
-    """
+    """Give launch orders and masks numpy's functions, on numbers of a kernel."""
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
         """Choose one of two numbers."""
-        number, select = (
-            import_module("cutlass").Int32,
-            import_module("cutlass.cutlass_dsl").select_,
-        )
+        number, select = import_module("cutlass").Int32, _select()
         return number(select(condition, number(a), number(b)))
 
     @staticmethod
@@ -61,8 +55,12 @@ class Numbers:
         return import_module("cutlass").max(a, b)
 
 
+def _select() -> Any:
+    return import_module("cutlass.cutlass_dsl").select_
+
+
 def by_rows(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the library's mask for ours among the operands of a kernel's part."""
+    """Exchange the library's mask for ours among the operands of a method of the kernel."""
     library_class = import_module("fa4_jax.cute.mask").AttentionMask
 
     def ours(x: Any) -> Any:
@@ -117,9 +115,7 @@ def _row_mask() -> Any:
 
 
 def _number(place: Any) -> Any:
-    """Make a number of a coordinate: those round to 0 where they are divided, and a mask rounds
-    down.
-    """
+    """Make a number of a coordinate: division rounds a coordinate to 0, and a number down."""
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
     return number(utils.ssa_to_scalar(utils.scalar_to_ssa(place, number)))
 
@@ -151,7 +147,7 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
 
 def _by_column(scores: Any, r: int, columns: list[int], spans: list[tuple[Any, Any]]) -> None:
     """Keep what is in an interval of row r, column by column."""
-    cutlass, select = import_module("cutlass"), import_module("cutlass.cutlass_dsl").select_
+    cutlass, select = import_module("cutlass"), _select()
     for c, at in enumerate(columns):
         inside = []
         for lo, hi in spans:
