@@ -14,9 +14,8 @@ from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
-DEFAULT = (
-    512  # tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256
-)
+# Tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256.
+DEFAULT = 512
 LONGEST_COMMON = 4096  # a common multiple of two asked sizes beyond this is no block
 # far more than any request needs; a rule that undoes another would show as a request left illegal
 ROUNDS = 100
@@ -81,30 +80,25 @@ def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict, str] | None:
 
 def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
     """Fill in the keys that were not set, from those that were."""
+    q, kv, compute = _fill_forward(asked, facts)
+    q_dkv, kv_dkv = asked.block_q_dkv or q, asked.block_kv_dkv or kv
+    compute_dkv = asked.block_kv_dkv_compute or (compute if kv_dkv % compute == 0 else kv_dkv)
+    fused = bool(asked.use_fused_bwd_kernel) or fused_is_forced(facts)
+    q_dq = asked.block_q_dq or (None if fused else q)
+    kv_dq = asked.block_kv_dq or (None if fused else kv)
+    fused = fused if asked.use_fused_bwd_kernel is None else asked.use_fused_bwd_kernel
+    return BlockSizes(q, kv, compute, q_dkv, kv_dkv, compute_dkv, q_dq, kv_dq, fused)
+
+
+def _fill_forward(asked: FlashBlockSizes, facts: Facts) -> tuple[int, int, int]:
+    """Fill in block_q, block_kv and block_kv_compute."""
+    kv_of_backward = _common(asked.block_kv_dkv, asked.block_kv_dq)
     q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
-    kv = (
-        asked.block_kv
-        or _common(asked.block_kv_dkv, asked.block_kv_dq)
-        or min(DEFAULT, facts.kv_most)
-    )
+    kv = asked.block_kv or kv_of_backward or min(DEFAULT, facts.kv_most)
     if asked.block_kv is None and asked.block_kv_compute:
         kv = round_up(kv, asked.block_kv_compute)
     compute = asked.block_kv_compute or min(kv, DEFAULT if kv % DEFAULT == 0 else kv)
-    kv_dkv = asked.block_kv_dkv or kv
-    fused = bool(asked.use_fused_bwd_kernel) or fused_is_forced(facts)
-    q_dkv = asked.block_q_dkv or q
-    kv_dkv_compute = asked.block_kv_dkv_compute or (compute if kv_dkv % compute == 0 else kv_dkv)
-    return BlockSizes(
-        q,
-        kv,
-        compute,
-        q_dkv,
-        kv_dkv,
-        kv_dkv_compute,
-        asked.block_q_dq or (None if fused else q),
-        asked.block_kv_dq or (None if fused else kv),
-        fused if asked.use_fused_bwd_kernel is None else asked.use_fused_bwd_kernel,
-    )
+    return q, kv, compute
 
 
 def _common(a: int | None, b: int | None) -> int | None:
@@ -119,9 +113,8 @@ def _changes(
 ) -> Iterable[Change]:
     for f in fields(used):
         before, after = getattr(asked, f.name), getattr(used, f.name)
-        dropped = (
-            after is None and not facts.training
-        )  # a size of the backward, which inference does not read
+        # A size of the backward, which inference does not read.
+        dropped = after is None and not facts.training
         if before is not None and before != after and not dropped:
             yield Change(f.name, before, after, "; ".join(reasons.get(f.name, [])))
 

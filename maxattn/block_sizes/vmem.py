@@ -110,24 +110,18 @@ def windows(part: Part, facts: Facts, looped: bool) -> Cost:
         looped: whether the kernel computes its fetched tile in several steps.
     """
     head = round_up(facts.head_dim, LANES)
-    twice, kept = (
-        2 * head * facts.itemsize,
-        FLOAT * head,
-    )  # an operand in two buffers; a float32 accumulator
+    # An operand in two buffers; a float32 accumulator.
+    twice, kept = 2 * head * facts.itemsize, FLOAT * head
     tokamax = facts.kernel == "tokamax_flash"
-    if (
-        part == "forward"
-    ):  # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
-        return Cost(
-            2 * twice + (8 if tokamax else 6) * ROW + 2 * ROW + kept, 2 * twice + 2 * COLUMN
-        )
+    if part == "forward":
+        # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
+        rows = (8 if tokamax else 6) * ROW + 2 * ROW
+        return Cost(2 * twice + rows + kept, 2 * twice + 2 * COLUMN)
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
         return Cost(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
     query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
-    if part == "fused":
-        query += (2 if tokamax else 1) * twice + (
-            kept if looped else 0
-        )  # dq, in tokamax added to what is there
+    if part == "fused":  # dq, in tokamax added to what is there
+        query += (2 if tokamax else 1) * twice + (kept if looped else 0)
     return Cost(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
 
 
@@ -175,11 +169,9 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     """Return bytes per query token, the scores' spill among them, and per key token."""
     cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
     share = RAGGED if facts.head_dim > LANES and facts.head_dim % LANES else 1.0
-    fetched = (
-        ONE_BLOCK.get((family, part, facts.itemsize), spill.fetched)
-        if facts.kv_len <= kv
-        else spill.fetched
-    )
-    fetched += DIVIDING.get((family, part, facts.itemsize), 0.0) if facts.divides else 0.0
+    key: tuple[Family, Part, int] = (family, part, facts.itemsize)
+    one_block = facts.kv_len <= kv
+    fetched = ONE_BLOCK.get(key, spill.fetched) if one_block else spill.fetched
+    fetched += DIVIDING.get(key, 0.0) if facts.divides else 0.0
     query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
     return cost.query + FLOAT * share * query, cost.key + FLOAT * share * spill.key * facts.head_dim

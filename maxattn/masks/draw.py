@@ -77,10 +77,8 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as missing:
-        rule = "drawing a picture needs matplotlib"
-        raise Unsupported(
-            "plot", str(path), rule, 'pip install "maxattn[plot]", or use show()'
-        ) from missing
+        rule, remedy = "drawing a picture needs matplotlib", 'pip install "maxattn[plot]"'
+        raise Unsupported("plot", str(path), rule, f"{remedy}, or use show()") from missing
     cell = _aligned(-(-max(q_len, kv_len) // PIXELS), mask.period())
     shares = density(mask, cell, cell, q_len, kv_len, batch, head)
     figure = Figure(figsize=(6, 6), layout="constrained")
@@ -122,22 +120,20 @@ def _sampled(
     here = jax.tree.map(np.asarray, mask)
     (q_idx, q_starts), (kv_idx, kv_starts) = _samples(cell_q, q_len), _samples(cell_kv, kv_len)
     out = here.allowed(q_idx, kv_idx)
-    for name, index, size in (("batch", batch, out.shape[0]), ("head", head, out.shape[1])):
-        if not 0 <= index < size and size > 1:
-            raise InputError(
-                name,
-                index,
-                f"the mask has {size} along {name}",
-                f"give {name} from 0 to {size - 1}",
-            )
-    table = np.broadcast_to(
-        out[batch % out.shape[0], head % out.shape[1]], (len(q_idx), len(kv_idx))
-    )
-    sums = np.add.reduceat(
-        np.add.reduceat(table, q_starts, axis=0, dtype=np.int32), kv_starts, axis=1
-    )
+    batches, heads = out.shape[:2]
+    _check_index("batch", batch, batches)
+    _check_index("head", head, heads)
+    table = np.broadcast_to(out[batch % batches, head % heads], (len(q_idx), len(kv_idx)))
+    by_row = np.add.reduceat(table, q_starts, axis=0, dtype=np.int32)
+    sums = np.add.reduceat(by_row, kv_starts, axis=1)
     sizes = np.outer(np.diff([*q_starts, len(q_idx)]), np.diff([*kv_starts, len(kv_idx)]))
     return sums / sizes
+
+
+def _check_index(name: str, index: int, size: int) -> None:
+    if not 0 <= index < size and size > 1:
+        remedy = f"give {name} from 0 to {size - 1}"
+        raise InputError(name, index, f"the mask has {size} along {name}", remedy)
 
 
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:

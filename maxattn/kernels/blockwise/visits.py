@@ -22,8 +22,10 @@ class Visits(NamedTuple):
 
     Query chunk i visits `index[i, :count[i]]`, and tests the mask where `mixed` is True.
 
-    index: [query chunks, most visits] int32.   mixed: the same shape, bool.   count: [query chunks]
-        int32.
+    Args:
+        index: [query chunks, most visits] int32.
+        mixed: [query chunks, most visits] bool.
+        count: [query chunks] int32.
     """
 
     index: Any
