@@ -52,6 +52,9 @@ EXPLAINED = {
     "auto_a100": lambda: plan("auto", A100, call()),
     "auto_amd": lambda: plan("auto", MI300X, SHAPES["wan-14b-720p"].call()),
     "auto_amd_ring": lambda: plan("auto", MI300X, SHAPES["wan-14b-720p"].call(), {"context": 4}),
+    "ring_amd": lambda: plan(
+        "dot_product", MI300X, call(), {"context": 4}, context_parallel="ring"
+    ),
     "auto_jax_untested": lambda: plan("auto", with_version(BARE, "jax", "0.13.0"), call()),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
     "auto_head_dim_512": lambda: plan("auto", H200, call(h=512)),

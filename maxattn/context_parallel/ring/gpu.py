@@ -40,7 +40,8 @@ class GpuSchedule(Schedule):
     """Send K and V as one array, and their gradients straight home.
 
     Args:
-        copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs.
+        copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs, or there is
+            no such flag for these.
         accumulator_line: how the kernel's dQ accumulator launches, where it launches by itself.
         spare_keys: local keys that each block of another rank has room for.
     """
@@ -51,8 +52,9 @@ class GpuSchedule(Schedule):
 
     @classmethod
     def build(cls, target: Target) -> Self:
-        """Read XLA's flags."""
-        return cls(MODE in dict(target.env).get("XLA_FLAGS", ""))
+        """Read XLA's flags; the note is about NCCL, which no AMD GPU runs."""
+        is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
+        return cls(is_set or target.device.vendor == "AMD")
 
     def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Self:
         """Ask the kernel how a backward over several blocks of keys is launched."""

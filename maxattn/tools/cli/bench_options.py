@@ -72,7 +72,7 @@ def _check_table(path: str | None) -> None:
         rule = "the table is written where you say, never into the installed package"
         raise InputError("--write-table", "(no path)", rule, "write --write-table table.json")
     check_writable("--write-table", path)
-    if (target := Target.here()).platform != "gpu":
+    if (target := Target.here()).device.vendor != "NVIDIA":
         rule = "the table is of NVIDIA GPUs"
         raise InputError("--write-table", target.device_kind, rule, "run it on one")
 
