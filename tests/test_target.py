@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import threading
 import tomllib
@@ -13,9 +14,12 @@ import jax
 import pytest
 
 import maxattn as ma
+from maxattn import devices
 from maxattn.block_sizes.chips import CHIPS
 from maxattn.devices import DEVICES, GIB, device_of, machine_of, memory_of
+from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
+from maxattn.kernels.auto import order
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from maxattn.target import _kind_of as kind_of
@@ -139,3 +143,9 @@ def test_a_gpu_that_rocm_runs_on_is_amd_s() -> None:
     assert kind_of(device("AMD Instinct MI300X", "rocm 60400")) == "AMD Instinct MI300X"
     assert device_of(kind_of(device("Graphics", "PJRT C API\nrocm 60400"))).vendor == "AMD"
     assert device_of(kind_of(device("Graphics", "cuda 12090"))).vendor == "NVIDIA"
+
+
+@pytest.mark.parametrize("module", [devices, versions, order], ids=lambda m: m.__name__)
+def test_examples_run(module: Any) -> None:
+    ran = doctest.testmod(module)
+    assert ran.attempted > 0 and ran.failed == 0
