@@ -27,9 +27,9 @@ def test_hops_run_beside_kernels(topology: str, n: int, mask: Mask, training: bo
     outcome = run_in_child(Job(topology, config, shape, training), 900)
     assert outcome.ending == "compiled", outcome.message
     # K and V: n-1 hops of each; backward again, and n of their gradients, the last one beside half
-    # of the own keys. Zig-zag has two runs of each.
-    runs = 2 if "zig-zag x" in outcome.plan else 1
-    assert runs == (1 if mask.is_full else 2)
+    # of the local keys. Zig-zag has two chunks of each.
+    chunks = 2 if "zig-zag x" in outcome.plan else 1
+    assert chunks == (1 if mask.is_full else 2)
     sent = [t for t in outcome.found if t["kind"] == "ppermute"]
     beside = [t for t in sent if t["kernels"]]
     if mask.is_full:
@@ -40,4 +40,4 @@ def test_hops_run_beside_kernels(topology: str, n: int, mask: Mask, training: bo
     else:
         # Of operands this small the compiler sends the first hop along with those that are dealt
         # out, before a kernel.
-        assert len(beside) >= 2 * runs * ((n - 2) * 3 + 2 if training else n - 2)
+        assert len(beside) >= 2 * chunks * ((n - 2) * 3 + 2 if training else n - 2)

@@ -26,8 +26,8 @@ TPU = ma.Target.named("TPU v5p")
 
 @pytest.fixture
 def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let permutes cost nothing on a CPU, so that every uneven mask is dealt out, at test lengths
-    too.
+    """Let permutes cost nothing on a CPU, so that every uneven mask takes zig-zag, at test
+    lengths too.
     """
     cpu = maxattn_devices.DEVICES["cpu"]
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
@@ -52,15 +52,15 @@ def config(context: int, strategy: str = "ring", **more: Any) -> ma.AttentionCon
 def test_causal_work_of_every_device_is_equal_in_every_hop(n: int) -> None:
     length = 64 * n
     causal = M.Causal().bind(length, length)
-    contiguous, dealt = (
-        Layout(n, runs).work(causal, length, length).sum(axis=(2, 3)) for runs in (1, 2)
+    contiguous, zigzag = (
+        Layout(n, chunks).work(causal, length, length).sum(axis=(2, 3)) for chunks in (1, 2)
     )
     # [device, hop]: no two devices differ in a hop, where in contiguous order the first has nothing
     # to do after hop 0.
-    assert (dealt == dealt[0]).all()
+    assert (zigzag == zigzag[0]).all()
     assert (contiguous[0, 1:] == 0).all()
     assert (contiguous[-1, 1:] == 64 * 64).all()
-    assert dealt.sum() == contiguous.sum() == causal.allowed_pairs(length, length)
+    assert zigzag.sum() == contiguous.sum() == causal.allowed_pairs(length, length)
 
 
 @pytest.mark.parametrize("n", [4, 8])
@@ -118,7 +118,7 @@ def test_even_work_is_not_worth_a_word() -> None:
     assert decided(None, 32768).notes == decided(M.KeyPadding(np.full(8, 5)), 32768).notes == ()
 
 
-def test_lengths_are_padded_to_two_runs_of_every_device() -> None:
+def test_lengths_are_padded_to_two_chunks_of_every_rank() -> None:
     plan = decided(M.Causal(), 32760)
     assert (plan.q_len, plan.kv_len) == (32768, 32768)
     assert decided(None, 32760).q_len == 32760
@@ -192,7 +192,7 @@ def test_against_one_device_in_float64_on_eight(case: dict, free_permutes: None)
     check(case)
 
 
-def test_those_cases_are_dealt_out(free_permutes: None) -> None:
+def test_those_cases_take_zigzag(free_permutes: None) -> None:
     x = jax.ShapeDtypeStruct((8, 64, 8, 16), "float32")
     for strategy, shards in (("ring", -1), ("ulysses_ring", 2)):
         asked = config(8, strategy, ulysses_shards=shards)

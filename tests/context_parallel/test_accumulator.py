@@ -1,0 +1,68 @@
+"""What a ring asks a kernel about the sum of dQ: each answers, and none is known by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import maxattn
+from maxattn.kernels import KERNELS
+from maxattn.kernels.base import Inputs, Rows
+from maxattn.kernels.dot_product import DotProduct
+from maxattn.kernels.dq_accumulator import SumOfParts
+from maxattn.kernels.fa4 import backward_steps
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.kv_block import KeySplit, halves
+from maxattn.kernels.pair import Pair
+
+FA4, DENSE = Fa4(0.1, launched=True), DotProduct(0.1)
+
+
+def inputs(length: int = 8190, heads: int = 40, kv_heads: int = 40) -> Inputs:
+    q: Any = jax.ShapeDtypeStruct((1, length, heads, 128), "bfloat16")
+    k: Any = jax.ShapeDtypeStruct((1, length, kv_heads, 128), "bfloat16")
+    return Inputs(q, k, k)
+
+
+def rows(length: int) -> Rows:
+    out, lse = jnp.zeros((1, length, 2, 128), "bfloat16"), jnp.zeros((1, 2, length))
+    return Rows(out, lse, out, lse)
+
+
+def test_a_pair_answers_with_its_second() -> None:
+    assert Pair(DENSE, FA4).split_keys(inputs(), 4) == FA4.split_keys(inputs(), 4)
+    assert FA4.split_keys(inputs(), 4) == KeySplit(4224, 256)
+    assert Pair(FA4, DENSE).split_keys(inputs(), 4) == halves(8190)
+    assert "block by block" in Pair(DENSE, FA4).accumulator_line(inputs())
+    assert Pair(FA4, DENSE).accumulator_line(inputs()) == ""
+
+
+@pytest.mark.parametrize("why", ["short", "shared keys", "gradient of the LSE", "other launches"])
+def test_flash_attention_4_sums_parts_where_its_launches_do_not_fit(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_steps, "made_apart", lambda: why != "other launches")
+    kernel = Fa4(0.1, why == "gradient of the LSE")
+    x = inputs(8 if why == "short" else 256, 2, 1 if why == "shared keys" else 2)
+    assert isinstance(kernel.accumulator(x, rows(x.q.shape[1])), SumOfParts)
+    assert (kernel.accumulator_line(x) == "") == (why != "other launches")
+
+
+def test_some_kernel_may_keep_dq_on_a_gpu_and_none_elsewhere() -> None:
+    x = inputs()
+    call = maxattn.Call.of(x.q, x.k)
+    may = {p: [n for n, k in KERNELS.items() if k.may_keep_dq(call, p)] for p in ("gpu", "tpu")}
+    assert may == {"gpu": ["flash"], "tpu": []}
+
+
+def test_no_strategy_names_a_kernel() -> None:
+    folder = Path(maxattn.__file__).parent
+    shared = ("base", "pair", "dq_accumulator", "kv_block")
+    files = [*folder.glob("context_parallel/**/*.py")]
+    files += [folder / "kernels" / f"{name}.py" for name in shared]
+    assert len(files) > 15
+    assert not [file.name for file in files if "fa4" in file.read_text().lower()]
