@@ -40,9 +40,9 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         plan: its kernel, strategy and lengths.
         training: forward and backward at their largest; else forward alone.
     """
-    local, runs = plan.context.local_call(plan.padded_call), plan.context.chunks_per_rank
+    local, chunks = plan.context.local_call(plan.padded_call), plan.context.chunks_per_rank
     # The kernel sees one chunk of what a rank holds.
-    rank = replace(local, q_len=runs * local.q_len, kv_len=runs * local.kv_len)
+    rank = replace(local, q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
     times = 2 if training else 1  # each array beside its gradient
     queries = "q, out and gradients" if training else "q, out"
     keys = "k, v and gradients" if training else "k, v"

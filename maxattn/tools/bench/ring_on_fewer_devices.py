@@ -25,7 +25,7 @@ from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.zigzag import Layout
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import auto_mesh, shard_map
-from maxattn.kernels.base import Inputs, Kernel, Rows
+from maxattn.kernels.base import Inputs, Kernel, Result, Rows
 from maxattn.kernels.kv_block import Packed, pack
 from maxattn.plan import plan
 from maxattn.target import Target
@@ -159,22 +159,20 @@ class RingOnFewerDevices:
             others: the blocks of keys of all other ranks, where nothing is sent; else none.
             q, k, v: this device's shards.
         """
-        return self._forward(others, q, k, v)[0]
+        return self._forward(others, Inputs(q, k, v)).out
 
     def both(
         self, others: tuple[Packed, ...], q: Array, k: Array, v: Array, dout: Array
     ) -> tuple[Array, Array, Array, Array]:
         """Return arrays in the shapes of the output and the gradients."""
-        out, lse = self._forward(others, q, k, v)
-        rows, inputs = Rows(out, lse, dout, jnp.zeros_like(lse)), Inputs(q, k, v)
+        inputs = Inputs(q, k, v)
+        out, lse = self._forward(others, inputs)
+        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
         ring_pass = self._ring_pass(others, inputs)
         dq, dk, dv, _ = GpuSchedule().backward(ring_pass, self.kernel, inputs, rows)
         return out, dq, dk, dv
 
-    def _forward(
-        self, others: tuple[Packed, ...], q: Array, k: Array, v: Array
-    ) -> tuple[Array, Array]:
-        inputs = Inputs(q, k, v)
+    def _forward(self, others: tuple[Packed, ...], inputs: Inputs) -> Result:
         return GpuSchedule().forward(self._ring_pass(others, inputs), self.kernel, inputs)
 
     def _ring_pass(self, others: tuple[Packed, ...], inputs: Inputs) -> RingPass:
