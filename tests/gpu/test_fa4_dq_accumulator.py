@@ -42,7 +42,7 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
         # XLA hands slices over without a copy, and would then forget which results share memory
         # with which operands.
         q, dout = stacked[0], stacked[1]
-        rows = Rows(*rows[:2], dout, rows[2])
+        rows = Rows(rows[0], rows[1], dout, rows[2])
         inputs = Inputs(q, k[:, :400], v[:, :400])
         made = Fa4(head_dim**-0.5).accumulator(inputs, rows)
         found = []

@@ -37,7 +37,7 @@ def wanted(inputs: Inputs) -> np.ndarray:
     return np.broadcast_to(ok[:, 0], (3, t, s))
 
 
-def inside(pairs: Any) -> np.ndarray:
+def inside(pairs: Any) -> Any:
     """Tell which keys [M, T, S] are in each interval of each query."""
     key = np.arange(LONGEST)
     lo, hi = (np.asarray(end)[..., None] for end in (pairs.lo, pairs.hi))
