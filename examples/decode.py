@@ -20,7 +20,7 @@ from common.writable import unwritable
 from sample import files, media
 from sample.checks import Needs, without_torch
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 AXES = {"AutoencoderKLWan": 5, "AutoencoderKL": 4}  # of the latents

@@ -27,7 +27,7 @@ from common.writable import unwritable
 from sample import files
 from sample.checks import Needs, without_torch
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 WAN = ("tokenizer", "text_encoder")

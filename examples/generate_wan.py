@@ -36,7 +36,7 @@ from wan.sampling_task import WanSamplingTask
 from wan.settings import Settings, describes_wan
 from wan.task import sizes_of
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 

@@ -24,7 +24,7 @@ from common.writable import unwritable
 from digits import latents as digit_latents
 from train import shards
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 HOLDS = {

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from common.settings import Count, NotNegative, Positive, Share, Whole
 
 import maxattn as ma
-from maxattn.config.section import Section
+from maxattn.config import Section
 from maxattn.errors import ConfigError
 
 from . import words

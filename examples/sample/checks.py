@@ -12,7 +12,7 @@ from common.writable import unwritable
 from common.xla_options import xla_options
 
 from maxattn import weights
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
 from . import files

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.command import SettingsClass, parser_of, read_settings
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .paths import Paths

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from common.shapes import Form, Shapes, fits
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .task import Arrays

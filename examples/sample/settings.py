@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Ge
 from common.settings import Count, Dtype, Whole
 
-from maxattn.config.section import Section
+from maxattn.config import Section
 
 
 class SamplingSettings(Section):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, did_you_mean
 
 from . import ddim, euler, flow_euler, unipc

@@ -16,7 +16,7 @@ from train.settings import DataSettings
 from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
-from maxattn.config.section import Section
+from maxattn.config import Section
 from maxattn.errors import ConfigError
 
 from .sizes import Sizes

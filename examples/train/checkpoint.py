@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from common import hosts
 
 import maxattn as ma
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .settings import TrainingSettings

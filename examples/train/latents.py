@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 NAMES = ("latents", "text", "pooled", "time_ids", "image", "condition")

@@ -17,7 +17,7 @@ from common.writable import check_writable
 from common.xla_options import xla_options
 
 from maxattn import sharding
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
 from . import state as states

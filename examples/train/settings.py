@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from common.settings import Count, NotNegative, Positive, Share, Whole
 
-from maxattn.config.section import Section
+from maxattn.config import Section
 from maxattn.errors import ConfigError
 
 Target = Literal["to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj"]

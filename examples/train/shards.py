@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from common.shapes import Shapes
 
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .latents import EMPTY, LatentFolder

@@ -20,7 +20,7 @@ from train.settings import DataSettings
 from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
-from maxattn.config.section import Section
+from maxattn.config import Section
 from maxattn.errors import ConfigError
 
 from .sizes import SIZES, Sizes

@@ -20,7 +20,7 @@ from train.shape_errors import shape_errors
 from train.task import Arrays, replaced
 
 import maxattn as ma
-from maxattn.config.errors import ConfigErrors
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .model import WanTransformer3D

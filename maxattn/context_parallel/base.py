@@ -22,7 +22,7 @@ def readable(size: float) -> str:
     """Write a number of bytes with a unit, as `160 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
-            return f"{size:.3g} {unit}"
+            return f"{size:.0f} {unit}" if 999.5 <= size < 1024 else f"{size:.3g} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
 

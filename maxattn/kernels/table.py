@@ -12,7 +12,7 @@ names against it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
@@ -110,6 +110,7 @@ class Named(Protocol):
 
 
 R = TypeVar("R", bound=Named)
+V = TypeVar("V")
 
 
 class Table(Mapping[str, R], Generic[R]):
@@ -122,6 +123,7 @@ class Table(Mapping[str, R], Generic[R]):
 
     def __init__(self, kind: str, rows: tuple[R, ...]) -> None:
         self.kind, self._rows = kind, {row.name: row for row in rows}
+        self._derived: dict[Callable[..., Any], Any] = {}
 
     def __getitem__(self, name: str) -> R:
         return self._rows[name]
@@ -142,15 +144,27 @@ class Table(Mapping[str, R], Generic[R]):
             rule = f"there is a {self.kind} of that name"
             raise ConfigError(self.kind, row.name, rule, "take another name, or remove that one")
         self._rows[row.name] = row
+        self._derived.clear()
 
     def remove(self, name: str) -> None:
         """Take out a row that was added."""
         del self._rows[name]
+        self._derived.clear()
+
+    def derived(self, find: Callable[[Table[R]], V]) -> V:
+        """Return what a function finds in the rows; it looks once, until a row comes or goes."""
+        if find not in self._derived:
+            self._derived[find] = find(self)
+        return self._derived[find]
 
     def readers(self) -> dict[str, tuple[R, ...]]:
         """Return the rows that read each setting, by setting."""
-        settings = dict.fromkeys(setting for row in self.values() for setting in row.reads)
-        return {s: tuple(row for row in self.values() if s in row.reads) for s in settings}
+        return self.derived(_readers)
+
+
+def _readers(table: Table[R]) -> dict[str, tuple[R, ...]]:
+    settings = dict.fromkeys(setting for row in table.values() for setting in row.reads)
+    return {s: tuple(row for row in table.values() if s in row.reads) for s in settings}
 
 
 class Classes(Mapping[str, Any]):
@@ -183,13 +197,21 @@ def spellings() -> tuple[str, ...]:
 
 def packages() -> tuple[str, ...]:
     """Return pip's names of all packages that kernels call."""
-    needed = (row.package for row in TABLE.values() if row.package)
+    return TABLE.derived(_packages)
+
+
+def _packages(table: Table[Row]) -> tuple[str, ...]:
+    needed = (row.package for row in table.values() if row.package)
     return tuple(dict.fromkeys((*EXTRAS, *needed)))
 
 
 def switches() -> tuple[str, ...]:
     """Return the environment variables that forbid kernels."""
-    return tuple(row.switch for row in TABLE.values() if row.switch)
+    return TABLE.derived(_switches)
+
+
+def _switches(table: Table[Row]) -> tuple[str, ...]:
+    return tuple(row.switch for row in table.values() if row.switch)
 
 
 def custom_calls() -> tuple[str, ...]:

@@ -22,12 +22,8 @@ LAYER = {part: i for i, row in enumerate(LAYERS) for part in row}
 
 # What an example may import of maxattn.
 PUBLIC = {
-    "maxattn", "maxattn.config", "maxattn.errors", "maxattn.masks", "maxattn.modules",
-    "maxattn.sharding", "maxattn.weights",
-}  # fmt: skip
-# Public in meaning, without a public path yet.
-TOLERATED = {
-    "maxattn.config.section", "maxattn.config.errors", "maxattn.devices", "maxattn.rope",
+    "maxattn", "maxattn.config", "maxattn.devices", "maxattn.errors", "maxattn.masks",
+    "maxattn.modules", "maxattn.rope", "maxattn.sharding", "maxattn.weights",
 }  # fmt: skip
 
 
@@ -69,7 +65,7 @@ def deep(source: str) -> set[str]:
     root = EXAMPLES.parent
     found = {module for module in imported(source) if module.partition(".")[0] == "maxattn"}
     modules = {m for m in found if list(root.glob(f"{m.replace('.', '/')}.py")) or is_package(m)}
-    return modules - PUBLIC - TOLERATED
+    return modules - PUBLIC
 
 
 def is_package(module: str) -> bool:
