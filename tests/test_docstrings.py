@@ -43,13 +43,6 @@ SHOWN = [
     *(f"maxattn.weights.{name}" for name in ("load_diffusers", "merge_lora", "save_diffusers")),
     *KINDS,
 ]
-# Those of SHOWN that have no example yet. Who writes one takes its name out here.
-MISSING = {
-    "maxattn.AttentionConfig",
-    "maxattn.weights.load_diffusers",
-    "maxattn.weights.merge_lora",
-    "maxattn.weights.save_diffusers",
-}
 
 
 def doctests(name: str) -> list[DocTest]:
@@ -69,17 +62,7 @@ def test_examples_run(name, tmp_path, monkeypatch):
     assert not runner.failures, "".join(report)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True)] if name in MISSING else [])
-        for name in SHOWN
-    ],
-)
+@pytest.mark.parametrize("name", SHOWN)
 def test_what_a_user_calls_first_has_an_example(name):
     # In its own docstring or in that of a method, such as `Call.of`.
     assert doctests(name), f"{name} has no example"
-
-
-def test_only_names_without_an_example_are_missing():
-    assert set(SHOWN) >= MISSING

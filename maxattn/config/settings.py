@@ -64,8 +64,8 @@ class AttentionConfig(Section):
         ConfigErrors: for every wrong key and value at once.
 
     Example:
-        >>> from maxattn import AttentionConfig
-        >>> config = AttentionConfig(attention="ring", ici_context_parallelism=4)
+        >>> import maxattn as ma
+        >>> config = ma.AttentionConfig(attention="ring", ici_context_parallelism=4)
         >>> config.kernel_for("self"), config.strategy_for("self")
         ('auto', 'ring')
         >>> sorted(config.changed)
@@ -241,7 +241,7 @@ class AttentionConfig(Section):
 
         Example:
             >>> import jax
-            >>> config = AttentionConfig(mesh_axes=["data", "context"])
+            >>> config = ma.AttentionConfig(mesh_axes=["data", "context"])
             >>> dict(config.make_mesh(jax.devices()[:1]).shape)
             {'data': 1, 'context': 1}
         """
@@ -303,7 +303,7 @@ class AttentionConfig(Section):
 
         Example:
             >>> words = ["attention=ring", "ici_context_parallelism=4", "mesh_axes=[context]"]
-            >>> config = AttentionConfig.from_overrides(words)
+            >>> config = ma.AttentionConfig.from_overrides(words)
             >>> config.attention, config.axis_parallelism()
             ('ring', {'context': (4, 1)})
         """
