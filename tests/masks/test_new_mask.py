@@ -12,7 +12,7 @@ from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
 from maxattn.kernels.blockwise.visits import visits
-from maxattn.kernels.fa4.block_sparse_lists import tally, tiling
+from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tally, tiling
 from maxattn.kernels.flash import Flash
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.mask_split import tile_kinds
@@ -148,7 +148,8 @@ def test_every_list_of_tiles_leaves_out_what_is_empty(name: str) -> None:
     info = mask_info(kinds, codes_of(mask, kinds, length, length, False, 0, 0), length)
     assert int(info.block_mask.sum()) == some
     assert tally(mask, tile, (length, length)).skipped == 64 - some
-    lists = tiling(mask, tile, tile, (length, length), (0, 0), False)
+    spec = TilingSpec(mask, tile, tile, (length, length), tests_all=False)
+    lists = tiling(spec, (0, 0))
     assert lists.forward.work.sum() == lists.backward.work.sum() == some
 
 

@@ -92,8 +92,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
 def _measured_device(target: Target) -> str | None:
     """Return the device whose entries hold for a target."""
     tables = read_tables()
-    if target.device_kind in tables:
-        return target.device_kind
+    if target.device.kind in tables:
+        return target.device.kind
     return USUAL if USUAL in tables and target.device.is_a("hopper") else None
 
 
