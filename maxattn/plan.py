@@ -1,4 +1,4 @@
-"""`Plan`: one decision as a value. The function `plan` is in decide.py; `attention()` executes it."""
+"""`Plan`: one decision as a value. decide.py has the function `plan`; `attention()` executes it."""
 
 from __future__ import annotations
 
