@@ -7,6 +7,7 @@ a part of a device's name; they ask a row for its family, its vendor or its figu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -253,6 +254,7 @@ def device_kind(spelling: str) -> str:
     return _ALIASES.get(spelling, spelling)
 
 
+@lru_cache(maxsize=64)
 def device_of(kind: str, platform: Platform = "gpu") -> Device:
     """Return the row of a device kind; of a kind without one, its family's facts and no figures.
 

@@ -33,9 +33,11 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
     monkeypatch.setitem(maxattn_devices.DEVICES, "cpu", free)
     monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
-    _plan.cache_clear()
+    for cached in (_plan, maxattn_devices.device_of):
+        cached.cache_clear()
     yield
-    _plan.cache_clear()
+    for cached in (_plan, maxattn_devices.device_of):
+        cached.cache_clear()
 
 
 def config(context: int, strategy: str = "ring", **more: Any) -> ma.AttentionConfig:
