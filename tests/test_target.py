@@ -71,6 +71,7 @@ def test_figures_are_of_what_jax_calls_a_device() -> None:
     one = DEVICES["TPU v7x"]
     assert one.peak == pytest.approx(2307e12 / 2, rel=1e-3)
     assert machine_of(Target.named("TPU v7x")).hbm == pytest.approx(7.4e12 / 2, rel=1e-2)
+    assert one.memory is not None
     assert memory_of("TPU v7x") == one.memory < 192 * GIB / 2
 
 

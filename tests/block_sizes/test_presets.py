@@ -14,6 +14,7 @@ from maxattn.block_sizes.chips import CHIPS
 from maxattn.block_sizes.presets import MODELS, files, table
 from maxattn.target import Target
 from tests.block_sizes.presets_of_others import PRESETS, changes_of
+from tests.kernel_of import blocks_of
 
 FOLDER = Path(__file__).parents[2] / "configs" / "block_sizes"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -100,11 +101,8 @@ def test_flux_over_eight_devices_pads_nothing(kind):
     """
     plan = plan_of_flux(kind, "flux_context_8")
     assert plan.context.name == "ulysses"
-    assert (
-        padding(FLUX, plan.kernel.blocks.block_q)
-        == padding(FLUX, plan.kernel.blocks.block_kv)
-        == (FLUX, 0.0)
-    )
+    sizes = blocks_of(plan.kernel)
+    assert padding(FLUX, sizes.block_q) == padding(FLUX, sizes.block_kv) == (FLUX, 0.0)
     assert plan.notes == ()
     assert min(padding(576, n).share for n in range(128, 2049, 128)) == pytest.approx(1 / 9)
 

@@ -79,13 +79,16 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
             and sizes.use_fused_bwd_kernel is None
         )
         return
-    q, kv, compute = sizes.part(DKV)
+    dkv = sizes.part(DKV)
+    assert dkv is not None
+    q, kv, compute = dkv
     assert (sizes.block_q % q, sizes.block_kv % kv, kv % compute) == (0, 0, 0)
     if kernel == "tokamax_flash":
         assert sizes.use_fused_bwd_kernel
     if sizes.use_fused_bwd_kernel:
         assert q == sizes.block_q and (sizes.block_q_dq, sizes.block_kv_dq) == (None, None)
     else:
+        assert sizes.block_q_dq is not None and sizes.block_kv_dq is not None
         assert (sizes.block_q % sizes.block_q_dq, sizes.block_kv % sizes.block_kv_dq) == (0, 0)
     facts = facts_of(call, kernel, target, training)
     if facts.chip is not None:

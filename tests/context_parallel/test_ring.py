@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +45,10 @@ def sends(mask: M.Mask | None, length: int = 64) -> tuple[int, int]:
     def train(*x):
         return jax.value_and_grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))(*x)
 
-    return tuple(count_primitive(jax.make_jaxpr(f)(*x).jaxpr, "ppermute") for f in (run, train))
+    def count(f: Callable[..., Any]) -> int:
+        return count_primitive(jax.make_jaxpr(f)(*x).jaxpr, "ppermute")
+
+    return count(run), count(train)
 
 
 def test_hops_of_a_full_ring() -> None:

@@ -30,6 +30,7 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
     lengths too.
     """
     cpu = maxattn_devices.DEVICES["cpu"]
+    assert cpu.machine is not None
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
     monkeypatch.setitem(maxattn_devices.DEVICES, "cpu", free)
     monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)

@@ -16,6 +16,7 @@ from digits.settings import Settings
 from digits.words import all_prompts
 from flax import nnx
 from PIL import Image
+from PIL.GifImagePlugin import GifImageFile
 
 from .conftest import HELD_OUT, ROOT
 
@@ -63,7 +64,7 @@ def test_all_forty_are_drawn_judged_and_written(
     assert "80 videos drawn, 2 a prompt" in printed
     assert str(found["never trained on"]) in printed
     with Image.open(folder / "samples.gif") as gif:
-        assert gif.n_frames == 5
+        assert isinstance(gif, GifImageFile) and gif.n_frames == 5
 
 
 def test_one_prompt_is_drawn_and_named(
@@ -99,7 +100,7 @@ def test_held_out_prompts_are_red(tmp_path: Path):
     prompts = list(all_prompts())[:4]
     path = pictures.contact_sheet(videos, prompts, tmp_path / "sheet.png", marked=[prompts[1]])
     pixels = np.asarray(Image.open(path)).astype(int)
-    red = (pixels[..., 0] - pixels[..., 1] > 100).any(0)
+    red = np.any(pixels[..., 0] - pixels[..., 1] > 100, axis=0)
     width = pixels.shape[1] // 4
     assert red[width : 2 * width].any()
     assert not red[:width].any() and not red[2 * width + 8 :].any()
@@ -112,6 +113,7 @@ def test_a_gif_moves(tmp_path: Path):
     path = pictures.moving(videos, ["a one moving right"], tmp_path / "m.gif", scale=8)
     places = []
     with Image.open(path) as gif:
+        assert isinstance(gif, GifImageFile)
         for frame in range(gif.n_frames):
             gif.seek(frame)
             dark = np.asarray(gif.convert("L"))[24:] < 10

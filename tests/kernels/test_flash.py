@@ -28,6 +28,7 @@ from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info, schedule
 from tests.golden_text import check_golden
+from tests.kernel_of import blocks_of
 from tests.reference import attention64, error
 
 CPU, V5P = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p"))
@@ -268,7 +269,7 @@ def test_sizes_are_adjusted_and_say_so() -> None:
     asked = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
     config = ma.AttentionConfig(cross_attention="flash", flash_block_sizes=asked)
     plan = ma.plan(call(32_760, 77, role="cross"), config, target=V5P)
-    assert plan.kernel.blocks.block_kv == 128
+    assert blocks_of(plan.kernel).block_kv == 128
     assert "changed block_kv: 512 → 128" in plan.explain()
     assert ma.plan(call(), ma.AttentionConfig(attention="flash"), target=V5P).kernel.changes == ()
 

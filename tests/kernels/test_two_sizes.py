@@ -15,6 +15,7 @@ import pytest
 import maxattn as ma
 from maxattn import announce
 from tests.golden_text import check_golden
+from tests.kernel_of import blocks_of
 
 CPU, V6E = ma.Target.named("cpu"), ma.Target.named("TPU v6e")
 SIZES = {
@@ -38,8 +39,8 @@ def wan(sizes: dict[str, Any], role: str = "self", kv_len: int = 75_600) -> ma.P
 def test_an_inference_size_stays_and_the_plan_names_both() -> None:
     plan = wan({"block_q": 3024, "block_kv": 1024, "block_kv_compute": 512})
     inference = plan.kernel.for_inference()
-    assert (inference.blocks.block_q, inference.changes) == (3024, ())
-    assert plan.kernel.blocks.block_q % 128 == 0
+    assert (blocks_of(inference).block_q, inference.changes) == (3024, ())
+    assert blocks_of(plan.kernel).block_q % 128 == 0
     check_golden("explain/flash_two_sizes", plan.explain())
 
 
@@ -59,7 +60,8 @@ def loss(x: jax.Array) -> jax.Array:
 
 def test_what_runs_has_the_sizes_that_the_plan_names() -> None:
     plan = ma.plan(ma.Call.of(X, X, role="cross"), CONFIG, target=CPU)
-    assert (plan.kernel.blocks.block_q, plan.kernel.for_inference().blocks.block_q) == (128, 72)
+    trained, inference = blocks_of(plan.kernel), blocks_of(plan.kernel.for_inference())
+    assert (trained.block_q, inference.block_q) == (128, 72)
     for f, tile, other in (
         (loss, "f32[72,64]", "f32[128,64]"),
         (jax.grad(loss), "f32[128,64]", "f32[72,64]"),

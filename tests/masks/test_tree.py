@@ -90,7 +90,8 @@ def test_traced_leaves_and_traced_offsets(name: str) -> None:
     @jax.jit
     def ask(mask: M.Mask, q_offset: jax.Array, kv_offset: jax.Array) -> jax.Array:
         traces.append(1)
-        return mask.bind(4, 6).allowed(jnp.arange(4), jnp.arange(6), q_offset, kv_offset)
+        bound = mask.bind(4, 6)
+        return jnp.asarray(bound.allowed(jnp.arange(4), jnp.arange(6), q_offset, kv_offset))
 
     mask = MASKS[name].bind(4, 6)
     host = jax.tree.map(np.asarray, mask)

@@ -43,6 +43,9 @@ def norm(
 ) -> Any:
     """Norm and split: [B, T, N*H] -> [B, T, N, H]."""
     b, t, inner = x.shape
+    if kind is None:
+        return x.reshape(b, t, heads, inner // heads)
+    assert p is not None
     if kind == "rms_norm_across_heads":
         x = x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps) * p["scale"]
     x = x.reshape(b, t, heads, inner // heads)

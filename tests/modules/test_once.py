@@ -14,6 +14,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn import call as calls
 from maxattn import masks as M
+from maxattn.errors import InputError
 
 CONFIG = ma.AttentionConfig(attention="dot_product")
 SIZES: dict[str, Any] = {"heads": 2, "dim_head": 8, "config": CONFIG, "rngs": nnx.Rngs(0)}
@@ -57,7 +58,7 @@ def test_one_bind_and_one_check(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_operands_of_several_dtypes_are_refused_by_modules_too() -> None:
     half = ma.CrossAttention(16, dtype=jnp.bfloat16, **SIZES)
-    with pytest.raises(ma.errors.InputError, match="one dtype"):
+    with pytest.raises(InputError, match="one dtype"):
         half(X, kv=KV)
 
 
@@ -65,5 +66,5 @@ def test_keys_and_values_of_two_lengths_are_refused_before_anything_is_projected
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nnx.Linear, "__call__", lambda *_: 1 / 0)
-    with pytest.raises(ma.errors.InputError, match="v must have the shape of k"):
+    with pytest.raises(InputError, match="v must have the shape of k"):
         CROSS(X, kv=KV._replace(v=KV.v[:, :5]))

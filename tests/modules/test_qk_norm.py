@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,21 +15,26 @@ RNG = np.random.default_rng(1)
 N, H = 3, 10
 
 
+def param(norm: nnx.RMSNorm | nnx.LayerNorm, name: str) -> nnx.Param[jax.Array]:
+    """Return a parameter that the norm has; flax types each as one that may be absent."""
+    return getattr(norm, name)
+
+
 def made(kind: str, eps: float = 1e-6) -> nnx.RMSNorm | nnx.LayerNorm:
     norm = make_qk_norm(kind, N, H, eps, rngs=nnx.Rngs(0))
     assert norm is not None
     width = norm.num_features
-    norm.scale.set_value(jnp.asarray(1 + RNG.standard_normal(width), jnp.float32))  # type: ignore[union-attr]
+    param(norm, "scale").set_value(jnp.asarray(1 + RNG.standard_normal(width), jnp.float32))
     if kind == "layer_norm":
-        norm.bias.set_value(jnp.asarray(RNG.standard_normal(width), jnp.float32))  # type: ignore[union-attr]
+        param(norm, "bias").set_value(jnp.asarray(RNG.standard_normal(width), jnp.float32))
     return norm
 
 
 def expected(kind: str, norm: nnx.RMSNorm | nnx.LayerNorm, x: np.ndarray, eps: float) -> np.ndarray:
     x = np.asarray(x, np.float64)
-    scale = np.asarray(norm.scale.get_value(), np.float64)  # type: ignore[union-attr]
+    scale = np.asarray(param(norm, "scale").get_value(), np.float64)
     if kind == "layer_norm":
-        bias = np.asarray(norm.bias.get_value(), np.float64)  # type: ignore[union-attr]
+        bias = np.asarray(param(norm, "bias").get_value(), np.float64)
         return (x - x.mean(-1, keepdims=True)) / np.sqrt(
             x.var(-1, keepdims=True) + eps
         ) * scale + bias
@@ -76,16 +82,14 @@ def test_a_row_of_zeros_stays_finite(kind: str) -> None:
 
 
 def test_widths_and_mesh_axes_of_the_parameters() -> None:
-    across, per_head, layer = (made(k) for k in ("rms_norm_across_heads", "rms_norm", "layer_norm"))
-    assert across.scale.get_value().shape == (N * H,) and across.scale.get_metadata()[
-        "out_sharding"
-    ] == ("tensor",)
-    assert per_head.scale.get_value().shape == (H,) and per_head.scale.get_metadata()[
-        "out_sharding"
-    ] == (None,)
-    assert layer.bias.get_value().shape == (H,) and layer.bias.get_metadata()["out_sharding"] == (
-        None,
-    )
+    for kind, name, width, axis in (
+        ("rms_norm_across_heads", "scale", N * H, "tensor"),
+        ("rms_norm", "scale", H, None),
+        ("layer_norm", "bias", H, None),
+    ):
+        found = param(made(kind), name)
+        assert found.get_value().shape == (width,)
+        assert found.get_metadata()["out_sharding"] == (axis,)
 
 
 def test_no_norm_changes_nothing() -> None:

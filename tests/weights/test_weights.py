@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import maxattn as ma
-from maxattn import weights
+from maxattn import sharding, weights
 from maxattn.errors import WeightsError
 from tests.golden_text import check_golden
 
@@ -134,7 +134,7 @@ def test_onto_a_mesh_without_arrays_before(tmp_path: Path):
     assert kernel.sharding.shard_shape(kernel.shape) == (4, 8)
     # Arrays that have a place keep it.
     placed = Model(nnx.Rngs(9))
-    ma.sharding.place(placed, mesh())
+    sharding.place(placed, mesh())
     weights.load_diffusers(placed, tmp_path)
     equal(one, placed)
     assert placed.blocks[1].attn1.to_q.kernel[...].sharding == kernel.sharding
@@ -284,8 +284,14 @@ def test_the_largest_float16_and_what_is_infinite_already_are_loaded():
     )
 
 
+class Placed(nnx.Linear):
+    """A layer with a parameter of integers."""
+
+    places: nnx.Param[jax.Array]
+
+
 def test_integers_are_loaded_where_the_parameter_holds_them():
-    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    layer = Placed(4, 4, rngs=nnx.Rngs(0))
     layer.places = nnx.Param(jnp.zeros(3, jnp.int32))
     weights.load_diffusers(layer, {**LINEAR, "places": np.arange(3, dtype=np.int32)})
     assert values(layer)["places"].tolist() == [0, 1, 2]

@@ -30,6 +30,7 @@ from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import candidates
 from maxattn.tools.tune.measure import milliseconds
 from tests.golden_text import check_golden
+from tests.kernel_of import blocks_of, memory_efficient
 from tests.tools.cli.command import run
 
 BLOCKWISE = [
@@ -73,10 +74,8 @@ def test_a_real_tune(capsys, cache):
         "measured on this machine" in note for note in plan.notes
     )  # bfloat16 was not tuned
     plan = ma.plan(changed(read("1,300,300,2,8"), None, "f32", None, None).call(), CONFIG)
-    assert {
-        "query_chunk_size": plan.kernel.query_chunk,
-        "key_chunk_size": plan.kernel.key_chunk,
-    } == best
+    kernel = memory_efficient(plan.kernel)
+    assert {"query_chunk_size": kernel.query_chunk, "key_chunk_size": kernel.key_chunk} == best
     assert any("measured on this machine" in note and str(cache) in note for note in plan.notes)
     assert "sizes measured on this machine" in plan.explain()
 
@@ -85,7 +84,8 @@ def test_what_the_config_sets_wins(capsys, cache):
     run(capsys, "tune", *BLOCKWISE, "--limit", "2", "--forward")
     call = changed(read("1,300,300,2,8"), None, "f32", None, None).call()
     plan = ma.plan(call, CONFIG.replace(query_chunk_size=50))
-    assert plan.kernel.query_chunk == 50 and not any("measured" in note for note in plan.notes)
+    assert memory_efficient(plan.kernel).query_chunk == 50
+    assert not any("measured" in note for note in plan.notes)
 
 
 def test_tuned_sizes_change_no_result(cache):
@@ -93,7 +93,7 @@ def test_tuned_sizes_change_no_result(cache):
     before = ma.attention(q, q, q, config=CONFIG)
     call = ma.Call.of(q, q)
     add(cache, call, {"query_chunk_size": 70, "key_chunk_size": 90}, 1.0)
-    assert ma.plan(call, CONFIG).kernel.query_chunk == 70
+    assert memory_efficient(ma.plan(call, CONFIG).kernel).query_chunk == 70
     np.testing.assert_allclose(ma.attention(q, q, q, config=CONFIG), before, atol=2e-6)
 
 
@@ -165,7 +165,7 @@ def test_sizes_reach_a_plan_inside_its_target():
     plain, fast = (
         ma.plan(call, config, None, t) for t in (target, replace(target, tuned=(entry,)))
     )
-    assert (plain.kernel.blocks.block_q, fast.kernel.blocks.block_q) == (512, 1024)
+    assert (blocks_of(plain.kernel).block_q, blocks_of(fast.kernel).block_q) == (512, 1024)
     assert any(note.endswith("1.5 ms forward; from tuned.json") for note in fast.notes)
     other = replace(target, tuned=(replace(entry, call="another"),))
     assert ma.plan(call, config, None, other).kernel == plain.kernel
@@ -175,7 +175,7 @@ def test_sizes_reach_a_plan_inside_its_target():
         None,
         replace(target, tuned=(entry,)),
     )
-    assert own.kernel.blocks.block_q == 256
+    assert blocks_of(own.kernel).block_q == 256
 
 
 def test_winners():
