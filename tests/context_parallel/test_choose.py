@@ -91,7 +91,7 @@ def test_without_why_the_sums_are_one_line_with_the_next_best() -> None:
     (line,) = [each for each in plan.explain().splitlines() if "ms a step" in each]
     assert line == (
         "  note    context_parallel: auto is ulysses, the first within 2% of the shortest, by"
-        " arithmetic: 34 ms a step; next best ring 34 ms (explain --why prints all)"
+        " arithmetic: 34.0 ms a step; shortest ring 33.9 ms (explain --why prints all)"
     )
     assert len(plan.sums) == 5 and not set(plan.sums) & set(plan.explain().splitlines())
     named = ma.AttentionConfig(attention="ring")

@@ -94,8 +94,9 @@ def _times(name: str, costs: Mapping[str, Cost], limit: float) -> str:
     others = {n: cost for n, cost in others.items() if cost.memory <= limit} or others
     if not others:
         return chosen
-    next_best = min(others, key=lambda n: others[n].step)
-    return f"{chosen}; next best {next_best} {in_ms(others[next_best].step)} ms"
+    other = min(others, key=lambda n: others[n].step)
+    rank = "shortest" if others[other].step < costs[name].step else "next best"
+    return f"{chosen}; {rank} {other} {in_ms(others[other].step)} ms"
 
 
 def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:

@@ -39,15 +39,16 @@ class Cost:
         return self.compute + self.exposed
 
     def __str__(self) -> str:
-        step, compute, waits = map(in_ms, (self.step, self.compute, self.exposed))
-        parts = f"{compute} computing + {waits} waiting"
+        # Four digits of the whole: fewer would not show why one is within 2% of another.
+        step, compute = (f"{seconds * 1e3:.4g}" for seconds in (self.step, self.compute))
+        parts = f"{compute} computing + {self.exposed * 1e3:.3g} waiting"
         return f"{self.name}: {step} ms a step = {parts}, holds {readable(self.memory)} more"
 
 
 def in_ms(seconds: float) -> str:
-    """Write seconds as milliseconds, with the two digits that this arithmetic is worth."""
-    value = float(f"{seconds * 1e3:.2g}")
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    """Write seconds as milliseconds, with the three digits that this arithmetic is worth."""
+    value = float(f"{seconds * 1e3:.3g}")
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 @dataclass(frozen=True)

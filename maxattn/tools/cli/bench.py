@@ -189,7 +189,7 @@ def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
 def _write_table(path: str, target: Target, rows: list[Any], measured: list[Shape]) -> None:
     from maxattn.tools.bench.auto_table import entries, write
 
-    made_by = {"date": date.today().isoformat(), "command": "maxattn bench --write-table"}
+    made_by = {"date": date.today().isoformat(), "command": f"maxattn bench --write-table {path}"}
     found = entries(rows, measured)
     write(target.device_kind, made_by | dict(target.packages), found, Path(path))
     print(f"wrote {path}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxattn.errors import InputError
 from maxattn.tools.cli.machine import read_mesh as read_sizes
+from maxattn.tools.model_shapes import SHAPES
 from maxattn.tools.writable import check_writable
 
 STRATEGIES = ("ring", "ulysses", "all_gather", "ulysses_ring")
@@ -68,9 +69,11 @@ def _check_table(path: str | None) -> None:
 
     if path is None:
         return
-    if not path:
+    if not path or path in SHAPES:
+        # argparse takes a shape's name that follows the option for its path.
         rule = "the table is written where you say, never into the installed package"
-        raise InputError("--write-table", "(no path)", rule, "write --write-table table.json")
+        remedy = " ".join(["write --write-table table.json", path]).strip()
+        raise InputError("--write-table", path or "(no path)", rule, remedy)
     check_writable("--write-table", path)
     if (target := Target.here()).device.vendor != "NVIDIA":
         rule = "the table is of NVIDIA GPUs"

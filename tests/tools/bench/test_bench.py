@@ -156,6 +156,7 @@ def test_progress_is_told_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> N
         ("--seconds -1", "a measurement takes some time"),
         ("--seconds nan", "a measurement takes some time"),
         ("--write-table", "never into the installed package"),
+        ("--write-table sdxl-64", "never into the installed package"),
         ("--write-table {here}", "it is a file, and this is a folder"),
         ("--write-table {here}/table.json", "the table is of NVIDIA GPUs"),
         ("--json {here}/a_file/b.json", "nothing can be written"),
