@@ -36,7 +36,7 @@ def announce(plan: Plan) -> None:
         return
     _announced.add(plan)
     if jax.process_index() == 0:
-        log.log(level, "%s", plan.explain())
+        log.log(level, "%s", plan)
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:

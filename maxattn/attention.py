@@ -20,7 +20,7 @@ from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
-from maxattn.decide import plan
+from maxattn.decide import decide
 from maxattn.errors import InputError
 from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
@@ -32,6 +32,7 @@ from maxattn.sharding import (
     Layout,
     check_devices,
     check_unchecked,
+    mesh_shape,
     on_shards,
     pad_axis,
     sum_over,
@@ -174,12 +175,13 @@ def attend(
     """
     call, mask, config, mesh = prepared
     check_devices(mesh, q)
-    decided = plan(call, config, mesh, Target.here())
+    decided = decide(call, config, mesh_shape(mesh), Target.here())
     if decided.kernel.is_pallas:
         check_unchecked(decided.kernel.name)
     announce(decided)
     warn_of_other_mesh(config, mesh, call.role)
-    return run(decided, q, k, v, bias, mask, mesh)
+    operands = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
+    return run(decided, *operands, mesh=mesh)
 
 
 def run(
@@ -189,7 +191,8 @@ def run(
 
     Args:
         plan: from `plan()`.
-        q, k, v, bias, mask: as for `attention`; the mask is bound.
+        q, k, v, bias, mask: as for `attention`; the mask is bound. Inside a `shard_map` that checks
+            what varies, all vary over the same axes, as `attend` has it.
         mesh: the mesh whose axes the plan names, or None where it names none.
 
     Returns:
@@ -207,7 +210,6 @@ def run(
 def _run(
     plan: Plan, mesh: Any, q: Array, k: Array, v: Array, bias: Bias, mask: Mask
 ) -> tuple[Array, Array]:
-    q, k, v, bias, mask = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
     out, lse = cast(Any, _attend(plan, mesh, q, k, v, bias, mask))
@@ -238,14 +240,12 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     *operands, out, lse = residuals
     lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
     inputs = _inputs(plan, *operands)
-    cut, layout = plan.cut(inputs[4]), _layout(plan, mesh)
-    q, kv, _, bias, _ = cut.specs
-    rows, f = (q, cut.lse, q, cut.lse), partial(_backward_on_shards, plan)
-    letters, specs = (*cut.letters, *ROWS), (*cut.specs, *rows)
-    grads = on_shards(
-        f, layout, (*inputs, out, lse, *cotangents), letters, specs, (q, kv, kv, bias)
-    )
-    return _unpadded(vary_over(grads, varying_axes(operands[0])), *operands[:4])
+    letters, specs, lse_spec = plan.context.operand_specs(plan.padded_call, inputs[4])
+    q, kv, _, bias, _ = specs
+    f, given = partial(_backward_on_shards, plan), (*inputs, out, lse, *cotangents)
+    letters, specs = (*letters, *ROWS), (*specs, q, lse_spec, q, lse_spec)
+    grads = on_shards(f, _layout(plan, mesh), given, letters, specs, (q, kv, kv, bias))
+    return _unpadded(grads, *operands[:4])
 
 
 def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
@@ -273,14 +273,11 @@ def _layout(plan: Plan, mesh: Any) -> Layout:
 
 
 def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Array, Array]:
-    inputs = _inputs(plan, *operands)
-    cut, f = plan.cut(inputs[4]), partial(_forward_on_shards, plan, kernel)
-    rows = cut.specs[0], cut.lse
-    result = on_shards(f, _layout(plan, mesh), inputs, cut.letters, cut.specs, rows)
-    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
-    # one its results do.
-    out, lse = vary_over(result, varying_axes(operands[0]))
-    out = say_when_compiled(out, log_lines(plan.call.role, kernel.changes))
+    q, *others = operands
+    q = say_when_compiled(q, log_lines(plan.call.role, kernel.changes))
+    inputs, f = _inputs(plan, q, *others), partial(_forward_on_shards, plan, kernel)
+    letters, specs, lse_spec = plan.context.operand_specs(plan.padded_call, inputs[4])
+    out, lse = on_shards(f, _layout(plan, mesh), inputs, letters, specs, (specs[0], lse_spec))
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
 
 

@@ -11,23 +11,19 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple, cast
 
-from maxattn.block_sizes import padding_notes
 from maxattn.call import Call, Reason, without_padding
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
 from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
-from maxattn.context_parallel.auto.choose import choose
+from maxattn.context_parallel.auto.choose import choose_strategy
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
-from maxattn.kernels import KERNELS, Kernel
+from maxattn.kernels import build, refusal
 from maxattn.kernels import table as kernel_table
-from maxattn.kernels.auto.order import order
-from maxattn.kernels.pair import Pair
-from maxattn.kernels.requirements import missing
-from maxattn.plan import Plan, pad_call
+from maxattn.kernels.auto.choose import choose_kernel
+from maxattn.plan import Plan, limit_keys
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
-from maxattn.tuned import tuned_for, with_sizes
 
 
 def plan(
@@ -66,7 +62,7 @@ def plan(
         raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
         call = replace(call, mask=without_padding(call.mask))
-    return _plan(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
+    return decide(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
 
 
 def default_target(config: AttentionConfig) -> Target:
@@ -100,50 +96,49 @@ class _Question(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
+def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
+    """Decide how a checked call runs; `plan` checks its arguments, and asks this.
+
+    Args:
+        call: without the padding that `mask_padding_tokens: false` drops from its mask.
+        config: default settings where nothing else is asked for.
+        shape: the mesh's (axis, size) pairs.
+        target: the machine.
+
+    Raises:
+        MeshError, Unsupported, ConfigError: as `plan`.
+    """
     check_hardware(config, target)
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
     sizes = _padded_sizes(call, over.strategy)
-    local = _local_call(call, over.strategy, sizes)
+    padded = _padded(call, sizes)
+    local = _local_call(padded, over.strategy)
     runs = _choose_kernel(question, local)
-    context = over.strategy.with_kernel(runs.kernel, local)
+    kernel = build(runs.name, local, config, target)
+    context = over.strategy.with_kernel(kernel, local)
+    names = {kernel.name, context.name, *(reason.who for reason in over.refused)}
+    notes = _notes(question, sizes.kv_repeat, names, context.unit())
     return Plan(
         call=call,
+        padded_call=padded,
         target=target,
         mesh=shape,
         asked=question.asked.text,
-        kernel=runs.kernel,
+        kernel=kernel,
         context=context,
         kv_repeat=sizes.kv_repeat,
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
         because=runs.because,
-        notes=_all_notes(question, context, runs.kernel, over.refused, sizes, local),
+        notes=(*context.notes(), *notes, *kernel.notes(local, config, target)),
         refused=(*over.refused, *runs.refused),
         fell_back=runs.fell_back or bool(over.refused),
         fallback=question.asked.fallback,
         arithmetic=over.arithmetic,
         sums=over.sums,
     )
-
-
-def _all_notes(
-    question: _Question,
-    context: Strategy,
-    kernel: Kernel,
-    refused: tuple[Reason, ...],
-    sizes: _Padded,
-    local: Call,
-) -> tuple[str, ...]:
-    call, config, shape, target, _ = question
-    runs = {kernel.name, context.name, *(reason.who for reason in refused)}
-    notes = _notes(config, call, shape, sizes.kv_repeat, runs, context.unit())
-    notes = (*context.notes(), *notes, *padding_notes(local, kernel.blocks))
-    if tuned := tuned_for(config, kernel.name, local, target.tuned):
-        notes += (f"sizes measured on this machine, {tuned}; from {tuned.source}",)
-    return notes
 
 
 # ---- what must divide ----------------------------------------------------------------------------
@@ -165,7 +160,7 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         raise MeshError("heads", call.heads, rule, remedy)
 
 
-class _Padded(NamedTuple):
+class _PaddedSizes(NamedTuple):
     """Hold the lengths after padding to whole shards, and how often key heads are repeated."""
 
     q_len: int
@@ -173,15 +168,21 @@ class _Padded(NamedTuple):
     kv_repeat: int
 
 
-def _padded_sizes(call: Call, context: Strategy) -> _Padded:
+def _padded_sizes(call: Call, context: Strategy) -> _PaddedSizes:
     unit, repeat = context.unit(), lcm(call.kv_heads, context.head_ways()) // call.kv_heads
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    return _Padded(q_len, kv_len if context.kv_letter() == "S" else call.kv_len, repeat)
+    return _PaddedSizes(q_len, kv_len if context.kv_letter() == "S" else call.kv_len, repeat)
 
 
-def _local_call(call: Call, context: Strategy, sizes: _Padded) -> Call:
+def _padded(call: Call, sizes: _PaddedSizes) -> Call:
+    """Describe the call after padding to whole shards and repeating key heads."""
+    mask = limit_keys(call.mask, call.kv_len, sizes.kv_len)
+    kv_heads = call.kv_heads * sizes.kv_repeat
+    return replace(call, q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
+
+
+def _local_call(padded: Call, context: Strategy) -> Call:
     """Return the call that one device's kernel gets."""
-    padded = pad_call(call, *sizes)
     share = context.local_call(padded)
     # A strategy's local call says nothing of a bias; that there is one decides which kernels can
     # run.
@@ -216,7 +217,7 @@ def _choose_strategy(question: _Question) -> _Over:
             return _Over(named)
         _refuse_if_asked(question, key, reason)
         refused = (reason,)
-    choice = choose(call, config, shape, target)
+    choice = choose_strategy(call, config, shape, target)
     return _Over(choice.strategy, choice.arithmetic, choice.sums, refused)
 
 
@@ -242,74 +243,38 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
 
 
 class _Runs(NamedTuple):
-    """Hold the kernel, why it is this one, who was refused, and whether it is not the named one."""
+    """Hold the kernel's name, why it is this one, who was refused, and whether it was not named."""
 
-    kernel: Kernel
+    name: str
     because: str
-    refused: tuple[Reason, ...]
-    fell_back: bool
+    refused: tuple[Reason, ...] = ()
+    fell_back: bool = False
 
 
 def _choose_kernel(question: _Question, local: Call) -> _Runs:
-    call, config, _, target, asked = question
-    names, because = _candidates(asked.kernel, local, config, call, target)
-    refused: list[Reason] = []
-    for name in names:
-        reason = refusal(name, local, target, config.deterministic)
-        if reason is None:
-            return _Runs(_build(name, local, config, target), because, tuple(refused), False)
-        refused.append(reason)
-        if asked.kernel != "auto":
-            _refuse_if_asked(question, asked.kernel_key, reason)
-    names, because = order(local, target)
-    usable = next(n for n in names if refusal(n, local, target, config.deterministic) is None)
-    return _Runs(_build(usable, local, config, target), because, tuple(refused), True)
+    _, config, _, target, asked = question
+    name, because = _named(question)
+    if name == "auto":
+        return _Runs(*choose_kernel(local, target, config.deterministic))
+    reason = refusal(name, local, target, config.deterministic)
+    if reason is None:
+        return _Runs(name, because)
+    if asked.kernel != "auto":
+        _refuse_if_asked(question, asked.kernel_key, reason)
+    other = choose_kernel(local, target, config.deterministic)
+    return _Runs(other.name, other.because, (reason,), fell_back=True)
 
 
-def _build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
-    """Decide everything about a kernel; "a/b" is the forward of a and the backward of b.
-
-    The sizes that the config leaves open are those that were measured on the target, where there
-    are any.
-    """
-    first, _, second = name.partition("/")
-    if tuned := tuned_for(config, name, local, target.tuned):
-        config = with_sizes(config, name, tuned.sizes)
-    kernel = KERNELS[first].build(local, config, target)
-    # A pair is made by plan alone, so that it has no `supports` and `build` of its own.
-    return (
-        cast(Kernel, Pair(kernel, KERNELS[second].build(local, config, target)))
-        if second
-        else kernel
-    )
-
-
-def _candidates(
-    named: str, local: Call, config: AttentionConfig, call: Call, target: Target
-) -> tuple[tuple[str, ...], str]:
-    """Return the kernels to try, in order, and why the first comes first."""
-    if call.q_len < config.flash_min_seq_length:
-        dot_product = "memory_efficient" if config.use_memory_efficient_attention else "dot_product"
-        return (
-            dot_product,
-        ), f"T={call.q_len} < flash_min_seq_length={config.flash_min_seq_length}"
-    if config.use_memory_efficient_attention and named in ("auto", "dot_product"):
-        return ("memory_efficient",), "use_memory_efficient_attention: true"
-    if named == "auto":
-        return order(local, target)
-    return (named,), "named in the config"
-
-
-def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
-    """Return why a kernel cannot compute a local call on the target, or None.
-
-    With `deterministic`, one whose backward does not repeat bit for bit is refused too.
-    """
-    if "/" in name:
-        found = (refusal(part, local, target, deterministic) for part in name.split("/"))
-        return next((reason for reason in found if reason is not None), None)
-    reason = missing(name, target) or KERNELS[name].supports(local, target)
-    return KERNELS[name].repeats(local, target) if reason is None and deterministic else reason
+def _named(question: _Question) -> tuple[str, str]:
+    """Return the kernel that the config names, or "auto", and which setting does."""
+    call, config, asked = question.call, question.config, question.asked
+    in_chunks, least = config.use_memory_efficient_attention, config.flash_min_seq_length
+    if call.q_len < least:
+        because = f"T={call.q_len} < flash_min_seq_length={least}"
+        return "memory_efficient" if in_chunks else "dot_product", because
+    if in_chunks and asked.kernel in ("auto", "dot_product"):
+        return "memory_efficient", "use_memory_efficient_attention: true"
+    return asked.kernel, "named in the config"
 
 
 # ---- notes ---------------------------------------------------------------------------------------
@@ -338,9 +303,8 @@ def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
     return notes
 
 
-def _notes(
-    config: AttentionConfig, call: Call, shape: MeshShape, repeat: int, runs: set[str], unit: int
-) -> tuple[str, ...]:
+def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple[str, ...]:
+    call, config, shape, _, asked = question
     notes = _unread(config, runs)
     if call.q_len % ways("T", shape):
         notes.append(
@@ -357,9 +321,9 @@ def _notes(
             f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the"
             " devices"
         )
-    asked = Asked.of(config, call.role).strategy
-    if asked not in ("auto", "none") and "context" not in dict(shape):
-        notes.append(f"{asked} was asked for, and the context axis has one device: nothing to send")
+    named = asked.strategy
+    if named not in ("auto", "none") and "context" not in dict(shape):
+        notes.append(f"{named} was asked for, and the context axis has one device: nothing to send")
     if not config.mask_padding_tokens:
         notes.append("mask_padding_tokens: false, so padding that the caller marks is attended to")
     notes += [note for note in (config.spelling_note(), config.axis_mapping_note()) if note]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import jax
-from jax.sharding import PartitionSpec
+from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call, Reason
 from maxattn.context_parallel import Collective, Strategy
-from maxattn.context_parallel.base import bias_axes, bias_collectives, bias_letters, itemsize
+from maxattn.context_parallel.base import bias_axes, bias_collectives, itemsize
 from maxattn.kernels import Kernel
 from maxattn.masks import KeyLimit, Mask
-from maxattn.sharding import MeshShape, spec_of, to_partition_spec, ways
+from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
 if TYPE_CHECKING:
@@ -38,6 +35,8 @@ class Plan:
 
     Args:
         call: the global call.
+        padded_call: after padding to whole shards and repeating key heads: what the strategy lays
+            out.
         target: the machine it is for.
         mesh: (axis, size) of every mesh axis above size 1 that attention uses.
         asked: the setting that asked for the kernel, as "attention: auto".
@@ -55,6 +54,7 @@ class Plan:
     """
 
     call: Call
+    padded_call: Call = field(compare=False, repr=False)
     target: Target
     mesh: MeshShape
     asked: str
@@ -80,11 +80,6 @@ class Plan:
         return self._hash
 
     @property
-    def padded_call(self) -> Call:
-        """The call after repeating key heads and padding: what the strategy lays out."""
-        return pad_call(self.call, self.q_len, self.kv_len, self.kv_repeat)
-
-    @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
         call = self.padded_call
@@ -100,22 +95,8 @@ class Plan:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
         return limit_keys(mask, self.call.kv_len, self.kv_len)
 
-    def cut(self, mask: Mask) -> Cut:
-        """Say how the operands are cut over the mesh.
-
-        Args:
-            mask: from `full_mask`.
-        """
-        specs, axes = self.context.specs(self.padded_call), mask.leaf_axes()
-        q, kv, lse = (to_partition_spec(each) for each in (specs.q, specs.kv, specs.lse))
-        masks = jax.tree.map(self._mask_spec, axes)
-        if self.call.bias is None:
-            return Cut((*_QKV, None, axes), (q, kv, kv, None, masks), lse)
-        letters, bias = bias_letters(self.call.bias), to_partition_spec(specs.bias)
-        return Cut((*_QKV, letters, axes), (q, kv, kv, bias, masks), lse)
-
-    def _mask_spec(self, letters: str) -> PartitionSpec:
-        return to_partition_spec(spec_of(self.context.mask_letters(letters), self.mesh))
+    def __str__(self) -> str:
+        return self.explain()
 
     def explain(self, why: bool = False) -> str:
         """Say what runs, why, what moves and what was refused, in a few lines.
@@ -141,32 +122,9 @@ class Plan:
         return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
 
 
-_QKV = ("BTNH", "BSKH", "BSKH")
-
-
-class Cut(NamedTuple):
-    """Say how (q, k, v, bias, mask) are cut over a mesh.
-
-    Args:
-        letters: of the axes of each array.
-        specs: the partition spec of each.
-        lse: the spec of the LSE; the output has that of q.
-    """
-
-    letters: tuple[Any, ...]
-    specs: tuple[Any, ...]
-    lse: PartitionSpec
-
-
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:
     """Hide the keys that padding added."""
     return mask & KeyLimit(real) if padded > real else mask
-
-
-def pad_call(call: Call, q_len: int, kv_len: int, kv_repeat: int) -> Call:
-    """Describe a call after padding to whole shards and repeating key heads."""
-    mask = limit_keys(call.mask, call.kv_len, kv_len)
-    return replace(call, q_len=q_len, kv_len=kv_len, kv_heads=call.kv_heads * kv_repeat, mask=mask)
 
 
 def _repeat_collectives(call: Call, local: Call, shape: MeshShape) -> tuple[Collective, ...]:

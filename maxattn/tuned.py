@@ -19,6 +19,7 @@ from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
+    from maxattn.target import Target
 
 VARIABLE = "MAXATTN_CACHE"
 VERSION = 1
@@ -72,17 +73,32 @@ def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
 # ---- in a plan -----------------------------------------------------------------------------------
 
 
-def tuned_for(
-    config: AttentionConfig, kernel: str, local: Call, table: tuple[Tuned, ...]
-) -> Tuned | None:
+def tuned_config(
+    config: AttentionConfig, kernel: str, local: Call, target: Target
+) -> AttentionConfig:
+    """Return the config with the sizes of a kernel that were measured on the target, if any."""
+    tuned = tuned_for(config, kernel, local, target)
+    return with_sizes(config, kernel, tuned.sizes) if tuned else config
+
+
+def tuned_note(
+    config: AttentionConfig, kernel: str, local: Call, target: Target
+) -> tuple[str, ...]:
+    """Say that a kernel's sizes were measured, where they were."""
+    tuned = tuned_for(config, kernel, local, target)
+    return (f"sizes measured on this machine, {tuned}; from {tuned.source}",) if tuned else ()
+
+
+def tuned_for(config: AttentionConfig, kernel: str, local: Call, target: Target) -> Tuned | None:
     """Return the measured sizes of a kernel for a local call, where the config leaves them open.
 
     Args:
         config: a size that it sets is the user's, and then none is taken from the table.
         kernel: its name.
         local: the call that one device computes.
-        table: of the target.
+        target: which has the table.
     """
+    table = target.tuned
     if not table or local.bias is not None or not leaves_open(config, kernel):
         return None
     key = key_of(local)

@@ -19,7 +19,7 @@ from maxattn.block_sizes.chips import CHIPS
 from maxattn.devices import DEVICES, GIB, device_of, machine_of, memory_of
 from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
-from maxattn.kernels.auto import order
+from maxattn.kernels.auto import choose
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from maxattn.target import _kind_of as kind_of
@@ -146,7 +146,7 @@ def test_a_gpu_that_rocm_runs_on_is_amd_s() -> None:
     assert device_of(kind_of(device("Graphics", "cuda 12090"))).vendor == "NVIDIA"
 
 
-@pytest.mark.parametrize("module", [devices, versions, order], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [devices, versions, choose], ids=lambda m: m.__name__)
 def test_examples_run(module: Any) -> None:
     ran = doctest.testmod(module)
     assert ran.attempted > 0 and ran.failed == 0

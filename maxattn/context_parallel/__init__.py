@@ -14,7 +14,7 @@ from maxattn.kernels.table import Classes
 
 if TYPE_CHECKING:
     from maxattn.context_parallel.all_gather import AllGather, ReplicatedKeys
-    from maxattn.context_parallel.base import Collective, Specs, Strategy
+    from maxattn.context_parallel.base import Collective, OperandSpecs, Strategy
     from maxattn.context_parallel.ring.ring import Ring
     from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
 
@@ -24,9 +24,9 @@ __all__ = [
     "STRATEGIES",
     "AllGather",
     "Collective",
+    "OperandSpecs",
     "ReplicatedKeys",
     "Ring",
-    "Specs",
     "Strategy",
     "Ulysses",
     "UlyssesRing",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Collective", "Specs", "Strategy"):
+    if name in ("Collective", "OperandSpecs", "Strategy"):
         from maxattn.context_parallel import base
 
         return getattr(base, name)

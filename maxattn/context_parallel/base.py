@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
-from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, Spec, spec_of, ways
+from maxattn.masks import Mask
+from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, partition_spec, ways
 from maxattn.target import Target
 
 CONTEXT = "context"
@@ -57,14 +60,18 @@ class Collective:
         )
 
 
-@dataclass(frozen=True)
-class Specs:
-    """Say how each operand is laid over the mesh: one entry an array axis."""
+class OperandSpecs(NamedTuple):
+    """Say how (q, k, v, bias, mask) are split over a mesh.
 
-    q: Spec
-    kv: Spec
-    lse: Spec
-    bias: Spec
+    Args:
+        letters: of the axes of each array.
+        specs: the partition spec of each.
+        lse: the spec of the LSE; the output has that of q.
+    """
+
+    letters: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    lse: PartitionSpec
 
 
 class Strategy:
@@ -121,9 +128,20 @@ class Strategy:
         """Replace by "." those axes of a mask or bias that stay whole on every device."""
         return letters.replace("S", ".")
 
-    def specs(self, call: Call) -> Specs:
-        """Return the layout of the operands of the global call."""
-        return operand_specs(call, self.shape, self)
+    def operand_specs(self, call: Call, mask: Mask) -> OperandSpecs:
+        """Say how the operands of the global call are split over the mesh.
+
+        Args:
+            call: after padding.
+            mask: of that call, bound.
+        """
+        kv, bias = f"B{self.kv_letter()}KH", bias_letters(call.bias) if call.bias else None
+        masks, spec = mask.leaf_axes(), partial(partition_spec, shape=self.shape)
+        whole = self.mask_letters
+        specs = spec("BTNH"), spec(kv), spec(kv), None if bias is None else spec(whole(bias))
+        of_mask = jax.tree.map(lambda letters: spec(whole(letters)), masks)
+        letters = "BTNH", "BSKH", "BSKH", bias, masks
+        return OperandSpecs(letters, (*specs, of_mask), spec("BNT"))
 
     def local_call(self, call: Call) -> Call:
         """Return the call that the kernel sees on one device, without its bias."""
@@ -201,16 +219,6 @@ def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[
         -(-n // ways(letter, shape)) for n, letter in zip(call.bias or (), split, strict=False)
     )
     return (Collective("psum", axes, "dbias", "backward", 4 * share),) if axes else ()
-
-
-def operand_specs(call: Call, shape: MeshShape, strategy: Strategy) -> Specs:
-    """Lay q, out and lse over batch, context and tensor; the rest as the strategy says."""
-    return Specs(
-        spec_of("BTNH", shape),
-        spec_of(f"B{strategy.kv_letter()}KH", shape),
-        spec_of("BNT", shape),
-        spec_of(strategy.mask_letters(bias_letters(call.bias)), shape),
-    )
 
 
 def itemsize(dtype: str) -> int:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxattn.call import Call, Reason
+from maxattn.kernels.requirements import missing
 from maxattn.kernels.table import TABLE, Classes
+from maxattn.target import Target
 
 if TYPE_CHECKING:
+    from maxattn.config import AttentionConfig
     from maxattn.kernels.base import Kernel
     from maxattn.kernels.cudnn import Cudnn
     from maxattn.kernels.cudnn_flash_te import CudnnFlashTe
@@ -31,7 +35,37 @@ __all__ = [
     "Kernel",
     "MemoryEfficient",
     "TokamaxFlash",
+    "build",
+    "refusal",
 ]
+
+
+def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
+    """Return why a kernel cannot compute a local call on the target, or None.
+
+    Args:
+        name: of a kernel; "a/b" is the forward of a and the backward of b.
+        local: the call that one device computes.
+        target: the machine.
+        deterministic: refuse one whose backward does not repeat bit for bit, too.
+    """
+    for part in name.split("/"):
+        reason = missing(part, target) or KERNELS[part].supports(local, target)
+        if reason is None and deterministic:
+            reason = KERNELS[part].repeats(local, target)
+        if reason is not None:
+            return reason
+    return None
+
+
+def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
+    """Decide everything about a kernel, or about a pair "a/b", for a local call."""
+    first, *second = (KERNELS[part].build(local, config, target) for part in name.split("/"))
+    if not second:
+        return first
+    from maxattn.kernels.pair import Pair
+
+    return Pair(first, *second)
 
 
 def __getattr__(name: str) -> Any:

@@ -149,6 +149,21 @@ class Kernel:
         """Return the share of the gradients that these inputs have, from given rows."""
         raise NotImplementedError
 
+    # ---- what a plan says of it, and what `auto` asks --------------------------------------------
+
+    def lines(self, call: Call) -> Lines:
+        """Return what `explain` prints of the kernel for a local call."""
+        raise NotImplementedError
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Return what else the user should know, of what `build` made of the same arguments."""
+        return ()
+
+    @staticmethod
+    def splits_backward(call: Call, target: Target) -> bool:
+        """Tell whether the backward of a local call is split over the queries, to fill the GPU."""
+        return False
+
     # ---- the backward over several blocks of keys, every pair allowed ----------------------------
 
     @staticmethod
@@ -177,7 +192,3 @@ class Kernel:
             blocks: of that length, the local one among them.
         """
         return halves(inputs.k.shape[1])
-
-    def lines(self, call: Call) -> Lines:
-        """Return what `explain` prints of the kernel for a local call."""
-        raise NotImplementedError

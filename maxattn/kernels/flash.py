@@ -60,6 +60,11 @@ class Flash(Splash):
         return CudnnForFlash(call.scale, call.return_lse, install(target))
 
     @staticmethod
+    def splits_backward(call: Call, target: Target) -> bool:
+        """Ask FlashAttention-4, on an NVIDIA GPU."""
+        return Fa4.splits_backward(call, target)
+
+    @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
         """Ask the kernel of the platform."""
         return platform == "gpu" and Fa4.may_keep_dq(call, platform)

@@ -32,6 +32,7 @@ from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Row
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import Tiles, cut, for_visits, join
 from maxattn.target import Target
+from maxattn.tuned import tuned_config, tuned_note
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,13 @@ class MemoryEfficient(Kernel):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
         """Choose the chunk sizes: the config's, else by length and mask."""
+        config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product)
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say where measured sizes are from."""
+        return tuned_note(config, self.name, call, target)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""

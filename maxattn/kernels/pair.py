@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maxattn.call import Call
+from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.kv_block import KeySplit
+from maxattn.target import Target
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Pair(Kernel):
     def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
         """Say how the second divides keys over launches."""
         return self.second.split_keys(inputs, blocks)
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say what there is to know of either."""
+        both = self.first.notes(call, config, target), self.second.notes(call, config, target)
+        return tuple(dict.fromkeys(note for notes in both for note in notes))
 
     def lines(self, call: Call) -> Lines:
         """Describe both for `explain`."""

@@ -126,7 +126,7 @@ def _specs(
     """Return the specs of the heads, the vectors and the tables."""
 
     def spec(letters: str) -> Any:
-        return sharding.to_partition_spec(sharding.spec_of(letters, shape))
+        return sharding.partition_spec(letters, shape)
 
     examples = ["B" if len(a) == batch else "1" for a in tables]
     of_tables = tuple(spec(one + letters[1] + "H") for one in examples)

@@ -27,14 +27,13 @@ from maxattn.sharding.parameters import (
 from maxattn.sharding.shards import (
     LETTERS,
     Layout,
-    Spec,
     axis_offset,
     on_shards,
     over_shards,
     pad_axis,
+    partition_spec,
     spec_of,
     sum_over,
-    to_partition_spec,
     ways,
 )
 
@@ -44,7 +43,6 @@ __all__ = [
     "LETTERS",
     "Layout",
     "MeshShape",
-    "Spec",
     "axis_offset",
     "batch_sharding",
     "check_devices",
@@ -59,11 +57,11 @@ __all__ = [
     "pad_axis",
     "parameter_shardings",
     "parameter_spec",
+    "partition_spec",
     "place",
     "spec_of",
     "sum_over",
     "surrounding_manual_axes",
-    "to_partition_spec",
     "usable_mesh",
     "ways",
 ]

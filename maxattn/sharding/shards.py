@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, shard_map
+from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.sharding.mesh import BATCH_AXES, MeshShape
 
 # Which mesh axes carry which array axis of q, k, v, out and lse.
@@ -47,9 +48,9 @@ def ways(letter: str, shape: MeshShape) -> int:
     return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
 
 
-def to_partition_spec(spec: Spec) -> PartitionSpec:
-    """Turn a plan's spec into jax's."""
-    return PartitionSpec(*spec)
+def partition_spec(letters: str, shape: MeshShape) -> PartitionSpec:
+    """Return `spec_of` as jax's."""
+    return PartitionSpec(*spec_of(letters, shape))
 
 
 class Layout(NamedTuple):
@@ -85,7 +86,10 @@ def on_shards(
         in_specs, out_specs: trees of `PartitionSpec`.
     """
     padded = jax.tree.map(partial(_pad, lengths=layout.lengths), operands, letters)
-    return over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
+    results = over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
+    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
+    # one its results do.
+    return vary_over(results, varying_axes(operands))
 
 
 def _pad(x: jax.Array, letters: str, lengths: Mapping[str, int]) -> jax.Array:

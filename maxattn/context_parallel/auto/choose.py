@@ -40,7 +40,9 @@ class Choice:
     sums: tuple[str, ...]
 
 
-def choose(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Choice:
+def choose_strategy(
+    call: Call, config: AttentionConfig, shape: MeshShape, target: Target
+) -> Choice:
     """Choose a strategy for self-attention over a context axis.
 
     Args:

@@ -16,12 +16,9 @@ from importlib import resources
 from math import log2
 from typing import Any
 
-from maxattn.call import Call, Reason
-from maxattn.kernels import KERNELS
-from maxattn.kernels.fa4.kernel import launches_splits
+from maxattn.call import Call
+from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.flash import has_fa4, install
-from maxattn.kernels.fused import masks
-from maxattn.kernels.requirements import missing
 from maxattn.target import Target
 
 TABLE = resources.files("maxattn.kernels.auto") / "table.json"
@@ -99,7 +96,7 @@ def _measured_device(target: Target) -> str | None:
 
 def _by_rule(call: Call, target: Target) -> tuple[str, ...]:
     # cuDNN is named even where it cannot run, so that the plan says why.
-    others = (name for name in BY_RULE[1:] if _refusal(name, call, target) is None)
+    others = (name for name in BY_RULE[1:] if refusal(name, call, target) is None)
     return (BY_RULE[0], *others, *PLAIN)
 
 
@@ -162,17 +159,21 @@ def _distance(call: Call, entry: Entry) -> tuple[float, float]:
 
 def mask_kind(call: Call) -> str:
     """Sort a mask into the kinds that were measured."""
-    parts = masks.split(call.mask)
-    if parts.rest or parts.band is None:
+    # Terms of keys alone (lengths, flags) cost no kernel more than the full mask does.
+    of_pairs = [term for term in call.mask.terms() if not (term.is_full or term.is_of_keys)]
+    if not of_pairs:
+        return FULL
+    band = None if len(of_pairs) > 1 or of_pairs[0].has_data else of_pairs[0].band()
+    if band is None:
         return TILES
-    return FULL if parts.band.is_full else BAND
+    return FULL if band.is_full else BAND
 
 
 def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
     """Take the time of flash's backward as this call gets it: with its queries split, or in whole
     rows.
     """
-    if not entry.whole_rows or launches_splits(call, target):
+    if not entry.whole_rows or KERNELS["flash"].splits_backward(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.whole_rows}
     return replace(entry, backward=_fastest_first(times))
@@ -202,8 +203,4 @@ def _fastest_first(times: dict[str, float]) -> Times:
 
 def _usable(name: str, call: Call, target: Target) -> bool:
     """Tell whether what was measured under a name would run: flash without fa4-jax is cuDNN."""
-    return _refusal(name, call, target) is None and (name != "flash" or has_fa4(target))
-
-
-def _refusal(name: str, call: Call, target: Target) -> Reason | None:
-    return missing(name, target) or KERNELS[name].supports(call, target)
+    return refusal(name, call, target) is None and (name != "flash" or has_fa4(target))

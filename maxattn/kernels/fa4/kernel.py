@@ -101,6 +101,14 @@ class Fa4(Fused):
         many = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, many)
 
+    @staticmethod
+    def splits_backward(call: Call, target: Target) -> bool:
+        """Tell whether a call's backward is split over the queries."""
+        version = target.version("fa4-jax") or ""
+        if not call.mask.is_full or not takes_lists(version, target.device):
+            return False
+        return split_queries.tail_for(*launch_lines.shapes_of(call), target.device.sms) is not None
+
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
@@ -224,11 +232,3 @@ def _has_lengths_alone(inputs: PieceInputs) -> bool:
     """Tell whether lengths of keys are all that forbids pairs."""
     some = inputs.lengths is not None and inputs.pairs is None
     return some and inputs.piece.is_full
-
-
-def launches_splits(call: Call, target: Target) -> bool:
-    """Tell whether a call's backward is split over the queries."""
-    version = target.version("fa4-jax") or ""
-    if not call.mask.is_full or not takes_lists(version, target.device):
-        return False
-    return split_queries.tail_for(*launch_lines.shapes_of(call), target.device.sms) is not None

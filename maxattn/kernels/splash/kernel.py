@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust
+from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
@@ -30,6 +30,7 @@ from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem, Stats
 from maxattn.masks import Mask
 from maxattn.target import Target
+from maxattn.tuned import tuned_config, tuned_note
 
 # The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
 # at all.
@@ -69,6 +70,7 @@ class Splash(Kernel):
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
+        config = tuned_config(config, cls.name, call, target)
         float32 = config.float32_qk_product
         local = replace(call, dtype="float32") if float32 else call
         asked, kind = config.flash_block_sizes, cast(KernelKind, cls.name)
@@ -76,6 +78,11 @@ class Splash(Kernel):
         interpret = target.platform == "cpu"
         blocks, changes = training
         return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say what the sizes pad, and where measured ones are from."""
+        measured = tuned_note(config, self.name, call, target)
+        return (*padding_notes(call, self.blocks), *measured)
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""

@@ -1,8 +1,11 @@
-"""Which kernel `auto` tries first: measured where it says so, a stated rule elsewhere."""
+"""Which kernel `auto` takes: measured where it says so, a stated rule elsewhere."""
 
 from __future__ import annotations
 
-from maxattn.call import Call
+from typing import NamedTuple
+
+from maxattn.call import Call, Reason
+from maxattn.kernels import refusal
 from maxattn.target import Target
 
 UNMEASURED = "a rule, not measured on this machine"
@@ -14,6 +17,32 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
     "gpu": (1e9, "measured on an H200"),
     "tpu": (4e6, UNMEASURED),
 }
+
+
+class Choice(NamedTuple):
+    """Hold the kernel's name, why it is this one, and what comes before it and was refused."""
+
+    name: str
+    because: str
+    refused: tuple[Reason, ...]
+
+
+def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> Choice:
+    """Return the first kernel that can compute a local call on the target.
+
+    Args:
+        local: the call that one device computes.
+        target: the machine.
+        deterministic: whether its backward must repeat bit for bit.
+    """
+    names, because = order(local, target)
+    refused: list[Reason] = []
+    for name in names:
+        reason = refusal(name, local, target, deterministic)
+        if reason is None:
+            return Choice(name, because, tuple(refused))
+        refused.append(reason)
+    raise AssertionError("plain JAX computes every call")
 
 
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
