@@ -67,15 +67,7 @@ class Fa4(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse where fa4-jax is missing, float32, head dims over 256, a bias, tables of pairs."""
-        if target.version("fa4-jax") is None:
-            rule = (
-                "fa4-jax is not installed, and flash on an NVIDIA GPU is FlashAttention-4"
-                " through it"
-            )
-            return Reason(
-                "flash", "package", rule, 'pip install "maxattn[fa4]" (Python 3.12 or newer)'
-            )
+        """Refuse float32, head dims over 256, a bias, tables of pairs; `flash` found fa4-jax."""
         most = target.device.family.fa4_head_dim
         reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
         if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
