@@ -33,6 +33,10 @@ class Pair(Kernel):
         """Name both."""
         return f"{self.first.name}/{self.second.name}"
 
+    def for_inference(self) -> Pair:
+        """Return the pair of what both run where nothing is differentiated."""
+        return Pair(self.first.for_inference(), self.second.for_inference())
+
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T]) of the first."""
         return self.first.forward(inputs)

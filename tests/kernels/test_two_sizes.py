@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,11 @@ import pytest
 
 import maxattn as ma
 from maxattn import announce
+from maxattn.attention import run
+from maxattn.explain import explain
+from maxattn.kernels import DotProduct
+from maxattn.kernels.pair import Pair
+from maxattn.masks import Full
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of
 
@@ -69,6 +75,32 @@ def test_what_runs_has_the_sizes_that_the_plan_names() -> None:
         kernels = str(jax.make_jaxpr(f)(X))
         assert tile in kernels
         assert other not in kernels
+
+
+def paired(plan: ma.Plan) -> ma.Plan:
+    """Give the backward of a plan to another kernel."""
+    return replace(plan, kernel=Pair(plan.kernel, DotProduct(plan.call.scale)))
+
+
+def test_a_pair_explains_its_forward_with_the_sizes_of_inference() -> None:
+    plan = wan({"block_q": 3024, "block_kv": 1024, "block_kv_compute": 512})
+    blocks = [line for line in explained(paired(plan)) if line.startswith("blocks")]
+    assert blocks == [f"blocks  {blocks_of(plan.kernel.for_inference())}"]
+
+
+def explained(plan: ma.Plan) -> list[str]:
+    return [line.strip() for line in explain(plan, training=False).splitlines()]
+
+
+def test_a_pair_runs_the_sizes_of_inference_where_nothing_is_differentiated() -> None:
+    plan = paired(ma.plan(ma.Call.of(X, X, role="cross"), CONFIG, target=CPU))
+    forward, mask = "f32[72,64]", Full().bind(144, 144)
+
+    def out(x: jax.Array) -> jax.Array:
+        return run(plan, x, x, x, None, mask)[0].sum()
+
+    assert forward in str(jax.make_jaxpr(out)(X))
+    assert forward not in str(jax.make_jaxpr(jax.grad(out))(X))
 
 
 RUNS: dict[str, Callable[[Callable, jax.Array], Any]] = {
