@@ -56,6 +56,8 @@ class FlashBlockSizes(Section):
     use_fused_bwd_kernel: bool | None = None
     """Compute dQ, dK and dV in one kernel: usually faster, for a little more memory."""
 
+    __hash__ = Section.__hash__  # A type checker takes no inherited one of a pydantic model.
+
 
 class AttentionConfig(Section):
     """Hold every setting of attention; `configs/attention.yml` documents each key.
@@ -150,6 +152,8 @@ class AttentionConfig(Section):
     """Steps to record."""
     skip_first_n_steps_for_profiler: NotNegative = 5
     """Steps to run before recording."""
+
+    __hash__ = Section.__hash__  # A type checker takes no inherited one of a pydantic model.
 
     @model_validator(mode="before")
     @classmethod

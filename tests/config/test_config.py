@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Hashable
 
 import pytest
 
@@ -164,6 +165,13 @@ def test_every_key_is_part_of_equality_and_hash():
         changed = AttentionConfig(**{key: other[key]})
         assert changed != base and hash(changed) != hash(base), key
         assert key in changed.changed
+
+
+def test_a_config_and_its_sections_are_hashable_to_a_type_checker_too() -> None:
+    # pyright reads the tests: it refuses these names for a type without a hash.
+    config: Hashable = AttentionConfig(attention="ring")
+    sizes: Hashable = AttentionConfig().flash_block_sizes
+    assert {config: 1, sizes: 2} == {AttentionConfig(attention="ring"): 1, FlashBlockSizes(): 2}
 
 
 def test_hash_does_not_walk_the_fields_again():
