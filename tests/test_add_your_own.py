@@ -160,8 +160,8 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    kernels.add(kernels.Row("plain", "my_kernel:Plain"))
-    strategies.add(strategies.Row("gather", "my_strategy:Gather", in_attention=True))
+    kernels.add(kernels.KernelRow("plain", "my_kernel:Plain"))
+    strategies.add(strategies.StrategyRow("gather", "my_strategy:Gather", in_attention=True))
     yield tmp_path
     kernels.remove("plain")
     strategies.remove("gather")
@@ -257,7 +257,7 @@ def test_its_name_is_valid_while_its_row_is_there(added: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'gather'"):
         from_yaml(added, "context_parallel: gater\n")
     with pytest.raises(ConfigError, match="a kernel of that name"):
-        kernels.add(kernels.Row("plain", "elsewhere:Plain"))
+        kernels.add(kernels.KernelRow("plain", "elsewhere:Plain"))
 
 
 def test_without_the_rows_the_names_are_unknown() -> None:

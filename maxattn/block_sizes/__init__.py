@@ -3,7 +3,7 @@
 from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
 from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.padding import Padding, nearest_with_less_padding, padding
-from maxattn.block_sizes.recommend import Row, recommend
+from maxattn.block_sizes.recommend import Recommendation, recommend
 from maxattn.block_sizes.report import padding_notes, padding_text, recommend_table
 from maxattn.block_sizes.rules import RULES, Rule, rules_table
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts
@@ -18,7 +18,7 @@ __all__ = [
     "Change",
     "Facts",
     "Padding",
-    "Row",
+    "Recommendation",
     "Rule",
     "adjust",
     "facts_of",

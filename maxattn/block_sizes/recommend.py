@@ -21,7 +21,7 @@ LDS_TABLE = ((512, 64, 64), (2048, 64, 64), (8192, 32, 128))
 LDS_SOURCE = "table for 64 KiB of LDS, head dim 64 (AMD MI100)"
 
 
-class Row(NamedTuple):
+class Recommendation(NamedTuple):
     """Hold one recommendation.
 
     Args:
@@ -58,7 +58,7 @@ def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
     return min(columns, head_dim), columns
 
 
-def recommend(seq: int, head_dim: int, target: Target) -> tuple[Row, ...]:
+def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
     """List block sizes for self-attention over `seq` tokens, what suits the target first.
 
     Args:
@@ -73,7 +73,7 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Row, ...]:
     )
 
 
-def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
+def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
     """Give the TPU kernels' default, and the square blocks that pad least."""
     if target.platform != "tpu":
         return []
@@ -92,7 +92,7 @@ def _asked(size: int, call: Call, target: Target) -> tuple[BlockSizes, tuple[Cha
     return adjust(FlashBlockSizes(block_q=size, block_kv=size), call, "flash", target, True)
 
 
-def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
+def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
     chip = chip_of(target)
     memory = chip.limit if chip else target.device.family.shared_memory
     if not memory:
@@ -104,11 +104,13 @@ def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Row]:
     return [_row("FlashAttention, algorithm 1 (arXiv 2205.14135)", rows, columns, seq, False, note)]
 
 
-def _table_row(seq: int, target: Target) -> Row:
+def _table_row(seq: int, target: Target) -> Recommendation:
     _, q, kv = next((row for row in LDS_TABLE if seq <= row[0]), LDS_TABLE[-1])
     note = "" if seq <= LDS_TABLE[-1][0] else f"the table ends at {LDS_TABLE[-1][0]:,} tokens"
     return _row(LDS_SOURCE, q, kv, seq, False, note)
 
 
-def _row(source: str, q: int, kv: int, seq: int, for_target: bool, note: str) -> Row:
-    return Row(source, q, kv, padding(seq, q).share, padding(seq, kv).share, for_target, note)
+def _row(source: str, q: int, kv: int, seq: int, for_target: bool, note: str) -> Recommendation:
+    return Recommendation(
+        source, q, kv, padding(seq, q).share, padding(seq, kv).share, for_target, note
+    )

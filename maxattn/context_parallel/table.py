@@ -1,7 +1,7 @@
 """One row a context strategy: what the config and the plan know of it before they import it.
 
-A new strategy is one file and one row, which need not stand here: `add(Row(...))` adds one. This
-module imports no strategy and no jax.
+A new strategy is one file and one row, which need not stand here: `add(StrategyRow(...))` adds one.
+This module imports no strategy and no jax.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from maxattn.kernels.table import Table
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """Say what a strategy is called and what it reads.
 
     Args:
@@ -35,14 +35,16 @@ class Row:
 
 _ULYSSES = "maxattn.context_parallel.ulysses"
 _CHUNKS, _SHARDS = "ulysses_attention_chunks", "ulysses_shards"
-TABLE: Table[Row] = Table(
+TABLE: Table[StrategyRow] = Table(
     "context strategy",
     (
-        Row("none", "maxattn.context_parallel.all_gather:ReplicatedKeys"),
-        Row("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
-        Row("ring", "maxattn.context_parallel.ring.ring:Ring", in_attention=True),
-        Row("ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, "attention_sharding_uniform"), True),
-        Row("ulysses_ring", f"{_ULYSSES}:UlyssesRing", (_SHARDS, _CHUNKS), True),
+        StrategyRow("none", "maxattn.context_parallel.all_gather:ReplicatedKeys"),
+        StrategyRow("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
+        StrategyRow("ring", "maxattn.context_parallel.ring.ring:Ring", in_attention=True),
+        StrategyRow(
+            "ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, "attention_sharding_uniform"), True
+        ),
+        StrategyRow("ulysses_ring", f"{_ULYSSES}:UlyssesRing", (_SHARDS, _CHUNKS), True),
     ),
 )
 add, remove = TABLE.add, TABLE.remove

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from maxattn.call import Reason
 from maxattn.jax_private.versions import TESTED
-from maxattn.kernels.table import EXTRAS, TABLE, Row
+from maxattn.kernels.table import EXTRAS, TABLE, KernelRow
 from maxattn.target import Target
 
 _PLATFORMS = {"cpu": "a CPU", "tpu": "a TPU"}
@@ -16,7 +16,7 @@ def missing(kernel: str, target: Target) -> Reason | None:
     return _wrong_device(row, target) or _switched_off(row, target) or _no_package(row, target)
 
 
-def _wrong_device(row: Row, target: Target) -> Reason | None:
+def _wrong_device(row: KernelRow, target: Target) -> Reason | None:
     vendor = target.device.vendor
     if target.platform in row.platforms and (target.platform != "gpu" or vendor in row.gpus):
         return None
@@ -24,21 +24,21 @@ def _wrong_device(row: Row, target: Target) -> Reason | None:
     return Reason(row.name, "platform", rule, "use attention: auto")
 
 
-def _devices(row: Row) -> str:
+def _devices(row: KernelRow) -> str:
     """Name what a kernel runs on, for example "a CPU, an NVIDIA GPU or a TPU"."""
     names = _PLATFORMS | {"gpu": f"an {' or '.join(row.gpus)} GPU"}
     *others, last = [names[platform] for platform in row.platforms]
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _switched_off(row: Row, target: Target) -> Reason | None:
+def _switched_off(row: KernelRow, target: Target) -> Reason | None:
     if not row.switch or dict(target.env).get(row.switch) != "0":
         return None
     rule = f"{row.switch}=0 in the environment forbids it"
     return Reason(row.name, row.switch, rule, f"unset {row.switch}")
 
 
-def _no_package(row: Row, target: Target) -> Reason | None:
+def _no_package(row: KernelRow, target: Target) -> Reason | None:
     if not row.package or target.version(row.package) is not None:
         return None
     named = f"was not named among the {target.device_kind}'s packages"

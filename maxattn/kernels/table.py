@@ -4,7 +4,7 @@ A new kernel is one file and one row, which need not stand here:
 
     from maxattn.kernels import table
 
-    table.add(table.Row("plain", "my_kernel:Plain"))  # `attention: plain` is then valid
+    table.add(table.KernelRow("plain", "my_kernel:Plain"))  # `attention: plain` is then valid
 
 The rows are plain data: this module imports no kernel and no jax, so that the config can check
 names against it.
@@ -23,7 +23,7 @@ EVERYWHERE = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """Say what a kernel is called, where it runs, and what it needs.
 
     Args:
@@ -55,25 +55,25 @@ _NVIDIA = ("NVIDIA",)
 _BLOCKWISE = ("use_memory_efficient_attention", "query_chunk_size", "key_chunk_size")
 _TOKAMAX = ("use_base2_exp", "use_experimental_scheduler", "flash_block_sizes")
 _ROWS = (
-    Row("dot_product", "maxattn.kernels.dot_product:DotProduct"),
-    Row(
+    KernelRow("dot_product", "maxattn.kernels.dot_product:DotProduct"),
+    KernelRow(
         "memory_efficient", "maxattn.kernels.memory_efficient:MemoryEfficient",
         reads=_BLOCKWISE, is_spelled=False, title="the blockwise dot_product",
     ),
-    Row(
+    KernelRow(
         "flash", "maxattn.kernels.flash:Flash", gpus=_NVIDIA,
         reads=("flash_block_sizes",), custom_calls=("tpu_custom_call", "fa4", "__cudnn", "cudnn"),
     ),
-    Row(
+    KernelRow(
         "tokamax_flash", "maxattn.kernels.tokamax_flash:TokamaxFlash", gpus=_NVIDIA,
         package="tokamax", reads=_TOKAMAX,
         custom_calls=("tpu_custom_call", "tokamax", "mosaic_gpu"),
     ),
-    Row(
+    KernelRow(
         "cudnn_flash_te", "maxattn.kernels.cudnn_flash_te:CudnnFlashTe", ("gpu",), _NVIDIA,
         package="transformer-engine-jax", switch="NVTE_FUSED_ATTN", custom_calls=("te_",),
     ),
-    Row(
+    KernelRow(
         "cudnn", "maxattn.kernels.cudnn:Cudnn", ("gpu",), _NVIDIA,
         custom_calls=("__cudnn", "cudnn"),
     ),
@@ -90,7 +90,7 @@ EXTRAS = {
 # ---- rows by name --------------------------------------------------------------------------------
 
 
-class Named(Protocol):
+class TableRow(Protocol):
     """A row of a table: a name, and where its class is."""
 
     @property
@@ -109,7 +109,7 @@ class Named(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Named)
+R = TypeVar("R", bound=TableRow)
 V = TypeVar("V")
 
 
@@ -186,7 +186,7 @@ class Classes(Mapping[str, Any]):
 
 # ---- the kernels ---------------------------------------------------------------------------------
 
-TABLE: Table[Row] = Table("kernel", _ROWS)
+TABLE: Table[KernelRow] = Table("kernel", _ROWS)
 add, remove = TABLE.add, TABLE.remove
 
 
@@ -200,7 +200,7 @@ def packages() -> tuple[str, ...]:
     return TABLE.derived(_packages)
 
 
-def _packages(table: Table[Row]) -> tuple[str, ...]:
+def _packages(table: Table[KernelRow]) -> tuple[str, ...]:
     needed = (row.package for row in table.values() if row.package)
     return tuple(dict.fromkeys((*EXTRAS, *needed)))
 
@@ -210,7 +210,7 @@ def switches() -> tuple[str, ...]:
     return TABLE.derived(_switches)
 
 
-def _switches(table: Table[Row]) -> tuple[str, ...]:
+def _switches(table: Table[KernelRow]) -> tuple[str, ...]:
     return tuple(row.switch for row in table.values() if row.switch)
 
 

@@ -22,7 +22,7 @@ from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type
 from maxattn.jax_private.triton import triton_there
 from maxattn.jax_private.varying import checked_axes
 from maxattn.modules import norm_rope_triton
-from maxattn.modules.norm_rope_row import Row
+from maxattn.modules.norm_rope_row import NormRopeRow
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary, apply_rotary
 from maxattn.target import Target
@@ -35,7 +35,7 @@ Tables = tuple[Array, ...]
 
 def fused_row(
     qk_norm: str | None, norm: QKNorm | None, rotary: Rotary | None, heads: int, head_dim: int
-) -> Row | None:
+) -> NormRopeRow | None:
     """Describe what the kernel does to a token's row, or return None where it cannot.
 
     Args:
@@ -50,11 +50,11 @@ def fused_row(
     if nothing or not plain or qk_norm not in KINDS:
         return None
     kind, eps = (None, 0.0) if norm is None else (KINDS[qk_norm], norm.epsilon)
-    row = Row(heads, head_dim, kind, eps, None if rotary is None else rotary.style)
+    row = NormRopeRow(heads, head_dim, kind, eps, None if rotary is None else rotary.style)
     return row if row.fits() else None
 
 
-def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTNH") -> bool:
+def runs_here(row: NormRopeRow, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTNH") -> bool:
     """Say whether the kernel takes such rows here.
 
     It does on NVIDIA GPUs, where each device has whole rows, all equally many.
@@ -78,7 +78,7 @@ def runs_here(row: Row, x: Float[Array, "B T C"], mesh: Any, letters: str = "BTN
 
 
 def norm_rotary(
-    row: Row,
+    row: NormRopeRow,
     x: Float[Array, "B T NH"],
     bias: Float[Array, " NH"] | None,
     norm: QKNorm | None,
@@ -107,7 +107,7 @@ def norm_rotary(
     return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
 
 
-def _vectors(row: Row, bias: Array | None, norm: QKNorm | None, summed: bool) -> Vectors:
+def _vectors(row: NormRopeRow, bias: Array | None, norm: QKNorm | None, summed: bool) -> Vectors:
     """Return bias and scale by heads, those that there are.
 
     Args:
@@ -138,7 +138,9 @@ def _specs(
 # ---- one device ----------------------------------------------------------------------------------
 
 
-def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Array:
+def _on_shard(
+    row: NormRopeRow, interpret: bool, x: Array, vectors: Vectors, tables: Tables
+) -> Array:
     # [B, T, N, H] -> [B T, N, H];  [B or 1, T, H/2] -> [L, H/2]
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
     y: Any = _fused(row, interpret, x.reshape(-1, *x.shape[2:]), vectors, flat)
@@ -147,12 +149,14 @@ def _on_shard(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tab
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(
-    row: Row, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables
+    row: NormRopeRow, interpret: bool, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables
 ) -> Array:
     return norm_rope_triton.forward(row, x, vectors, tables, interpret=interpret)[0]
 
 
-def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Tables) -> Any:
+def _fused_fwd(
+    row: NormRopeRow, interpret: bool, x: Array, vectors: Vectors, tables: Tables
+) -> Any:
     # In a scan over layers XLA merges the projection's matmul with the store of its result for the
     # backward, and runs it once more for the kernel (jax 0.11.2). Not over a barrier.
     x = jax.lax.optimization_barrier(x)
@@ -160,7 +164,9 @@ def _fused_fwd(row: Row, interpret: bool, x: Array, vectors: Vectors, tables: Ta
     return jax.lax.optimization_barrier(y), (x, r, vectors, tables)
 
 
-def _fused_bwd(row: Row, interpret: bool, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
+def _fused_bwd(
+    row: NormRopeRow, interpret: bool, kept: Any, dy: Array
+) -> tuple[Array, Vectors, Tables]:
     x, r, vectors, tables = kept
     dx, sums = norm_rope_triton.backward(row, dy, x, r, vectors, tables, interpret)
     # Hardly anybody learns the angles: XLA drops this where nobody does.
@@ -171,7 +177,7 @@ def _fused_bwd(row: Row, interpret: bool, kept: Any, dy: Array) -> tuple[Array, 
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-def _in_steps(row: Row, x: Array, vectors: Vectors, tables: Tables) -> Array:
+def _in_steps(row: NormRopeRow, x: Array, vectors: Vectors, tables: Tables) -> Array:
     """Compute what the kernel computes, step by step."""
     z = jnp.asarray(x, jnp.float32) + vectors.get("bias", 0.0)
     if row.norm is not None:
@@ -197,7 +203,7 @@ def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:
     return jnp.asarray(a, jnp.float32).reshape(-1, length, a.shape[-1])
 
 
-def _local(row: Row, letters: str, shape: sharding.MeshShape) -> Row:
+def _local(row: NormRopeRow, letters: str, shape: sharding.MeshShape) -> NormRopeRow:
     """Return what is done to the part of a row that a device has."""
     return replace(row, heads=row.heads // sharding.ways(letters[2], shape))
 

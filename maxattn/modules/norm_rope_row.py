@@ -31,7 +31,7 @@ Pair = Parts  # a and b
 
 
 @dataclass(frozen=True)
-class Row:
+class NormRopeRow:
     """Say what is done to a row.
 
     Args:
@@ -86,7 +86,7 @@ class Row:
         return self.channels <= MOST_CHANNELS
 
 
-def angles_of(row: Row, tables: Any, token: Any) -> Pair | None:
+def angles_of(row: NormRopeRow, tables: Any, token: Any) -> Pair | None:
     """Load the cosines and sines of a token: [heads, H/2]."""
     if not tables:
         return None
@@ -97,7 +97,7 @@ def angles_of(row: Row, tables: Any, token: Any) -> Pair | None:
     return cos, sin
 
 
-def pairs(row: Row, parts: Parts) -> Pair:
+def pairs(row: NormRopeRow, parts: Parts) -> Pair:
     """Return the two halves of a chunk's pairs, twice [heads, H/2]."""
     if row.style != "interleaved":
         return parts[0], parts[1]
@@ -107,14 +107,14 @@ def pairs(row: Row, parts: Parts) -> Pair:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def read_row(row: Row, ref: Any, token: Any) -> list[Parts]:
+def read_row(row: NormRopeRow, ref: Any, token: Any) -> list[Parts]:
     """Load a row as it stands in memory, chunk by chunk."""
     return [
         tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)
     ]
 
 
-def vector_pairs(row: Row, refs: dict[str, Any]) -> dict[str, list[Pair]]:
+def vector_pairs(row: NormRopeRow, refs: dict[str, Any]) -> dict[str, list[Pair]]:
     """Load bias and scale, chunk by chunk, each as the two halves of its pairs."""
     return {
         name: [pairs(row, parts) for parts in each]
@@ -122,20 +122,20 @@ def vector_pairs(row: Row, refs: dict[str, Any]) -> dict[str, list[Pair]]:
     }
 
 
-def load_vectors(row: Row, refs: dict[str, Any]) -> dict[str, list[Parts]]:
+def load_vectors(row: NormRopeRow, refs: dict[str, Any]) -> dict[str, list[Parts]]:
     """Load bias and scale, those that there are, chunk by chunk."""
     return {
         name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()
     }
 
 
-def _load_vector(row: Row, ref: Any, c: int) -> Parts:
+def _load_vector(row: NormRopeRow, ref: Any, c: int) -> Parts:
     if ref.shape[0] == row.heads:
         return as_float32(tuple(ref[_heads(row, c), part] for part in _parts(row)))
     return as_float32(tuple(_repeated(row, ref, part) for part in _parts(row)))
 
 
-def _repeated(row: Row, ref: Any, part: Any) -> Float[Array, "heads H"]:
+def _repeated(row: NormRopeRow, ref: Any, part: Any) -> Float[Array, "heads H"]:
     """Load what all heads share, in the shape of a chunk."""
     channel = part.start + jax.lax.broadcasted_iota(jnp.int32, (row.chunk, part.size), 1)
     return ref[jnp.zeros_like(channel), channel]
@@ -145,7 +145,7 @@ def as_float32(raw: Parts) -> Parts:
     return tuple(each.astype(jnp.float32) for each in raw)
 
 
-def store(row: Row, ref: Any, place: Any, c: int, x: Pair) -> None:
+def store(row: NormRopeRow, ref: Any, place: Any, c: int, x: Pair) -> None:
     """Store a chunk of a token's row, or of a program's sums."""
     a, b = (each.astype(ref.dtype) for each in x)
     if row.style == "interleaved":
@@ -155,13 +155,13 @@ def store(row: Row, ref: Any, place: Any, c: int, x: Pair) -> None:
         ref[place, _heads(row, c), part] = each
 
 
-def _heads(row: Row, c: int) -> Any:
+def _heads(row: NormRopeRow, c: int) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.ds(c * row.chunk, row.chunk)
 
 
-def _parts(row: Row) -> list[Any]:
+def _parts(row: NormRopeRow) -> list[Any]:
     """Return the channels of a head that are loaded together: all, or each half of the pairs."""
     from jax.experimental import pallas as pl
 

@@ -28,9 +28,9 @@ from jaxtyping import Array, Float
 from maxattn.jax_private.triton import triton_params
 from maxattn.modules.norm_rope_row import (
     ROOMY,
+    NormRopeRow,
     Pair,
     Parts,
-    Row,
     angles_of,
     as_float32,
     load_vectors,
@@ -44,7 +44,7 @@ from maxattn.modules.norm_rope_row import (
 
 
 def forward(
-    row: Row,
+    row: NormRopeRow,
     x: Float[Array, "M N H"],
     vectors: dict[str, Array],
     tables: tuple[Array, ...],
@@ -76,7 +76,7 @@ def forward(
 
 
 def backward(
-    row: Row,
+    row: NormRopeRow,
     dy: Float[Array, "M N H"],
     x: Float[Array, "M N H"],
     r: Float[Array, " M"] | None,
@@ -104,7 +104,7 @@ def backward(
 
 
 def _forward_kernel(
-    row: Row, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any
+    row: NormRopeRow, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any
 ) -> None:
     from jax.experimental import pallas as pl
 
@@ -120,7 +120,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    row: Row,
+    row: NormRopeRow,
     programs: int,
     dy_ref: Any,
     x_ref: Any,
@@ -161,7 +161,11 @@ def _backward_kernel(
 
 
 def _pull_back(
-    row: Row, raw: Any, kept: Array | None, angles: Pair | None, vectors: dict[str, list[Pair]]
+    row: NormRopeRow,
+    raw: Any,
+    kept: Array | None,
+    angles: Pair | None,
+    vectors: dict[str, list[Pair]],
 ) -> tuple[list[Pair], dict[str, list[Pair]]]:
     """Return dx of a row, and what it adds to the gradients of the vectors."""
     dy, x = ([pairs(row, as_float32(chunk)) for chunk in each] for each in raw)
@@ -178,7 +182,7 @@ def _pull_back(
     return dx, {name: sums[name] for name in vectors}
 
 
-def _through_norm(row: Row, g: list[Pair], z: list[Pair], r: list[Any]) -> list[Pair]:
+def _through_norm(row: NormRopeRow, g: list[Pair], z: list[Pair], r: list[Any]) -> list[Pair]:
     # The mean of g * z rather than of g * n: it need not wait for r.
     mean = _mean(row, [_product(*each) for each in zip(g, z, strict=True)])
     slopes = [m * s * s for m, s in zip(mean, r, strict=True)]
@@ -191,14 +195,14 @@ def _through_norm(row: Row, g: list[Pair], z: list[Pair], r: list[Any]) -> list[
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _over_root(row: Row, z: list[Parts]) -> list[Any]:
+def _over_root(row: NormRopeRow, z: list[Parts]) -> list[Any]:
     """Return r, by which the norm multiplies each chunk."""
     if row.norm is None:
         return [1.0] * row.chunks
     return [jax.lax.rsqrt(m + row.eps) for m in _mean(row, [_product(each, each) for each in z])]
 
 
-def _mean(row: Row, values: list[Parts]) -> list[Array]:
+def _mean(row: NormRopeRow, values: list[Parts]) -> list[Array]:
     """Take the mean over a token's channels, or over each head's: one array a chunk."""
     sums = [sum(parts[1:], parts[0]) for parts in values]
     if row.norm == "head":

@@ -14,7 +14,7 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn.modules import norm_rope
-from maxattn.modules.norm_rope_triton import Row
+from maxattn.modules.norm_rope_triton import NormRopeRow
 from tests.gpu.requirements import skip_unless_available
 from tests.modules.test_norm_rope import CASES, error, float32, made
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 
-def judged(row: Row, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> Any:
+def judged(row: NormRopeRow, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> Any:
     """Return the errors of the result and of all gradients."""
     x, dy, vectors, tables = (
         jnp.asarray(x, dtype),

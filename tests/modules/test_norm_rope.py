@@ -17,7 +17,7 @@ import maxattn as ma
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.jax_private.triton import takes_triton, triton_there
 from maxattn.modules import norm_rope, norm_rope_triton
-from maxattn.modules.norm_rope_triton import Row
+from maxattn.modules.norm_rope_triton import NormRopeRow
 from maxattn.remat import remat_policy
 from tests.jaxprs import of_primitive
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def made(
     case: tuple[Any, ...],
-) -> tuple[Row, dict[str, np.ndarray], dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+) -> tuple[NormRopeRow, dict[str, np.ndarray], dict[str, np.ndarray], tuple[np.ndarray, ...]]:
     n, h, norm, style, b, t, own, bias = case
     arrays = {name: RNG.standard_normal((b, t, n, h)) for name in ("x", "dy")}
     vectors = {"bias": RNG.standard_normal((n, h))} if bias else {}
@@ -47,14 +47,14 @@ def made(
         vectors["scale"] = 1 + 0.3 * RNG.standard_normal((n, h))
     angles = RNG.uniform(0, 6, (b if own else 1, t, h // 2))
     return (
-        Row(n, h, norm, EPS, style),
+        NormRopeRow(n, h, norm, EPS, style),
         arrays,
         vectors,
         (np.cos(angles), np.sin(angles)) if style else (),
     )
 
 
-def exact(row: Row, x: Any, vectors: dict[str, Any], tables: Any) -> Any:
+def exact(row: NormRopeRow, x: Any, vectors: dict[str, Any], tables: Any) -> Any:
     """Norm and turn pairs as complex numbers, in the dtype of x."""
     z = x + vectors.get("bias", 0.0)
     if row.norm:
@@ -87,7 +87,7 @@ def float32(tree: Any) -> Any:
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     row, arrays, vectors, tables = made(case)
     # Few programs, so that one has several rows, and not all as many.
-    monkeypatch.setattr(Row, "programs", max(2, len(arrays["x"][0]) - 1))
+    monkeypatch.setattr(NormRopeRow, "programs", max(2, len(arrays["x"][0]) - 1))
 
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
         return norm_rope._on_shard(row, True, x, vectors, tables)
@@ -139,7 +139,10 @@ def test_vectors_are_read_as_they_are(style: str) -> None:
 
 @pytest.mark.parametrize(("norm", "kept"), [("across", True), ("head", False), (None, False)])
 def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> None:
-    row, x = Row(4, 16, norm, EPS, None), jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32)
+    row, x = (
+        NormRopeRow(4, 16, norm, EPS, None),
+        jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32),
+    )
     _, r = norm_rope_triton.forward(row, x, {}, (), keep=True, interpret=True)
     assert (
         norm_rope_triton.forward(row, x, {}, (), interpret=True)[1] is None
@@ -151,7 +154,7 @@ def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> Non
 
 
 def test_programs_are_not_more_than_rows() -> None:
-    row, x = Row(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
+    row, x = NormRopeRow(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
     jaxpr = jax.make_jaxpr(
         lambda x, r: norm_rope_triton.backward(row, x, x, r, {}, (), interpret=True)
     )(x, x[:, 0, 0])
@@ -167,9 +170,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let modules believe that they are on an NVIDIA GPU, and count the interpreted kernels that
     they then run.
     """
-    runs: list[Row] = []
+    runs: list[NormRopeRow] = []
 
-    def interpreted(row: Row, *args: Any) -> Any:
+    def interpreted(row: NormRopeRow, *args: Any) -> Any:
         runs.append(row)
         return norm_rope.norm_rotary(row, *args, interpret=True)
 
@@ -230,7 +233,9 @@ def gradients(module: ma.FlaxAttention) -> Any:
     ("qk_norm", "policy"),
     [("rms_norm_across_heads", "NONE"), ("rms_norm", "SAVE_ATTENTION_AND_MATMUL"), (None, "FULL")],
 )
-def test_modules_give_the_same_with_it(qk_norm: str | None, policy: str, on_gpu: list[Row]) -> None:
+def test_modules_give_the_same_with_it(
+    qk_norm: str | None, policy: str, on_gpu: list[NormRopeRow]
+) -> None:
     built = module(qk_norm, policy=policy)
     got = gradients(built)
     assert {row.heads for row in on_gpu} == {4, 2}
@@ -249,7 +254,7 @@ def test_modules_give_the_same_with_it(qk_norm: str | None, policy: str, on_gpu:
     ],
 )
 def test_on_a_mesh_every_device_takes_its_rows(
-    qk_norm: str, axes: dict[str, int], on_gpu: list[Row]
+    qk_norm: str, axes: dict[str, int], on_gpu: list[NormRopeRow]
 ) -> None:
     mesh = auto_mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
     graph, state = nnx.split(module(qk_norm, mesh))
@@ -265,7 +270,7 @@ def test_on_a_mesh_every_device_takes_its_rows(
     assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
 
 
-def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
+def test_where_it_is_not_used(on_gpu: list[NormRopeRow]) -> None:
     mesh = auto_mesh(np.array(jax.devices()[:2]), ("tensor",))
     row = norm_rope.fused_row(
         "rms_norm_across_heads", module("rms_norm_across_heads").norm_q, ROTARY, 4, 32
@@ -290,7 +295,7 @@ def test_where_it_is_not_used(on_gpu: list[Row]) -> None:
 
 
 def test_without_a_mesh_on_several_devices_xla_does_it(
-    on_gpu: list[Row], monkeypatch: pytest.MonkeyPatch
+    on_gpu: list[NormRopeRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs may be spread over them: XLA would gather what the kernel reads."""
     one = module("rms_norm", ma.AttentionConfig().make_mesh(jax.devices()[:1]))
@@ -308,7 +313,7 @@ def test_without_a_mesh_on_several_devices_xla_does_it(
 def test_rows_that_leave_too_much_to_a_thread_are_left(
     heads: int, head_dim: int, fits: bool
 ) -> None:
-    assert Row(heads, head_dim, "across", EPS, "interleaved").fits() == fits
+    assert NormRopeRow(heads, head_dim, "across", EPS, "interleaved").fits() == fits
 
 
 def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +329,7 @@ def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("checked", "kernels"), [(True, 0), (False, 2)])
 def test_a_shard_map_that_checks_what_varies_goes_without(
-    checked: bool, kernels: int, on_gpu: list[Row]
+    checked: bool, kernels: int, on_gpu: list[NormRopeRow]
 ) -> None:
     mesh = auto_mesh(np.array(jax.devices()[:2]), ("model",))
     graph, state = nnx.split(module("rms_norm"))

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from maxattn.tools.bench.measure import bench
 from maxattn.tools.bench.report import as_table, to_json
-from maxattn.tools.bench.row import Row
+from maxattn.tools.bench.row import BenchRow
 
-__all__ = ["Row", "as_table", "bench", "to_json"]
+__all__ = ["BenchRow", "as_table", "bench", "to_json"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxattn.kernels.auto.gpu import TABLE, WHOLE_ROWS, mask_kind
-from maxattn.tools.bench.row import BACKWARD, FORWARD, Row
+from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 
 # The models' own shapes, and small and large ones between and around them.
@@ -45,7 +45,7 @@ def shapes() -> list[Shape]:
     return [SHAPES[name] if name in SHAPES else read(name) for name in MEASURED]
 
 
-def entries(rows: Sequence[Row], measured: Sequence[Shape]) -> list[dict[str, Any]]:
+def entries(rows: Sequence[BenchRow], measured: Sequence[Shape]) -> list[dict[str, Any]]:
     """Return one entry a shape: ms by kernel, forward and backward, without those that failed.
 
     Args:
@@ -60,7 +60,7 @@ def entries(rows: Sequence[Row], measured: Sequence[Shape]) -> list[dict[str, An
     ]
 
 
-def _times(rows: Sequence[Row], shape: Shape) -> dict[str, dict[str, float]]:
+def _times(rows: Sequence[BenchRow], shape: Shape) -> dict[str, dict[str, float]]:
     """Return ms by pass and kernel."""
     times: dict[str, dict[str, float]] = {FORWARD: {}, BACKWARD: {}}
     for row in rows:

@@ -16,7 +16,7 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.target import Target
-from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, Job, Row, operations, scores_bytes
+from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow, Job, operations, scores_bytes
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
 
@@ -67,7 +67,7 @@ def of_kernel(
         first = jax.jit(forward)
         return [(*each, *first(*each)) for each in inputs]
 
-    row = Row(shape.name, name, FORWARD)
+    row = BenchRow(shape.name, name, FORWARD)
     back = Job(replace(row, what=BACKWARD), shape, backward, with_outputs)
     return [Job(row, shape, forward, lambda: inputs), back]
 
@@ -76,7 +76,7 @@ def both_ways(
     shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]
 ) -> list[Job]:
     """Return a function's forward, and forward and backward together."""
-    row = Row(shape.name, who, FORWARD)
+    row = BenchRow(shape.name, who, FORWARD)
     forward = Job(row, shape, f, lambda: [each[:3] for each in inputs])
     return [forward, Job(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]
 

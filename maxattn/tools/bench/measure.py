@@ -17,7 +17,7 @@ from maxattn.masks import Dense
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import both_ways, check_kernels, of_kernel, random_inputs, too_large
 from maxattn.tools.bench.peers import PEERS
-from maxattn.tools.bench.row import FORWARD, Job, Row, row_of
+from maxattn.tools.bench.row import FORWARD, BenchRow, Job, row_of
 from maxattn.tools.bench.timing import Timed, Work, measure
 from maxattn.tools.model_shapes import Shape
 
@@ -30,7 +30,7 @@ def bench(
     peers: bool = False,
     target: Target | None = None,
     budget: float = 0.5,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure kernels through their own forward and backward, and `auto` through `attention`.
 
     Args:
@@ -55,7 +55,7 @@ def bench(
 
 def beside_reference(
     jobs: list[Job], shape: Shape, inputs: tuple[Array, ...], budget: float, **settings: Any
-) -> tuple[list[Row], list[tuple[Job, Timed]]]:
+) -> tuple[list[BenchRow], list[tuple[Job, Timed]]]:
     """Measure jobs, and dense attention of the first queries to compare their results with.
 
     Args:
@@ -88,14 +88,14 @@ def _of_name(
     if reason is None and (named or not too_large(name, shape)):
         yield from of_kernel(name, shape, target, inputs)
     elif reason is not None and named:
-        yield Job(Row(shape.name, name, FORWARD, note=reason.rule), shape)
+        yield Job(BenchRow(shape.name, name, FORWARD, note=reason.rule), shape)
 
 
 def _of_peer(name: str, shape: Shape, inputs: list[tuple[Array, ...]]) -> list[Job]:
     try:
         return both_ways(shape, f"bare {name}", PEERS[name](), inputs)
     except ImportError as missing:
-        return [Job(Row(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape)]
+        return [Job(BenchRow(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape)]
 
 
 def _auto(shape: Shape) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from maxattn.tools.bench import ring_on_fewer_devices
 from maxattn.tools.bench.jobs import both_ways, config_of, random_inputs
 from maxattn.tools.bench.measure import beside_reference
 from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import FORWARD, Job, Row
+from maxattn.tools.bench.row import FORWARD, BenchRow, Job
 from maxattn.tools.bench.te_mesh import TE_STRATEGIES, spread, te_jobs
 from maxattn.tools.model_shapes import Shape
 
@@ -49,7 +49,7 @@ def bench_mesh(
     options: Mapping[str, Any] | None = None,
     profiled: bool = False,
     ring_on: int = 0,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure an attention, forward and forward with backward, on one device and on a mesh.
 
     Args:
@@ -119,10 +119,10 @@ def _of_strategy(
         return both_ways(shape, who, partial(_attend, shape, config, mesh), inputs)
     # jax raises ValueError for a length that does not divide over the devices.
     except (MaxattnError, ValueError) as refused:
-        return [Job(Row(shape.name, who, FORWARD, note=str(refused).splitlines()[0]), shape)]
+        return [Job(BenchRow(shape.name, who, FORWARD, note=str(refused).splitlines()[0]), shape)]
 
 
-def _compared(row: Row, ones: list[Row], devices: int) -> Row:
+def _compared(row: BenchRow, ones: list[BenchRow], devices: int) -> BenchRow:
     one = next((r for r in ones if r.what == row.what and r.ms), None)
     if one is None or row in ones or not row.ms:
         return row

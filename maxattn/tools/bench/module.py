@@ -35,7 +35,7 @@ from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
 from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import BOTH, FORWARD, Job, Row, row_of
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchRow, Job, row_of
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
@@ -52,7 +52,7 @@ def bench_module(
     options: Mapping[str, Any] | None = None,
     profiled: bool = False,
     alone: bool = False,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
     Args:
@@ -88,7 +88,7 @@ def elementwise_bytes(shape: Shape, training: bool, param_dtype: str = "float32"
     return forward + (8 * array + tables + casts if training else 0)
 
 
-def _bound(shape: Shape, rows: list[Row], which: int, param_dtype: str) -> float | None:
+def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> float | None:
     """Return milliseconds, for the forward (0) or for training (1); None where a part failed."""
     parts = [rows[2 + which].ms, rows[4 + which].ms]
     if not all(parts):
@@ -187,7 +187,7 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
 
 def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Job]:
     return [
-        Job(Row(shape.name, who, what), shape, f, lambda inputs=inputs: [inputs], count=False)
+        Job(BenchRow(shape.name, who, what), shape, f, lambda inputs=inputs: [inputs], count=False)
         for what, (f, inputs) in zip((FORWARD, BOTH), made, strict=True)
     ]
 

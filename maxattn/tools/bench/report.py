@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from maxattn.target import Target
-from maxattn.tools.bench.row import Row
+from maxattn.tools.bench.row import BenchRow
 from maxattn.tools.bench.timing import Timed
 
 HEADER = (
@@ -17,7 +17,7 @@ HEADER = (
 LEFT = 3  # columns of words
 
 
-def as_table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[BenchRow]) -> str:
     """Return one line a measurement, in columns; columns that none of them fills are left out."""
     lines = [HEADER, *(_cells(row) for row in rows)]
     kept = [i for i in range(len(HEADER)) if i <= LEFT or any(line[i] for line in lines[1:])]
@@ -31,7 +31,7 @@ def _line(cells: tuple[str, ...], note: str, widths: dict[int, int]) -> str:
     return "  ".join(words).rstrip() + note
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     words = row.shape, row.who, row.what
     if not row.ms:
         return *words, "-", *("",) * (len(HEADER) - LEFT - 1)
@@ -43,11 +43,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     return *words, f"{row.ms:.3f}", rate, memory, error, efficiency, *bound
 
 
-def _note(row: Row) -> str:
+def _note(row: BenchRow) -> str:
     return f"  {row.note}" if row.note else ""
 
 
-def as_kernels(row: Row, timed: Timed, most: int = 24) -> str:
+def as_kernels(row: BenchRow, timed: Timed, most: int = 24) -> str:
     """Return the device time of one recorded run by kernel, the longest first."""
     p = timed.profile
     time = f"{1e3 * timed.seconds:.3f} ms; one run, first device: {p.span:.3f} ms"
@@ -58,7 +58,7 @@ def as_kernels(row: Row, timed: Timed, most: int = 24) -> str:
     return "\n".join((head, *lines))
 
 
-def to_json(rows: Sequence[Row], target: Target) -> str:
+def to_json(rows: Sequence[BenchRow], target: Target) -> str:
     """Return the measurements and the machine as JSON."""
     import jax
 

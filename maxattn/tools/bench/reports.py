@@ -18,7 +18,7 @@ from maxattn.target import Target
 from maxattn.tools.bench.jobs import too_large
 from maxattn.tools.bench.measure import bench
 from maxattn.tools.bench.module import bench_module
-from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, Row
+from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 
 NAIVE, TILED = "dot_product", "memory_efficient"
@@ -53,7 +53,7 @@ class Report:
 
     name: str
     text: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     panels: tuple[tuple[str, str, tuple[Curve, ...]], ...] = ()
     bars: tuple[tuple[str, float, float], ...] = ()
 
@@ -89,7 +89,7 @@ def _implementations(target: Target, budget: float) -> Report:
     return Report("implementations", "\n\n".join(tables), tuple(rows), panels)
 
 
-def _compared(title: str, found: dict[str, list[Row]], i: int) -> str:
+def _compared(title: str, found: dict[str, list[BenchRow]], i: int) -> str:
     naive = found["naive"][i].ms
     lines = [("implementation", "kernel", "time (ms)", "memory (MiB)", "speedup")]
     for label, rows in found.items():
@@ -122,23 +122,23 @@ def _windowed(shape: Shape, target: Target) -> tuple[str, ...]:
     return (*(fused or [TILED]), *([] if too_large(NAIVE, shape) else [NAIVE]))
 
 
-def _lines(rows: list[Row]) -> list[tuple[str, ...]]:
+def _lines(rows: list[BenchRow]) -> list[tuple[str, ...]]:
     head = ("tokens", "kernel", "pass", "time (ms)", "TFLOP/s", "memory (MiB)")
     return [head, *(_cells(row) for row in rows if row.ms)]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     numbers = f"{row.ms:.3f}", f"{row.tflops:.1f}", f"{_mib(row):.0f}"
     return str(_tokens(row)), row.who, row.what, *numbers
 
 
-def _tokens(row: Row) -> int:
+def _tokens(row: BenchRow) -> int:
     return int(row.shape.split(",")[1])
 
 
-def _by_tokens(rows: list[Row], what: str) -> tuple[Curve, ...]:
+def _by_tokens(rows: list[BenchRow], what: str) -> tuple[Curve, ...]:
     """Return a curve for each kernel."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[BenchRow]] = {}
     for row in rows:
         if row.ms and row.what == what:
             found.setdefault(row.who, []).append(row)
@@ -166,10 +166,10 @@ def _layers(target: Target, budget: float) -> Report:
     return Report("layers", f"{head}\n{_columns(lines)}", tuple(rows), bars=bars)
 
 
-def _layer(shape: Shape, kernel: str, target: Target, budget: float) -> list[Row]:
+def _layer(shape: Shape, kernel: str, target: Target, budget: float) -> list[BenchRow]:
     """Measure a layer with one kernel; nothing where it cannot run."""
     if too_large(kernel, shape):
-        return [Row(shape.name, kernel, BOTH, note="left out: too much memory or time")]
+        return [BenchRow(shape.name, kernel, BOTH, note="left out: too much memory or time")]
     if refusal(kernel, shape.call(), target) is not None:
         return []
     rows = bench_module(shape, kernel, budget=budget, alone=True)
@@ -194,17 +194,17 @@ def _fused(shape: Shape, target: Target) -> str | None:
 
 
 def _curve(
-    label: str, lengths: Sequence[int], rows: list[Row], of: Callable[[Row], float]
+    label: str, lengths: Sequence[int], rows: list[BenchRow], of: Callable[[BenchRow], float]
 ) -> Curve:
     kept = [(n, of(row)) for n, row in zip(lengths, rows, strict=True) if row.ms]
     return Curve(label, tuple(n for n, _ in kept), tuple(y for _, y in kept))
 
 
-def _ms(row: Row) -> float:
+def _ms(row: BenchRow) -> float:
     return row.ms
 
 
-def _mib(row: Row) -> float:
+def _mib(row: BenchRow) -> float:
     return row.peak / 2**20
 
 

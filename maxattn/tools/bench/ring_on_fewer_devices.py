@@ -30,7 +30,7 @@ from maxattn.kernels.kv_block import Packed, pack
 from maxattn.plan import plan
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of
-from maxattn.tools.bench.row import BOTH, FORWARD, Job, Row
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchRow, Job
 from maxattn.tools.model_shapes import Shape
 
 SHARDED, WHOLE = PartitionSpec(None, CONTEXT), PartitionSpec()
@@ -103,12 +103,17 @@ def _blocks_of_others(setup: _Setup, whole: tuple[Array, ...], tokens: int) -> t
 def _jobs(setup: _Setup, who: str, others: tuple[Packed, ...]) -> list[Job]:
     ring = setup.ring
     return [
-        _job(setup, Row(setup.shape.name, who, FORWARD), ring.forward, (others, *setup.shards[:3])),
-        _job(setup, Row(setup.shape.name, who, BOTH), ring.both, (others, *setup.shards)),
+        _job(
+            setup,
+            BenchRow(setup.shape.name, who, FORWARD),
+            ring.forward,
+            (others, *setup.shards[:3]),
+        ),
+        _job(setup, BenchRow(setup.shape.name, who, BOTH), ring.both, (others, *setup.shards)),
     ]
 
 
-def _job(setup: _Setup, row: Row, f: Callable[..., Any], inputs: tuple[Any, ...]) -> Job:
+def _job(setup: _Setup, row: BenchRow, f: Callable[..., Any], inputs: tuple[Any, ...]) -> Job:
     specs = (tuple(WHOLE for _ in inputs[0]), *(SHARDED for _ in inputs[1:]))
     results = SHARDED if row.what == FORWARD else (SHARDED,) * 4
     mapped = shard_map(f, setup.mesh, specs, results, {CONTEXT})

@@ -17,7 +17,7 @@ WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # in units of 4 B N T S H opera
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """Hold one measurement.
 
     Args:
@@ -58,7 +58,7 @@ class Job:
         judged: whether its result is one, to compare with the reference.
     """
 
-    row: Row
+    row: BenchRow
     shape: Shape
     f: Callable[..., Any] = print
     make: Callable[[], list[tuple[Any, ...]]] = list
@@ -72,7 +72,7 @@ class Job:
         return Work(self.f, self.make, self.around, f"{self.row.who}, {self.row.what}")
 
 
-def row_of(job: Job, timed: Timed, wanted: Timed | None) -> Row:
+def row_of(job: Job, timed: Timed, wanted: Timed | None) -> BenchRow:
     """Fill a row with what was measured.
 
     Args:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.tools.bench.jobs import both_ways
 from maxattn.tools.bench.peers import te_attention
-from maxattn.tools.bench.row import FORWARD, Job, Row
+from maxattn.tools.bench.row import FORWARD, BenchRow, Job
 from maxattn.tools.model_shapes import Shape
 
 TE_STRATEGIES = {"TransformerEngine ring": "RING", "TransformerEngine all-gather": "ALL_GATHER"}
@@ -31,7 +31,7 @@ def te_jobs(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> li
         mesh = auto_mesh(np.asarray(jax.devices()[: sizes.get("context", 1)]), ("context",))
         inputs = spread(whole, mesh, PartitionSpec(None, "context"))
     except (ImportError, ValueError) as failed:
-        return [Job(Row(shape.name, name, FORWARD, note=str(failed).splitlines()[0]), shape)]
+        return [Job(BenchRow(shape.name, name, FORWARD, note=str(failed).splitlines()[0]), shape)]
 
     @contextmanager
     def around() -> Iterator[None]:

@@ -19,7 +19,7 @@ from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
 from maxattn.tools.bench.auto_table import entries, write
 from maxattn.tools.bench.jobs import random_inputs
-from maxattn.tools.bench.row import BACKWARD, FORWARD, Row
+from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
 
@@ -27,11 +27,11 @@ SMALL = Shape("small", 1, 64, 64, 2, 16, mask=M.Causal(), dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[BenchRow]:
     return bench(SMALL, ("dot_product", "auto", "cudnn"), budget=0.01)
 
 
-def test_rows_have_times_or_reasons(rows: list[Row]) -> None:
+def test_rows_have_times_or_reasons(rows: list[BenchRow]) -> None:
     measured = {
         (row.who, row.what) for row in rows if row.ms > 0 and row.tflops > 0 and row.peak > 0
     }
@@ -65,18 +65,18 @@ def test_few_calls_are_queued_on_several_devices() -> None:
     assert timing._calls(timing.Timed(seconds=1e-6), 1.0) == (timing.BATCHES, timing.ON_SEVERAL)
 
 
-def test_errors_are_against_float32(rows: list[Row]) -> None:
+def test_errors_are_against_float32(rows: list[BenchRow]) -> None:
     errors = [row.error for row in rows if row.what == FORWARD and row.ms]
     assert all(error is not None and error < 1e-2 for error in errors)
 
 
-def test_the_rate_counts_allowed_pairs_alone(rows: list[Row]) -> None:
+def test_the_rate_counts_allowed_pairs_alone(rows: list[BenchRow]) -> None:
     row = rows[0]
     pairs = 64 * 65 // 2
     assert row.tflops == pytest.approx(4 * 2 * 16 * pairs / (row.ms / 1e3) / 1e12)
 
 
-def test_report(rows: list[Row]) -> None:
+def test_report(rows: list[BenchRow]) -> None:
     assert len(as_table(rows).splitlines()) == len(rows) + 1
     saved = json.loads(to_json(rows, Target.here()))
     assert saved["machine"]["device"] == "cpu" and len(saved["rows"]) == len(rows)
@@ -85,8 +85,9 @@ def test_report(rows: list[Row]) -> None:
 def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
     shape, path = read("1,256,256,2,64"), tmp_path / "table.json"
     rows = [
-        Row(shape.name, "flash", FORWARD, 0.2), Row(shape.name, "flash", BACKWARD, 0.5),
-        Row(shape.name, "cudnn", FORWARD, 0.1), Row(shape.name, "cudnn", BACKWARD, note="failed"),
+        BenchRow(shape.name, "flash", FORWARD, 0.2), BenchRow(shape.name, "flash", BACKWARD, 0.5),
+        BenchRow(shape.name, "cudnn", FORWARD, 0.1),
+        BenchRow(shape.name, "cudnn", BACKWARD, note="failed"),
     ]  # fmt: skip
     path.write_text(json.dumps({"another": {"entries": []}}))
     write("NVIDIA H200", {"date": "2026-11-21"}, entries(rows, [shape]), path)
