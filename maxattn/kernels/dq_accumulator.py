@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.kv_block import WHOLE, Cut, Packed, pack, slice_one, write_keys
+from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, pack, slice_one, write_keys
 
 if TYPE_CHECKING:
     from maxattn.kernels.base import Grads, Inputs, Rows
@@ -30,12 +30,12 @@ class DqAccumulator:
 
     state: Any
 
-    def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
+    def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
         """Add what a range of a block's keys gives to dQ, and return (dk, dv) of the block.
 
         Args:
             keys: the block, [2,B,S,K,H].
-            cut: the range.
+            key_range: the range.
             grads: what earlier ranges of the block gave. Without it, the gradients of keys outside
                 of the range are not set.
         """
@@ -61,13 +61,13 @@ class SumOfParts(DqAccumulator):
         self._backward, self._inputs, self._rows = backward, inputs, rows
         self.state: Any = []
 
-    def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
+    def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
         """Add a range of a block's keys, and return (dk, dv) of the block."""
-        k, v = (slice_one(keys, which, cut) for which in (0, 1))
+        k, v = (slice_one(keys, which, key_range) for which in (0, 1))
         dq, dk, dv, _ = self._backward(self._inputs.replace(k=k, v=v), self._rows)
         self.state = added(self.state, dq)
         found = pack(dk.astype(k.dtype), dv.astype(k.dtype))
-        start, end = cut.bounds(keys.shape[2])
+        start, end = key_range.bounds(keys.shape[2])
         if grads is None:
             return jnp.pad(found, ((0, 0), (0, 0), (start, keys.shape[2] - end), (0, 0), (0, 0)))
         return write_keys(found, grads, start)

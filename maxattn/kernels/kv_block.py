@@ -14,7 +14,7 @@ Packed = Float[Array, "R2 B S K H"]
 """K and V of a block of keys, or their gradients, as one array."""
 
 
-class Cut(NamedTuple):
+class KeyRange(NamedTuple):
     """Name a range of the keys of a block, as a slice does.
 
     Args:
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
         return self.start, (length + self.stop if self.stop < 0 else self.stop)
 
 
-WHOLE = Cut()
+WHOLE = KeyRange()
 
 
 class KeySplit(NamedTuple):
@@ -72,9 +72,9 @@ def pack(k: Array, v: Array, spare_keys: int = 0) -> Packed:
     return jnp.where(jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0, k, v)
 
 
-def slice_keys(packed: Packed, cut: Cut) -> Packed:
+def slice_keys(packed: Packed, key_range: KeyRange) -> Packed:
     """Return a range of the keys of a block, K and V."""
-    start, end = cut.bounds(packed.shape[2])
+    start, end = key_range.bounds(packed.shape[2])
     return jax.lax.slice_in_dim(packed, start, end, axis=2)
 
 
@@ -83,11 +83,11 @@ def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
     return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
 
 
-def slice_one(packed: Packed, which: int, cut: Cut) -> Array:
+def slice_one(packed: Packed, which: int, key_range: KeyRange) -> Array:
     """Return a range of K (0) or of V (1).
 
     One slice does both: for most kernels XLA need not copy it where the batch is 1.
     """
     _, b, length, k, h = packed.shape
-    start, end = cut.bounds(length)
+    start, end = key_range.bounds(length)
     return jax.lax.slice(packed, (which, 0, start, 0, 0), (which + 1, b, end, k, h))[0]

@@ -111,7 +111,7 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(
 ) -> None:
     split = kv_block.halves(length)._replace(spare_keys=spare_keys)
     made = list(gpu_full_mask.steps(ring_size, split))
-    computed = [(step.hop, *step.cut.bounds(length + spare_keys)) for step in made]
+    computed = [(step.hop, *step.key_range.bounds(length + spare_keys)) for step in made]
     filler = gpu_full_mask.LocalKvFiller(length, spare_keys)
     elsewhere = [filler.keys_of(hop).bounds(length) for hop in range(ring_size - 1, 0, -1)]
     covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(ring_size)}
@@ -208,7 +208,7 @@ def test_halves_meet_at_a_tile() -> None:
 def waves_of(split: kv_block.KeySplit, length: int, rows: int, ring_size: int) -> int:
     """Count the waves of 132 thread blocks of a backward's launches, as `steps` lists them."""
     steps, tile = gpu_full_mask.steps(ring_size, split), 128
-    bounds = [step.cut.bounds(length + split.spare_keys) for step in steps]
+    bounds = [step.key_range.bounds(length + split.spare_keys) for step in steps]
     return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
 
 
@@ -292,7 +292,7 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str)
     for keys in jnp.split(kv_block.pack(k, v), blocks, 2):
         grads = None
         for cut in CUTS[cuts]:
-            grads = made.add(keys, kv_block.Cut(*cut), grads)
+            grads = made.add(keys, kv_block.KeyRange(*cut), grads)
         parts.append(grads)
     dk, dv = jnp.concatenate(parts, 2)
     assert max(error(g, w) for g, w in zip((made.dq(), dk, dv), want[2:5], strict=True)) < 2e-5

@@ -49,7 +49,7 @@ def test_against_float64(cuts: str, head_dim: int) -> None:
         for keys in blocks:
             grads = None
             for cut in CUTS[cuts]:
-                grads = made.add(keys, kv_block.Cut(*cut), grads)
+                grads = made.add(keys, kv_block.KeyRange(*cut), grads)
             found.append(grads)
         return made.dq(), *jnp.concatenate(found, 2), type(made).__name__ == "Fa4DqAccumulator"
 

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from maxattn.context_parallel.ring.hops import RingPass, tie_transfer_to_kernel
 from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator, added, total
-from maxattn.kernels.kv_block import WHOLE, Cut, KeySplit, Packed, pack, slice_keys, write_keys
+from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, pack, slice_keys, write_keys
 
 
 class Step(NamedTuple):
@@ -32,13 +32,13 @@ class Step(NamedTuple):
 
     Attributes:
         hop: whose keys: those of the rank so many before this one.
-        cut: which range of them.
+        key_range: which range of them.
         fetches: whether the keys of the next hop travel.
         returns: whether the gradients of the hop before this one do.
     """
 
     hop: int
-    cut: Cut
+    key_range: KeyRange
     fetches: bool = False
     returns: bool = False
 
@@ -54,9 +54,10 @@ class LocalKvFiller(NamedTuple):
     length: int
     spare_keys: int
 
-    def keys_of(self, hop: int) -> Cut:
+    def keys_of(self, hop: int) -> KeyRange:
         """Return which local keys fill the block of a hop."""
-        return Cut(self.length - hop * self.spare_keys, self.length - (hop - 1) * self.spare_keys)
+        start = self.length - hop * self.spare_keys
+        return KeyRange(start, start + self.spare_keys)
 
     def fill(self, hop: int, block: Packed, local: Packed) -> Packed:
         """Return the block of a hop with local keys in its spare ones."""
@@ -68,7 +69,7 @@ class LocalKvFiller(NamedTuple):
         """Return the gradients of the local keys, with those that came with the block of a hop."""
         if not self.spare_keys:
             return local
-        return write_keys(slice_keys(grads, Cut(self.length)), local, self.keys_of(hop).start)
+        return write_keys(slice_keys(grads, KeyRange(self.length)), local, self.keys_of(hop).start)
 
     def without(self, block: Packed) -> Packed:
         """Return a block without its spare keys."""
@@ -83,24 +84,24 @@ def steps(ring_size: int, split: KeySplit) -> Iterator[Step]:
         split: how a rank's keys are divided over launches.
     """
     last, halves = ring_size - 1, split.middle > 0
-    first = Cut(0, split.middle)
+    first, second = KeyRange(0, split.middle), KeyRange(split.middle)
     yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
     for hop in range(1, ring_size):
         fetches, returns = hop < last, hop > 1
         if fetches and returns and halves:
-            yield from (Step(hop, first, fetches=True), Step(hop, Cut(split.middle), returns=True))
+            yield from (Step(hop, first, fetches=True), Step(hop, second, returns=True))
         else:
             yield Step(hop, WHOLE, fetches, returns)
     if last and halves:
         yield Step(0, local_rest(split, ring_size), returns=True)
 
 
-def local_rest(split: KeySplit, ring_size: int) -> Cut:
+def local_rest(split: KeySplit, ring_size: int) -> KeyRange:
     """Return the local keys after the first half, less those that fill other ranks' blocks.
 
     The local block itself has spare keys at its end too, which stay empty.
     """
-    return Cut(split.middle, -ring_size * split.spare_keys or None)
+    return KeyRange(split.middle, -ring_size * split.spare_keys or None)
 
 
 def spare_keys(ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> int:
@@ -143,9 +144,9 @@ class _Backward:
     def take(self, step: Step) -> None:
         """Begin what travels, and compute beside it."""
         hop, coming, arriving = step.hop, self._coming(step), self._arriving(step)
-        self.grads[hop] = self.accumulator.add(self.keys[hop], step.cut, self.grads.get(hop))
+        self.grads[hop] = self.accumulator.add(self.keys[hop], step.key_range, self.grads.get(hop))
         coming, arriving = self._tied(coming, arriving)
-        if hop and step.cut.stop is None:
+        if hop and step.key_range.stop is None:
             self._finish(hop)
         if coming is not None:
             self.keys[hop + 1] = self.local_kv_filler.fill(hop + 1, coming, self.keys[0])

@@ -23,7 +23,7 @@ from maxattn.kernels.fa4.kernel_calls import (
     run_splits,
 )
 from maxattn.kernels.fa4.launch import library, split_launch
-from maxattn.kernels.kv_block import Cut
+from maxattn.kernels.kv_block import KeyRange
 
 LAUNCHES = (
     "_fa4_bwd_pre",
@@ -81,7 +81,7 @@ class Launches:
             name="fa4_bwd_pre",
         )
 
-    def block(self, given: BlockOperands, cut: Cut) -> Any:
+    def block(self, given: BlockOperands, key_range: KeyRange) -> Any:
         """Return dQ with the share of a part of a block, and the block's gradients."""
         heads, floats = library()._QKV_SPEC, library()._F32_SPEC
         packed = import_module("cutejax").ArraySpec(static_dims=(3, 4))
@@ -90,7 +90,7 @@ class Launches:
             run_block,
             [self._dq, jax.ShapeDtypeStruct(keys.shape, keys.dtype)],
             self._made,
-            cut,
+            key_range,
             given,
             in_specs=[heads, packed, heads] + [floats] * 3 + [packed] * len(given.before),
             out_specs=[floats, packed],

@@ -19,7 +19,7 @@ from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel_calls import BlockOperands
 from maxattn.kernels.fa4.primitives import widened
-from maxattn.kernels.kv_block import TWO_TILES, WHOLE, Cut, Packed
+from maxattn.kernels.kv_block import TWO_TILES, WHOLE, KeyRange, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 
 
@@ -51,7 +51,7 @@ class Fa4DqAccumulator(DqAccumulator):
         safe = jnp.where(rows.lse == NEG_INF, BIG_LSE, rows.lse)
         self.state: Any = self._launches.first(rows.out.astype(q.dtype), self._dout, safe)
 
-    def add(self, keys: Packed, cut: Cut = WHOLE, grads: Packed | None = None) -> Packed:
+    def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
         """Add a range of a block's keys to dQ, and write its (dk, dv) into `grads` or a new array.
 
         The arguments are those of `DqAccumulator.add`.
@@ -59,7 +59,7 @@ class Fa4DqAccumulator(DqAccumulator):
         delta, lse, dq = self.state
         before = () if grads is None else (grads,)
         given = BlockOperands(self._q, keys, self._dout, lse, delta, dq, before)
-        dq, found = self._launches.block(given, cut)
+        dq, found = self._launches.block(given, key_range)
         self.state = delta, lse, dq
         return found
 

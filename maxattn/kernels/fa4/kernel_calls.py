@@ -71,9 +71,10 @@ def run_backward(
     launch.kernel(given.q, given.k, given.v, *rows, *grads, scale, **settings)
 
 
-def run_block(stream: Any, made: Any, cut: Any, given: BlockOperands, dq: Any, grads: Any):
+def run_block(stream: Any, made: Any, key_range: Any, given: BlockOperands, dq: Any, grads: Any):
     """Launch the library's backward on a part of a block of keys; its gradients go where it is."""
-    k, v, dk, dv = (_cut_out(x, which, cut) for x in (given.keys, grads) for which in (0, 1))
+    blocks = given.keys, grads
+    k, v, dk, dv = (_slice_one(x, which, key_range) for x in blocks for which in (0, 1))
     rows = given.dout, given.lse, given.delta
     library()._fa4_bwd(stream, made, given.q, k, v, *rows, dq, (), dq, dk, dv)
 
@@ -97,9 +98,9 @@ def run_splits(
     launch.kernel(given.q, *left, *rows, dq, dk_splits, dv_splits, scale, stream=stream)
 
 
-def _cut_out(packed: Any, which: int, cut: Any) -> Any:
-    """Return K (0) or V (1) of a part of a block (`kv_block.Cut`), where it stands."""
-    start, end = cut.bounds(packed.shape[2])
+def _slice_one(packed: Any, which: int, key_range: Any) -> Any:
+    """Return K (0) or V (1) of a range of the keys of a block, where it stands."""
+    start, end = key_range.bounds(packed.shape[2])
     return _keys(packed[which, None, None, None, None], start, end - start)
 
 

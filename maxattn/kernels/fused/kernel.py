@@ -28,7 +28,7 @@ from maxattn.kernels.fused.real_keys import RealKeys
 from maxattn.kernels.fused.rectangles import PieceInputs, column
 from maxattn.kernels.softmax import NEG_INF
 
-Cut = tuple[Piece, ...]
+Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Fused(Kernel):
         inputs = rectangles.with_padded_heads(inputs)
         given = _given(inputs, RealKeys.of(terms, inputs))
 
-        def compute(cut: Cut, given: PieceInputs) -> Result:
-            return rectangles.merged([(p, self._forward(given.cut(p))) for p in cut], given.q)
+        def compute(pieces: Pieces, given: PieceInputs) -> Result:
+            return rectangles.merged([(p, self._forward(given.cut(p))) for p in pieces], given.q)
 
         out, lse = ShiftedBand.of(terms, inputs).run(compute, given)
         return Result(out[..., :width], lse)
@@ -74,8 +74,10 @@ class Fused(Kernel):
         keys = RealKeys.of(terms, inputs)
         operands = _given(inputs, keys), rectangles.rows_for(rows, inputs.q)
 
-        def compute(cut: Cut, given: PieceInputs, rows: Rows) -> Grads:
-            found = [(p, self._backward(given.cut(p), rectangles.cut_rows(rows, p))) for p in cut]
+        def compute(pieces: Pieces, given: PieceInputs, rows: Rows) -> Grads:
+            found = [
+                (p, self._backward(given.cut(p), rectangles.cut_rows(rows, p))) for p in pieces
+            ]
             return rectangles.summed(found, given.q, given.k)
 
         dq, dk, dv, _ = ShiftedBand.of(terms, inputs).run(compute, *operands)
