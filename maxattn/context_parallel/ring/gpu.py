@@ -105,13 +105,13 @@ class GpuSchedule(Schedule):
         """Return this device's gradients; those of its K and V are complete."""
         if ring_pass.is_dense:
             return gpu_full_mask.backward(ring_pass, kernel, inputs, rows)
-        made = _Backward(ring_pass, kernel, inputs, rows)
+        made = _GpuBackward(ring_pass, kernel, inputs, rows)
         for hop in ring_pass.hops:
             made.take(hop)
         return made.grads()
 
 
-class _Backward:
+class _GpuBackward:
     """Hold the keys that are here, and the gradients so far."""
 
     def __init__(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> None:

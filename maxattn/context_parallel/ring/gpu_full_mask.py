@@ -123,13 +123,13 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
     dense = Inputs(inputs.q, inputs.k, inputs.v)
     split = kernel.split_keys(dense, ring_pass.ring_size)
     accumulator = kernel.accumulator(dense, rows)
-    made = _Backward(ring_pass, accumulator, dense, split)
+    made = _DenseBackward(ring_pass, accumulator, dense, split)
     for step in steps(ring_pass.ring_size, split):
         made.take(step)
     return Grads(accumulator.dq(), *made.of_keys())
 
 
-class _Backward:
+class _DenseBackward:
     """Hold the keys and gradients that are here, by hop, and local gradients that came home."""
 
     def __init__(

@@ -54,14 +54,14 @@ class TorusSchedule(Schedule):
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's gradients; those of its K and V have been round the ring."""
-        made = _Backward(ring_pass, kernel, inputs, rows)
+        made = _TorusBackward(ring_pass, kernel, inputs, rows)
         for hop in ring_pass.hops:
             made.take(hop)
         made.finish_local()
         return made.grads()
 
 
-class _Backward:
+class _TorusBackward:
     """Hold the keys that are here, their gradients, and those of the queries and biases."""
 
     def __init__(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> None:

@@ -112,7 +112,9 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
     return Grads(*(x[..., :width] for x in (dq, dk, dv)))
 
 
-def _run_backward(made: fa4_launch.Backward, given: BackwardOperands, tiles: TilePass) -> Any:
+def _run_backward(
+    made: fa4_launch.BackwardLaunches, given: BackwardOperands, tiles: TilePass
+) -> Any:
     """Return dq as float32 sums, and dk and dv; sums too where query heads share keys."""
     assert tiles.lists is not None
     lib, shared = fa4_launch.library(), len(given.dkv)
@@ -172,7 +174,7 @@ def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -
 
 
 def _before(
-    made: fa4_launch.Backward, out: Array, lse: Array, dout: Array
+    made: fa4_launch.BackwardLaunches, out: Array, lse: Array, dout: Array
 ) -> tuple[Array, Array, Array]:
     """Return what the backward reads of each row, and zeros to add dq to.
 
@@ -201,7 +203,7 @@ def _after(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Arr
     return _call(run, out, made, sums, **specs, name=name)
 
 
-def _zeros(made: fa4_launch.Backward, k: Array) -> Array:
+def _zeros(made: fa4_launch.BackwardLaunches, k: Array) -> Array:
     b, s, heads, h = k.shape
     padded = -(-s // made.tile.keys) * made.tile.keys
     return jnp.zeros((b, heads, padded * _wide(h)), jnp.float32)

@@ -88,7 +88,7 @@ def forward_launch(spec: LaunchSpec) -> Launch:
     return Launch(kernel, spec.scale)
 
 
-class Backward(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """Hold what runs in a backward: before it, itself, and what turns sums into dq, dk and dv."""
 
     tile: Tile
@@ -100,7 +100,7 @@ class Backward(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def backward_launches(spec: LaunchSpec) -> Backward:
+def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     """Make the backward, likewise, with the settings that the library has for this tile."""
     lib, plan, scale = library(), _plan_of(spec), spec.scale
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
@@ -110,7 +110,7 @@ def backward_launches(spec: LaunchSpec) -> Backward:
     before = lib._aux_static("pre", made, scale)
     after = partial(_after, spec, plan)
     ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
-    return Backward(spec.tile, before, Launch(kernel, scale), *ends)
+    return BackwardLaunches(spec.tile, before, Launch(kernel, scale), *ends)
 
 
 def _plan_of(spec: LaunchSpec) -> Any:

@@ -20,7 +20,7 @@ LEAST_GAIN = 0.01  # of all waves: each spare tile costs copies and 128 keys mor
 LEAST_PART = 4
 
 
-class Backward(NamedTuple):
+class RingWaves(NamedTuple):
     """Say what the waves of a ring's backward depend on.
 
     Args:
@@ -75,7 +75,7 @@ def split_keys(length: int, tile: int, rows: int, ring_size: int, sms: int) -> K
         ring_size: ranks of the ring.
         sms: streaming multiprocessors of the GPU.
     """
-    made = Backward(-(-length // tile), rows, ring_size, sms)
+    made = RingWaves(-(-length // tile), rows, ring_size, sms)
 
     def cost(way: tuple[int, int]) -> tuple[int, int, int]:
         middle, spare = way
