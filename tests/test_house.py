@@ -260,6 +260,27 @@ def test_a_test_of_a_mask_s_class_is_seen(text: str) -> None:
     assert list(class_tests(ast.parse(text), mask_classes()))
 
 
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def class_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a file's classes, without the underscore of private ones."""
+    yield from (node.name.lstrip("_") for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def test_no_two_classes_share_a_name() -> None:
+    files: dict[str, list[str]] = {}
+    for source in sources():
+        for name in class_names(source.tree):
+            files.setdefault(name, []).append(source.path)
+    assert len(files) > 200
+    assert not {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def test_a_private_class_has_the_name_of_a_public_one() -> None:
+    assert list(class_names(ast.parse("class Row: ...\nclass _Row: ..."))) == ["Row", "Row"]
+
+
 # ---- sizes ---------------------------------------------------------------------------------------
 
 

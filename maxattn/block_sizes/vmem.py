@@ -94,14 +94,14 @@ PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
 }
 
 
-class Cost(NamedTuple):
+class TokenBytes(NamedTuple):
     """Hold bytes per query token and per key token of a tile."""
 
     query: int
     key: int
 
 
-def windows(part: Part, facts: Facts, looped: bool) -> Cost:
+def windows(part: Part, facts: Facts, looped: bool) -> TokenBytes:
     """Count the bytes per token of one kernel's tiles, of operands, statistics and results.
 
     Args:
@@ -116,13 +116,13 @@ def windows(part: Part, facts: Facts, looped: bool) -> Cost:
     if part == "forward":
         # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
         rows = (8 if tokamax else 6) * ROW + 2 * ROW
-        return Cost(2 * twice + rows + kept, 2 * twice + 2 * COLUMN)
+        return TokenBytes(2 * twice + rows + kept, 2 * twice + 2 * COLUMN)
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
-        return Cost(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
+        return TokenBytes(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
     query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
     if part == "fused":  # dq, in tokamax added to what is there
         query += (2 if tokamax else 1) * twice + (kept if looped else 0)
-    return Cost(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
+    return TokenBytes(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
 
 
 def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Family) -> float:

@@ -13,7 +13,7 @@ Operands = tuple[Any, Any, Any, Any]
 """(q [N, T, H], k and v [K, S, H], (ids of queries, ids of keys) or None) of one batch row."""
 
 
-class Launch(NamedTuple):
+class SplashLaunch(NamedTuple):
     """Hold how a kernel is launched.
 
     Args:
@@ -43,7 +43,7 @@ def mask_info(data_next: Any, block_mask: Any, q_sequence: Any) -> Any:
     return MaskInfo(data_next, None, block_mask, None, q_sequence)
 
 
-def forward(operands: Operands, launch: Launch) -> tuple[Any, Any]:
+def forward(operands: Operands, launch: SplashLaunch) -> tuple[Any, Any]:
     """Run the forward kernel on one batch row: (out [N, T, H], lse [N, T])."""
     splash = _splash()
     out, (lse,) = splash._splash_attention_forward(
@@ -58,7 +58,7 @@ def forward(operands: Operands, launch: Launch) -> tuple[Any, Any]:
     return out, lse
 
 
-def dkv(operands: Operands, stats: Any, launch: Launch, fused: bool) -> tuple[Any, Any, Any]:
+def dkv(operands: Operands, stats: Any, launch: SplashLaunch, fused: bool) -> tuple[Any, Any, Any]:
     """Run the backward kernel of K and V on one batch row: (dq when fused else None, dk, dv).
 
     `stats` are (lse, dout, delta), as for `dq`.
@@ -69,7 +69,7 @@ def dkv(operands: Operands, stats: Any, launch: Launch, fused: bool) -> tuple[An
     return run(*_with_ids(operands), None, *stats, **sizes, **_backward_settings(launch))
 
 
-def dq(operands: Operands, stats: Any, launch: Launch) -> Any:
+def dq(operands: Operands, stats: Any, launch: SplashLaunch) -> Any:
     """Run the backward kernel of Q on one batch row."""
     bq, bkv = launch.blocks
     run = _splash()._splash_attention_bwd_dq
@@ -83,7 +83,7 @@ def _with_ids(operands: Operands) -> Operands:
     return q, k, v, None if ids is None else _splash().SegmentIds(*ids)
 
 
-def _settings(launch: Launch) -> dict[str, Any]:
+def _settings(launch: SplashLaunch) -> dict[str, Any]:
     return {
         "is_mqa": False,
         "mask_value": _splash().DEFAULT_MASK_VALUE,
@@ -92,7 +92,7 @@ def _settings(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _backward_settings(launch: Launch) -> dict[str, Any]:
+def _backward_settings(launch: SplashLaunch) -> dict[str, Any]:
     layout = _splash().QKVLayout.HEAD_DIM_MINOR
     layouts = {"q_layout": layout, "k_layout": layout, "v_layout": layout}
     own = {"mask_info": launch.info, "attn_logits_soft_cap": None}

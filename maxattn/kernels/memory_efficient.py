@@ -30,7 +30,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
-from maxattn.kernels.blockwise.tiles import Tiles, cut, for_visits, join
+from maxattn.kernels.blockwise.tiles import ChunkedInputs, cut, for_visits, join
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note
 
@@ -120,14 +120,14 @@ class MemoryEfficient(Kernel):
         dq = softmax.merge_queries(join(dq, 3, q.shape[1]))
         return Grads(dq, dk, dv, _bias_like(dbias, inputs.bias))
 
-    def _tiles(self, inputs: Inputs) -> Tiles:
+    def _tiles(self, inputs: Inputs) -> ChunkedInputs:
         if self.float32_qk_product:
             q, k = (x.astype(jnp.float32) for x in (inputs.q, inputs.k))
             inputs = inputs.replace(q=q, k=k)
-        return Tiles.of(inputs, (self.query_chunk, self.key_chunk), self.scale)
+        return ChunkedInputs.of(inputs, (self.query_chunk, self.key_chunk), self.scale)
 
 
-def _rows(tiles: Tiles) -> tuple[Any, ...]:
+def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
     """Gather what one step of the loop over query chunks takes: number, queries, visits."""
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
@@ -159,7 +159,7 @@ def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _brought_near(
-    tiles: Tiles, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array
+    tiles: ChunkedInputs, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array
 ) -> tuple[Any, Array]:
     """Return what a bias far from 0 adds to every key of a row, and the LSE without it.
 
@@ -182,7 +182,7 @@ def _brought_near(
     return shift[..., None], lse
 
 
-def _stats_of_chunks(rows: Rows, tiles: Tiles) -> tuple[Array, ...]:
+def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
     """Cut (lse, delta, dout) into chunks of queries."""
     kv_heads = tiles.k.shape[2]
     stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
@@ -194,13 +194,13 @@ def _stats_of_chunks(rows: Rows, tiles: Tiles) -> tuple[Array, ...]:
     return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)
 
 
-def _zero_gradients(tiles: Tiles) -> tuple[Array, Array, Array | None]:
+def _zero_gradients(tiles: ChunkedInputs) -> tuple[Array, Array, Array | None]:
     zeros = jnp.zeros_like(tiles.k, jnp.float32)
     return zeros, zeros, None if tiles.bias is None else jnp.zeros_like(tiles.bias, jnp.float32)
 
 
 def _backward_step(
-    tiles: Tiles,
+    tiles: ChunkedInputs,
     i: Any,
     q_i: Array,
     j: Any,

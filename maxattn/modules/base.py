@@ -32,7 +32,7 @@ IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
 """The mesh axes of the kernels of projections to heads, and from heads."""
 
 
-class Sizes(NamedTuple):
+class ModuleSizes(NamedTuple):
     """Hold the sizes of a module, as its constructor takes them."""
 
     query_dim: int
@@ -95,7 +95,7 @@ class AttentionBase(nnx.Module):
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: ModuleSizes,
         options: Options,
         build: Build,
         config: AttentionConfig | None,

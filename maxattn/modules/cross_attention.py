@@ -20,9 +20,9 @@ from maxattn.modules.base import (
     KERNEL_INIT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Options,
     Projection,
-    Sizes,
     linear_on_mesh,
 )
 from maxattn.modules.qk_norm import QKNorm
@@ -101,7 +101,7 @@ class CrossAttention(AttentionBase):
         self.cross_attention_dim = query_dim if cross_attention_dim is None else cross_attention_dim
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
-        sizes = Sizes(query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim)
+        sizes = ModuleSizes(query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)

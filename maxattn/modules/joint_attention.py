@@ -19,9 +19,9 @@ from maxattn.modules.base import (
     OUT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Options,
     Projection,
-    Sizes,
     linear_on_mesh,
     sum_grads_in_order,
 )
@@ -84,7 +84,7 @@ class JointAttention(FlaxAttention):
         rngs: nnx.Rngs,
     ) -> None:
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        sizes = Sizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
         AttentionBase.__init__(self, sizes, options, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim

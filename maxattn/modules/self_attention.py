@@ -17,9 +17,9 @@ from maxattn.modules.base import (
     KERNEL_INIT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Options,
     Projection,
-    Sizes,
     sum_grads_in_order,
 )
 from maxattn.rope import Rotary
@@ -87,7 +87,7 @@ class FlaxAttention(AttentionBase):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = Sizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)

@@ -72,9 +72,9 @@ def merge_lora(
     _check_scale(scale)
     lora = read_lora(module, tensors, prefix)
 
-    def change(layer: str) -> _Change:
+    def change(layer: str) -> _LoraChange:
         down, up = (whole(lora.tensors[name]) for name in lora.layers[layer])
-        return _Change(down, up, scale * lora.factors[layer])
+        return _LoraChange(down, up, scale * lora.factors[layer])
 
     for layer in lora.layers:  # all of them first: a file that is refused changes nothing
         _check_sum(module, lora.entries[layer], change(layer))
@@ -109,7 +109,7 @@ def _check_scale(scale: Any) -> None:
         raise WeightsError("scale", said, "it is a finite number", remedy)
 
 
-class _Change(NamedTuple):
+class _LoraChange(NamedTuple):
     """Hold what is added to a kernel: factor * up @ down, [out, in]."""
 
     down: np.ndarray
@@ -126,7 +126,7 @@ class _Change(NamedTuple):
             return abs(self.factor) * float((abs(self.up) @ abs(self.down).max(axis=1)).max())
 
 
-def _check_sum(module: nnx.Module, entry: Entry, change: _Change) -> None:
+def _check_sum(module: nnx.Module, entry: Entry, change: _LoraChange) -> None:
     """Refuse a change after which finite numbers of a kernel would not be."""
     old = checks.value_at(module, entry)
     old = old if entry.layer is None else old[entry.layer]

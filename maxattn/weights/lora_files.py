@@ -24,17 +24,17 @@ _PART = re.compile(rf"(?P<layer>.+)\.(?P<part>{_NAMES})(?:\.default)?\.weight")
 _ALPHA = re.compile(r"(?P<layer>.+)\.alpha")
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """Name the two matrices of a layer: A [rank, in] and B [out, rank]."""
 
     down: str
     up: str
 
 
-class Named(NamedTuple):
+class LoraNames(NamedTuple):
     """Hold which tensors are the matrices of each layer, and which its alpha."""
 
-    layers: dict[str, Pair]
+    layers: dict[str, LoraPair]
     alphas: dict[str, str]
 
 
@@ -50,7 +50,7 @@ class Lora(NamedTuple):
 
     tensors: Mapping[str, Any]
     entries: dict[str, Entry]
-    layers: dict[str, Pair]
+    layers: dict[str, LoraPair]
     factors: dict[str, float]
 
 
@@ -84,7 +84,7 @@ def whole(tensor: Any) -> np.ndarray:
 
 
 def _factors(
-    layers: dict[str, Pair], alphas: dict[str, str], held: Mapping[str, Any], said: Strength
+    layers: dict[str, LoraPair], alphas: dict[str, str], held: Mapping[str, Any], said: Strength
 ) -> dict[str, float]:
     """Return what each product is multiplied by; a layer's own alpha comes before the metadata."""
     ranks = {layer: held[pair.down].shape[0] for layer, pair in layers.items()}
@@ -97,7 +97,7 @@ def _factors(
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def _named(names: list[str], prefix: str) -> Named:
+def _named(names: list[str], prefix: str) -> LoraNames:
     found: dict[str, dict[str, str]] = {}
     alphas: dict[str, str] = {}
     for name in names:
@@ -111,7 +111,7 @@ def _named(names: list[str], prefix: str) -> Named:
         else:
             raise _no_lora(name)
     _check_halves(found, alphas)
-    return Named({layer: Pair(s["down"], s["up"]) for layer, s in found.items()}, alphas)
+    return LoraNames({layer: LoraPair(s["down"], s["up"]) for layer, s in found.items()}, alphas)
 
 
 def _no_lora(name: str) -> WeightsError:
@@ -139,7 +139,7 @@ def _check_halves(found: dict[str, dict[str, str]], alphas: dict[str, str]) -> N
 # ---- layers and their matrices -------------------------------------------------------------------
 
 
-def _check_layers(layers: dict[str, Pair], every: dict[str, Entry]) -> None:
+def _check_layers(layers: dict[str, LoraPair], every: dict[str, Entry]) -> None:
     if not layers:
         rule = "it holds <layer>.lora_A.weight and <layer>.lora_B.weight"
         raise WeightsError("LoRA", "no weights", rule, "give the right file, or the right prefix")
@@ -152,7 +152,7 @@ def _check_layers(layers: dict[str, Pair], every: dict[str, Entry]) -> None:
         raise WeightsError("LoRA", ", ".join(unknown[:LISTED]) + more, rule, remedy)
 
 
-def _check_pair(layer: str, pair: Pair, entry: Entry, held: Mapping[str, Any]) -> None:
+def _check_pair(layer: str, pair: LoraPair, entry: Entry, held: Mapping[str, Any]) -> None:
     a, b = tuple(held[pair.down].shape), tuple(held[pair.up].shape)
     shapes, (out_size, in_size) = f"{layer}: {a} and {b}", entry.shape
     if a[:1] == (0,) or b[1:] == (0,):

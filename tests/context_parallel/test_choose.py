@@ -8,7 +8,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.context_parallel.auto.choose import CANDIDATES, fastest
-from maxattn.context_parallel.auto.cost import Cost, cost_of
+from maxattn.context_parallel.auto.cost import StrategyCost, cost_of
 from maxattn.devices import DEVICES, machine_of
 
 CONFIG = ma.AttentionConfig(attention="dot_product")
@@ -25,7 +25,7 @@ def chosen(
     return ma.plan(call(tokens, heads, mask), CONFIG, {"context": context}, ma.Target.named(target))
 
 
-def sums(tokens: int) -> dict[str, Cost]:
+def sums(tokens: int) -> dict[str, StrategyCost]:
     """Return what is predicted of 40 heads on four H200s."""
     shape, target, one = (("context", 4),), ma.Target.named("NVIDIA H200"), call(tokens, 40)
     built = {name: kind.build(shape, CONFIG, one, target) for name, kind in CANDIDATES.items()}
@@ -101,9 +101,10 @@ def test_without_why_the_sums_are_one_line_with_the_next_best() -> None:
 
 def test_memory_comes_before_time_and_the_simplest_of_equals_before_others() -> None:
     costs = {
-        "all_gather": Cost("all_gather", 1.0, 0.0, 9.0), "ulysses": Cost("ulysses", 1.0, 0.51, 5.0),
-        "ring": Cost("ring", 1.0, 0.5, 2.0),
-    }  # fmt: skip
+        "all_gather": StrategyCost("all_gather", 1.0, 0.0, 9.0),
+        "ulysses": StrategyCost("ulysses", 1.0, 0.51, 5.0),
+        "ring": StrategyCost("ring", 1.0, 0.5, 2.0),
+    }
     assert [fastest(costs, limit) for limit in (10, 6, 3, 1)] == [
         "all_gather",
         "ulysses",

@@ -8,7 +8,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.masks import Causal, Full, Mask
-from maxattn.tools.compile.job import Job, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
 from maxattn.tools.model_shapes import Shape
 
 
@@ -24,7 +24,7 @@ def test_hops_run_beside_kernels(topology: str, n: int, mask: Mask, training: bo
         attention="ring", attention_kernel="flash", ici_context_parallelism=n
     )
     shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128, mask=mask)
-    outcome = run_in_child(Job(topology, config, shape, training), 900)
+    outcome = run_in_child(CompileJob(topology, config, shape, training), 900)
     assert outcome.ending == "compiled", outcome.message
     # K and V: n-1 hops of each; backward again, and n of their gradients, the last one beside half
     # of the local keys. Zig-zag has two chunks of each.

@@ -15,7 +15,7 @@ import pytest
 import maxattn as ma
 from maxattn import devices as maxattn_devices
 from maxattn import masks as M
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.decide import _plan
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.jaxprs import count_primitive
@@ -56,7 +56,7 @@ def test_causal_work_of_every_device_is_equal_in_every_hop(n: int) -> None:
     length = 64 * n
     causal = M.Causal().bind(length, length)
     contiguous, zigzag = (
-        Layout(n, chunks).work(causal, length, length).sum(axis=(2, 3)) for chunks in (1, 2)
+        ChunkLayout(n, chunks).work(causal, length, length).sum(axis=(2, 3)) for chunks in (1, 2)
     )
     # [device, hop]: no two devices differ in a hop, where in contiguous order the first has nothing
     # to do after hop 0.
@@ -68,7 +68,7 @@ def test_causal_work_of_every_device_is_equal_in_every_hop(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4, 8])
 def test_every_device_computes_two_of_four_pieces_after_its_own(n: int) -> None:
-    pieces = ~Layout(n, 2).empty(M.Causal().bind(16 * n, 16 * n), 16 * n, 16 * n)
+    pieces = ~ChunkLayout(n, 2).empty(M.Causal().bind(16 * n, 16 * n), 16 * n, 16 * n)
     assert (pieces[:, 0].sum(axis=(1, 2)) == 3).all()
     assert (pieces[:, 1:].sum(axis=(2, 3)) == 2).all()
 

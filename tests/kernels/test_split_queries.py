@@ -18,7 +18,14 @@ from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
-from maxattn.kernels.fa4.split_queries import LAUNCH, SUMS, SplitTail, Work, tail_for, tail_of
+from maxattn.kernels.fa4.split_queries import (
+    LAUNCH,
+    SUMS,
+    BackwardWork,
+    SplitTail,
+    tail_for,
+    tail_of,
+)
 from maxattn.kernels.fa4.tile_sizes import whole_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -54,7 +61,7 @@ def test_splits_end_sooner(processors: int) -> None:
     rng, gains = np.random.default_rng(0), 0
     for _ in range(300):
         tiles, rows, steps = (int(rng.integers(1, most)) for most in (60, 170, 450))
-        tail = tail_of(Work(tiles, rows, steps, processors))
+        tail = tail_of(BackwardWork(tiles, rows, steps, processors))
         before, now = (played(x, tiles, rows, steps, processors) for x in (None, tail))
         assert now <= (0.99 * before if tail else before)
         gains += tail is not None
@@ -73,7 +80,7 @@ def test_splits_end_sooner(processors: int) -> None:
     ],
 )
 def test_what_is_split(sizes: tuple[int, int, int], tail: SplitTail | None) -> None:
-    assert tail_of(Work(*sizes)) == tail
+    assert tail_of(BackwardWork(*sizes)) == tail
 
 
 def test_the_chosen_tail_is_the_best() -> None:
@@ -84,7 +91,7 @@ def test_the_chosen_tail_is_the_best() -> None:
             for p in range(2, min(16, sizes[2]) + 1)
         ]
         best = min(played(x, *sizes, 132) for x in ways)
-        assert played(tail_of(Work(*sizes)), *sizes, 132) <= 1.01 * best
+        assert played(tail_of(BackwardWork(*sizes)), *sizes, 132) <= 1.01 * best
 
 
 def test_only_heads_of_their_own_keys_are_split() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import AllGather
-from maxattn.context_parallel.auto.cost import Cost, cost_of, in_ms
+from maxattn.context_parallel.auto.cost import StrategyCost, cost_of, in_ms
 from maxattn.context_parallel.base import Strategy, readable
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
@@ -67,7 +67,7 @@ def choose_strategy(
     return Choice(built[name], times, (first, *_lines(costs, limit), *map(str, refused.values())))
 
 
-def fastest(costs: Mapping[str, Cost], limit: float) -> str:
+def fastest(costs: Mapping[str, StrategyCost], limit: float) -> str:
     """Return the first name whose step is about the shortest of those within the memory.
 
     If none is within it, return the one that holds least.
@@ -79,7 +79,7 @@ def fastest(costs: Mapping[str, Cost], limit: float) -> str:
     return next(name for name, cost in fitting.items() if cost.step <= EQUAL * shortest)
 
 
-def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
+def _why(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
     """Say why it is that one, where another's step is shorter."""
     fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
     if not fitting:
@@ -89,7 +89,7 @@ def _why(name: str, costs: Mapping[str, Cost], limit: float) -> str:
     return f", the first within {EQUAL - 1:.0%} of the shortest"
 
 
-def _times(name: str, costs: Mapping[str, Cost], limit: float) -> str:
+def _times(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
     """Say how long the chosen one takes, and the fastest of the others that fit in memory."""
     chosen = f"{in_ms(costs[name].step)} ms a step"
     others = {n: cost for n, cost in costs.items() if n != name}
@@ -101,7 +101,7 @@ def _times(name: str, costs: Mapping[str, Cost], limit: float) -> str:
     return f"{chosen}; {rank} {other} {in_ms(others[other].step)} ms"
 
 
-def _lines(costs: Mapping[str, Cost], limit: float) -> list[str]:
+def _lines(costs: Mapping[str, StrategyCost], limit: float) -> list[str]:
     over = f", over the {readable(limit)} that half of the memory is"
     return [str(cost) + (over if cost.memory > limit else "") for cost in costs.values()]
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from maxattn.call import Call
 from maxattn.context_parallel.auto.ring_cost import cost_of_ring
-from maxattn.context_parallel.auto.sizes import FLOAT, Cost, Sizes, in_ms, pairs
+from maxattn.context_parallel.auto.sizes import FLOAT, DeviceSizes, StrategyCost, in_ms, pairs
 from maxattn.context_parallel.base import Strategy
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.context_parallel.ulysses import Ulysses
 from maxattn.devices import START, Machine
 from maxattn.sharding import ways
 
-__all__ = ["Cost", "cost_of", "in_ms"]
+__all__ = ["StrategyCost", "cost_of", "in_ms"]
 
 
-def cost_of(strategy: Strategy, call: Call, machine: Machine) -> Cost:
+def cost_of(strategy: Strategy, call: Call, machine: Machine) -> StrategyCost:
     """Add up what a strategy costs.
 
     Args:
@@ -37,10 +37,10 @@ def cost_of(strategy: Strategy, call: Call, machine: Machine) -> Cost:
     return _cost_of_gather(strategy, call, machine)
 
 
-def _cost_of_gather(strategy: Strategy, call: Call, machine: Machine) -> Cost:
-    n, size = ways("T", strategy.shape), Sizes.of(strategy, call, machine)
-    compute = float(pairs(Layout(n, 1), call).sum(axis=1).max()) * size.pair
+def _cost_of_gather(strategy: Strategy, call: Call, machine: Machine) -> StrategyCost:
+    n, size = ways("T", strategy.shape), DeviceSizes.of(strategy, call, machine)
+    compute = float(pairs(ChunkLayout(n, 1), call).sum(axis=1).max()) * size.pair
     # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
     received = (n - 1) * size.kv * (2 + FLOAT / size.item)
     exposed = received / machine.gather + 6 * START
-    return Cost(strategy.name, compute, exposed, n * size.kv * (1 + FLOAT / size.item))
+    return StrategyCost(strategy.name, compute, exposed, n * size.kv * (1 + FLOAT / size.item))

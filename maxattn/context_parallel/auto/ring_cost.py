@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxattn.call import Call
-from maxattn.context_parallel.auto.sizes import FLOAT, Cost, Sizes, pairs
+from maxattn.context_parallel.auto.sizes import FLOAT, DeviceSizes, StrategyCost, pairs
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.head_halves import may_halve
 from maxattn.context_parallel.ring.ring import Ring
@@ -23,7 +23,7 @@ from maxattn.kernels.dq_accumulator import MOST_PARTS
 from maxattn.sharding import ways
 
 
-def cost_of_ring(label: str, ring: Ring, call: Call, machine: Machine) -> Cost:
+def cost_of_ring(label: str, ring: Ring, call: Call, machine: Machine) -> StrategyCost:
     """Add up what a ring costs.
 
     Args:
@@ -33,10 +33,12 @@ def cost_of_ring(label: str, ring: Ring, call: Call, machine: Machine) -> Cost:
         machine: the figures.
     """
     on_gpu = isinstance(ring.schedule, GpuSchedule)
-    made = (_GpuCost if on_gpu else _TorusCost)(ring, call, Sizes.of(ring, call, machine), machine)
+    made = (_GpuCost if on_gpu else _TorusCost)(
+        ring, call, DeviceSizes.of(ring, call, machine), machine
+    )
     devices = ring.ring_size * ring.group
     name = label.replace(f" over {devices}", "")
-    return Cost(name, float(made.work().sum()), made.waits(), made.memory())
+    return StrategyCost(name, float(made.work().sum()), made.waits(), made.memory())
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class _RingCost:
 
     ring: Ring
     call: Call
-    size: Sizes
+    size: DeviceSizes
     machine: Machine
 
     # ---- what a schedule says --------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import Strategy, itemsize, readable
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.context_parallel.ring.zigzag_pays import FLOPS_A_PAIR, TRAINING
 from maxattn.devices import Machine
 from maxattn.sharding import ways
@@ -18,7 +18,7 @@ FLOAT = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class StrategyCost:
     """Hold what a strategy costs a step.
 
     Args:
@@ -52,7 +52,7 @@ def in_ms(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DeviceSizes:
     """Hold what one device has.
 
     Args:
@@ -68,7 +68,7 @@ class Sizes:
     pair: float
 
     @staticmethod
-    def of(strategy: Strategy, call: Call, machine: Machine) -> Sizes:
+    def of(strategy: Strategy, call: Call, machine: Machine) -> DeviceSizes:
         """Count for a global call, padded for the strategy."""
         shape, item = strategy.shape, itemsize(call.dtype)
         batch, tensor, n = -(-call.batch // ways("B", shape)), ways("N", shape), ways("T", shape)
@@ -76,10 +76,10 @@ class Sizes:
         pair = TRAINING * FLOPS_A_PAIR * unit * call.heads / machine.flops
         q = unit * call.q_len / n * call.heads * item
         kv = unit * (2 * call.kv_len) / n * call.kv_heads * item
-        return Sizes(q, kv, item, pair)
+        return DeviceSizes(q, kv, item, pair)
 
 
-def pairs(layout: Layout, call: Call) -> np.ndarray:
+def pairs(layout: ChunkLayout, call: Call) -> np.ndarray:
     """Count allowed pairs for [rank, hop]."""
     if call.mask.is_full:
         return np.full((layout.ring_size,) * 2, call.q_len * call.kv_len / layout.ring_size**2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.context_parallel.base import CONTEXT
-from maxattn.context_parallel.ring.zigzag import ChunkOrder, Layout, Moves, joined
+from maxattn.context_parallel.ring.zigzag import ChunkLayout, ChunkOrder, Moves, joined
 from maxattn.kernels.base import Bias, Inputs, Result, Rows
 from maxattn.masks import Mask
 
@@ -45,7 +45,7 @@ class RingPass:
             rank's queries and all keys.
     """
 
-    def __init__(self, layout: Layout, group: int, inputs: Inputs) -> None:
+    def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs) -> None:
         mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
         self.layout, self.group, self.ring_size = layout, group, layout.ring_size
         lengths = self.ring_size * q_len, self.ring_size * kv_len

@@ -21,7 +21,7 @@ from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.schedule import Schedule
 from maxattn.context_parallel.ring.torus import TorusSchedule
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.context_parallel.ring.zigzag_pays import CONTIGUOUS, Balance, Ranks, balance
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.masks import Mask
@@ -78,9 +78,9 @@ class Ring(Strategy):
         return 2 if self.balance.zigzag else 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ChunkLayout:
         """Which chunks of the sequence each rank holds."""
-        return Layout(self.ring_size, self.chunks_per_rank)
+        return ChunkLayout(self.ring_size, self.chunks_per_rank)
 
     def unit(self) -> int:
         """Lengths are padded to whole chunks of every device."""

@@ -2,7 +2,7 @@
 
 In contiguous order the last rank sees all keys and the first one only its own, and everybody waits
 for the last. With two chunks, an early and a late one, every rank computes the same in every hop:
-of the four pairs of (query chunk, key chunk) two are empty. `Layout` is the arithmetic.
+of the four pairs of (query chunk, key chunk) two are empty. `ChunkLayout` is the arithmetic.
 `ChunkOrder` moves arrays from the contiguous order and back, inside `shard_map`: two permutes an
 array and direction.
 
@@ -31,7 +31,7 @@ Moves = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """Say which chunks of the sequence each rank of a ring holds.
 
     Args:
@@ -95,7 +95,7 @@ class ChunkOrder:
         rank: this device's rank, traced.
     """
 
-    layout: Layout
+    layout: ChunkLayout
     axis: str
     group: int
     rank: Any

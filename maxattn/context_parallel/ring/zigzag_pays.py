@@ -20,7 +20,7 @@ import numpy as np
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import bias_letters, itemsize
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.devices import START, Machine, machine_of
 from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import MeshShape, ways
@@ -62,7 +62,7 @@ class Ranks(NamedTuple):
     shape: MeshShape
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """Hold the pairs of the slowest devices, in either order, and those of the mean."""
 
     contiguous: float
@@ -107,7 +107,7 @@ def slowest(work: np.ndarray) -> float:
     return float(work.sum(axis=(2, 3)).max(axis=0).sum())
 
 
-def _weighed(work: Work, step: float, saved: float, cost: float, machine: Machine) -> Balance:
+def _weighed(work: DeviceWork, step: float, saved: float, cost: float, machine: Machine) -> Balance:
     """Take zig-zag where it saves more seconds of a step than it costs."""
     pays = saved > cost
     sums = (
@@ -117,13 +117,13 @@ def _weighed(work: Work, step: float, saved: float, cost: float, machine: Machin
     return Balance(pays, f"{'' if pays else 'no '}zig-zag: {work}; {sums} ({machine.source})")
 
 
-def _work(ranks: Ranks, call: Call) -> Work:
+def _work(ranks: Ranks, call: Call) -> DeviceWork:
     unit = 2 * ranks.ring_size * ranks.group
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
     mask: Mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
-    works = [Layout(ranks.ring_size, chunks).work(mask, q_len, kv_len) for chunks in (1, 2)]
+    works = [ChunkLayout(ranks.ring_size, chunks).work(mask, q_len, kv_len) for chunks in (1, 2)]
     contiguous, zigzag = (slowest(work) for work in works)
-    return Work(contiguous, zigzag, works[0].sum() / ranks.ring_size)
+    return DeviceWork(contiguous, zigzag, works[0].sum() / ranks.ring_size)
 
 
 def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:

@@ -33,7 +33,7 @@ Times = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class MeasuredShape:
     """Hold one measured shape: milliseconds by kernel, forward and backward.
 
     Args:
@@ -100,7 +100,7 @@ def _by_rule(call: Call, target: Target) -> tuple[str, ...]:
     return (BY_RULE[0], *others, *PLAIN)
 
 
-def _both_ways(entry: Entry) -> tuple[Times, Times]:
+def _both_ways(entry: MeasuredShape) -> tuple[Times, Times]:
     return entry.forward, entry.backward
 
 
@@ -108,7 +108,7 @@ def _first_usable(times: Times, call: Call, target: Target) -> str | None:
     return next((name for name, _ in times if _usable(name, call, target)), None)
 
 
-def _in_order(entry: Entry, forward: str, backward: str, target: Target) -> tuple[str, ...]:
+def _in_order(entry: MeasuredShape, forward: str, backward: str, target: Target) -> tuple[str, ...]:
     """Return those that were faster and cannot run, the pair that runs, and the others."""
     first = forward if forward == backward else f"{forward}/{backward}"
     faster = _faster(entry, forward, backward)
@@ -117,7 +117,7 @@ def _in_order(entry: Entry, forward: str, backward: str, target: Target) -> tupl
     return tuple(dict.fromkeys((*refused, first, *there, *PLAIN)))
 
 
-def _faster(entry: Entry, forward: str, backward: str) -> tuple[str, ...]:
+def _faster(entry: MeasuredShape, forward: str, backward: str) -> tuple[str, ...]:
     """Name what was faster than the chosen forward or the chosen backward."""
     ahead = []
     for times, chosen in zip(_both_ways(entry), (forward, backward), strict=True):
@@ -126,13 +126,13 @@ def _faster(entry: Entry, forward: str, backward: str) -> tuple[str, ...]:
     return tuple(ahead)
 
 
-def _because(entry: Entry, device: str, target: Target) -> str:
+def _because(entry: MeasuredShape, device: str, target: Target) -> str:
     here = "" if device == target.device_kind else f", and this is {target.device_kind}"
     mask = "" if entry.mask == FULL else f" mask {entry.mask}"
     return f"fastest at {entry.text}{mask}, the nearest shape measured on an {device}{here}"
 
 
-def _lost(entry: Entry, forward: str, backward: str, target: Target) -> str:
+def _lost(entry: MeasuredShape, forward: str, backward: str, target: Target) -> str:
     """Say what fa4-jax would bring, where it is not installed and flash was faster."""
     is_lost = "flash" in _faster(entry, forward, backward) and not has_fa4(target)
     return f"; flash would be faster: {install(target)}" if is_lost else ""
@@ -141,14 +141,14 @@ def _lost(entry: Entry, forward: str, backward: str, target: Target) -> str:
 # ---- the nearest entry ---------------------------------------------------------------------------
 
 
-def nearest(call: Call, entries: tuple[Entry, ...]) -> Entry:
+def nearest(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape:
     """Return the measured shape nearest to a call."""
     kind = mask_kind(call)
     same = [e for e in entries if e.mask == kind] or [e for e in entries if e.mask == FULL]
     return min(same, key=lambda entry: _distance(call, entry))
 
 
-def _distance(call: Call, entry: Entry) -> tuple[float, float]:
+def _distance(call: Call, entry: MeasuredShape) -> tuple[float, float]:
     """Return doublings between the head dims, and between the other sizes together."""
     b, t, s, n, h = entry.shape
     size = (call.head_dim, call.q_len, call.kv_len, call.batch * call.heads)
@@ -169,7 +169,7 @@ def mask_kind(call: Call) -> str:
     return FULL if band.is_full else BAND
 
 
-def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
+def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
     """Take the time of flash's backward as this call gets it: with its queries split, or in whole
     rows.
     """
@@ -180,7 +180,7 @@ def _as_launched(entry: Entry, call: Call, target: Target) -> Entry:
 
 
 @cache
-def read_tables() -> dict[str, tuple[Entry, ...]]:
+def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
     """Read the committed tables, by device kind."""
     return {
         device: tuple(_entry(row) for row in rows["entries"])
@@ -188,10 +188,10 @@ def read_tables() -> dict[str, tuple[Entry, ...]]:
     }
 
 
-def _entry(row: dict[str, Any]) -> Entry:
+def _entry(row: dict[str, Any]) -> MeasuredShape:
     b, t, s, n, h = row["shape"]
     times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
-    return Entry((b, t, s, n, h), row["mask"], *times, row.get(WHOLE_ROWS, 0.0))
+    return MeasuredShape((b, t, s, n, h), row["mask"], *times, row.get(WHOLE_ROWS, 0.0))
 
 
 def _fastest_first(times: dict[str, float]) -> Times:

@@ -35,7 +35,7 @@ def join(x: Array, axis: int, length: int) -> Array:
 
 
 @dataclass
-class Tiles:
+class ChunkedInputs:
     """Hold one call's chunks.
 
     Args:
@@ -56,7 +56,7 @@ class Tiles:
     scale: float
 
     @staticmethod
-    def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> Tiles:
+    def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> ChunkedInputs:
         """Cut the arrays, and list which pairs of chunks the mask leaves to visit."""
         q, k, v = inputs.q, inputs.k, inputs.v
         t, s = q.shape[1], k.shape[1]
@@ -65,7 +65,7 @@ class Tiles:
         bias = _cut_bias(inputs, bq, bk)
         ks, vs = (cut(softmax.split_keys(x), 2, bk) for x in (k, v))
         qs = cut(softmax.split_queries(q, k.shape[2]), 3, bq)
-        return Tiles(qs, ks, vs, bias, lists, inputs, scale)
+        return ChunkedInputs(qs, ks, vs, bias, lists, inputs, scale)
 
     @property
     def kv_len(self) -> int:

@@ -189,7 +189,7 @@ class Fa4(Fused):
         """Return (out, lse) of one rectangle."""
         q, k, v, pairs = inputs.q, inputs.k, inputs.v, inputs.pairs
         if pairs is not None and pairs.tiles is not None:
-            tiles: mask_inputs.Tiles = pairs.tiles
+            tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
         if _has_lengths_alone(inputs):
             return primitives.fa4_forward_lengths(inputs, self.scale)
@@ -203,7 +203,7 @@ class Fa4(Fused):
         """Return (dq, dk, dv) of one rectangle."""
         pairs = inputs.pairs
         if pairs is not None and pairs.tiles is not None:
-            tiles: mask_inputs.Tiles = pairs.tiles
+            tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale))
         if _has_lengths_alone(inputs):
             return primitives.fa4_backward_lengths(inputs, rows, self.scale)

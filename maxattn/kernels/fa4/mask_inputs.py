@@ -23,7 +23,7 @@ from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.masks import Mask
 
 
-class Tiles(NamedTuple):
+class BlockSparseTiles(NamedTuple):
     """Hold the block-sparse lists of both passes, and the test of pairs in mixed tiles.
 
     Args:
@@ -59,7 +59,7 @@ def listed(inputs: Inputs) -> PieceInputs:
     spec = TilingSpec(mask, tile, backward, lengths, tests_all)
     lists = tiling(spec, (inputs.q_offset, inputs.kv_offset))
     lo, hi, test, see = _test(inputs, mask, tests_all)
-    found = Tiles(lists, (tile, backward), test, see)
+    found = BlockSparseTiles(lists, (tile, backward), test, see)
     q_ids, kv_ids = ids or (None, None)
     pairs = Pairs(lo, hi, q_ids, kv_ids, found)
     return PieceInputs.whole(inputs.q, inputs.k, inputs.v, pairs)

@@ -53,7 +53,7 @@ class SplitTail(NamedTuple):
         return f"{which} of keys in {self.splits} splits of the queries, so that fewer SMs wait"
 
 
-class Work(NamedTuple):
+class BackwardWork(NamedTuple):
     """Say how much a backward over all pairs has to do.
 
     Attributes:
@@ -84,7 +84,7 @@ class Work(NamedTuple):
             yield from (SplitTail(n, each) for each in range(2, min(MOST_SPLITS, self.steps) + 1))
 
 
-def tail_of(work: Work) -> SplitTail | None:
+def tail_of(work: BackwardWork) -> SplitTail | None:
     """Choose what is split: what ends first; None where that gains less than 1%."""
     best = min(work.tails(), key=lambda tail: (work.cost(tail), tail), default=None)
     most = (1 - LEAST_GAIN) * work.lasts(work.tiles)
@@ -97,7 +97,7 @@ def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> SplitTa
         return None
     (batch, t, heads, _), tile = queries, whole_tile(queries[3])
     steps = -(-t // tile.queries)
-    return tail_of(Work(-(-keys[1] // tile.keys), batch * heads, steps, processors))
+    return tail_of(BackwardWork(-(-keys[1] // tile.keys), batch * heads, steps, processors))
 
 
 def backward(inputs: PieceInputs, rows: Rows, scale: float, processors: int = PROCESSORS) -> Grads:

@@ -43,6 +43,6 @@ class JaxSplash:
         """Return dq."""
         return jax_splash.dq(row, stats, self._launch(setup, blocks))
 
-    def _launch(self, setup: Setup, blocks: Blocks, **order: bool) -> jax_splash.Launch:
+    def _launch(self, setup: Setup, blocks: Blocks, **order: bool) -> jax_splash.SplashLaunch:
         info = mask_info(setup.kinds, setup.codes, setup.padded[0], **order)
-        return jax_splash.Launch(info, setup.code, blocks, self.interpret)
+        return jax_splash.SplashLaunch(info, setup.code, blocks, self.interpret)

@@ -16,7 +16,15 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.target import Target
-from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow, Job, operations, scores_bytes
+from maxattn.tools.bench.row import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    BenchJob,
+    BenchRow,
+    operations,
+    scores_bytes,
+)
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
 
@@ -48,7 +56,7 @@ def config_of(kernel: str, *overrides: str) -> AttentionConfig:
 
 def of_kernel(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]
-) -> list[Job]:
+) -> list[BenchJob]:
     """Return a kernel's forward, and its backward from a given output and LSE."""
     kernel = KERNELS[name].build(shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
@@ -68,17 +76,17 @@ def of_kernel(
         return [(*each, *first(*each)) for each in inputs]
 
     row = BenchRow(shape.name, name, FORWARD)
-    back = Job(replace(row, what=BACKWARD), shape, backward, with_outputs)
-    return [Job(row, shape, forward, lambda: inputs), back]
+    back = BenchJob(replace(row, what=BACKWARD), shape, backward, with_outputs)
+    return [BenchJob(row, shape, forward, lambda: inputs), back]
 
 
 def both_ways(
     shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]
-) -> list[Job]:
+) -> list[BenchJob]:
     """Return a function's forward, and forward and backward together."""
     row = BenchRow(shape.name, who, FORWARD)
-    forward = Job(row, shape, f, lambda: [each[:3] for each in inputs])
-    return [forward, Job(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]
+    forward = BenchJob(row, shape, f, lambda: [each[:3] for each in inputs])
+    return [forward, BenchJob(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]
 
 
 def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:

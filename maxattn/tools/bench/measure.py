@@ -17,8 +17,8 @@ from maxattn.masks import Dense
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import both_ways, check_kernels, of_kernel, random_inputs, too_large
 from maxattn.tools.bench.peers import PEERS
-from maxattn.tools.bench.row import FORWARD, BenchRow, Job, row_of
-from maxattn.tools.bench.timing import Timed, Work, measure
+from maxattn.tools.bench.row import FORWARD, BenchJob, BenchRow, row_of
+from maxattn.tools.bench.timing import Timed, TimedFunction, measure
 from maxattn.tools.model_shapes import Shape
 
 CHECKED_QUERIES = 256
@@ -54,8 +54,8 @@ def bench(
 
 
 def beside_reference(
-    jobs: list[Job], shape: Shape, inputs: tuple[Array, ...], budget: float, **settings: Any
-) -> tuple[list[BenchRow], list[tuple[Job, Timed]]]:
+    jobs: list[BenchJob], shape: Shape, inputs: tuple[Array, ...], budget: float, **settings: Any
+) -> tuple[list[BenchRow], list[tuple[BenchJob, Timed]]]:
     """Measure jobs, and dense attention of the first queries to compare their results with.
 
     Args:
@@ -70,7 +70,7 @@ def beside_reference(
     """
     ran = [job for job in jobs if not job.row.note]
     first = [tuple(x[:1] for x in inputs[:3])]
-    reference = Work(reference_of(shape), lambda: first, name="reference in float32")
+    reference = TimedFunction(reference_of(shape), lambda: first, name="reference in float32")
     wanted, *times = measure([reference, *(job.work for job in ran)], budget, **settings)
     following = iter(times)
     rows = [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
@@ -79,7 +79,7 @@ def beside_reference(
 
 def _of_name(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]], named: bool
-) -> Iterator[Job]:
+) -> Iterator[BenchJob]:
     """Yield what is measured of a kernel; one that the user named says why it cannot run."""
     if name == "auto":
         yield from both_ways(shape, name, _auto(shape), inputs)
@@ -88,14 +88,14 @@ def _of_name(
     if reason is None and (named or not too_large(name, shape)):
         yield from of_kernel(name, shape, target, inputs)
     elif reason is not None and named:
-        yield Job(BenchRow(shape.name, name, FORWARD, note=reason.rule), shape)
+        yield BenchJob(BenchRow(shape.name, name, FORWARD, note=reason.rule), shape)
 
 
-def _of_peer(name: str, shape: Shape, inputs: list[tuple[Array, ...]]) -> list[Job]:
+def _of_peer(name: str, shape: Shape, inputs: list[tuple[Array, ...]]) -> list[BenchJob]:
     try:
         return both_ways(shape, f"bare {name}", PEERS[name](), inputs)
     except ImportError as missing:
-        return [Job(BenchRow(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape)]
+        return [BenchJob(BenchRow(shape.name, f"bare {name}", FORWARD, note=str(missing)), shape)]
 
 
 def _auto(shape: Shape) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from maxattn.tools.bench import ring_on_fewer_devices
 from maxattn.tools.bench.jobs import both_ways, config_of, random_inputs
 from maxattn.tools.bench.measure import beside_reference
 from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import FORWARD, BenchRow, Job
+from maxattn.tools.bench.row import FORWARD, BenchJob, BenchRow
 from maxattn.tools.bench.te_mesh import TE_STRATEGIES, spread, te_jobs
 from maxattn.tools.model_shapes import Shape
 
@@ -91,13 +91,13 @@ def _attend(
     return attention(q, k, v, shape.mask, config=config, mesh=mesh, role=shape.role)
 
 
-def _on_one(shape: Shape, kernel: str, whole: Any) -> list[Job]:
+def _on_one(shape: Shape, kernel: str, whole: Any) -> list[BenchJob]:
     """Return the whole attention on one device."""
     attend = partial(_attend, shape, config_of(kernel), None)
     return both_ways(shape, f"{kernel}, 1 device", attend, whole)
 
 
-def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[Job]:
+def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[BenchJob]:
     """Return the work of one device on each of them at once."""
     config = config_of(kernel, f"{AXES['data']}={devices}")
     mesh = config.make_mesh(jax.devices()[:devices])
@@ -109,7 +109,7 @@ def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[Job]:
 
 def _of_strategy(
     shape: Shape, strategy: str, kernel: str, sizes: Mapping[str, int], whole: Any
-) -> list[Job]:
+) -> list[BenchJob]:
     words = [f"{AXES[axis]}={size}" for axis, size in ({"data": 1} | dict(sizes)).items()]
     who = f"{strategy} over {sizes.get('context', 1)}"
     try:
@@ -119,7 +119,9 @@ def _of_strategy(
         return both_ways(shape, who, partial(_attend, shape, config, mesh), inputs)
     # jax raises ValueError for a length that does not divide over the devices.
     except (MaxattnError, ValueError) as refused:
-        return [Job(BenchRow(shape.name, who, FORWARD, note=str(refused).splitlines()[0]), shape)]
+        return [
+            BenchJob(BenchRow(shape.name, who, FORWARD, note=str(refused).splitlines()[0]), shape)
+        ]
 
 
 def _compared(row: BenchRow, ones: list[BenchRow], devices: int) -> BenchRow:

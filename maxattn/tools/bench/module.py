@@ -35,7 +35,7 @@ from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
 from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import BOTH, FORWARD, BenchRow, Job, row_of
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
@@ -99,7 +99,7 @@ def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> 
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def _module(shape: Shape, kernel: str, param_dtype: str) -> list[Job]:
+def _module(shape: Shape, kernel: str, param_dtype: str) -> list[BenchJob]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     graph, state = nnx.split(_made(shape, kernel, param_dtype))
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
@@ -127,7 +127,7 @@ def _made(shape: Shape, kernel: str, param_dtype: str) -> FlaxAttention:
     return FlaxAttention(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
 
 
-def _attention(shape: Shape, kernel: str) -> list[Job]:
+def _attention(shape: Shape, kernel: str) -> list[BenchJob]:
     config = config_of(kernel)
     inputs = random_inputs(shape, Target.here())[0]
 
@@ -137,7 +137,7 @@ def _attention(shape: Shape, kernel: str) -> list[Job]:
     return _jobs(shape, "its attention", (forward, inputs[:3]), (with_gradient(forward), inputs))
 
 
-def _matmuls(shape: Shape) -> list[Job]:
+def _matmuls(shape: Shape) -> list[BenchJob]:
     """Return the matmuls alone: four, and in training two more for each of them."""
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     x, o, *grads = _arrays((shape.batch * shape.q_len, width), dtype, 6)
@@ -159,7 +159,7 @@ def _added(products: list[Array]) -> Array:
     return products[2] + (products[1] + products[0])  # in the order that cuBLASLt can add in
 
 
-def _both(shape: Shape, kernel: str) -> list[Job]:
+def _both(shape: Shape, kernel: str) -> list[BenchJob]:
     """Return matmuls and attention in one program: the module without norm, RoPE and biases."""
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
     q, k, v = random_inputs(replace(shape, kv_heads=0), Target.here())[0][:3]
@@ -185,9 +185,13 @@ def _both(shape: Shape, kernel: str) -> list[Job]:
     return _jobs(shape, "attention and matmuls in one", *passes)
 
 
-def _jobs(shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Job]:
+def _jobs(
+    shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]
+) -> list[BenchJob]:
     return [
-        Job(BenchRow(shape.name, who, what), shape, f, lambda inputs=inputs: [inputs], count=False)
+        BenchJob(
+            BenchRow(shape.name, who, what), shape, f, lambda inputs=inputs: [inputs], count=False
+        )
         for what, (f, inputs) in zip((FORWARD, BOTH), made, strict=True)
     ]
 

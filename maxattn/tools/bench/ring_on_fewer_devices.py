@@ -22,7 +22,7 @@ from jaxtyping import Array
 from maxattn.context_parallel.base import CONTEXT
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
-from maxattn.context_parallel.ring.zigzag import Layout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import auto_mesh, shard_map
 from maxattn.kernels.base import Inputs, Kernel, Result, Rows
@@ -30,7 +30,7 @@ from maxattn.kernels.kv_block import Packed, pack
 from maxattn.plan import plan
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of
-from maxattn.tools.bench.row import BOTH, FORWARD, BenchRow, Job
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow
 from maxattn.tools.model_shapes import Shape
 
 SHARDED, WHOLE = PartitionSpec(None, CONTEXT), PartitionSpec()
@@ -38,7 +38,7 @@ SHARDED, WHOLE = PartitionSpec(None, CONTEXT), PartitionSpec()
 
 def ring_jobs(
     shape: Shape, kernel: str, ring_size: int, devices: int, whole: tuple[Array, ...]
-) -> list[Job]:
+) -> list[BenchJob]:
     """Return a ring on fewer devices, and the same without its transfers.
 
     Args:
@@ -54,7 +54,7 @@ def ring_jobs(
     tokens = shape.q_len // ring_size
     put = partial(jax.device_put, device=NamedSharding(mesh, SHARDED))
     shards = tuple(put(x[:, : tokens * devices]) for x in whole)
-    setup = _Setup(shape, mesh, RingOnFewerDevices(ring_size, made), shards)
+    setup = _RingSetup(shape, mesh, RingOnFewerDevices(ring_size, made), shards)
     who = f"ring of {ring_size} on {devices} devices"
     others = _blocks_of_others(setup, whole, tokens)
     return _jobs(setup, who, ()) + _jobs(setup, f"{who}, no transfer", others)
@@ -74,7 +74,7 @@ def check(shape: Shape, ring_size: int) -> None:
         raise InputError("--ring-on", shape.name, rule, "choose a length that does")
 
 
-class _Setup(NamedTuple):
+class _RingSetup(NamedTuple):
     """Hold what the jobs of one shape share.
 
     Args:
@@ -90,7 +90,9 @@ class _Setup(NamedTuple):
     shards: tuple[Array, ...]
 
 
-def _blocks_of_others(setup: _Setup, whole: tuple[Array, ...], tokens: int) -> tuple[Packed, ...]:
+def _blocks_of_others(
+    setup: _RingSetup, whole: tuple[Array, ...], tokens: int
+) -> tuple[Packed, ...]:
     """Return K and V of every rank but the first, on every device."""
     ring_size, kernel = setup.ring.ring_size, setup.ring.kernel
     q, k, v = (x[:, :tokens] for x in whole[:3])
@@ -100,7 +102,7 @@ def _blocks_of_others(setup: _Setup, whole: tuple[Array, ...], tokens: int) -> t
     return tuple(jax.device_put(x, NamedSharding(setup.mesh, WHOLE)) for x in blocks)
 
 
-def _jobs(setup: _Setup, who: str, others: tuple[Packed, ...]) -> list[Job]:
+def _jobs(setup: _RingSetup, who: str, others: tuple[Packed, ...]) -> list[BenchJob]:
     ring = setup.ring
     return [
         _job(
@@ -113,11 +115,13 @@ def _jobs(setup: _Setup, who: str, others: tuple[Packed, ...]) -> list[Job]:
     ]
 
 
-def _job(setup: _Setup, row: BenchRow, f: Callable[..., Any], inputs: tuple[Any, ...]) -> Job:
+def _job(
+    setup: _RingSetup, row: BenchRow, f: Callable[..., Any], inputs: tuple[Any, ...]
+) -> BenchJob:
     specs = (tuple(WHOLE for _ in inputs[0]), *(SHARDED for _ in inputs[1:]))
     results = SHARDED if row.what == FORWARD else (SHARDED,) * 4
     mapped = shard_map(f, setup.mesh, specs, results, {CONTEXT})
-    return Job(row, setup.shape, mapped, lambda: [inputs], judged=False)
+    return BenchJob(row, setup.shape, mapped, lambda: [inputs], judged=False)
 
 
 class NextDevice(RingPass):
@@ -181,5 +185,5 @@ class RingOnFewerDevices:
         return GpuSchedule().forward(self._ring_pass(others, inputs), self.kernel, inputs)
 
     def _ring_pass(self, others: tuple[Packed, ...], inputs: Inputs) -> RingPass:
-        made_of = Layout(self.ring_size, 1), 1, inputs
+        made_of = ChunkLayout(self.ring_size, 1), 1, inputs
         return NoTransfer(others, *made_of) if others else NextDevice(*made_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxattn.tools.bench.timing import Timed, Work
+from maxattn.tools.bench.timing import Timed, TimedFunction
 from maxattn.tools.model_shapes import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
@@ -45,7 +45,7 @@ class BenchRow:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """Hold one function to measure, and the row that it fills.
 
     Args:
@@ -67,12 +67,12 @@ class Job:
     judged: bool = True
 
     @property
-    def work(self) -> Work:
+    def work(self) -> TimedFunction:
         """What is measured."""
-        return Work(self.f, self.make, self.around, f"{self.row.who}, {self.row.what}")
+        return TimedFunction(self.f, self.make, self.around, f"{self.row.who}, {self.row.what}")
 
 
-def row_of(job: Job, timed: Timed, wanted: Timed | None) -> BenchRow:
+def row_of(job: BenchJob, timed: Timed, wanted: Timed | None) -> BenchRow:
     """Fill a row with what was measured.
 
     Args:

@@ -16,13 +16,13 @@ from jaxtyping import Array
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.tools.bench.jobs import both_ways
 from maxattn.tools.bench.peers import te_attention
-from maxattn.tools.bench.row import FORWARD, BenchRow, Job
+from maxattn.tools.bench.row import FORWARD, BenchJob, BenchRow
 from maxattn.tools.model_shapes import Shape
 
 TE_STRATEGIES = {"TransformerEngine ring": "RING", "TransformerEngine all-gather": "ALL_GATHER"}
 
 
-def te_jobs(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[Job]:
+def te_jobs(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[BenchJob]:
     """Return one of `TE_STRATEGIES`, forward and with its gradient, or why it does not run."""
     try:
         te, sharding = (
@@ -31,7 +31,9 @@ def te_jobs(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> li
         mesh = auto_mesh(np.asarray(jax.devices()[: sizes.get("context", 1)]), ("context",))
         inputs = spread(whole, mesh, PartitionSpec(None, "context"))
     except (ImportError, ValueError) as failed:
-        return [Job(BenchRow(shape.name, name, FORWARD, note=str(failed).splitlines()[0]), shape)]
+        return [
+            BenchJob(BenchRow(shape.name, name, FORWARD, note=str(failed).splitlines()[0]), shape)
+        ]
 
     @contextmanager
     def around() -> Iterator[None]:

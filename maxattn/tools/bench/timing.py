@@ -34,7 +34,7 @@ FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionE
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedFunction:
     """Hold a function to measure.
 
     Args:
@@ -71,7 +71,7 @@ class Timed:
 
 
 def measure(
-    functions: Sequence[Work],
+    functions: Sequence[TimedFunction],
     budget: float,
     workers: int = 0,
     options: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def measure(
 
 
 def _all_compiled(
-    functions: Sequence[Work], workers: int, options: dict[str, Any]
+    functions: Sequence[TimedFunction], workers: int, options: dict[str, Any]
 ) -> list[tuple[Any, Any]]:
     """Compile several at a time, and those that need a context of their own one at a time."""
     compiled = partial(_compiled, options=options)
@@ -125,7 +125,7 @@ def _timed_in_turns(
     return times
 
 
-def _told(functions: Sequence[Work], ready: list[T]) -> Iterator[T]:
+def _told(functions: Sequence[TimedFunction], ready: list[T]) -> Iterator[T]:
     """Yield what is ready, and say which is run."""
     for number, (work, each) in enumerate(zip(functions, ready, strict=True), start=1):
         log.info("running %s/%s  %s", number, len(ready), work.name)
@@ -147,7 +147,7 @@ def _profile(program: Any, inputs: Any) -> Profile:
     return device_time(lambda: jax.block_until_ready(program(inputs)))
 
 
-def _compiled(work: Work, options: dict[str, Any]) -> tuple[Any, Any]:
+def _compiled(work: TimedFunction, options: dict[str, Any]) -> tuple[Any, Any]:
     log.info("compiling %s", work.name)
     try:
         inputs = work.make()

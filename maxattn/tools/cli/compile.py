@@ -23,7 +23,7 @@ from maxattn.devices import memory_of
 from maxattn.errors import MeshError
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
-from maxattn.tools.compile.job import Job, Outcome, run_in_child
+from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.model_shapes import Shape
 
 _TARGET = "a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1"
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     return int(not all(fits(outcome) for outcome in outcomes))
 
 
-def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> Job:
+def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> CompileJob:
     how = args.train, args.module, args.devices, args.slices
-    return Job(args.target, config, shape, *how)
+    return CompileJob(args.target, config, shape, *how)
 
 
 def fits(outcome: Outcome) -> bool:
@@ -81,7 +81,7 @@ def fits(outcome: Outcome) -> bool:
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def report(job: Job, outcome: Outcome) -> str:
+def report(job: CompileJob, outcome: Outcome) -> str:
     """Write an outcome for a person."""
     what = "attention module" if job.module else "attention"
     training = ", forward and backward" if job.training else ""
@@ -91,12 +91,12 @@ def report(job: Job, outcome: Outcome) -> str:
     return "\n".join((head, *outcome.plan.splitlines(), body))
 
 
-def _compiled(job: Job, outcome: Outcome) -> str:
+def _compiled(job: CompileJob, outcome: Outcome) -> str:
     lines = [f"  compiled in {outcome.seconds:.1f} s", _memory(outcome), *_transfers(job, outcome)]
     return "\n".join((*lines, "fits" if fits(outcome) else _TOO_MUCH))
 
 
-def _machine(job: Job) -> str:
+def _machine(job: CompileJob) -> str:
     return job.topology if job.slices == 1 else f"{job.slices} slices of {job.topology}"
 
 
@@ -111,14 +111,14 @@ def _memory(outcome: Outcome) -> str:
 _MEMORY = {"arguments": "argument", "temporaries": "temp", "outputs": "output"}
 
 
-def _transfers(job: Job, outcome: Outcome) -> list[str]:
+def _transfers(job: CompileJob, outcome: Outcome) -> list[str]:
     """Write what the program sends beside what the plan named, one line a kind and its axes."""
     every = (*outcome.named, *outcome.found)
     rows = sorted({(c["kind"], tuple(c["axes"])) for c in every})
     return [f"  sends   {_row(job, outcome, *row)}" for row in rows] or ["  sends   nothing"]
 
 
-def _row(job: Job, outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
+def _row(job: CompileJob, outcome: Outcome, kind: str, axes: tuple[str, ...]) -> str:
     found, named = _same(outcome.found, kind, axes), _same(outcome.named, kind, axes)
     runs = sum(c["times"] for c in found)
     size = readable(sum(c["bytes"] * c["times"] for c in found))

@@ -21,7 +21,7 @@ def say_where(what: str, target: Target) -> None:
     say(f"measuring {what} on {target.device_kind}{slow if target.platform == 'cpu' else ''}")
 
 
-class _Lines(logging.Handler):
+class _ProgressLines(logging.Handler):
     """Print what is logged, to the stderr of the moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -32,7 +32,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def progress(name: str = "maxattn.tools.bench") -> Iterator[None]:
     """Print what a module logs of its progress, inside a `with`."""
-    log, lines = logging.getLogger(name), _Lines()
+    log, lines = logging.getLogger(name), _ProgressLines()
     before = log.level, log.propagate
     log.addHandler(lines)
     log.setLevel(logging.INFO)

@@ -1,6 +1,6 @@
 """Compile attention for a TPU topology, with libtpu and without a TPU, in a child process.
 
-`python -m maxattn.tools.compile.child FILE` reads a pickled `Job` from stdin and writes an
+`python -m maxattn.tools.compile.child FILE` reads a pickled `CompileJob` from stdin and writes an
 `Outcome` as JSON to FILE. `job.py` starts it.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxattn.tools.compile.job import ENVIRONMENT, Job, Outcome
+from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, Outcome
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from maxattn.target import Target
 
 
-def outcome_of(job: Job) -> Outcome:
+def outcome_of(job: CompileJob) -> Outcome:
     """Plan and compile one job; what goes wrong stands in the outcome."""
     from maxattn.errors import MaxattnError
     from maxattn.plan import plan
@@ -47,7 +47,7 @@ def _target(kind: str) -> Target:
     return Target("tpu", device_kind(kind), installed())
 
 
-def _compiled(job: Job, decided: Plan, mesh: Mesh) -> Outcome:
+def _compiled(job: CompileJob, decided: Plan, mesh: Mesh) -> Outcome:
     import jax
 
     from maxattn.tools.compile.programs import program_of
@@ -66,7 +66,7 @@ def _compiled(job: Job, decided: Plan, mesh: Mesh) -> Outcome:
     return Outcome("compiled", seconds=took, **made, **facts)
 
 
-def _facts(job: Job, decided: Plan, mesh: Mesh) -> dict[str, Any]:
+def _facts(job: CompileJob, decided: Plan, mesh: Mesh) -> dict[str, Any]:
     """Return what is known before it is compiled."""
     named = (c for c in decided.collectives if job.training or c.when == "forward")
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from maxattn.tools.compile.hlo_groups import Groups, bytes_of, groups_of
-from maxattn.tools.compile.hlo_text import KINDS, Instruction, Program
+from maxattn.tools.compile.hlo_text import KINDS, HloProgram, Instruction
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def transfers(text: str) -> tuple[Transfer, ...]:
     Args:
         text: `jax.jit(f).lower(...).compile().as_text()`.
     """
-    program = Program.read(text)
+    program = HloProgram.read(text)
     # A wrapper's collective is listed where `async-start` calls it.
     names = (name for name in program.computations if name not in program.wrappers)
     found = [t for name in names for t in _of_computation(program, name)]
@@ -96,7 +96,7 @@ def _differing(group: Sequence[int], sizes: Mapping[str, int]) -> Iterator[str]:
             yield axis
 
 
-def _of_computation(program: Program, name: str) -> Iterator[Transfer]:
+def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
     body = program.computations[name]
     done = {start: i for i, one in enumerate(body) for start in _waited_for(one)}
     for place, instruction in enumerate(body):
@@ -111,7 +111,7 @@ def _waited_for(instruction: Instruction) -> tuple[str, ...]:
 
 
 def _transfer(
-    program: Program, computation: str, found: Instruction, span: Sequence[Instruction]
+    program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
     """Describe a collective.
 

@@ -66,14 +66,14 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Program:
+class HloProgram:
     """Hold the instructions of each computation, and over how many devices the program is split."""
 
     computations: dict[str, list[Instruction]]
     devices: int = 1
 
     @staticmethod
-    def read(text: str) -> Program:
+    def read(text: str) -> HloProgram:
         """Read `compiled.as_text()`."""
         computations: dict[str, list[Instruction]] = {}
         body: list[Instruction] = []
@@ -86,7 +86,7 @@ class Program:
             elif body and line != "}":  # attributes may hold line breaks
                 body[-1] = replace(body[-1], rest=f"{body[-1].rest}\n{line}")
         partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
-        return Program(computations, int(partitions.group(1)) if partitions else 1)
+        return HloProgram(computations, int(partitions.group(1)) if partitions else 1)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """List the instructions of the computations that an instruction calls."""

@@ -35,7 +35,7 @@ Ending = Literal["compiled", "failed", "refused", "timeout", "crashed"]
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """Say what to compile.
 
     Args:
@@ -98,7 +98,7 @@ def tpu_python() -> str | None:
     return named or (sys.executable if importlib.util.find_spec("libtpu") else None)
 
 
-def run_in_child(job: Job, seconds: float) -> Outcome:
+def run_in_child(job: CompileJob, seconds: float) -> Outcome:
     """Compile in a child process, which is killed with its children when the time is over.
 
     Args:
@@ -118,7 +118,7 @@ def run_in_child(job: Job, seconds: float) -> Outcome:
         return _spawned(python, job, seconds, Path(folder))
 
 
-def _spawned(python: str, job: Job, seconds: float, folder: Path) -> Outcome:
+def _spawned(python: str, job: CompileJob, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
     with log.open("wb") as stderr:
         child = _start(python, answer, stderr)

@@ -14,7 +14,7 @@ from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.plan import Plan
 from maxattn.rope import rope_1d
 from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
-from maxattn.tools.compile.job import Job
+from maxattn.tools.compile.job import CompileJob
 
 
 class Program(NamedTuple):
@@ -24,7 +24,7 @@ class Program(NamedTuple):
     operands: Sequence[Any]
 
 
-def program_of(job: Job, plan: Plan, mesh: Mesh) -> Program:
+def program_of(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return what a job compiles."""
     function, operands = (_module if job.module else _attention)(job, plan, mesh)
     return Program(_step(function) if job.training else function, operands)
@@ -41,7 +41,7 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _attention(job: Job, plan: Plan, mesh: Mesh) -> Program:
+def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return attention alone, its q, k and v, and in training the cotangent of its output."""
     call, mask = job.shape.call(), job.shape.mask
     kv = f"B{plan.context.kv_letter()}KH"
@@ -69,7 +69,7 @@ def _sharding(dims: tuple[int, ...], letters: str, mesh: Mesh) -> NamedSharding:
 # ---- a whole module ------------------------------------------------------------------------------
 
 
-def _module(job: Job, plan: Plan, mesh: Mesh) -> Program:
+def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return an attention module as Wan has it, its parameters and its inputs."""
     call, width = plan.call, plan.call.heads * plan.call.head_dim
     graph, state = nnx.split(nnx.eval_shape(lambda: _make_module(job, mesh)))
@@ -91,7 +91,7 @@ def _module(job: Job, plan: Plan, mesh: Mesh) -> Program:
     return Program(self_attention, (state, x, *cotangent))
 
 
-def _make_module(job: Job, mesh: Mesh) -> Any:
+def _make_module(job: CompileJob, mesh: Mesh) -> Any:
     call = job.shape.call()
     kind: Any = CrossAttention if call.role == "cross" else FlaxAttention
     heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}

@@ -6,12 +6,12 @@ from math import prod
 from typing import Any
 
 from maxattn.errors import ConfigError, MeshError
-from maxattn.tools.compile.job import Job
+from maxattn.tools.compile.job import CompileJob
 
 CHIPS_OF_A_HOST = 4
 
 
-def devices_of(job: Job) -> list[Any]:
+def devices_of(job: CompileJob) -> list[Any]:
     """Return the devices of the topology, the first `job.devices` of them.
 
     Raises:
@@ -26,7 +26,7 @@ def devices_of(job: Job) -> list[Any]:
     return devices[: job.devices]
 
 
-def _all_devices(job: Job) -> list[Any]:
+def _all_devices(job: CompileJob) -> list[Any]:
     from jax.experimental import topologies
 
     slices = {"num_slices": job.slices} if job.slices > 1 else {}

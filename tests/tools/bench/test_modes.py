@@ -20,8 +20,8 @@ from maxattn.tools.bench.module import bench_module, elementwise_bytes
 from maxattn.tools.bench.plots import draw
 from maxattn.tools.bench.profile import device_time
 from maxattn.tools.bench.ring_on_fewer_devices import ring_jobs
-from maxattn.tools.bench.row import BOTH, FORWARD, Job
-from maxattn.tools.bench.timing import Work, measure
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob
+from maxattn.tools.bench.timing import TimedFunction, measure
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import read
 from tests.jaxprs import of_primitive
@@ -65,7 +65,7 @@ def test_a_ring_on_fewer_devices_sends_what_the_whole_one_sends() -> None:
     assert [len(sends(job)) for job in no_transfer] == [0, 0]
 
 
-def sends(job: Job) -> list:
+def sends(job: BenchJob) -> list:
     """List the permutes of a program."""
     return of_primitive(jax.make_jaxpr(job.f)(*job.make()[0]).jaxpr, "ppermute")
 
@@ -154,7 +154,9 @@ def test_the_profile_names_what_ran() -> None:
     product(x)
     found = device_time(lambda: jax.block_until_ready(product(x)))
     assert 0 < max(k.ms for k in found.kernels) <= found.span
-    (timed,) = measure([Work(lambda x: x @ x, lambda: [(x,), (x + 1,)])], 0.01, profiled=True)
+    (timed,) = measure(
+        [TimedFunction(lambda x: x @ x, lambda: [(x,), (x + 1,)])], 0.01, profiled=True
+    )
     assert timed.profile.kernels and all(k.ms > 0 for k in timed.profile.kernels)
 
 

@@ -14,7 +14,7 @@ from maxattn.config import AttentionConfig
 from maxattn.errors import Unsupported
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.compile import fits, report
-from maxattn.tools.compile.job import PYTHON_VARIABLE, Job, Outcome, run_in_child, tpu_python
+from maxattn.tools.compile.job import PYTHON_VARIABLE, CompileJob, Outcome, run_in_child, tpu_python
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden
@@ -52,7 +52,7 @@ def test_a_ring_fits(capsys):
 @pytest.mark.parametrize("training", [False, True])
 def test_the_estimate_of_memory_is_near_the_compiler(training):
     config, shape = AttentionConfig(attention="flash"), read("wan-1.3b-480p")
-    outcome = run_in_child(Job("v5e:1x1", config, shape, training), 120)
+    outcome = run_in_child(CompileJob("v5e:1x1", config, shape, training), 120)
     estimated = total(estimate(plan(shape.call(), config, None, Target.named("TPU v5e")), training))
     assert 0.9 < estimated / outcome.needed < 1.1
 
@@ -151,18 +151,18 @@ def test_the_time_limit_ends_the_child(capsys):
 def test_without_libtpu(monkeypatch):
     monkeypatch.setattr("maxattn.tools.compile.job.tpu_python", lambda: None)
     with pytest.raises(Unsupported) as caught:
-        run_in_child(Job("v5e:1x1", AttentionConfig(), read("sdxl-64")), 1)
+        run_in_child(CompileJob("v5e:1x1", AttentionConfig(), read("sdxl-64")), 1)
     check_golden("cli/compile/no_libtpu", str(caught.value))
 
 
 def test_a_child_that_dies(monkeypatch):
     monkeypatch.setenv(PYTHON_VARIABLE, "/bin/false")
-    outcome = run_in_child(Job("v5e:1x1", AttentionConfig(), read("sdxl-64")), 10)
+    outcome = run_in_child(CompileJob("v5e:1x1", AttentionConfig(), read("sdxl-64")), 10)
     assert outcome.ending == "crashed" and "status 1" in outcome.message
 
 
 def test_a_report_names_what_waits():
-    job = Job("v5p:2x2x1", AttentionConfig(), read("sdxl-64"))
+    job = CompileJob("v5p:2x2x1", AttentionConfig(), read("sdxl-64"))
     move = {
         "kind": "ppermute",
         "axes": ["context"],
