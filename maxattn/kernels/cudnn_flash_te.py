@@ -43,7 +43,7 @@ class CudnnFlashTe(Fused):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
-        terms = fused_masks.split(call.mask)
+        terms = fused_masks.sort_terms(call.mask)
         most = target.device.family.cudnn_head_dim
         return (
             untested("cudnn_flash_te", "transformer-engine-jax", target)

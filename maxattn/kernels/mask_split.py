@@ -23,7 +23,7 @@ QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitMask:
     """Hold a mask as a function of positions, at most one pair of segment ids, and padding."""
 
     positions: Mask
@@ -36,7 +36,7 @@ class Split:
         return self.segments is not None or bool(self.padding)
 
 
-def split(mask: Mask) -> Split | Reason:
+def split(mask: Mask) -> SplitMask | Reason:
     """Split a bound mask, or its form, into what splash takes, or say which part it cannot take."""
     positions: Mask = Full()
     segments: list[Mask] = []
@@ -55,7 +55,7 @@ def split(mask: Mask) -> Split | Reason:
         return Reason(
             "flash", "mask Segments & Segments", rule, "number the common segments, or " + REMEDY
         )
-    return Split(positions, segments[0] if segments else None, tuple(padding))
+    return SplitMask(positions, segments[0] if segments else None, tuple(padding))
 
 
 REMEDY = "set attention: dot_product with use_memory_efficient_attention: true"
@@ -82,7 +82,7 @@ def _names_with_data(mask: Mask) -> set[str]:
 
 
 def segment_ids(
-    parts: Split, batch: int, q_len: int, kv_len: int, kv_offset: Offset
+    parts: SplitMask, batch: int, q_len: int, kv_len: int, kv_offset: Offset
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
     """Write lengths, flags and segments as segment ids, or None where there are none.
 

@@ -153,7 +153,7 @@ class AttentionBase(nnx.Module):
         return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
 
     def _shape(self, batch: int, length: int, heads: int) -> jax.ShapeDtypeStruct:
-        # The dtype is known once the projections have run: `_attend` sees to it.
+        # The dtype is known once the projections have run: `_run_attention` sees to it.
         return jax.ShapeDtypeStruct((batch, length, heads, self.dim_head), jnp.float32)
 
     def _check_rotary(self, rotary: Any, batch: int, length: int, name: str) -> Rotary | None:
@@ -200,7 +200,9 @@ class AttentionBase(nnx.Module):
     def _on_mesh(self, x: Array, letters: str) -> Array:
         return sharding.constrain(x, self.mesh, letters)
 
-    def _attend(self, prepared: Prepared, q: Heads, k: Heads, v: Heads, bias: Any = None) -> Heads:
+    def _run_attention(
+        self, prepared: Prepared, q: Heads, k: Heads, v: Heads, bias: Any = None
+    ) -> Heads:
         call = prepared.call.of_dtype(q, k, v)
         return attend(prepared._replace(call=call), q, k, v, bias)[0]
 

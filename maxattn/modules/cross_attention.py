@@ -160,7 +160,7 @@ class CrossAttention(AttentionBase):
         prepared = self._prepare_text(b, t, text, kv, mask, bias)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
         q = self._queries(hidden_states, rotary_q)
-        out = self._attend(prepared, q, kv.k, kv.v, bias)
+        out = self._run_attention(prepared, q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
             out = out + self._attend_image(q, kv.image_k, kv.image_v)
         return self._output(out, deterministic, rngs)
@@ -175,7 +175,7 @@ class CrossAttention(AttentionBase):
 
     def _attend_image(self, q: Array, k: Array, v: Array) -> Array:
         prepared = prepare(q, k, v, None, None, self.scale, self.config, self.mesh, self.role)
-        return self._attend(prepared, q, k, v)
+        return self._run_attention(prepared, q, k, v)
 
     def compute_kv(
         self,

@@ -144,7 +144,7 @@ class JointAttention(FlaxAttention):
             self._on_mesh(each, letters)
             for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
         )
-        out = self._attend(prepared, q, k, v, bias)
+        out = self._run_attention(prepared, q, k, v, bias)
         return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
 
     def _joint_heads(self, text: Array, x: Array) -> tuple[Array, Array, Array]:

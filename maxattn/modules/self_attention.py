@@ -128,7 +128,7 @@ class FlaxAttention(AttentionBase):
         prepared = self._prepare(b, t, t, mask, bias)
         k, v = self._keys_values(sum_grads_in_order(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)
-        return self._output(self._attend(prepared, q, k, v, bias), deterministic, rngs)
+        return self._output(self._run_attention(prepared, q, k, v, bias), deterministic, rngs)
 
     def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         to_k = Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k, "BSKH")

@@ -164,7 +164,9 @@ def test_what_the_base_class_answers() -> None:
     for mask in NEW.values():
         assert mask.divides_positions and mask.leaves_parts_empty
         assert mask.band() is mask.most_keys() is mask.key_limit() is mask.segment_ids() is None
-        assert fused_masks.refuse_mask("cudnn", fused_masks.split(mask.bind(64, 64))) is not None
+        assert (
+            fused_masks.refuse_mask("cudnn", fused_masks.sort_terms(mask.bind(64, 64))) is not None
+        )
 
 
 def test_splash_takes_two_comparisons_for_one_interval() -> None:

@@ -70,7 +70,7 @@ class Fa4(Fused):
         """Refuse float32, head dims over 256, a bias, tables of pairs; `flash` found fa4-jax."""
         most = target.device.family.fa4_head_dim
         reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
-        if reason is not None or masks.refuse_mask("flash", masks.split(call.mask)) is None:
+        if reason is not None or masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None:
             return reason
         found = mask_split.split(call.mask)
         return found if isinstance(found, Reason) else None
@@ -84,7 +84,7 @@ class Fa4(Fused):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
         """Take the scale, whether the LSE is asked for, and how the mask goes in."""
-        terms = masks.split(call.mask)
+        terms = masks.sort_terms(call.mask)
         cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
         pairs = masks.refuse_mask("flash", terms) is not None or not cut
         version = target.version("fa4-jax") or ""
@@ -126,7 +126,7 @@ class Fa4(Fused):
 
         A strategy may have dropped what forbids nothing here.
         """
-        terms = masks.split(mask)
+        terms = masks.sort_terms(mask)
         return self.tests_pairs and bool(terms.positions or terms.rest)
 
     def forward(self, inputs: Inputs) -> Result:

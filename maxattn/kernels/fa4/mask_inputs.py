@@ -94,9 +94,9 @@ def arrays(pairs: Pairs) -> tuple[Array, ...]:
     return tuple(x for x in (pairs.lo, pairs.hi, pairs.q_ids, pairs.kv_ids) if x is not None)
 
 
-def _split(mask: Mask) -> mask_split.Split:
+def _split(mask: Mask) -> mask_split.SplitMask:
     split = mask_split.split(mask)
-    assert isinstance(split, mask_split.Split), split  # supports() refused it
+    assert isinstance(split, mask_split.SplitMask), split  # supports() refused it
     return split
 
 

@@ -54,7 +54,7 @@ class Fused(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        width, terms = inputs.q.shape[3], fused_masks.split(inputs.mask)
+        width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         given = _given(inputs, RealKeys.of(terms, inputs))
 
@@ -69,7 +69,7 @@ class Fused(Kernel):
 
         They were rounded once to k's dtype.
         """
-        width, terms = inputs.q.shape[3], fused_masks.split(inputs.mask)
+        width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         keys = RealKeys.of(terms, inputs)
         operands = _given(inputs, keys), rectangles.rows_for(rows, inputs.q)

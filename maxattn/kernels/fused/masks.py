@@ -1,8 +1,8 @@
 """Masks as the fused kernels of GPU libraries take them: a band, and how many keys are real.
 
-A bound mask is split into terms of positions and terms of keys alone. Keys are real up to a length,
-or by flags; flags become lengths when the real keys are gathered to the front, which does not
-change attention without positions.
+The terms of a bound mask are sorted into terms of positions and terms of keys alone. Keys are real
+up to a length, or by flags; flags become lengths when the real keys are gathered to the front,
+which does not change attention without positions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MaskTerms:
         return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
 
-def split(mask: Mask) -> MaskTerms:
+def sort_terms(mask: Mask) -> MaskTerms:
     """Sort the terms of a bound mask, or of its form."""
     positions, limits, keys, rest = [], [], [], []
     for term in mask.terms():
@@ -71,7 +71,7 @@ def refuse_mask(who: str, terms: MaskTerms, rows: bool = False) -> Reason | None
 
     Args:
         who: the kernel.
-        terms: from `split`.
+        terms: from `sort_terms`.
         rows: whether it takes any interval of keys for each query, too.
     """
     if terms.rest:

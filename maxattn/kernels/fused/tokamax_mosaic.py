@@ -62,7 +62,7 @@ class TokamaxMosaic(Fused):
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
         reason = untested("tokamax_flash", "tokamax", target)
         reason = reason or fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
-        return reason or _refuse_terms(fused_masks.split(call.mask))
+        return reason or _refuse_terms(fused_masks.sort_terms(call.mask))
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -167,7 +167,7 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
     The backward skips the empty tiles of a triangle at known positions.
     """
-    terms = fused_masks.split(inputs.mask)
+    terms = fused_masks.sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
     return bool(terms.positions) and (traced or not triangle)
@@ -175,7 +175,7 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
 def _intervals(inputs: Inputs) -> PieceInputs:
     """Give each query its interval of local keys, as [B or 1, T] ends."""
-    terms = fused_masks.split(inputs.mask)
+    terms = fused_masks.sort_terms(inputs.mask)
     q, k, kv_offset = inputs.q, inputs.k, inputs.kv_offset
     t, s = q.shape[1], k.shape[1]
     rows = jnp.arange(t, dtype=jnp.int32) + inputs.q_offset

@@ -93,7 +93,7 @@ class Problem:
     q: Array
     k: Array
     v: Array
-    parts: mask_split.Split
+    parts: mask_split.SplitMask
     q_offset: Offset
     kv_offset: Offset
     library: Library

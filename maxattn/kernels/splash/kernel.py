@@ -145,7 +145,7 @@ class Splash(Kernel):
         q = self._scaled(inputs.q, dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
         parts = mask_split.split(inputs.mask)
-        assert isinstance(parts, mask_split.Split), parts  # supports() refused it
+        assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
         return Problem(q, k, v, parts, inputs.q_offset, inputs.kv_offset, self.library)
 
     def _scaled(self, q: Array, dtype: Any) -> Array:

@@ -85,7 +85,7 @@ def bench_mesh(
     return [_compared(row, rows[:4], devices) for row in rows]
 
 
-def _attend(
+def _forward(
     shape: Shape, config: AttentionConfig, mesh: Mesh | None, q: Array, k: Array, v: Array
 ) -> Array:
     return attention(q, k, v, shape.mask, config=config, mesh=mesh, role=shape.role)
@@ -93,7 +93,7 @@ def _attend(
 
 def _on_one(shape: Shape, kernel: str, whole: Any) -> list[BenchJob]:
     """Return the whole attention on one device."""
-    attend = partial(_attend, shape, config_of(kernel), None)
+    attend = partial(_forward, shape, config_of(kernel), None)
     return both_ways(shape, f"{kernel}, 1 device", attend, whole)
 
 
@@ -103,7 +103,7 @@ def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[BenchJ
     mesh = config.make_mesh(jax.devices()[:devices])
     copies = [tuple(jax.numpy.concatenate([x] * devices) for x in each) for each in whole]
     inputs = spread(copies, mesh, PartitionSpec("data"))
-    attend = partial(_attend, shape, config, mesh)
+    attend = partial(_forward, shape, config, mesh)
     return both_ways(shape, f"{kernel}, each of {devices}", attend, inputs)
 
 
@@ -116,7 +116,7 @@ def _of_strategy(
         config = config_of(kernel, f"context_parallel={strategy}", *words)
         mesh = config.make_mesh(jax.devices()[: prod(sizes.values())])
         inputs = spread(whole, mesh, PartitionSpec("data", "context", "tensor"))
-        return both_ways(shape, who, partial(_attend, shape, config, mesh), inputs)
+        return both_ways(shape, who, partial(_forward, shape, config, mesh), inputs)
     # jax raises ValueError for a length that does not divide over the devices.
     except (MaxattnError, ValueError) as refused:
         return [
