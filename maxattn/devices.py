@@ -73,7 +73,7 @@ class Family:
         words: parts of jax's names by which a device without a row of its own is recognised.
         cudnn_head_dim, fa4_head_dim: the largest head dim of cuDNN's and of FlashAttention-4's
             kernels.
-        sms: streaming multiprocessors of its usual device.
+        sms: streaming multiprocessors (SMs) of its usual device.
         shared_memory: bytes that one of them gives a thread block; 0 where that is not known.
     """
 
@@ -114,8 +114,7 @@ FAMILIES = {
     )
 }
 _UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
-# The Hopper devices that have fewer multiprocessors than an H100 or H200. PCIe: the H100 and H800
-# of that form.
+# The Hopper devices that have fewer SMs than an H100 or H200. PCIe: the H100 and H800 of that form.
 _FEWER_SMS = {"H20": 78, "PCIe": 114}
 
 
@@ -129,7 +128,7 @@ class Device:
     Args:
         kind: our name of it, or jax's of a kind that has no row.
         family: its generation.
-        sms: streaming multiprocessors of a GPU.
+        sms: streaming multiprocessors (SMs) of a GPU.
         peak: dense bfloat16 FLOP/s, as the maker gives them; None where that is not known.
         machine: what the cost model of context parallelism takes; None where that is not known.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
@@ -164,9 +163,8 @@ class Device:
 
 _TPU = "published per-chip figures, not measured by us; 60% of the peak FLOP/s assumed"
 _GPU = "published figures, not measured by us; 60% of the peak FLOP/s and 75% of the link assumed"
-# NCCL's kernels take multiprocessors from the kernel beside them. A ring of four over
-# FlashAttention-4, 14B 480p, on two H200s: a step of 34.1 ms, without its transfers 32.1; they are
-# nine hops of 0.79 ms.
+# NCCL's kernels take SMs from the kernel beside them. A ring of four over FlashAttention-4, 14B
+# 480p, on two H200s: a step of 34.1 ms, without its transfers 32.1; they are nine hops of 0.79 ms.
 _NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 
@@ -237,6 +235,7 @@ DEVICES: dict[str, Device] = {
 }  # fmt: skip
 # The device whose figures stand for a platform, and for a kind that has none of its own.
 USUAL = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
+SMS = DEVICES["NVIDIA H200"].sms  # of the GPU that launches are tuned for
 # jax's spellings that do not begin with ours.
 _ALIASES = {
     "TPU v5 lite": "TPU v5e",

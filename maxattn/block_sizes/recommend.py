@@ -45,8 +45,8 @@ def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
     """Compute FlashAttention's blocks: B_c = ceil(M / 4d), B_r = min(B_c, d).
 
     Args:
-        memory: M, elements that fit the on-chip memory of one multiprocessor (not bytes, and not of
-            the whole chip).
+        memory: M, elements that fit the on-chip memory of one streaming multiprocessor (SM): not
+            bytes, and not of the whole chip.
         head_dim: d.
 
     Returns:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxattn.devices import DEVICES
+from maxattn.devices import SMS
 from maxattn.jax_private.triton import triton_split
 
 CHUNK = 1024  # channels
@@ -25,7 +25,6 @@ MAX_CHUNKS = 32
 CHANNELS = 12
 ROOMY = 24  # up to here registers hold bias, scale and the next row as well
 MOST_CHANNELS = 48  # beyond, not even the sums
-MULTIPROCESSORS = DEVICES["NVIDIA H200"].sms
 Parts = tuple[Array, ...]  # of a chunk as it is loaded: the whole, or a and b
 Pair = Parts  # a and b
 
@@ -75,8 +74,8 @@ class NormRopeRow:
 
         They are about as many as a GPU holds at once.
         """
-        held = 16 if self.channels <= CHANNELS else 8  # warps of a multiprocessor
-        return -(-MULTIPROCESSORS * held // self.warps)
+        held = 16 if self.channels <= CHANNELS else 8  # warps of an SM
+        return -(-SMS * held // self.warps)
 
     def fits(self) -> bool:
         """Say whether the kernels take such a row."""

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
+from maxattn.devices import SMS
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
-from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_wave, order_of
+from maxattn.kernels.fa4.launch_order import Order, at_wave, order_of
 
 ORDERS = [Order(), Order(True)]
 ORDERS += [Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
@@ -67,10 +68,10 @@ def test_what_is_known_on_the_device_alone_keeps_its_order() -> None:
 
 def busy(work: np.ndarray, order: Order, lanes: int) -> float:
     """Return the share of the SMs' time that is used, where each takes the next row when free."""
-    free = [0.0] * PROCESSORS
+    free = [0.0] * SMS
     for row, _ in started(order, len(work), lanes):
         heapq.heapreplace(free, free[0] + float(work[row]))
-    return float(work.sum()) * lanes / PROCESSORS / max(free)
+    return float(work.sum()) * lanes / SMS / max(free)
 
 
 @pytest.mark.parametrize(("block", "window", "length"), [(1560, 7, 32_760), (256, 16, 32_768)])

@@ -36,33 +36,33 @@ from tests.reference import attention64, error
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
 
 
-def ends(rows: list[int], processors: int) -> int:
+def ends(rows: list[int], sms: int) -> int:
     """Return when the last row ends, if each processor takes the next one as soon as it is free."""
-    free = [0] * processors
+    free = [0] * sms
     for row in rows:
         heapq.heapreplace(free, free[0] + row)
     return max(free)
 
 
-def played(tail: SplitTail | None, tiles: int, rows: int, steps: int, processors: int) -> int:
+def played(tail: SplitTail | None, tiles: int, rows: int, steps: int, sms: int) -> int:
     """Return when a backward ends, thread block by thread block: whole ones, then splits."""
-    whole = ends([steps + START] * ((tiles - (tail.tiles if tail else 0)) * rows), processors)
+    whole = ends([steps + START] * ((tiles - (tail.tiles if tail else 0)) * rows), sms)
     if tail is None:
         return whole
     starts = [n * steps // tail.splits for n in range(tail.splits + 1)]
     splits = [b - a for a, b in pairwise(starts)]
     assert min(splits) > 0 and sum(splits) == steps, "every split has queries"
     each = [split + START for split in splits for _ in range(tail.tiles * rows)]
-    return whole + ends(each, processors) + SUMS + (LAUNCH if whole else 0)
+    return whole + ends(each, sms) + SUMS + (LAUNCH if whole else 0)
 
 
-@pytest.mark.parametrize("processors", [132, 78])
-def test_splits_end_sooner(processors: int) -> None:
+@pytest.mark.parametrize("sms", [132, 78])
+def test_splits_end_sooner(sms: int) -> None:
     rng, gains = np.random.default_rng(0), 0
     for _ in range(300):
         tiles, rows, steps = (int(rng.integers(1, most)) for most in (60, 170, 450))
-        tail = tail_of(BackwardWork(tiles, rows, steps, processors))
-        before, now = (played(x, tiles, rows, steps, processors) for x in (None, tail))
+        tail = tail_of(BackwardWork(tiles, rows, steps, sms))
+        before, now = (played(x, tiles, rows, steps, sms) for x in (None, tail))
         assert now <= (0.99 * before if tail else before)
         gains += tail is not None
     assert 50 < gains < 250
@@ -72,7 +72,7 @@ def test_splits_end_sooner(processors: int) -> None:
     "sizes, tail",
     [
         ((256, 12, 410), SplitTail(3, 11)),  # 253 tiles of 12 heads are 23.0 waves of 132
-        ((4, 12, 410), SplitTail(4, 11)),  # a text: 48 rows, for 132 processors
+        ((4, 12, 410), SplitTail(4, 11)),  # a text: 48 rows, for 132 SMs
         ((33, 40, 410), None),  # ten whole waves
         ((1, 160, 32), SplitTail(1, 4)),
         ((1, 12, 1), None),  # one tile of queries cannot be split
@@ -110,7 +110,7 @@ def test_only_heads_of_their_own_keys_are_split() -> None:
     )
 
 
-def test_other_hopper_gpus_have_other_numbers_of_processors() -> None:
+def test_other_hopper_gpus_have_other_numbers_of_sms() -> None:
     kinds = (
         "NVIDIA H200",
         "NVIDIA H100 80GB HBM3",
@@ -270,8 +270,8 @@ def test_only_kernels_that_maxattn_launches_are_split(
 ) -> None:
     asked = []
 
-    def split(inputs, rows, scale, processors):
-        asked.append(processors)
+    def split(inputs, rows, scale, sms):
+        asked.append(sms)
         return Grads(inputs.q, inputs.k, inputs.v)
 
     def plain(inputs, rows, window, scale):
@@ -280,7 +280,7 @@ def test_only_kernels_that_maxattn_launches_are_split(
     monkeypatch.setattr(split_queries, "backward", split)
     monkeypatch.setattr(primitives, "fa4_backward", plain)
     kernel, x = (
-        Fa4(1.0, launched=launched, processors=78),
+        Fa4(1.0, launched=launched, sms=78),
         jnp.zeros((1, 4096, 12, 128), "bfloat16"),
     )
     stats, whole = jnp.zeros((1, 12, 4096)), PieceInputs.whole(x, x, x, None)

@@ -30,7 +30,7 @@ from maxattn.target import Target
 
 MODE = "xla_gpu_collective_permute_mode"
 COPY_ENGINES = (
-    "NCCL takes multiprocessors from the kernels while it moves blocks; "
+    "NCCL takes streaming multiprocessors (SMs) from the kernels while it moves blocks; "
     f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
 )
 

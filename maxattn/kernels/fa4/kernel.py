@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.devices import SMS
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
@@ -31,7 +32,6 @@ from maxattn.kernels.fa4 import (
     windows,
 )
 from maxattn.kernels.fa4.launch_lines import OWN
-from maxattn.kernels.fa4.launch_order import PROCESSORS
 from maxattn.kernels.fa4.tile_sizes import SMALL, backward_tile, persistent_pays, takes_lists
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.kernel import Fused
@@ -54,7 +54,7 @@ class Fa4(Fused):
         launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
         lists: whether the kernel gets block-sparse lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
-        processors: SMs of the GPU, each of which runs one thread block at a time.
+        sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
     """
 
     name: ClassVar[str] = "flash"
@@ -63,7 +63,7 @@ class Fa4(Fused):
     launched: bool = False
     lists: bool = False
     sharded: bool = False
-    processors: int = PROCESSORS
+    sms: int = SMS
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -90,8 +90,8 @@ class Fa4(Fused):
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
         lists = pairs and launched and not mask_inputs.positions(call.mask).is_full
-        many = target.device.sms
-        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, many)
+        sms = target.device.sms
+        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:
@@ -111,7 +111,7 @@ class Fa4(Fused):
             return Lines(runs, blocks)
         persists = self._may_persist(call.head_dim, call.kv_len)
         blocks = launch_lines.whole_line(call) if persists else blocks
-        backward = launch_lines.split_line(call, self.processors) if self.launched else OWN
+        backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
 
     def _may_persist(self, head_dim: int, keys: int) -> bool:
@@ -176,7 +176,7 @@ class Fa4(Fused):
             return halved
         batch, length, heads, head_dim = inputs.k.shape
         tile = backward_tile(head_dim).keys
-        made = ring_waves.split_keys(length, tile, batch * heads, blocks, self.processors)
+        made = ring_waves.split_keys(length, tile, batch * heads, blocks, self.sms)
         # Spare keys stand between a block's batch rows: the forward would have to copy K and V out.
         fits = made.middle and (batch == 1 or not made.spare_keys)
         return made if fits else halved
@@ -208,7 +208,7 @@ class Fa4(Fused):
         if _has_lengths_alone(inputs):
             return primitives.fa4_backward_lengths(inputs, rows, self.scale)
         if _is_whole(inputs) and self.launched:
-            return split_queries.backward(inputs, rows, self.scale, self.processors)
+            return split_queries.backward(inputs, rows, self.scale, self.sms)
         cut, window = windows.shortened(inputs)
         rows = windows.shortened_rows(rows, cut.q.shape[1])
         grads = primitives.fa4_backward(cut, rows, window, self.scale)

@@ -33,9 +33,9 @@ def whole_line(call: Call) -> str:
     return blocks + (", persistent thread blocks" if persistent else "")
 
 
-def split_line(call: Call, processors: int) -> str:
+def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
-    tail = split_queries.tail_for(*shapes_of(call), processors)
+    tail = split_queries.tail_for(*shapes_of(call), sms)
     return OWN if tail is None else f"{OWN}; {tail.line}"
 
 

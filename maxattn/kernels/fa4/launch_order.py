@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxattn.devices import DEVICES
+from maxattn.devices import SMS
 
-PROCESSORS = DEVICES["NVIDIA H200"].sms  # more light rows than these bring nothing
 LIGHT = 0.95  # of the work of a usual row
 START = 2  # what a row costs beside its tiles, in tiles, with a thread block each
 PERSISTENT_START = 1  # the same for persistent thread blocks
@@ -81,7 +80,8 @@ def order_of(work: Any, lanes: int, may_persist: bool = False) -> Order:
     half = len(work) // 2
     backwards = bool(work[len(work) - half :].sum() > work[:half].sum())
     light = _light_rows(work[::-1] if backwards else work)
-    heads = min(lanes, -(-PROCESSORS // light)) if light else 0
+    # More light rows than a GPU has SMs bring nothing.
+    heads = min(lanes, -(-SMS // light)) if light else 0
     one_each, persistent = Order(backwards, light, heads), Order(backwards, light, persistent=True)
     if not may_persist or _end_persistent(persistent, work, lanes) > _end(one_each, work, lanes):
         return one_each
@@ -110,17 +110,17 @@ def _in_order(order: Order, work: np.ndarray, lanes: int) -> np.ndarray:
 def _end_persistent(order: Order, work: np.ndarray, lanes: int) -> float:
     """Return when the last persistent thread block ends, in tiles."""
     each = _in_order(order, work, lanes) + PERSISTENT_START
-    waves = -(-len(each) // PROCESSORS)
-    at = at_wave(np.arange(waves)[:, None], np.arange(PROCESSORS), PROCESSORS, np)
-    return float(np.append(each, np.zeros(waves * PROCESSORS - len(each)))[at].sum(axis=0).max())
+    waves = -(-len(each) // SMS)
+    at = at_wave(np.arange(waves)[:, None], np.arange(SMS), SMS, np)
+    return float(np.append(each, np.zeros(waves * SMS - len(each)))[at].sum(axis=0).max())
 
 
 def _end(order: Order, work: np.ndarray, lanes: int) -> float:
     """Return when the last row ends, where each SM takes the next row as soon as it is free."""
     each = _in_order(order, work, lanes) + START
     if len(each) > MOST_ROWS:
-        return float(each.sum() / PROCESSORS + each.max() / 2)
-    ends = [0.0] * PROCESSORS
+        return float(each.sum() / SMS + each.max() / 2)
+    ends = [0.0] * SMS
     for row in each.tolist():
         heapq.heapreplace(ends, ends[0] + row)
     return max(ends)

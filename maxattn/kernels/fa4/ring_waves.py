@@ -27,7 +27,7 @@ class RingWaves(NamedTuple):
         tiles: tiles of keys in a rank's block.
         rows: thread blocks a tile of keys: heads of all batch rows.
         ring_size: ranks of the ring.
-        sms: streaming multiprocessors, each of which runs one thread block at a time.
+        sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
     """
 
     tiles: int
@@ -73,7 +73,7 @@ def split_keys(length: int, tile: int, rows: int, ring_size: int, sms: int) -> K
         tile: keys of a tile.
         rows: thread blocks a tile of keys: heads of all batch rows.
         ring_size: ranks of the ring.
-        sms: streaming multiprocessors of the GPU.
+        sms: streaming multiprocessors (SMs) of the GPU.
     """
     made = RingWaves(-(-length // tile), rows, ring_size, sms)
 

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.devices import SMS
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands
 from maxattn.kernels.fa4.launch import takes_splits
-from maxattn.kernels.fa4.launch_order import PROCESSORS, START
+from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.tile_sizes import whole_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 
@@ -60,17 +61,17 @@ class BackwardWork(NamedTuple):
         tiles: of keys.
         rows: thread blocks for each of them: heads of all batch rows.
         steps: tiles of queries, which a thread block goes through.
-        processors: SMs, each of which runs one thread block at a time.
+        sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
     """
 
     tiles: int
     rows: int
     steps: int
-    processors: int = PROCESSORS
+    sms: int = SMS
 
     def lasts(self, tiles: int, splits: int = 1) -> float:
         """Return how long so many tiles take, in steps."""
-        waves = -(-tiles * self.rows * splits // self.processors)
+        waves = -(-tiles * self.rows * splits // self.sms)
         return waves * (-(-self.steps // splits) + START)
 
     def cost(self, tail: SplitTail) -> float:
@@ -80,7 +81,7 @@ class BackwardWork(NamedTuple):
 
     def tails(self) -> Iterator[SplitTail]:
         """List what can be split: the tiles of some two waves, where all splits have queries."""
-        for n in range(1, min(self.tiles, 2 * -(-self.processors // self.rows)) + 1):
+        for n in range(1, min(self.tiles, 2 * -(-self.sms // self.rows)) + 1):
             yield from (SplitTail(n, each) for each in range(2, min(MOST_SPLITS, self.steps) + 1))
 
 
@@ -91,26 +92,26 @@ def tail_of(work: BackwardWork) -> SplitTail | None:
     return best if best and work.cost(best) <= most else None
 
 
-def tail_for(queries: Dims, keys: Dims, processors: int = PROCESSORS) -> SplitTail | None:
+def tail_for(queries: Dims, keys: Dims, sms: int = SMS) -> SplitTail | None:
     """Choose for the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
     if not backward_steps.of_shape(queries, keys):
         return None
     (batch, t, heads, _), tile = queries, whole_tile(queries[3])
     steps = -(-t // tile.queries)
-    return tail_of(BackwardWork(-(-keys[1] // tile.keys), batch * heads, steps, processors))
+    return tail_of(BackwardWork(-(-keys[1] // tile.keys), batch * heads, steps, sms))
 
 
-def backward(inputs: PieceInputs, rows: Rows, scale: float, processors: int = PROCESSORS) -> Grads:
+def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int = SMS) -> Grads:
     """Return (dq, dk, dv) over all pairs from a given output and LSE.
 
     Args:
         inputs: bfloat16 or float16; all its pairs are allowed.
         rows: of the queries.
         scale: multiplies the scores.
-        processors: SMs of the GPU.
+        sms: streaming multiprocessors (SMs) of the GPU.
     """
     operands = inputs.q, inputs.k, inputs.v, rows.out, rows.lse, rows.dout
-    tail = tail_for(inputs.q.shape, inputs.k.shape, processors)
+    tail = tail_for(inputs.q.shape, inputs.k.shape, sms)
     if tail is None or not _can_split(inputs.q):
         return _whole(operands, scale)
 

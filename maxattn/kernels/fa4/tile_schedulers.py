@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from maxattn.kernels.fa4.launch_order import PROCESSORS, Order, at_wave
+from maxattn.devices import SMS
+from maxattn.kernels.fa4.launch_order import Order, at_wave
 from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_rows
 
 RESULT = 8  # which operand of the library's `mma` is the tile of results in shared memory
@@ -185,7 +186,7 @@ def _place(order: Order, params: Any, row: Any, lane: Any) -> tuple[Any, Any, An
 
 def _sms() -> int:
     device = jax.devices()[0]
-    return (device.core_count if device.platform == "gpu" else None) or PROCESSORS
+    return (device.core_count if device.platform == "gpu" else None) or SMS
 
 
 def _one_an_sm(rows: Any, heads: Any, batch: Any) -> tuple[Any, Any, Any]:
