@@ -39,6 +39,8 @@ TESTED = {
     "fa4-jax": Versions("0.1", "0.2"),
     "transformer-engine-jax": Versions("2.20", "3"),
 }
+FA4_LAUNCHES = "0.1."  # how a version of fa4-jax begins whose kernels maxattn launches itself
+TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs
 
 
 def numbers(version: str) -> tuple[int, ...]:

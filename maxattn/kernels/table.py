@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
 from maxattn.errors import ConfigError
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU
 
 EVERYWHERE = ("cpu", "gpu", "tpu")
 
@@ -81,7 +82,7 @@ _ROWS = (
 
 # pip's name -> the extra of maxattn that brings it, and a version that every kernel here can call.
 EXTRAS = {
-    "tokamax": ("tokamax", "0.0.17"),
+    "tokamax": ("tokamax", TOKAMAX_ON_GPU),
     "transformer-engine-jax": ("te", "2.20.2"),
     "fa4-jax": ("fa4", "0.1.0"),
 }

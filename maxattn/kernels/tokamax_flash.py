@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
 from maxattn.kernels.requirements import is_here, remedy, untested
@@ -21,7 +22,6 @@ from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
 from maxattn.target import Target
 
-LEAST_ON_GPU = "0.0.17"
 UNSAID = "?"  # what the command line makes of `--with tokamax`
 
 
@@ -89,6 +89,6 @@ def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
     if reason is None or reason.feature != "package":
         return reason
     if target.version("tokamax") == UNSAID:
-        rule = f"it needs tokamax {LEAST_ON_GPU} or newer on a GPU, and no version is written"
+        rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and no version is written"
         reason = replace(reason, rule=rule)
     return reason if is_here(target) else replace(reason, remedy=remedy("tokamax", target))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxattn.kernels.fused.tokamax_mosaic import NEEDS, _numbers
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU
+from maxattn.kernels.fused.tokamax_mosaic import _numbers
 from tests.jaxprs import equations
 
 BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 64}
@@ -38,10 +39,9 @@ def test_one_fence_before_places_are_free_again() -> None:
         found = version("tokamax")
     except PackageNotFoundError:
         pytest.skip("tokamax is not installed")
-    if _numbers(found) < NEEDS:
-        pytest.skip(
-            f"tokamax {found} has another backward for GPUs; maxattn takes it from 0.0.17 on"
-        )
+    if _numbers(found) < _numbers(TOKAMAX_ON_GPU):
+        taken = f"maxattn takes it from {TOKAMAX_ON_GPU} on"
+        pytest.skip(f"tokamax {found} has another backward for GPUs; {taken}")
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as theirs
 
     from maxattn.kernels.fused.tokamax_fence import backward_module

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from maxattn.devices import Device
-
-VERSIONS = "0.1."  # of fa4-jax: the launch uses private parts of it
+from maxattn.jax_private.versions import FA4_LAUNCHES
 
 
 def takes_lists(version: str, device: Device) -> bool:
     """Tell whether this fa4-jax can be launched with block-sparse lists on this GPU."""
-    return version.startswith(VERSIONS) and device.is_a("hopper")
+    return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
 class Tile(NamedTuple):

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused
@@ -31,7 +32,6 @@ from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
-NEEDS = (0, 0, 17)
 HEAD_LIMIT = 256
 # One tile of keys: tiles of 128 queries took 0.094 ms instead of 0.106 at SDXL's text (H200;
 # 16,4096,77,10,64).
@@ -53,10 +53,11 @@ class TokamaxMosaic(Fused):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse old versions, GPUs but Hopper, float32, a bias, queries with several intervals."""
         version = target.version("tokamax") or ""
-        if _numbers(version) < NEEDS:
+        if _numbers(version) < _numbers(TOKAMAX_ON_GPU):
             this = version or "not installed"
-            rule = f"it needs tokamax 0.0.17 or newer on a GPU, and this is {this}"
-            return Reason("tokamax_flash", "package", rule, 'pip install "tokamax>=0.0.17"')
+            rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and this is {this}"
+            remedy = f'pip install "tokamax>={TOKAMAX_ON_GPU}"'
+            return Reason("tokamax_flash", "package", rule, remedy)
         if not target.device.is_a("hopper"):
             rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
