@@ -24,7 +24,7 @@ from maxattn.target import Target
 TABLE = resources.files("maxattn.kernels.auto") / "table.json"
 PLAIN = ("memory_efficient", "dot_product")
 FULL, BAND, TILES = "full", "band", "tiles"
-WHOLE_ROWS = "flash backward in whole rows"
+UNSPLIT = "flash backward without split queries"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
 USUAL = "NVIDIA H200"
 
@@ -41,15 +41,15 @@ class MeasuredShape:
         mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other
             mask).
         forward, backward: (kernel, ms), fastest first.
-        whole_rows: ms of flash's backward where its queries are not split (split_queries.py); 0
-            where that was not measured.
+        unsplit: ms of flash's backward where its queries are not split (split_queries.py); 0 where
+            that was not measured.
     """
 
     shape: tuple[int, int, int, int, int]
     mask: str
     forward: Times
     backward: Times
-    whole_rows: float = 0.0
+    unsplit: float = 0.0
 
     @property
     def text(self) -> str:
@@ -170,12 +170,10 @@ def mask_kind(call: Call) -> str:
 
 
 def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
-    """Take the time of flash's backward as this call gets it: with its queries split, or in whole
-    rows.
-    """
-    if not entry.whole_rows or KERNELS["flash"].splits_backward(call, target):
+    """Take the time of flash's backward as this call gets it: with its queries split or not."""
+    if not entry.unsplit or KERNELS["flash"].splits_backward(call, target):
         return entry
-    times = dict(entry.backward) | {"flash": entry.whole_rows}
+    times = dict(entry.backward) | {"flash": entry.unsplit}
     return replace(entry, backward=_fastest_first(times))
 
 
@@ -191,7 +189,7 @@ def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
 def _entry(row: dict[str, Any]) -> MeasuredShape:
     b, t, s, n, h = row["shape"]
     times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
-    return MeasuredShape((b, t, s, n, h), row["mask"], *times, row.get(WHOLE_ROWS, 0.0))
+    return MeasuredShape((b, t, s, n, h), row["mask"], *times, row.get(UNSPLIT, 0.0))
 
 
 def _fastest_first(times: dict[str, float]) -> Times:

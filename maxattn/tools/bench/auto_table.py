@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxattn.kernels.auto.gpu import TABLE, WHOLE_ROWS, mask_kind
+from maxattn.kernels.auto.gpu import TABLE, UNSPLIT, mask_kind
 from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 
@@ -83,13 +83,13 @@ def write(device: str, made_by: dict[str, Any], found: list[dict[str, Any]], pat
         path: the table to write; where it is missing, it begins as the one that `auto` reads.
     """
     table = json.loads((path if path.exists() else TABLE).read_text())
-    # `bench` launches this backward in splits alone: its time in whole rows is kept.
+    # `bench` launches this backward with split queries alone: its time without them is kept.
     old = table.get(device, {}).get("entries", [])
-    kept = {tuple(e["shape"]): e[WHOLE_ROWS] for e in old if WHOLE_ROWS in e}
-    measured = [e | _whole_rows(kept, tuple(e["shape"])) for e in found]
+    kept = {tuple(e["shape"]): e[UNSPLIT] for e in old if UNSPLIT in e}
+    measured = [e | _unsplit(kept, tuple(e["shape"])) for e in found]
     table[device] = {"made_by": made_by, "entries": measured}
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def _whole_rows(kept: dict[tuple[int, ...], float], shape: tuple[int, ...]) -> dict[str, float]:
-    return {WHOLE_ROWS: kept[shape]} if shape in kept else {}
+def _unsplit(kept: dict[tuple[int, ...], float], shape: tuple[int, ...]) -> dict[str, float]:
+    return {UNSPLIT: kept[shape]} if shape in kept else {}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.auto.gpu import TABLE, WHOLE_ROWS
+from maxattn.kernels.auto.gpu import TABLE, UNSPLIT
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
 from maxattn.tools.bench.auto_table import entries, write
@@ -107,14 +107,14 @@ def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
     assert all(found[device] == installed[device] for device in found)
 
 
-def test_the_time_in_whole_rows_is_kept(tmp_path: Path) -> None:
+def test_the_time_without_split_queries_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    old = {"shape": [1, 256, 256, 2, 64], WHOLE_ROWS: 0.7}
+    old = {"shape": [1, 256, 256, 2, 64], UNSPLIT: 0.7}
     path.write_text(json.dumps({"NVIDIA H200": {"entries": [old]}}))
     new = [{"shape": [1, 256, 256, 2, 64]}, {"shape": [1, 512, 512, 2, 64]}]
     write("NVIDIA H200", {}, new, path)
     found = json.loads(path.read_text())["NVIDIA H200"]["entries"]
-    assert found == [new[0] | {WHOLE_ROWS: 0.7}, new[1]]
+    assert found == [new[0] | {UNSPLIT: 0.7}, new[1]]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
