@@ -240,7 +240,7 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
     *operands, out, lse = residuals
     lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
     inputs = _inputs(plan, *operands)
-    letters, specs, lse_spec = plan.context.operand_specs(plan.padded_call, inputs[4])
+    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
     q, kv, _, bias, _ = specs
     f, given = partial(_backward_on_shards, plan), (*inputs, out, lse, *cotangents)
     letters, specs = (*letters, *ROWS), (*specs, q, lse_spec, q, lse_spec)
@@ -250,7 +250,7 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, 
 
 def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
     inputs, rows = Inputs(*operands[:5]), Rows(*operands[5:])
-    dq, dk, dv, dbias = plan.context.backward(plan.kernel, inputs, rows)
+    dq, dk, dv, dbias = plan.strategy.backward(plan.kernel, inputs, rows)
     return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
 
@@ -276,13 +276,13 @@ def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Arr
     q, *others = operands
     q = say_when_compiled(q, log_lines(plan.call.role, kernel.changes))
     inputs, f = _inputs(plan, q, *others), partial(_forward_on_shards, plan, kernel)
-    letters, specs, lse_spec = plan.context.operand_specs(plan.padded_call, inputs[4])
+    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
     out, lse = on_shards(f, _layout(plan, mesh), inputs, letters, specs, (specs[0], lse_spec))
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
 
 
 def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Array, Array]:
-    out, lse = plan.context.forward(kernel, Inputs(*operands))
+    out, lse = plan.strategy.forward(kernel, Inputs(*operands))
     return out, lse
 
 

@@ -50,7 +50,7 @@ def plan(
     >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> config = ma.AttentionConfig(attention="ring")
     >>> plan = ma.plan(ma.Call.of(x, x), config, {"context": 4}, ma.Target.named("TPU v5p"))
-    >>> plan.kernel.name, plan.context.name
+    >>> plan.kernel.name, plan.strategy.name
     ('flash', 'ring')
     """
     config = checked_config(config)
@@ -117,9 +117,9 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     local = _local_call(padded, over.strategy)
     runs = _choose_kernel(question, local)
     kernel = build(runs.name, local, config, target)
-    context = over.strategy.with_kernel(kernel, local)
-    names = {kernel.name, context.name, *(reason.who for reason in over.refused)}
-    notes = _notes(question, sizes.kv_repeat, names, context.unit())
+    strategy = over.strategy.with_kernel(kernel, local)
+    names = {kernel.name, strategy.name, *(reason.who for reason in over.refused)}
+    notes = _notes(question, sizes.kv_repeat, names, strategy.unit())
     return Plan(
         call=call,
         padded_call=padded,
@@ -127,12 +127,12 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         mesh=shape,
         asked=question.asked.text,
         kernel=kernel,
-        context=context,
+        strategy=strategy,
         kv_repeat=sizes.kv_repeat,
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
         because=runs.because,
-        notes=(*context.notes(), *notes, *kernel.notes(local, config, target)),
+        notes=(*strategy.notes(), *notes, *kernel.notes(local, config, target)),
         refused=(*over.refused, *runs.refused),
         fell_back=runs.fell_back or bool(over.refused),
         fallback=question.asked.fallback,
@@ -168,10 +168,10 @@ class _PaddedSizes(NamedTuple):
     kv_repeat: int
 
 
-def _padded_sizes(call: Call, context: Strategy) -> _PaddedSizes:
-    unit, repeat = context.unit(), lcm(call.kv_heads, context.head_ways()) // call.kv_heads
+def _padded_sizes(call: Call, strategy: Strategy) -> _PaddedSizes:
+    unit, repeat = strategy.unit(), lcm(call.kv_heads, strategy.head_ways()) // call.kv_heads
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    return _PaddedSizes(q_len, kv_len if context.kv_letter() == "S" else call.kv_len, repeat)
+    return _PaddedSizes(q_len, kv_len if strategy.kv_letter() == "S" else call.kv_len, repeat)
 
 
 def _padded(call: Call, sizes: _PaddedSizes) -> Call:
@@ -181,9 +181,9 @@ def _padded(call: Call, sizes: _PaddedSizes) -> Call:
     return replace(call, q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
 
 
-def _local_call(padded: Call, context: Strategy) -> Call:
+def _local_call(padded: Call, strategy: Strategy) -> Call:
     """Return the call that one device's kernel gets."""
-    share = context.local_call(padded)
+    share = strategy.local_call(padded)
     # A strategy's local call says nothing of a bias; that there is one decides which kernels can
     # run.
     sharded = share.q_len < padded.q_len

@@ -37,7 +37,7 @@ def _headline(plan: Plan) -> str:
 
 def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
     kernel = _lines_of_kernel(plan, training)
-    strategy = "" if plan.context.name == "none" else f"{plan.context.label()} x "
+    strategy = "" if plan.strategy.name == "none" else f"{plan.strategy.label()} x "
     entries = [("asked", plan.asked), ("runs", strategy + kernel.runs), ("because", plan.because)]
     if not plan.call.mask.is_full:
         entries.append(("mask", _mask(plan.call)))
@@ -50,10 +50,10 @@ def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
 
 
 def _lines_of_kernel(plan: Plan, training: bool) -> Lines:
-    local = plan.context.local_call(plan.padded_call)
+    local = plan.strategy.local_call(plan.padded_call)
     runs_with = plan.kernel if training else plan.kernel.for_inference()
-    kernel = runs_with.lines(plan.context.kernel_call(local))
-    instead = plan.context.backward_line()
+    kernel = runs_with.lines(plan.strategy.kernel_call(local))
+    instead = plan.strategy.backward_line()
     return kernel._replace(backward=instead) if instead else kernel
 
 
@@ -88,8 +88,8 @@ def _percent(share: float) -> str:
 
 
 def _shards(plan: Plan) -> str:
-    local, call = plan.context.local_call(plan.padded_call), plan.call
-    chunks = f"{plan.context.chunks_per_rank} x " if plan.context.chunks_per_rank > 1 else ""
+    local, call = plan.strategy.local_call(plan.padded_call), plan.call
+    chunks = f"{plan.strategy.chunks_per_rank} x " if plan.strategy.chunks_per_rank > 1 else ""
     parts = f"{local.batch} of B, {chunks}{local.q_len} queries, {local.heads} heads each"
     queries = _padding("queries", plan.q_len - call.q_len)
     return parts + queries + _padding("keys", plan.kv_len - call.kv_len)
@@ -111,7 +111,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "bias": list(plan.call.bias) if plan.call.bias else None,
         "asked": plan.asked,
         **kernel,
-        "context": plan.context.name,
+        "strategy": plan.strategy.name,
         "mesh": dict(plan.mesh),
         "q_len": plan.q_len,
         "kv_len": plan.kv_len,

@@ -41,7 +41,7 @@ class Plan:
         mesh: (axis, size) of every mesh axis above size 1 that attention uses.
         asked: the setting that asked for the kernel, as "attention: auto".
         kernel: the kernel with everything decided about it.
-        context: the context strategy.
+        strategy: how K, V or heads move between devices (`context_parallel`).
         kv_repeat: how often each key head is repeated so that the key heads divide over tensor.
         q_len, kv_len: lengths after padding to whole shards.
         because: why this kernel, one sentence.
@@ -59,7 +59,7 @@ class Plan:
     mesh: MeshShape
     asked: str
     kernel: Kernel
-    context: Strategy
+    strategy: Strategy
     kv_repeat: int
     q_len: int
     kv_len: int
@@ -74,22 +74,30 @@ class Plan:
 
     def __hash__(self) -> int:
         if self._hash == 0:
-            what = self.kernel, self.context, self.asked, self.notes
+            what = self.kernel, self.strategy, self.asked, self.notes
             facts = (self.call, self.mesh, self.target, *what)
             object.__setattr__(self, "_hash", hash(facts) or 1)
         return self._hash
 
     @property
+    def context(self) -> Strategy:
+        """The earlier name of `strategy`."""
+        return self.strategy
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
         call = self.padded_call
-        moved = (*self.context.collectives(call), *bias_collectives(call, self.mesh, self.context))
-        return (*moved, *_repeat_collectives(self.call, self.context.local_call(call), self.mesh))
+        moved = (
+            *self.strategy.collectives(call),
+            *bias_collectives(call, self.mesh, self.strategy),
+        )
+        return (*moved, *_repeat_collectives(self.call, self.strategy.local_call(call), self.mesh))
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the gradient of the bias is summed."""
-        return bias_axes(self.call.bias, self.mesh, self.context)
+        return bias_axes(self.call.bias, self.mesh, self.strategy)
 
     def full_mask(self, mask: Mask) -> Mask:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
@@ -117,9 +125,14 @@ class Plan:
     def diff(self, other: Plan | dict[str, Any]) -> tuple[str, ...]:
         """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
+        theirs = {_RENAMED.get(k, k): v for k, v in theirs.items()}
         keys = [*mine, *(k for k in theirs if k not in mine)]
         pairs = ((k, theirs.get(k), mine.get(k)) for k in keys)
         return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
+
+
+# Plans that were saved with older names: the old key -> that of `to_dict`.
+_RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
 
 
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:

@@ -231,8 +231,8 @@ def test_a_kernel_and_a_strategy_on_a_mesh(added: Path, settings: str) -> None:
     assert mesh.size == 8
     plan = ma.plan(ma.Call.of(*arrays()[:2], mask=pages()), config, mesh)
     assert plan.kernel.name == config.kernel_for("self")
-    assert plan.context.name == config.strategy_for("self")
-    if plan.context.name == "gather":
+    assert plan.strategy.name == config.strategy_for("self")
+    if plan.strategy.name == "gather":
         assert "gather over 4" in plan.explain() and "all_gather over context" in plan.explain()
     check(config, mesh)
 

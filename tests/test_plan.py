@@ -210,6 +210,17 @@ def test_plans_differ_by_name() -> None:
     assert new.diff(new) == ()
 
 
+def test_plans_that_were_saved_with_older_names_are_read() -> None:
+    asked, h200 = config(attention="flash"), ma.Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
+    plan = ma.plan(ma.Call(1, 256, 256, 2, 2, 64, "bfloat16"), asked, target=h200)
+    renamed = {"strategy": "context", "kernel.sms": "kernel.processors"}
+    saved = {renamed.get(key, key): value for key, value in plan.to_dict().items()}
+    assert saved.keys() >= {"context", "kernel.processors"}
+    assert plan.diff(saved) == ()
+    assert plan.diff(saved | {"context": "ring"}) == ("strategy: ring -> none",)
+    assert plan.context is plan.strategy
+
+
 def test_a_plan_needs_no_device_of_its_target() -> None:
     sizes = {"fsdp": 64, "context": 16, "tensor": 4}
     plan = ma.plan(call(b=64, t=75_600, n=40, h=128), config(hardware="tpu"), sizes)

@@ -40,7 +40,7 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         plan: its kernel, strategy and lengths.
         training: forward and backward at their largest; else forward alone.
     """
-    local, chunks = plan.context.local_call(plan.padded_call), plan.context.chunks_per_rank
+    local, chunks = plan.strategy.local_call(plan.padded_call), plan.strategy.chunks_per_rank
     # The kernel sees one chunk of what a rank holds.
     rank = replace(local, q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
     times = 2 if training else 1  # each array beside its gradient
@@ -69,7 +69,7 @@ def _keys(local: Call, head_dim: int, size: int = 0) -> int:
 def _own_keys(plan: Plan) -> int:
     """Count the bytes of k's and v's shards outside of attention."""
     call, shape = plan.padded_call, plan.mesh
-    split = ways("S", shape) if plan.context.kv_letter() == "S" else 1
+    split = ways("S", shape) if plan.strategy.kv_letter() == "S" else 1
     batch, heads = call.batch // ways("B", shape), max(1, call.kv_heads // ways("K", shape))
     return 2 * batch * heads * -(-call.kv_len // split) * call.head_dim * itemsize(call.dtype)
 
@@ -77,14 +77,14 @@ def _own_keys(plan: Plan) -> int:
 def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
     """Count what arrives from other devices beside the kernel's own operands."""
     keys, float_keys = _keys(rank, rank.head_dim), _keys(rank, rank.head_dim, FLOAT)
-    if plan.context.name in ("ring", "ulysses_ring"):
+    if plan.strategy.name in ("ring", "ulysses_ring"):
         sums = _queries(rank, rank.head_dim, FLOAT) * (2 if training else 1)
         return [
             Part("k, v of the next hop", keys),
             Part("dk, dv on their way", 2 * float_keys if training else 0),
             Part("sums over the hops in float32", sums),
         ]
-    if plan.context.name != "all_gather":
+    if plan.strategy.name != "all_gather":
         return []  # exchanged arrays are the kernel's operands
     gradients = Part("their gradients in float32", training * float_keys)
     return [Part("gathered k, v", keys), gradients]

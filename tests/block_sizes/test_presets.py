@@ -100,7 +100,7 @@ def test_flux_over_eight_devices_pads_nothing(kind):
     sequence pads none.
     """
     plan = plan_of_flux(kind, "flux_context_8")
-    assert plan.context.name == "ulysses"
+    assert plan.strategy.name == "ulysses"
     sizes = blocks_of(plan.kernel)
     assert padding(FLUX, sizes.block_q) == padding(FLUX, sizes.block_kv) == (FLUX, 0.0)
     assert plan.notes == ()

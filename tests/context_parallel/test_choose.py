@@ -57,20 +57,22 @@ def test_the_memory_is_near_what_the_compiler_counted_for_four_h200s() -> None:
 
 def test_it_chooses_what_was_fastest_on_four_h200s() -> None:
     """14B 480p: Ulysses 34.2 ms, ring 34.8, all-gather 36.1."""
-    assert chosen(32760, 40, 4, "NVIDIA H200").context.name == "ulysses"
+    assert chosen(32760, 40, 4, "NVIDIA H200").strategy.name == "ulysses"
 
 
 def test_what_it_decides() -> None:
-    assert chosen(32768, 40, 4, "NVIDIA H200").context.name == "ulysses"
-    assert chosen(32768, 6, 4, "NVIDIA H200").context.name == "ring", "6 heads do not divide over 4"
-    assert chosen(256, 8, 4, "NVIDIA H200").context.name == "all_gather", (
+    assert chosen(32768, 40, 4, "NVIDIA H200").strategy.name == "ulysses"
+    assert chosen(32768, 6, 4, "NVIDIA H200").strategy.name == "ring", (
+        "6 heads do not divide over 4"
+    )
+    assert chosen(256, 8, 4, "NVIDIA H200").strategy.name == "all_gather", (
         "the start of a transfer outweighs its bytes"
     )
-    assert chosen(1_000_000, 40, 16, "TPU v5p").context.name == "ring", (
+    assert chosen(1_000_000, 40, 16, "TPU v5p").strategy.name == "ring", (
         "gathered keys take over half of the memory"
     )
     causal = chosen(131072, 12, 8, "TPU v5p", M.Causal())
-    assert (causal.context.name, causal.context.chunks_per_rank) == ("ring", 2)
+    assert (causal.strategy.name, causal.strategy.chunks_per_rank) == ("ring", 2)
 
 
 def test_the_plan_prints_every_sum_and_where_the_figures_are_from() -> None:

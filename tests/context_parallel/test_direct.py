@@ -59,7 +59,7 @@ def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     mask = bind_mask(x["mask"], x["q"], x["k"])
     call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
     plan = ma.plan(call, config, mesh)
-    return replace(plan, context=among_gpus(plan.context)), mesh
+    return replace(plan, strategy=among_gpus(plan.strategy)), mesh
 
 
 def among_gpus(strategy: Any) -> Any:

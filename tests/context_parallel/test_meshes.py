@@ -142,9 +142,9 @@ def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
     out = ma.attention(q, k, v, config=config, mesh=mesh)
     assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
     plan = ma.plan(ma.Call.of(q, k), config, mesh)
-    assert (plan.context.name, plan.kernel.name) == ("ulysses", "dot_product")
+    assert (plan.strategy.name, plan.kernel.name) == ("ulysses", "dot_product")
     named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
-    assert named.context.name == "ring"
+    assert named.strategy.name == "ring"
     assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
     with pytest.raises(
         Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"

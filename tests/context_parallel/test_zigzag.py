@@ -86,7 +86,7 @@ def decided(
 
 def test_it_is_chosen_for_long_causal_work_and_said() -> None:
     plan = decided(M.Causal(), 32768)
-    assert plan.context.chunks_per_rank == 2
+    assert plan.strategy.chunks_per_rank == 2
     assert "ring over 8, zig-zag" in plan.explain()
     assert "2 x 2048 queries" in plan.explain()
     (note,) = plan.notes
@@ -111,7 +111,7 @@ def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(
     mask: M.Mask, length: int, why: str
 ) -> None:
     plan = decided(mask, length)
-    assert plan.context.chunks_per_rank == 1
+    assert plan.strategy.chunks_per_rank == 1
     (note,) = plan.notes
     assert note.startswith("no zig-zag")
     assert why in note
@@ -200,7 +200,7 @@ def test_those_cases_take_zigzag(free_permutes: None) -> None:
     for strategy, shards in (("ring", -1), ("ulysses_ring", 2)):
         asked = config(8, strategy, ulysses_shards=shards)
         plan = ma.plan(ma.Call.of(x, x, mask=M.Causal()), asked, {"context": 8})
-        assert plan.context.chunks_per_rank == 2
+        assert plan.strategy.chunks_per_rank == 2
 
 
 def test_the_plan_names_every_permute(free_permutes: None) -> None:
@@ -226,6 +226,6 @@ def test_the_plan_names_every_permute(free_permutes: None) -> None:
             return jax.grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
 
         plan = ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), asked, mesh)
-        assert plan.context.chunks_per_rank == 2
+        assert plan.strategy.chunks_per_rank == 2
         named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == "ppermute")
         assert count_primitive(jax.make_jaxpr(step)(q, k, v, bias).jaxpr, "ppermute") == named

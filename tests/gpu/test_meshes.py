@@ -72,7 +72,7 @@ def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> 
     mask = (M.Full() if order == "full" else M.Causal()).bind(2400, 2400)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
     # At this length auto would leave zig-zag off: it costs more than it saves.
-    plan = replace(plan, context=replace(plan.context, balance=Balance(order == "zig-zag")))  # type: ignore[type-var]
+    plan = replace(plan, strategy=replace(plan.strategy, balance=Balance(order == "zig-zag")))  # type: ignore[type-var]
 
     @jax.jit
     def both(q, k, v, dout):
@@ -102,7 +102,7 @@ def test_local_keys_that_fill_waves(devices: int, length: int, heads: int) -> No
     )
     mask = M.Full().bind(length, length)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
-    assert plan.context.schedule.spare_keys > 0  # type: ignore[attr-defined]
+    assert plan.strategy.schedule.spare_keys > 0  # type: ignore[attr-defined]
 
     @jax.jit
     def both(q, k, v, dout):

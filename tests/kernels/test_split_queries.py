@@ -137,7 +137,7 @@ def test_a_plan_knows_the_spare_keys_of_blocks(shape: str, config: dict, spare_k
     asked = ma.AttentionConfig(**{"attention": "flash", "context_parallel": "ring", **config})
     made = ma.plan(call, asked, {"context": 4}, H200)
     keys = 8190 if call.q_len == 32760 else 18900
-    assert made.context.schedule.spare_keys == spare_keys  # type: ignore[attr-defined]
+    assert made.strategy.schedule.spare_keys == spare_keys  # type: ignore[attr-defined]
     size = 2 * 2 * call.batch * (keys + spare_keys) * call.heads * 128
     assert {c.bytes for c in made.collectives} == {3 * size}
 
@@ -158,7 +158,7 @@ def test_blocks_have_no_spare_keys_where_their_ring_fills_none(why: str) -> None
         attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring"
     )
     made = ma.plan(call, asked, {"context": 1 if why == "one place" else 4}, target.get(why, H200))
-    schedule = getattr(made.context, "schedule", None)
+    schedule = getattr(made.strategy, "schedule", None)
     assert (schedule is None) == (why == "one place")
     assert getattr(schedule, "spare_keys", 0) == 0
 
@@ -187,7 +187,7 @@ def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
     made = ma.plan(ma.Call.of(x, x), asked, {"context": 8}, H200)
     one, both = (1, 8000, 5, 64), (1, 8000, 10, 64)
     want, other = (made.kernel.split_keys(inputs(shape), 2).spare_keys for shape in (one, both))
-    assert made.context.inner.schedule.spare_keys == want > 0  # type: ignore[attr-defined]
+    assert made.strategy.inner.schedule.spare_keys == want > 0  # type: ignore[attr-defined]
     assert other != want, "the case tells them apart"
 
 

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     @property
     def local(self) -> Call:
         """What one device computes."""
-        return self.plan.context.local_call(self.plan.padded_call)
+        return self.plan.strategy.local_call(self.plan.padded_call)
 
     @property
     def key(self) -> str:
@@ -101,7 +101,7 @@ def _remedies(case: Case, parts: tuple[Part, ...]) -> Iterator[str]:
 def _remedy_by_ring(case: Case) -> Iterator[str]:
     if case.plan.call.role != "self":
         return
-    if case.plan.context.name == "ring":
+    if case.plan.strategy.name == "ring":
         yield "a larger ici_context_parallelism"
     else:
         yield "attention: ring, with ici_context_parallelism above 1"

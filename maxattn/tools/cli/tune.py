@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     for number, shape in enumerate(shapes_of(args, source)):
         made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))
-        local = made.context.local_call(made.padded_call)
+        local = made.strategy.local_call(made.padded_call)
         before = "\n" if number else ""
         head = f"{before}{shape.name}: {made.kernel.name}, one device's {_local(local)}"
         print(head, flush=True)

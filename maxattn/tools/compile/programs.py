@@ -44,7 +44,7 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
 def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return attention alone, its q, k and v, and in training the cotangent of its output."""
     call, mask = job.shape.call(), job.shape.mask
-    kv = f"B{plan.context.kv_letter()}KH"
+    kv = f"B{plan.strategy.kv_letter()}KH"
     q = _operand((call.batch, call.q_len, call.heads, call.head_dim), "BTNH", call.dtype, mesh)
     k = _operand((call.batch, call.kv_len, call.kv_heads, call.head_dim), kv, call.dtype, mesh)
 
