@@ -18,7 +18,7 @@ from maxattn import masks as M
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.decide import _plan
 from tests.cases import BIASES, MASKS, judge, run_case
-from tests.jaxprs import count_primitive
+from tests.jaxprs import of_primitive
 from tests.pairwise import pairwise
 
 TPU = ma.Target.named("TPU v5p")
@@ -203,29 +203,35 @@ def test_those_cases_take_zigzag(free_permutes: None) -> None:
         assert plan.strategy.chunks_per_rank == 2
 
 
-def test_the_plan_names_every_permute(free_permutes: None) -> None:
+ZIGZAG_TERMS: dict[str, tuple[Any, tuple[int, ...] | None]] = {
+    "causal": (lambda ids: M.Causal(), None),
+    "segments": (lambda ids: M.Causal() & M.Segments(ids, ids), None),
+    "bias": (lambda ids: M.Causal(), (1, 4, 64, 64)),
+    "bias of keys": (lambda ids: M.Causal() & M.KeyPadding(np.array([50])), (1, 1, 1, 64)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("terms", ZIGZAG_TERMS)
+def test_the_plan_names_every_permute_and_its_bytes(
+    terms: str, dtype: str, free_permutes: None
+) -> None:
     asked = config(8)
     mesh, rng = asked.make_mesh(), np.random.default_rng(0)
-    q, k, v = (
-        jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3)
-    )
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, 64)), 1), jnp.int32)
-    for mask, bias in (
-        (M.Causal(), None),
-        (M.Causal() & M.Segments(ids, ids), None),
-        (M.Causal(), jnp.ones((1, 4, 64, 64))),
-        (M.Causal() & M.KeyPadding(np.array([50])), jnp.ones((1, 1, 1, 64))),
-    ):
+    q, k, v = (jnp.ones((1, 64, 4, 16), dtype) for _ in range(3))
+    make, shape = ZIGZAG_TERMS[terms]
+    mask = make(jnp.asarray(np.sort(rng.integers(0, 3, (1, 64)), 1), jnp.int32))
+    bias = None if shape is None else jnp.ones(shape)
 
-        def step(q, k, v, bias, mask=mask):
-            def loss(q, k, v, bias):
-                return (
-                    ma.attention(q, k, v, mask=mask, bias=bias, config=asked, mesh=mesh) ** 2
-                ).sum()
+    def loss(q, k, v, bias):
+        out = ma.attention(q, k, v, mask=mask, bias=bias, config=asked, mesh=mesh)
+        return (out**2).sum()
 
-            return jax.grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
-
-        plan = ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), asked, mesh)
-        assert plan.strategy.chunks_per_rank == 2
-        named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == "ppermute")
-        assert count_primitive(jax.make_jaxpr(step)(q, k, v, bias).jaxpr, "ppermute") == named
+    step = jax.grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))
+    plan = ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), asked, mesh)
+    assert plan.strategy.chunks_per_rank == 2
+    named = [c for c in plan.collectives if c.kind == "ppermute"]
+    sent = of_primitive(jax.make_jaxpr(step)(q, k, v, bias).jaxpr, "ppermute")
+    assert sum(c.hops * c.arrays for c in named) == len(sent)
+    found = [x.aval for eqn in sent for x in eqn.outvars]
+    assert sum(c.bytes for c in named) == sum(x.size * x.dtype.itemsize for x in found)

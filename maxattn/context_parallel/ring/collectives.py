@@ -59,7 +59,10 @@ class Shares(NamedTuple):
 
 
 class _Bytes(NamedTuple):
-    """The bytes of a device's share of each array that is permuted to zig-zag."""
+    """The bytes of a device's share of each array that is permuted to zig-zag.
+
+    A bias counts as float32: a call does not know its dtype. Its gradient is float32.
+    """
 
     q: int
     kv: int
@@ -89,7 +92,6 @@ def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collect
         shares: how masks and biases are split.
     """
     b = _bytes(call, local, shares)
-    dbias = 2 * b.bias if itemsize(call.dtype) == 2 else b.bias
     moves = (
         (f"Q,K,V{b.words} to", "forward", b.q + 2 * b.kv + b.extra, 3 + b.arrays),
         ("out,LSE from", "forward", b.q + b.lse, 2),
@@ -98,8 +100,8 @@ def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collect
             3 * b.q + 2 * b.kv + 2 * b.lse + b.extra, 7 + b.arrays,
         ),
         (
-            f"dQ,dK,dV{',dbias' if dbias else ''} from", "backward",
-            b.q + 2 * b.kv + dbias, 3 + bool(dbias),
+            f"dQ,dK,dV{',dbias' if b.bias else ''} from", "backward",
+            b.q + 2 * b.kv + b.bias, 3 + bool(b.bias),
         ),
     )  # fmt: skip
     return tuple(
