@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from maxattn.target import Target
 
 Platform = Literal["cpu", "gpu", "tpu"]
-Link = Literal["torus", "switch"]
+Link = Literal["torus", "switch", "mesh"]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
@@ -25,12 +25,11 @@ class Machine(NamedTuple):
         flops: FLOP/s that an attention kernel reaches in bfloat16, forward and backward together.
         memory: bytes of HBM that a program may use.
         hbm: bytes/s of HBM that merges and sums reach.
-        link: "torus" (each device has two neighbours along an axis) or "switch" (all reach all at
-            full rate).
+        link: "torus" (each device has two neighbours along an axis), "switch" (all reach all at
+            full rate) or "mesh" (every pair of a host's devices has a link of its own).
         neighbour: bytes/s that a device receives from one other: a hop of a ring.
-        gather: bytes/s received in an all-gather.
-        exchange: bytes/s received in an all-to-all, on a switch; on a torus it follows from
-            `neighbour`.
+        gather: bytes/s received in an all-gather; on a mesh it follows from `neighbour`.
+        exchange: bytes/s received in an all-to-all, on a switch; else it follows from `neighbour`.
         source: where the figures are from.
         slowed: share of a kernel's rate that a transfer beside it takes.
     """
@@ -45,15 +44,31 @@ class Machine(NamedTuple):
     source: str
     slowed: float = 0.0
 
+    def gathered(self, n: int) -> float:
+        """Return bytes/s received in an all-gather of n devices."""
+        return self._of_links(n) if self.link == "mesh" else self.gather
+
     def exchanged(self, n: int) -> float:
         """Return bytes/s received in an all-to-all of n devices.
 
         On a ring of n with both directions in use, n L bytes take n L / (8 w): of the (n - 1) L / n
         that a device receives, most pass through others on the way.
         """
+        if self.link == "mesh":
+            return self._of_links(n)
         return self.exchange if self.link == "switch" else 8 * self.neighbour * (n - 1) / n**2
 
+    def permuted(self, n: int) -> float:
+        """Return bytes/s received in a permute of n devices, from one other that may be far."""
+        return self.neighbour if self.link == "mesh" else self.exchanged(n)
 
+    def _of_links(self, n: int) -> float:
+        """Return bytes/s over the links that a device has to n - 1 others of its host."""
+        return self.neighbour * (min(n, HOST) - 1)
+
+
+HOST = 8
+"""Devices of a host whose devices are a mesh."""
 START = 1e-5
 """Seconds from the start of a transfer, or of a kernel, to its first byte or product: a rule, not
 measured by us.
@@ -73,7 +88,7 @@ class Family:
         words: parts of jax's names by which a device without a row of its own is recognised.
         cudnn_head_dim, fa4_head_dim: the largest head dim of cuDNN's and of FlashAttention-4's
             kernels.
-        sms: streaming multiprocessors (SMs) of its usual device.
+        sms: streaming multiprocessors of its usual device; AMD's compute units.
         shared_memory: bytes that one of them gives a thread block; 0 where that is not known.
     """
 
@@ -114,8 +129,9 @@ FAMILIES = {
     )
 }
 _UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
-# The Hopper devices that have fewer SMs than an H100 or H200. PCIe: the H100 and H800 of that form.
-_FEWER_SMS = {"H20": 78, "PCIe": 114}
+# Devices that have fewer multiprocessors (AMD: compute units) than their family's usual one. PCIe:
+# the H100 and H800 of that form.
+_FEWER_SMS = {"hopper": {"H20": 78, "PCIe": 114}, "amd-cdna3": {"MI300A": 228}}
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -195,9 +211,11 @@ def _measured_h200() -> Device:
 
 
 def _mi300x() -> Device:
-    # Every pair of the eight GPUs of a host has a link of its own: one of seven carries a ring.
+    # As AMD gives it: 1307.4 TFLOP/s, 192 GB of HBM3 at 5.3 TB/s, 304 compute units; seven links of
+    # 128 GB/s, both directions together. Of a host's eight GPUs, n use n - 1 links of each.
     link, peak = 0.75 * 64e9, 1307e12
-    machine = Machine(0.6 * peak, 192e9, 5.3e12, "switch", link, 7 * link, 7 * link, _GPU, _NCCL)
+    rates = link, (HOST - 1) * link, (HOST - 1) * link
+    machine = Machine(0.6 * peak, 192e9, 5.3e12, "mesh", *rates, _GPU, _NCCL)
     return Device("AMD Instinct MI300X", FAMILIES["amd-cdna3"], 304, peak, machine)
 
 
@@ -286,7 +304,7 @@ def _family_of(kind: str, platform: Platform) -> Family:
 
 
 def _sms(row: Device, kind: str) -> int:
-    fewer = _FEWER_SMS if row.is_a("hopper") else {}
+    fewer = _FEWER_SMS.get(row.family.name, {})
     words = kind.replace("-", " ").split()
     return next((n for name, n in fewer.items() if name in words), row.sms)
 

@@ -75,6 +75,16 @@ def test_figures_are_of_what_jax_calls_a_device() -> None:
     assert memory_of("TPU v7x") == one.memory < 192 * GIB / 2
 
 
+def test_a_mesh_has_the_links_of_the_devices_that_take_part() -> None:
+    """Each of an MI300X's seven links receives 64 GB/s, of which 75% are assumed."""
+    mesh, switch = (machine_of(Target.named(k)) for k in ("AMD Instinct MI300X", "NVIDIA H100"))
+    assert mesh.neighbour == mesh.permuted(8) == mesh.gathered(2) == mesh.exchanged(2) == 48e9
+    assert [mesh.gathered(n) / mesh.neighbour for n in (4, 8, 16)] == [3, 7, 7]
+    assert mesh.gathered(8) == mesh.exchanged(8) == mesh.gather == mesh.exchange
+    assert switch.gathered(2) == switch.gathered(8) == switch.gather
+    assert switch.exchanged(2) == switch.permuted(8) == switch.exchange
+
+
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
@@ -107,6 +117,7 @@ def test_jax_s_names_of_devices_are_known(spelling: str, name: str) -> None:
         ("NVIDIA GeForce RTX 4090", "before-hopper", 132, 128, 256),
         ("NVIDIA X", "nvidia", 132, 256, 256),
         ("AMD Instinct MI325X", "amd-cdna3", 304, 256, 256),
+        ("AMD Instinct MI300A", "amd-cdna3", 228, 256, 256),
         ("AMD Radeon RX 7900 XTX", "amd", 132, 256, 256),
     ],
 )

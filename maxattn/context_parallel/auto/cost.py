@@ -42,5 +42,5 @@ def _cost_of_gather(strategy: Strategy, call: Call, machine: Machine) -> Strateg
     compute = float(pairs(ChunkLayout(n, 1), call).sum(axis=1).max()) * size.pair
     # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
     received = (n - 1) * size.kv * (2 + FLOAT / size.item)
-    exposed = received / machine.gather + 6 * START
+    exposed = received / machine.gathered(n) + 6 * START
     return StrategyCost(strategy.name, compute, exposed, n * size.kv * (1 + FLOAT / size.item))

@@ -102,7 +102,7 @@ class _RingCost:
         return 4 * self.size.q + 2 * self.size.kv if self.ring.group > 1 else 0.0
 
     def _zigzag_seconds(self) -> float:
-        rate = self.machine.exchanged(self.ring.ring_size * self.ring.group)
+        rate = self.machine.permuted(self.ring.ring_size * self.ring.group)
         return (6 * self.size.q + 3 * self.size.kv) / rate + 4 * START
 
     def _hops(self) -> float:

@@ -135,7 +135,7 @@ def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:
 
 def _cost(ranks: Ranks, call: Call, machine: Machine) -> float:
     """Return the seconds of the permutes."""
-    rate = machine.exchanged(ranks.ring_size * ranks.group)
+    rate = machine.permuted(ranks.ring_size * ranks.group)
     return _bytes(ranks, call) / rate + 4 * START
 
 
