@@ -32,12 +32,13 @@ class Versions(NamedTuple):
 
 
 # pip's names. jax: cuDNN's primitives and splash attention; tokamax: splash attention on TPUs, the
-# Mosaic kernels on GPUs; fa4-jax: its launches; TransformerEngine: its fused attention.
+# Mosaic kernels on GPUs; fa4-jax: its launches; TransformerEngine: the two functions of its fused
+# attention and its state of dropout, which minor releases change (2.10 put an argument in between).
 TESTED = {
     "jax": Versions("0.10.2", "0.13"),
     "tokamax": Versions("0.0.12", "0.0.18"),
     "fa4-jax": Versions("0.1", "0.2"),
-    "transformer-engine-jax": Versions("2.20", "3"),
+    "transformer-engine-jax": Versions("2.20", "2.21"),
 }
 FA4_LAUNCHES = "0.1."  # how a version of fa4-jax begins whose kernels maxattn launches itself
 TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs
