@@ -104,10 +104,8 @@ class AttentionFn:
             Unsupported: for dropout on probabilities.
             InputError: for operands that do not fit together.
         """
-        if dropout_rate > 0.0 and not deterministic:
-            rule = "no kernel of maxattn drops attention probabilities"
-            off = "set dropout_rate=0.0 (drop the module's output instead)"
-            raise Unsupported("dropout_rate", dropout_rate, rule, f"{off}, or deterministic=True")
+        if not deterministic:
+            _refuse_dropout(dropout_rate)
         q, k, v = _one_dtype(dtype, query, key, value)
         batch = _batch_dims(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
@@ -120,6 +118,13 @@ class AttentionFn:
                 q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role
             )
         return out.reshape(*batch, *out.shape[1:])
+
+
+def _refuse_dropout(rate: float) -> None:
+    if rate > 0.0:
+        rule = "no kernel of maxattn drops attention probabilities"
+        off = "set dropout_rate=0.0 (drop the module's output instead)"
+        raise Unsupported("dropout_rate", rate, rule, f"{off}, or deterministic=True")
 
 
 def _one_dtype(dtype: Any, *operands: Array) -> tuple[Array, ...]:

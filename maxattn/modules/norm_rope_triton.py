@@ -143,18 +143,16 @@ def _backward_kernel(
         token, (sums, ahead) = first + i * programs, carry
         raw, r, angles = read(token) if ahead is None else ahead
         later = None if ahead is None else read(jnp.minimum(token + programs, tokens - 1))
-        dx, more = _pull_back(
-            row, raw, r, angles, vector_pairs(row, refs) if held is None else held
-        )
+        vectors = vector_pairs(row, refs) if held is None else held
+        dx, more = _pull_back(row, raw, r, angles, vectors)
         for c in range(row.chunks):
             store(row, dx_ref, token, c, dx[c])
         return jax.tree.map(jnp.add, sums, more), later
 
     zero = jnp.zeros((row.chunk, row.head_dim // 2), jnp.float32)
     carry = {name: [(zero, zero)] * row.chunks for name in refs}, read(first) if roomy else None
-    sums, _ = jax.lax.fori_loop(
-        0, jax.lax.div(tokens - first + programs - 1, jnp.int32(programs)), one, carry
-    )
+    rounds = jax.lax.div(tokens - first + programs - 1, jnp.int32(programs))
+    sums, _ = jax.lax.fori_loop(0, rounds, one, carry)
     for name, each in sums.items():
         for c in range(row.chunks):
             store(row, sum_refs[name], first, c, each[c])

@@ -75,10 +75,7 @@ def bench_mesh(
     if ring_on:
         jobs += ring_on_fewer_devices.ring_jobs(shape, kernel, devices, ring_on, whole[0])
     else:
-        jobs += [job for s in strategies for job in _of_strategy(shape, s, kernel, mesh, whole)]
-        jobs += [
-            job for name in TE_STRATEGIES if peers for job in te_jobs(shape, name, mesh, whole)
-        ]
+        jobs += _on_mesh(shape, mesh, strategies, kernel, peers, whole)
     rows, ran = beside_reference(jobs, shape, whole[0], budget, options=options, profiled=profiled)
     if profiled:
         print("\n\n".join(as_kernels(job.row, timed) for job, timed in ran))
@@ -105,6 +102,20 @@ def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[BenchJ
     inputs = spread(copies, mesh, PartitionSpec("data"))
     attend = partial(_forward, shape, config, mesh)
     return both_ways(shape, f"{kernel}, each of {devices}", attend, inputs)
+
+
+def _on_mesh(
+    shape: Shape,
+    mesh: Mapping[str, int],
+    strategies: Sequence[str],
+    kernel: str,
+    peers: bool,
+    whole: Any,
+) -> list[Job]:
+    """Return the whole attention on the mesh: by each strategy, and by TransformerEngine's."""
+    ours = [_of_strategy(shape, name, kernel, mesh, whole) for name in strategies]
+    theirs = [te_jobs(shape, name, mesh, whole) for name in TE_STRATEGIES if peers]
+    return [job for jobs in (*ours, *theirs) for job in jobs]
 
 
 def _of_strategy(
