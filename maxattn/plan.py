@@ -125,7 +125,7 @@ class Plan:
     def diff(self, other: Plan | dict[str, Any]) -> tuple[str, ...]:
         """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
-        theirs = {_RENAMED.get(k, k): v for k, v in theirs.items()}
+        theirs = {_RENAMED.get(k, k): _renamed(k, v) for k, v in theirs.items()}
         keys = [*mine, *(k for k in theirs if k not in mine)]
         pairs = ((k, theirs.get(k), mine.get(k)) for k in keys)
         return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
@@ -133,6 +133,13 @@ class Plan:
 
 # Plans that were saved with older names: the old key -> that of `to_dict`.
 _RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
+
+
+def _renamed(key: str, value: Any) -> Any:
+    """Rename what a saved pair of kernels holds of each."""
+    if not (key.startswith("kernel.") and isinstance(value, dict)):
+        return value
+    return {_RENAMED.get(f"kernel.{k}", f"kernel.{k}")[7:]: v for k, v in value.items()}
 
 
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:

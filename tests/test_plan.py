@@ -221,6 +221,18 @@ def test_plans_that_were_saved_with_older_names_are_read() -> None:
     assert plan.context is plan.strategy
 
 
+def test_a_pair_that_was_saved_with_older_names_is_read() -> None:
+    h200 = ma.Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
+    plan = ma.plan(ma.Call(2, 256, 512, 4, 4, 64, "float16", role="cross"), target=h200)
+    saved = plan.to_dict()
+    assert saved["kernel"] == "flash/cudnn"
+    first = dict(saved["kernel.first"])
+    first["processors"] = first.pop("sms")
+    assert plan.diff(saved | {"kernel.first": first}) == ()
+    (differs,) = plan.diff(saved | {"kernel.first": first | {"processors": 1}})
+    assert differs.startswith("kernel.first: ")
+
+
 def test_a_plan_needs_no_device_of_its_target() -> None:
     sizes = {"fsdp": 64, "context": 16, "tensor": 4}
     plan = ma.plan(call(b=64, t=75_600, n=40, h=128), config(hardware="tpu"), sizes)

@@ -16,7 +16,7 @@ import maxattn as ma
 from maxattn import devices as maxattn_devices
 from maxattn import masks as M
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
-from maxattn.decide import _plan
+from maxattn.decide import decide
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.jaxprs import of_primitive
 from tests.pairwise import pairwise
@@ -34,10 +34,10 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
     monkeypatch.setitem(maxattn_devices.DEVICES, "cpu", free)
     monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
-    for cached in (_plan, maxattn_devices.device_of):
+    for cached in (decide, maxattn_devices.device_of):
         cached.cache_clear()
     yield
-    for cached in (_plan, maxattn_devices.device_of):
+    for cached in (decide, maxattn_devices.device_of):
         cached.cache_clear()
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.attention import attention
-from maxattn.decide import refusal
-from maxattn.kernels import KERNELS, DotProduct
+from maxattn.kernels import KERNELS, DotProduct, refusal
 from maxattn.kernels.base import Inputs
 from maxattn.masks import Dense
 from maxattn.target import Target

@@ -111,7 +111,7 @@ def _on_mesh(
     kernel: str,
     peers: bool,
     whole: Any,
-) -> list[Job]:
+) -> list[BenchJob]:
     """Return the whole attention on the mesh: by each strategy, and by TransformerEngine's."""
     ours = [_of_strategy(shape, name, kernel, mesh, whole) for name in strategies]
     theirs = [te_jobs(shape, name, mesh, whole) for name in TE_STRATEGIES if peers]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from maxattn.decide import refusal
-from maxattn.kernels import KERNELS
+from maxattn.kernels import KERNELS, refusal
 from maxattn.masks import BlockSlidingWindow
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import too_large
