@@ -1,7 +1,10 @@
 """Rematerialisation: which values of the forward are kept for the backward, as the config says.
 
-attention names its own output and log-sum-exp ("attn_out", "attn_lse"); the modules name their
-projections ("query_proj", "key_proj", "value_proj") and the merged heads ("attn_output").
+attention names its own output and log-sum-exp ("attn_out", "attn_lse"), inside its forward rule: a
+policy that saves both computes no attention twice. The modules name their projections and what the
+output projection reads as MaxDiffusion does ("query_proj", "key_proj", "value_proj",
+"attn_output"), for policies that list its names. "attn_output" is the merged heads, after the rule:
+a policy that saves it without the first two recomputes attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the attention modules share: projections with their places on a mesh, norms, heads, output.
+"""What the attention modules share: projections with their mesh axes, norms, heads, output.
 
 It chooses no kernel: `maxattn.attention` does.
 """

@@ -191,7 +191,7 @@ def _in_steps(row: NormRopeRow, x: Array, vectors: Vectors, tables: Tables) -> A
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-# ---- arrays and places ---------------------------------------------------------------------------
+# ---- shapes, and where the kernel may run --------------------------------------------------------
 
 
 def _as_given(total: Float[Array, "N H"], v: Array) -> Array:

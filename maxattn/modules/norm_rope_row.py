@@ -144,14 +144,14 @@ def as_float32(raw: Parts) -> Parts:
     return tuple(each.astype(jnp.float32) for each in raw)
 
 
-def store(row: NormRopeRow, ref: Any, place: Any, c: int, x: Pair) -> None:
+def store(row: NormRopeRow, ref: Any, index: Any, c: int, x: Pair) -> None:
     """Store a chunk of a token's row, or of a program's sums."""
     a, b = (each.astype(ref.dtype) for each in x)
     if row.style == "interleaved":
-        ref[place, _heads(row, c), :] = jnp.stack((a, b), axis=-1).reshape(row.chunk, row.head_dim)
+        ref[index, _heads(row, c), :] = jnp.stack((a, b), axis=-1).reshape(row.chunk, row.head_dim)
         return
     for each, part in zip((a, b), _parts(row), strict=True):
-        ref[place, _heads(row, c), part] = each
+        ref[index, _heads(row, c), part] = each
 
 
 def _heads(row: NormRopeRow, c: int) -> Any:

@@ -45,7 +45,7 @@ def test_a_pair_answers_with_its_second() -> None:
 def test_flash_attention_4_sums_parts_where_its_launches_do_not_fit(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backward_steps, "made_apart", lambda: why != "other launches")
+    monkeypatch.setattr(backward_steps, "library_has_launches", lambda: why != "other launches")
     kernel = Fa4(0.1, why == "gradient of the LSE")
     x = inputs(8 if why == "short" else 256, 2, 1 if why == "shared keys" else 2)
     assert isinstance(kernel.accumulator(x, rows(x.q.shape[1])), SumOfParts)

@@ -248,7 +248,7 @@ def test_splits_of_a_backward_are_put_together(
     for name, stub in stubs.items():
         monkeypatch.setattr(split_queries, name, stub)
     monkeypatch.setattr(backward_steps, "Launches", Launches)
-    monkeypatch.setattr(backward_steps, "made_apart", lambda: True)
+    monkeypatch.setattr(backward_steps, "library_has_launches", lambda: True)
     x = q, k, v, jnp.asarray(want.out, "bfloat16"), jnp.asarray(want.lse, jnp.float32), dout
 
     def run(q, k, v, out, lse, dout):

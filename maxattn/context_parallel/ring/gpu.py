@@ -43,7 +43,7 @@ class GpuSchedule(Schedule):
         copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs, or there is
             no such flag for these.
         accumulator_line: how the kernel's dQ accumulator launches, where it launches by itself.
-        spare_keys: local keys that each block of another rank has room for.
+        spare_keys: as in `KeySplit`: room in each block for local keys.
     """
 
     copy_engine_flag_set: bool = False

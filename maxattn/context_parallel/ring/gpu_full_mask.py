@@ -48,7 +48,7 @@ class LocalKvFiller(NamedTuple):
 
     Args:
         length: keys of a rank.
-        spare_keys: that each block has room for, at its end.
+        spare_keys: as in `KeySplit`: room at the end of each block.
     """
 
     length: int

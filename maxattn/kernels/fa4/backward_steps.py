@@ -42,7 +42,7 @@ def of_shape(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
     return queries[2] == keys[2] and queries[3] % 8 == 0 and queries[3] <= HEAD_LIMIT
 
 
-def made_apart() -> bool:
+def library_has_launches() -> bool:
     """Tell whether fa4-jax has the functions that make each launch by itself."""
     return all(hasattr(library(), name) for name in LAUNCHES)
 

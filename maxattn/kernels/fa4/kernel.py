@@ -161,7 +161,7 @@ class Fa4(Fused):
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
         """Keep dQ in one float32 array over all blocks, where the launches fit the shapes."""
-        if self._keeps_dq(inputs) and backward_steps.made_apart():
+        if self._keeps_dq(inputs) and backward_steps.library_has_launches():
             return dq_accumulator.Fa4DqAccumulator(self.scale, inputs, rows)
         return super().accumulator(inputs, rows)
 

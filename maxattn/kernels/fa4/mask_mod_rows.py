@@ -78,7 +78,7 @@ def _row_mask() -> Any:
         def apply_mask_mod_sm80(
             self,
             scores: Any,
-            places: Any,
+            coordinates: Any,
             first: Any,
             row: int,
             column: int,
@@ -93,14 +93,15 @@ def _row_mask() -> Any:
             fastdiv_mods: Any = None,
         ) -> None:
             if mask_mod.spans is None:
-                own = (scores, places, first, row, column, offset, batch, head, m_block, n_block)
-                super().apply_mask_mod_sm80(*own, mask_seqlen, mask_mod, aux_data, fastdiv_mods)
+                where = scores, coordinates, first, row, column, offset, batch, head
+                rest = m_block, n_block, mask_seqlen, mask_mod, aux_data, fastdiv_mods
+                super().apply_mask_mod_sm80(*where, *rest)
                 return
             start = _number(offset + n_block * self.tile_n)
-            columns = [first[0, c][column] for c in range(cute.size(places.shape[1]))]
+            columns = [first[0, c][column] for c in range(cute.size(coordinates.shape[1]))]
             in_order = column == 1 and library._cols_match_r2p(first, column)
-            for r in range(cute.size(places.shape[0])):
-                query = _number(places[r, 0][row] + m_block * self.tile_m)
+            for r in range(cute.size(coordinates.shape[0])):
+                query = _number(coordinates[r, 0][row] + m_block * self.tile_m)
                 spans = mask_mod.spans(query, aux_data.tensors)
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
@@ -114,10 +115,10 @@ def _row_mask() -> Any:
     return RowMask
 
 
-def _number(place: Any) -> Any:
+def _number(coordinate: Any) -> Any:
     """Make a number of a coordinate: division rounds a coordinate to 0, and a number down."""
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
-    return number(utils.ssa_to_scalar(utils.scalar_to_ssa(place, number)))
+    return number(utils.ssa_to_scalar(utils.scalar_to_ssa(coordinate, number)))
 
 
 def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:

@@ -129,7 +129,7 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int = SMS) -> G
 
 
 def _can_split(q: Array) -> bool:
-    return backward_steps.made_apart() and takes_splits(str(q.dtype), q.shape[3])
+    return backward_steps.library_has_launches() and takes_splits(str(q.dtype), q.shape[3])
 
 
 def _whole(operands: Operands, scale: float) -> Grads:
