@@ -26,7 +26,7 @@ SHARE = 0.5  # of the memory, for what the strategy holds: the model needs the r
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """Hold what was chosen, and the sums it was chosen by.
 
     Args:
@@ -42,7 +42,7 @@ class Choice:
 
 def choose_strategy(
     call: Call, config: AttentionConfig, shape: MeshShape, target: Target
-) -> Choice:
+) -> StrategyChoice:
     """Choose a strategy for self-attention over a context axis.
 
     Args:
@@ -64,7 +64,8 @@ def choose_strategy(
     head = f"context_parallel: auto is {name}{why}"
     first = f"{head}, by this arithmetic ({machine.source})"
     times = f"{head}{',' if why else ''} by arithmetic: {_times(name, costs, limit)}"
-    return Choice(built[name], times, (first, *_lines(costs, limit), *map(str, refused.values())))
+    sums = first, *_lines(costs, limit), *map(str, refused.values())
+    return StrategyChoice(built[name], times, sums)
 
 
 def fastest(costs: Mapping[str, StrategyCost], limit: float) -> str:

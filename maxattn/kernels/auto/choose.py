@@ -19,7 +19,7 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 }
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """Hold the kernel's name, why it is this one, and what comes before it and was refused."""
 
     name: str
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     refused: tuple[Reason, ...]
 
 
-def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> Choice:
+def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> KernelChoice:
     """Return the first kernel that can compute a local call on the target.
 
     Args:
@@ -40,7 +40,7 @@ def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> C
     for name in names:
         reason = refusal(name, local, target, deterministic)
         if reason is None:
-            return Choice(name, because, tuple(refused))
+            return KernelChoice(name, because, tuple(refused))
         refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 
