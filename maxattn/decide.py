@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from maxattn.call import Call, Reason, without_padding
 from maxattn.config import AttentionConfig
@@ -62,7 +62,7 @@ def plan(
         raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
         call = replace(call, mask=without_padding(call.mask))
-    return decide(call, cast(Any, config), mesh_shape(mesh), target or default_target(config))
+    return decide(call, config, mesh_shape(mesh), target or default_target(config))
 
 
 def default_target(config: AttentionConfig) -> Target:

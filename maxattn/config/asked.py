@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
 
 from maxattn.config.rules import Role
 from maxattn.config.settings import AttentionConfig
@@ -32,7 +31,7 @@ class Asked:
     @staticmethod
     def of(config: AttentionConfig, role: Role) -> Asked:
         """Read a config for "self" or "cross"; the same config is read once."""
-        return _asked(cast(Any, config), role)
+        return _asked(config, role)
 
 
 @lru_cache(maxsize=256)
