@@ -27,13 +27,15 @@ print(done - base)
 
 
 def test_importing_costs_under_a_second_and_starts_no_backend() -> None:
-    # CPU seconds, the best of three: other tests run beside this one.
-    runs = [
-        subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
-        for _ in range(3)
-    ]
-    assert all(r.returncode == 0 for r in runs), runs[0].stderr
-    assert min(float(r.stdout) for r in runs) < 1.0
+    # CPU seconds, the best of at most three: other tests run beside this one.
+    assert any(import_seconds() < 1.0 for _ in range(3))
+
+
+def import_seconds() -> float:
+    command = [sys.executable, "-c", PROBE]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return float(run.stdout)
 
 
 def test_every_public_name_is_there_and_documented() -> None:

@@ -10,17 +10,17 @@ import numpy as np
 
 from .runs import arrays, config, finish, start
 
-STEPS = 40
+STEPS = 30
 
 
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path):
-    whole = config(tmp_path / "whole", steps=STEPS, checkpoint_every=3)
+    whole = config(tmp_path / "whole", steps=STEPS, checkpoint_every=STEPS)
     killed = config(tmp_path / "killed", steps=STEPS, checkpoint_every=3)
     process = start(killed)
     assert process.stdout is not None
     # A checkpoint is begun every third step, so the kill comes while one is being written or just
     # has been.
-    reached = next(line for line in process.stdout if line.startswith("step 15/"))
+    reached = next(line for line in process.stdout if line.startswith("step 12/"))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, reached
     there = saved(tmp_path / "killed")

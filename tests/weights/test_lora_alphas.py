@@ -5,6 +5,7 @@ layer, or an error.
 from __future__ import annotations
 
 import json
+from functools import cache
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ class Model(nnx.Module):
         self.blocks = nnx.List([Block(nnx.Rngs(i)) for i in range(11)])
 
 
+@cache
+def _made() -> Model:
+    return Model()
+
+
+@cache
+def _shapes() -> Model:
+    return nnx.eval_shape(Model)
+
+
+def model_and_weights() -> tuple[Model, dict[str, np.ndarray]]:
+    """Return a model of its own, and its weights under diffusers' names; made once."""
+    return nnx.clone(_made()), weights.to_diffusers(_made())
+
+
 def tensors(prefix: str = "") -> dict[str, np.ndarray]:
     rng, found = np.random.default_rng(0), {}
     for layer, rank in zip(LAYERS, RANKS, strict=True):
@@ -80,8 +96,8 @@ def check_factors(source: Any, prefix: str, *factors: float) -> None:
     """Fail unless each layer's kernel has moved by its factor times B A, and all others not at
     all.
     """
-    model, plain, given = Model(), weights.to_diffusers(Model()), tensors()
-    assert set(weights.check_lora(nnx.eval_shape(Model), source, prefix=prefix)) == set(LAYERS)
+    (model, plain), given = model_and_weights(), tensors()
+    assert set(weights.check_lora(_shapes(), source, prefix=prefix)) == set(LAYERS)
     assert set(weights.merge_lora(model, source, 0.5, prefix=prefix)) == set(LAYERS)
     of_layer = dict(zip(LAYERS, factors, strict=True))
     for name, array in weights.to_diffusers(model).items():
@@ -94,7 +110,7 @@ def check_factors(source: Any, prefix: str, *factors: float) -> None:
 
 def check_refused(source: Any, prefix: str = "transformer.", golden: str = "") -> WeightsError:
     """Fail unless both functions refuse it alike, and nothing has changed."""
-    model, before = Model(), weights.to_diffusers(Model())
+    model, before = model_and_weights()
     with pytest.raises(WeightsError) as error:
         weights.merge_lora(model, source, prefix=prefix)
     with pytest.raises(WeightsError) as checked:

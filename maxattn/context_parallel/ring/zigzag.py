@@ -74,7 +74,7 @@ class ChunkLayout:
 
     def _by_hop(self, of_chunks: np.ndarray) -> np.ndarray:
         n, chunks = self.ring_size, self.chunks_per_rank
-        rank, hop, i, j = np.mgrid[:n, :n, :chunks, :chunks]
+        rank, hop, i, j = np.ogrid[:n, :n, :chunks, :chunks]
         both = np.stack([np.arange(n), self.chunks - 1 - np.arange(n)])
         return of_chunks[both[i, rank], both[j, (rank - hop) % n]]
 

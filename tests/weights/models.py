@@ -1,0 +1,75 @@
+"""A model small enough to test with, and comparisons of its parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+import maxattn as ma
+
+SIZES: dict[str, Any] = {
+    "query_dim": 16,
+    "heads": 2,
+    "dim_head": 8,
+    "qk_norm": "rms_norm_across_heads",
+    "bias": True,
+}
+
+
+class Block(nnx.Module):
+    diffusers_names: ClassVar[dict[str, str]] = {
+        "ffn.up": "ffn.net.0.proj",
+        "table": "scale_shift_table",
+    }
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attn1 = ma.FlaxAttention(**SIZES, rngs=rngs)
+        self.ffn = nnx.Dict(up=nnx.Linear(16, 32, rngs=rngs))
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (1, 6, 16)))
+
+
+class Model(nnx.Module):
+    """One of each layer, blocks in a list, and blocks stacked along an axis."""
+
+    diffusers_stacked: ClassVar[tuple[str, ...]] = ("stacked",)
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.patch = nnx.Conv(3, 16, (1, 2, 4), rngs=rngs)
+        self.words = nnx.Embed(5, 16, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.stacked = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(
+            jax.random.split(jax.random.key(7), 3)
+        )
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+
+
+def values(module: nnx.Module) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(map(str, path)): np.asarray(variable.get_value()) for path, variable in flat}
+
+
+def equal(a: nnx.Module, b: nnx.Module) -> None:
+    ours, theirs = values(a), values(b)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def mesh() -> jax.sharding.Mesh:
+    return ma.AttentionConfig(
+        ici_data_parallelism=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2
+    ).make_mesh()
+
+
+@cache
+def _made(seed: int) -> Model:
+    return Model(nnx.Rngs(seed))
+
+
+def model_of(seed: int) -> Model:
+    """Return a model of its own, initialized from a seed; the work of it is done once."""
+    return nnx.clone(_made(seed))

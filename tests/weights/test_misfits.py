@@ -1,0 +1,174 @@
+"""Files and tensors that do not fit: one error that says all, and nothing changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from maxattn import weights
+from maxattn.errors import WeightsError
+from tests.golden_text import check_golden
+from tests.weights.models import equal, model_of, values
+
+
+def test_everything_that_does_not_fit_is_said_at_once_and_nothing_changes():
+    model = model_of(0)
+    before, state = values(model), weights.to_diffusers(model_of(5))
+    del state["norm.bias"], state["stacked.1.attn1.to_q.weight"]
+    state |= {
+        "blocks.2.attn1.to_q.weight": np.zeros((16, 16)),
+        "patch.weight": np.zeros((16, 3, 2, 2, 4), np.float32),
+    }
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(model, state)
+    check_golden("weights/does_not_fit", str(error.value))
+    for name, array in values(model).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_a_prefix_is_suggested_and_taken():
+    one, other = model_of(0), model_of(9)
+    state = {f"model.transformer.{key}": value for key, value in weights.to_diffusers(one).items()}
+    with pytest.raises(WeightsError, match=r"pass prefix='model\.transformer\.'"):
+        weights.load_diffusers(other, state)
+    weights.load_diffusers(other, state | {"vae.weight": np.zeros(3)}, prefix="model.transformer.")
+    equal(one, other)
+
+
+def test_not_strict_says_what_was_left(caplog: pytest.LogCaptureFixture):
+    one, other = model_of(0), model_of(9)
+    state = weights.to_diffusers(one)
+    del state["norm.bias"], state["stacked.1.attn1.to_q.weight"]
+    before = values(other)
+    found = weights.load_diffusers(other, state | {"more": np.zeros(2)}, strict=False)
+    assert found == weights.Loaded(("norm.bias", "stacked.1.attn1.to_q.weight"), ("more",))
+    assert "missing: norm.bias" in caplog.text
+    # A stacked parameter is filled whole or not at all.
+    np.testing.assert_array_equal(
+        values(other)["stacked.attn1.to_q.kernel"], before["stacked.attn1.to_q.kernel"]
+    )
+    np.testing.assert_array_equal(values(other)["norm.scale"], values(one)["norm.scale"])
+
+
+def broken(folder: Path, kind: str) -> Path:
+    """Make a folder that cannot be read."""
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    files = weights.save_diffusers(model, folder, shard_bytes=20)
+    if kind == "a missing file":
+        files[0].unlink()
+    elif kind == "half a file":
+        files[0].write_bytes(files[0].read_bytes()[:-9])
+    elif kind == "a lost tensor":
+        save_file({"other": np.zeros(2, np.float32)}, files[0])
+    elif kind == "a pickle":
+        [file.unlink() for file in files]
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    elif kind == "nothing":
+        [file.unlink() for file in files]
+    elif kind == "two models":
+        files[-1].unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["a missing file", "half a file", "a lost tensor", "a pickle", "nothing", "two models"]
+)
+def test_a_folder_that_cannot_be_read(kind: str, tmp_path: Path):
+    folder = broken(tmp_path / "model", kind)
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), folder)
+    said = re.sub(
+        r"\(.*\)", "(...)", str(error.value).replace(str(tmp_path), "FOLDER")
+    )  # safetensors' own words
+    check_golden(f"weights/{kind.replace(' ', '_')}", said)
+
+
+@pytest.mark.parametrize(
+    "said", ["{", "{}", "[1]", '{"weight_map": {"weight": 1}}', '{"weight_map": []}']
+)
+def test_a_broken_index(said: str, tmp_path: Path):
+    folder = broken(tmp_path / "model", "sharded")
+    next(folder.glob("*.json")).write_text(said)
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), folder)
+    text = str(error.value).replace(str(tmp_path), "FOLDER")
+    check_golden("weights/index_not_json" if said == "{" else "weights/index_without_map", text)
+
+
+LINEAR = {"weight": np.full((4, 4), 2, np.float32), "bias": np.full(4, 3, np.float32)}
+NO_WEIGHTS: dict[str, tuple[Any, Any]] = {
+    "none": ("layer", None),
+    "lists": ("layer", {"weight": [[1.0] * 4] * 4, "bias": [0.0] * 4}),
+    "numbered": ("layer", {0: LINEAR["weight"]}),
+    "no_module": (None, LINEAR),
+    "int8": ("layer", {k: v.astype(np.int8) for k, v in LINEAR.items()}),
+    "bool": ("layer", {**LINEAR, "bias": np.ones(4, bool)}),
+    "complex": ("layer", {**LINEAR, "bias": np.ones(4, np.complex64)}),
+    "float8": ("layer", {**LINEAR, "bias": np.ones(4, ml_dtypes.float8_e4m3fn)}),
+    "too_large": ("float16", {**LINEAR, "bias": np.array([1, -7e4, 2, np.inf], np.float32)}),
+    "bfloat16_too_large": (
+        "float16",
+        {**LINEAR, "bias": np.array([1, -7e4, 2, 3], ml_dtypes.bfloat16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["state dict", "file"])
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_what_is_no_weights_is_refused_and_nothing_changes(kind: str, way: str, tmp_path: Path):
+    what, tensors = NO_WEIGHTS[kind]
+    if way == "file":
+        if kind in ("none", "lists", "numbered"):
+            pytest.skip("no file holds it")
+        save_file(tensors, tmp_path / "x.safetensors")
+        tensors = tmp_path
+    module: Any = what and nnx.Linear(
+        4, 4, param_dtype=what if what == "float16" else "float32", rngs=nnx.Rngs(0)
+    )
+    before = values(module) if module else {}
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(module, tensors)
+    check_golden(f"weights/no_weights_{kind}", str(error.value))
+    for name, array in before.items():
+        np.testing.assert_array_equal(values(module)[name], array)
+
+
+def test_the_largest_float16_and_what_is_infinite_already_are_loaded():
+    layer = nnx.Linear(4, 4, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    bias = np.array([65504, -65519, np.inf, np.nan], np.float32)
+    weights.load_diffusers(layer, {**LINEAR, "bias": bias})
+    np.testing.assert_array_equal(
+        values(layer)["bias"], np.array([65504, -65504, np.inf, np.nan], np.float16)
+    )
+
+
+class Placed(nnx.Linear):
+    """A layer with a parameter of integers."""
+
+    places: nnx.Param[jax.Array]
+
+
+def test_integers_are_loaded_where_the_parameter_holds_them():
+    layer = Placed(4, 4, rngs=nnx.Rngs(0))
+    layer.places = nnx.Param(jnp.zeros(3, jnp.int32))
+    weights.load_diffusers(layer, {**LINEAR, "places": np.arange(3, dtype=np.int32)})
+    assert values(layer)["places"].tolist() == [0, 1, 2]
+
+
+def test_weights_of_a_module_without_arrays_are_refused(tmp_path: Path):
+    empty = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(WeightsError) as error:
+        weights.to_diffusers(empty)
+    check_golden("weights/no_arrays", str(error.value))
+    with pytest.raises(WeightsError):
+        weights.save_diffusers(empty, tmp_path)
+    assert not list(tmp_path.iterdir())
