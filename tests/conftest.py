@@ -6,6 +6,8 @@ import gc
 import os
 import re
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -25,11 +27,23 @@ os.environ["MAXATTN_CACHE"] = (
 )  # sizes that were tuned on this machine would change the plans
 
 
+# Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
+gc.set_threshold(100_000, 20, 100)
+
+
 def pytest_collection_finish() -> None:
-    """Let the collector run seldom, and not walk what imports made: a tenth of the tests' time."""
+    """Let the garbage collector pass over what the imports made: it stays to the end."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+
+
+# They wait for processes of their own; at the end of a run one core would idle beside them.
+_FIRST = ("test_two_processes_learn_what_one_learns", "test_a_killed_run_ends_with_the_same_bits")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests."""
+    items.sort(key=lambda item: item.name not in _FIRST)
 
 
 _MATRICES = {

@@ -4,6 +4,7 @@ mesh.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -23,8 +24,14 @@ from tests.weights.test_diffusers import live
 from .parity import Tensors, channels_last, channels_second, compare, fixture, part
 
 
+@cache
+def shapes(config: ma.AttentionConfig, mesh: Any = None) -> UNet:
+    """Return a model without arrays; tests fill a clone of it."""
+    return nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), config, mesh, rngs=nnx.Rngs(0)))
+
+
 def loaded(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> UNet:
-    model = nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), config, mesh, rngs=nnx.Rngs(0)))
+    model = nnx.clone(shapes(config, mesh))
     weights.load_diffusers(model, part(theirs, "weights."), mesh=mesh)
     return model
 
@@ -75,7 +82,7 @@ def test_real_size() -> None:
 
 
 def test_what_does_not_fit_is_said(tmp_path) -> None:
-    model = nnx.eval_shape(lambda: UNet(Sizes(**made.UNET), rngs=nnx.Rngs(0)))
+    model = shapes(ma.AttentionConfig())
     good = {
         "latents": jnp.ones((2, 8, 8, 4)),
         "pooled": jnp.ones((2, 5)),
