@@ -34,7 +34,7 @@ test-all: $(READY)  ## the tests and the full products of the matrices
 
 # MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
 TORCH_READY := .venv-torch/.ready
-LIVE := weights/test_diffusers.py $(addprefix examples/test_,samplers.py wan.py sdxl.py flux.py generate_live.py folder.py)
+LIVE := weights/test_diffusers.py $(addprefix examples/,samplers/test_samplers.py wan/test_wan.py sdxl/test_sdxl.py flux/test_flux.py sample/test_generate_live.py test_folder.py)
 
 $(TORCH_READY): pyproject.toml
 	$(PYTHON) -m venv .venv-torch

@@ -18,10 +18,9 @@ from sdxl.unet import UNet
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError, WeightsError
+from tests.examples.parity import Tensors, channels_last, channels_second, compare, fixture, part
 from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
-
-from .parity import Tensors, channels_last, channels_second, compare, fixture, part
 
 
 @cache

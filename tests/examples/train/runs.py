@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .conftest import HELD_OUT, ROOT, SMALL
+from tests.examples.conftest import HELD_OUT, ROOT, SMALL
 
 COMMAND = (sys.executable, str(ROOT / "examples" / "train_wan.py"))
 # How long a run may say nothing: it imports and compiles in silence, and the machine may be busy

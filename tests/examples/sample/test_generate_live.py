@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.closeness import hold
+from tests.examples.conftest import ROOT
 from tests.fixtures import make_pipelines as runs
 
-from .conftest import ROOT
 from .pipelines import EXACT, draw, sizes_of
 
 PROMPT, NEGATIVE = "a red  fox in the snow", "rain &amp; blue"

@@ -7,8 +7,7 @@ from digits.settings import Settings
 from digits.words import all_prompts
 
 from maxattn.errors import ConfigError
-
-from .conftest import ROOT
+from tests.examples.conftest import ROOT
 
 SHIPPED = ROOT / "configs" / "wan_tiny.yml"
 

@@ -23,8 +23,7 @@ from train.progress import Progress, recent
 from train.state import State
 
 from maxattn.errors import ConfigError
-
-from .conftest import HELD_OUT, SMALL
+from tests.examples.conftest import HELD_OUT, SMALL
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,9 @@ from wan.sizes import SIZES, Sizes
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError, WeightsError
+from tests.examples.parity import channels_last, compare, fixture, part
 from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
-
-from .parity import channels_last, compare, fixture, part
 
 CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE}
 CONFIGS = {

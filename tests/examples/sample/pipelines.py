@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests.examples.conftest import ROOT
+from tests.examples.parity import part
 from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
-
-from .conftest import ROOT
-from .parity import part
 
 FIXTURES = Path(runs.__file__).parent
 SIZES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from digits.settings import DataSettings
 from digits.words import DIRECTIONS, STEPS, all_prompts, prompt_of
 from train.data import batches
 
-from .conftest import HELD_OUT
+from tests.examples.conftest import HELD_OUT
 
 DATA = DataSettings(held_out=tuple(HELD_OUT))
 

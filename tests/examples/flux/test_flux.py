@@ -17,10 +17,9 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError
 from tests.closeness import hold
+from tests.examples.parity import Tensors, fixture, part
 from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
-
-from .parity import Tensors, fixture, part
 
 DENSE = ma.AttentionConfig(attention="dot_product")
 

@@ -18,7 +18,7 @@ from flax import nnx
 from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
 
-from .conftest import HELD_OUT, ROOT
+from tests.examples.conftest import HELD_OUT, ROOT
 
 
 @pytest.fixture
