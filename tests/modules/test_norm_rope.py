@@ -4,6 +4,7 @@ where not.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,6 +80,17 @@ def error(got: Any, want: Any) -> float:
     return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
 
 
+def with_gradients(f: Any, inputs: tuple[Any, ...], dy: Any) -> tuple[Any, Any]:
+    """Return a function's result and the gradients of all its inputs, as one program."""
+
+    @jax.jit
+    def both(inputs: Any, dy: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(f, *inputs)
+        return y, pull(dy)
+
+    return both(inputs, dy)
+
+
 def float32(tree: Any) -> Any:
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
 
@@ -92,12 +104,10 @@ def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyP
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
         return norm_rope._on_shard(row, True, x, vectors, tables)
 
-    inputs = arrays["x"], vectors, tables
-    got, pull = jax.vjp(jax.jit(fused), *float32(inputs))
-    got_gradients = pull(float32(arrays["dy"]))
+    inputs, dy = (arrays["x"], vectors, tables), arrays["dy"]
+    got, got_gradients = with_gradients(fused, float32(inputs), float32(dy))
     with jax.enable_x64(True):
-        want, pull = jax.vjp(lambda *of: exact(row, *of), *inputs)
-        gradients = pull(jnp.asarray(arrays["dy"]))
+        want, gradients = with_gradients(lambda *of: exact(row, *of), inputs, dy)
     assert error(got, want) < 1e-6
     errors = jax.tree.map(error, got_gradients, gradients)
     assert all(e < 2e-6 for e in jax.tree.leaves(errors)), errors
@@ -124,13 +134,15 @@ def test_vectors_are_read_as_they_are(style: str) -> None:
         "scale": jnp.asarray(vectors["scale"][:1], jnp.float32),
     }
     exactly = {name: np.asarray(v, np.float64) for name, v in given.items()}
-    _, pull = jax.vjp(
-        lambda v: norm_rope._on_shard(row, True, float32(arrays["x"]), v, float32(tables)), given
-    )
-    got = pull(float32(arrays["dy"]))[0]
+    x, dy, t = float32((arrays["x"], arrays["dy"], tables))
+
+    def fused(v: Any) -> Any:
+        return norm_rope._on_shard(row, True, x, v, t)
+
+    _, (got,) = with_gradients(fused, (given,), dy)
     with jax.enable_x64(True):
-        _, pull = jax.vjp(lambda v: exact(row, arrays["x"], v, tables), exactly)
-        want = pull(jnp.asarray(arrays["dy"]))[0]
+        by_formula = partial(exact, row, arrays["x"], tables=tables)
+        _, (want,) = with_gradients(by_formula, (exactly,), arrays["dy"])
     assert {name: (v.shape, v.dtype) for name, v in got.items()} == {
         n: (v.shape, v.dtype) for n, v in given.items()
     }
