@@ -117,7 +117,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 @pytest.fixture(scope="module")
 def on_one_device() -> Any:
-    from .conftest import SMALL
+    from tests.examples.conftest import SMALL
 
     return loss_and_gradient(Settings.model_validate({"model": SMALL}))
 
