@@ -23,8 +23,9 @@ class PositionMask(Mask):
     also evaluated inside of kernels: write it with `+ - * //`, comparisons, `xp.where`,
     `xp.minimum` and `xp.maximum`, and with as many intervals for every query.
 
-    What else it may define makes it cheaper, not right: `own_period` (the length of its blocks,
-    which chunks are then divisors of), `most_keys` and `band`.
+    What else it may define makes it cheaper, not right: the methods `own_period` (the length of its
+    blocks, which chunks are then divisors of), `most_keys` and `band`, without which cuDNN and
+    TransformerEngine refuse it; and the properties `divides_positions` and `leaves_parts_empty`.
 
     >>> from maxattn import masks
     >>> @masks.mask_type

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from inspect import isfunction
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+
+from maxattn.errors import InputError
 
 C = TypeVar("C", bound=type)
 
@@ -18,7 +21,15 @@ def leaf() -> Any:
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
 def mask_type(cls: C) -> C:
-    """Make a class a frozen dataclass and a pytree, whose children are the fields of `leaf()`."""
+    """Make a class a frozen dataclass and a pytree, whose children are the fields of `leaf()`.
+
+    Raises:
+        InputError: a property of masks is written as a method, which would always be true.
+    """
+    properties = {n for c in cls.mro()[1:] for n, x in vars(c).items() if isinstance(x, property)}
+    for name in [n for n, written in vars(cls).items() if isfunction(written) and n in properties]:
+        rule, remedy = "it is a property of masks", "write @property above it"
+        raise InputError(f"{cls.__name__}.{name}", "a method", rule, remedy)
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
     leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
     static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))

@@ -9,6 +9,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.errors import InputError
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
 from maxattn.kernels.blockwise.visits import visits
@@ -198,3 +199,14 @@ def test_on_a_ring(name: str) -> None:
     grads = jax.jit(jax.grad(loss, (0, 1, 2)))(*x)
     want = attention64(*x, allowed(name)[None, None], dout=jnp.ones_like(x[0]))
     assert max(error(g, w) for g, w in zip(grads, want[2:5], strict=True)) < 2e-5
+
+
+def test_a_property_that_is_written_as_a_method_is_refused() -> None:
+    with pytest.raises(InputError, match=r"Plain\.divides_positions: a method\n.*\n.*write @property"):
+
+        @M.mask_type
+        class Plain(M.PositionMask):
+            offset: int | None = None
+
+            def divides_positions(self) -> bool:  # type: ignore[override]
+                return False

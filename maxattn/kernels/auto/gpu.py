@@ -83,7 +83,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         why = f"plain JAX, since no kernel that was measured on an {device} takes this call"
         return (entry.forward[0][0], *PLAIN), why
     names = _in_order(entry, forward, backward, target)
-    return names, _because(entry, device, target) + _lost(entry, forward, backward, target)
+    faster = _faster(entry, forward, backward)
+    return names, _because(entry, device, target, faster) + _lost(faster, target)
 
 
 def _measured_device(target: Target) -> str | None:
@@ -126,15 +127,16 @@ def _faster(entry: MeasuredShape, forward: str, backward: str) -> tuple[str, ...
     return tuple(ahead)
 
 
-def _because(entry: MeasuredShape, device: str, target: Target) -> str:
+def _because(entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...]) -> str:
+    first = "the fastest that can run" if faster else "fastest"
     here = "" if device == target.device_kind else f", and this is {target.device_kind}"
     mask = "" if entry.mask == FULL else f" mask {entry.mask}"
-    return f"fastest at {entry.text}{mask}, the nearest shape measured on an {device}{here}"
+    return f"{first} at {entry.text}{mask}, the nearest shape measured on an {device}{here}"
 
 
-def _lost(entry: MeasuredShape, forward: str, backward: str, target: Target) -> str:
+def _lost(faster: tuple[str, ...], target: Target) -> str:
     """Say what fa4-jax would bring, where it is not installed and flash was faster."""
-    is_lost = "flash" in _faster(entry, forward, backward) and not has_fa4(target)
+    is_lost = "flash" in faster and not has_fa4(target)
     return f"; flash would be faster: {install(target)}" if is_lost else ""
 
 
