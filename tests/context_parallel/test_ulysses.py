@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,3 +114,33 @@ def test_groups_on_a_mesh_of_the_users_own() -> None:
     assert "4 groups of 2" in ma.plan(ma.Call.of(q, k), cfg, mesh).explain()
     got = ma.attention(q, k, v, config=cfg, mesh=mesh)
     np.testing.assert_allclose(got, ma.attention(q, k, v), atol=2e-6)
+
+
+@pytest.mark.parametrize("axes", [0, 2, (0, None, 1)], ids=str)
+def test_vmap_over_groups(axes: Any) -> None:
+    """Two maps, one in the other: each moves its axis to the front of what is exchanged."""
+    cfg = config("ulysses_ring", ulysses_shards=2)
+    mesh, rng = cfg.make_mesh(), np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(2, 16, 4, 8)), jnp.float32) for _ in range(3)]
+    outer = axes if isinstance(axes, tuple) else (axes,) * 3
+    shaped = [jnp.expand_dims(x, 0) for x in arrays]
+    given = [
+        x[0] if axis is None else jnp.moveaxis(jnp.concatenate([x, -x]), 0, axis)
+        for x, axis in zip(shaped, outer, strict=True)
+    ]
+
+    def loss(attend: Any, *given: Any) -> Any:
+        inner = jax.vmap(lambda *x: attend(*(y[None] for y in x))[0])
+        out = jax.vmap(inner, outer)(*given)
+        return (out**2).sum(), out
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return ma.attention(q, k, v, mask=M.Causal(), config=cfg, mesh=mesh)
+
+    def alone(q: Any, k: Any, v: Any) -> Any:
+        return ma.attention(q, k, v, mask=M.Causal())
+
+    got, want = (
+        jax.value_and_grad(partial(loss, f), (0, 1, 2), has_aux=True)(*given) for f in (ours, alone)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), got, want)
