@@ -124,13 +124,20 @@ def config(value: Any) -> None:
     checked_config(value)
 
 
+def described(x: Any) -> str:
+    """Return the shape of an array, and of anything else what it is."""
+    shape = getattr(x, "shape", None)
+    if shape is not None:
+        return f"shape {tuple(shape)}"
+    return "None" if x is None else type(x).__name__
+
+
 def rank_3(name: str, x: Any) -> None:
     """Refuse anything but an array [B, T, channels]."""
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3:
-        found = type(x).__name__ if shape is None else f"shape {tuple(shape)}"
         remedy = "add or fold axes until there are three"
-        raise InputError(name, found, "it must be an array [B, T, channels]", remedy)
+        raise InputError(name, described(x), "it must be an array [B, T, channels]", remedy)
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:

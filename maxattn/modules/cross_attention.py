@@ -248,7 +248,7 @@ class CrossAttention(AttentionBase):
         if image is not None and width is None:
             rule = f"{built} has no projections for an image"
             remedy = "build it with added_kv_proj_dim, or pass no image"
-            raise InputError(name, f"shape {tuple(image.shape)}", rule, remedy)
+            raise InputError(name, checks.described(image), rule, remedy)
         if image is not None and width is not None:
             checks.states(name, image, width, "added_kv_proj_dim", batch)
 
@@ -259,19 +259,24 @@ class CrossAttention(AttentionBase):
         if (kv.image_k is None) != (self.added_kv_proj_dim is None):
             found = "without an image" if kv.image_k is None else "with an image"
             rule = f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}"
-            raise InputError("kv", found, rule, "make it with this module's compute_kv")
+            raise InputError("kv", found, rule, _MAKE_KV)
+        images = kv.image_k is not None or kv.image_v is not None
         for name, x in kv._asdict().items():
-            if x is not None:
-                self._check_kv_shape(f"kv.{name}", tuple(x.shape), batch)
-        k, v = (None if x is None else tuple(x.shape) for x in (kv.image_k, kv.image_v))
-        if k != v:
-            made = "make it with this module's compute_kv"
-            raise InputError("kv.image_v", v, f"it must have the shape of kv.image_k, {k}", made)
+            if images or not name.startswith("image"):
+                self._check_kv_part(f"kv.{name}", x, batch)
+        if images and kv.image_k.shape != kv.image_v.shape:
+            k, v = tuple(kv.image_k.shape), tuple(kv.image_v.shape)
+            rule = f"it must have the shape of kv.image_k, {k}"
+            raise InputError("kv.image_v", v, rule, _MAKE_KV)
 
-    def _check_kv_shape(self, name: str, shape: tuple[int, ...], batch: int) -> None:
+    def _check_kv_part(self, name: str, x: Any, batch: int) -> None:
+        shape = getattr(x, "shape", None)
         wanted = (batch, self.kv_heads, self.dim_head)
-        if len(shape) != 4 or (shape[0], *shape[2:]) != wanted:
-            rule = f"it must be [{batch}, S, {self.kv_heads}, {self.dim_head}]"
-            made = "make it with this module's compute_kv"
-            remedy = f"{made}, from as many examples as hidden_states has"
-            raise InputError(name, f"shape {shape}", rule, remedy)
+        if shape is None or len(shape) != 4 or (shape[0], *shape[2:]) != wanted:
+            found = checks.described(x)
+            rule = f"it must be an array [{batch}, S, {self.kv_heads}, {self.dim_head}]"
+            remedy = f"{_MAKE_KV}, from as many examples as hidden_states has"
+            raise InputError(name, found, rule, remedy)
+
+
+_MAKE_KV = "make it with this module's compute_kv"

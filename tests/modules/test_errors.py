@@ -38,6 +38,14 @@ def cross(**how: Any) -> CrossAttention:
     )
 
 
+def with_image() -> CrossAttention:
+    return cross(added_kv_proj_dim=6)
+
+
+def image_kv() -> Any:
+    return with_image().compute_kv(TEXT, IMAGE)
+
+
 def joint(**how: Any) -> JointAttention:
     return JointAttention(**{"query_dim": 12, "heads": 2, "dim_head": 4, "rngs": RNGS, **how})
 
@@ -91,6 +99,14 @@ BAD: dict[str, Callable[[], Any]] = {
     "kv_batch": lambda: cross()(X, kv=cross().compute_kv(TEXT[:1])),
     "kv_heads_of_another_module": lambda: cross()(X, kv=cross(heads=4).compute_kv(TEXT)),
     "kv_without_image": lambda: cross(added_kv_proj_dim=6)(X, kv=cross().compute_kv(TEXT)),
+    "kv_without_k": lambda: cross()(X, kv=cross().compute_kv(TEXT)._replace(k=None)),  # type: ignore[arg-type]
+    "kv_of_lists": lambda: cross()(X, kv=cross().compute_kv(TEXT)._replace(v=[[1.0]])),  # type: ignore[arg-type]
+    "kv_without_image_v": lambda: with_image()(X, kv=image_kv()._replace(image_v=None)),
+    "kv_without_image_k": lambda: with_image()(X, kv=image_kv()._replace(image_k=None)),
+    "kv_image_of_another_length": lambda: with_image()(
+        X, kv=image_kv()._replace(image_v=np.zeros((2, 3, 2, 4), np.float32))
+    ),
+    "cross_image_no_array": lambda: cross()(X, TEXT, encoder_hidden_states_image="cat"),  # type: ignore[arg-type]
     "kv_flat": lambda: cross()(X, kv=KV(TEXT, TEXT)),
     "kv_and_rotary_k": lambda: cross()(X, kv=cross().compute_kv(TEXT), rotary_emb_k=rope_1d(4, 3)),
     "compute_kv_width": lambda: cross().compute_kv(X),
