@@ -6,6 +6,7 @@ each map over shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -21,7 +22,7 @@ from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
 from maxattn.decide import decide
-from maxattn.errors import InputError
+from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import bias_shift, shifted
@@ -118,8 +119,23 @@ def attention(
     if v is None:
         rule, remedy = "v must be an array [B, S, K, H]", "pass the values beside the keys"
         raise InputError("v", "None", rule, remedy)
-    out, lse = attend(prepared, q, k, v, bias)
+    given = {"q": q, "k": k, "v": v, "bias": bias}
+    out, lse = attend(prepared, *(as_array(x, name) for name, x in given.items()))
     return (out, lse) if return_lse else out
+
+
+def as_array(x: Any, name: str) -> Any:
+    """Read the array out of an operand that holds one, such as an `nnx.Variable`; None stays.
+
+    Raises:
+        InputError: it is a description of an array, without values.
+    """
+    if x is None or isinstance(x, jax.Array):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        rule, remedy = "attention computes with values", "use jax.eval_shape, or plan(Call.of(...))"
+        raise InputError(name, "ShapeDtypeStruct", rule, remedy)
+    return jnp.asarray(x)
 
 
 class Prepared(NamedTuple):
@@ -200,7 +216,14 @@ def run(
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)
-    return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
+    try:
+        return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        rule = "attention has a backward of its own, which forward mode cannot take"
+        remedy = "use reverse mode: jax.vjp, jax.grad or jax.jacrev"
+        raise Unsupported("derivative", "forward mode (jvp)", rule, remedy) from error
 
 
 # ---- execution -----------------------------------------------------------------------------------
@@ -224,7 +247,7 @@ def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
 
 
 def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
-    result = _forward(plan, plan.kernel, mesh, *operands)
+    result = _once(plan, partial(_forward, plan, plan.kernel, mesh), *operands)
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for whoever else reads the result (jax 0.11.2; 287 of
@@ -237,6 +260,25 @@ def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
 
 
 def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+    return _once(plan, partial(_backward, plan, mesh), residuals, cotangents)
+
+
+def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
+    """Compute a step of the first derivative; its own derivative is refused, unless jax has it."""
+    if plan.kernel.differentiates_twice:
+        return compute(*operands)
+    once = jax.custom_jvp(compute)
+    once.defjvp(partial(_refuse_second_derivative, plan.kernel.name))
+    return once(*operands)
+
+
+def _refuse_second_derivative(kernel: str, *_: Any) -> Any:
+    rule = f"{kernel} computes its own gradient, and no gradient of that"
+    remedy = "set attention: dot_product, whose second derivatives jax makes"
+    raise Unsupported("derivative", "second", rule, remedy)
+
+
+def _backward(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
     *operands, out, lse = residuals
     lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
     inputs = _inputs(plan, *operands)

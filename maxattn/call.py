@@ -6,7 +6,7 @@ They hold no arrays and know no devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf
 from typing import Any, Literal
 
 from maxattn.errors import InputError
@@ -301,20 +301,26 @@ def is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except (TypeError, ValueError):  # a tracer's error is a TypeError
+    except (TypeError, ValueError, OverflowError):  # a tracer's error is a TypeError
         return False
     return True
+
+
+# Beyond these a scale is infinite or 0 in float32, which scores are computed in.
+MOST_SCALE, LEAST_SCALE = 3.4028234e38, 1.2e-38
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
+    if type(scale) is int and abs(scale) > MOST_SCALE:  # of more than 308 digits it is no float
+        scale = inf
     if not is_number(scale):
         found = repr(scale) if isinstance(scale, str | bool) else type(scale).__name__
         remedy = "multiply q by a learned or traced scale instead"
         raise InputError("scale", found, "scale is a static number", remedy)
     value = float(scale)
-    if value == 0.0 or not isfinite(value):
-        rule = "scale must be a finite number other than 0"
-        raise InputError("scale", scale, rule, "leave it out for head_dim ** -0.5")
+    if not LEAST_SCALE <= abs(value) <= MOST_SCALE:
+        rule = "scale must be a number that float32 holds, other than 0"
+        raise InputError("scale", value, rule, "leave it out for head_dim ** -0.5")
     return value

@@ -21,8 +21,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def of_primitive(jaxpr: Any, name: str) -> list[Any]:
-    """List the equations of one primitive."""
-    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == name]
+    """List the equations of one primitive; of `all_to_all` also those within groups."""
+    names = {name, f"{name}_in_groups"}
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name in names]
 
 
 def count_primitive(jaxpr: Any, name: str) -> int:

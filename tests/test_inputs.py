@@ -51,6 +51,15 @@ def explicit_module() -> ma.FlaxAttention:
     return ma.FlaxAttention(32, heads=2, dim_head=16, mesh=mesh, rngs=nnx.Rngs(0))
 
 
+def attend_q(q: Any, **settings: Any) -> Any:
+    return ma.attention(q, Q, Q, config=ma.AttentionConfig(**settings))
+
+
+def second_derivative(**settings: Any) -> Any:
+    slope = jax.grad(lambda q: (attend_q(q, **settings) ** 2).sum())
+    return jax.jit(jax.grad(lambda q: (slope(q) ** 2).sum()))(Q)
+
+
 def exported(shape: str):
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
     return jax.export.export(jax.jit(lambda q: ma.attention(q, q, q)))(x)
@@ -74,6 +83,15 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "scale_true": lambda: attend(scale=True),
     "bias_float64": lambda: attend(bias=np.ones((8, 8))),
     "sizes_not_numbers": lambda: exported("b, 8, 2, 4"),
+    "scale_beyond_float32": lambda: attend(scale=-1e39),
+    "scale_of_400_digits": lambda: attend(scale=10**400),
+    "scale_that_float32_rounds_to_0": lambda: attend(scale=1e-46),
+    "k_without_values": lambda: attend(k=jax.ShapeDtypeStruct(Q.shape, Q.dtype)),
+    "forward_mode": lambda: jax.jvp(attend_q, (Q,), (Q,)),
+    "forward_mode_under_jit": lambda: jax.jit(jax.jacfwd(attend_q))(Q),
+    "second_derivative": lambda: second_derivative(use_memory_efficient_attention=True),
+    "second_derivative_of_flash": lambda: second_derivative(attention="flash"),
+    "forward_over_reverse": lambda: jax.hessian(lambda q: attend_q(q, attention="flash").sum())(Q),
     "scale_infinite": lambda: attend(scale=float("inf")),
     "mesh_sizes_alone": lambda: attend(mesh={"data": 2}),
     "mesh_text": lambda: plan(mesh="data"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.context_parallel.base import CONTEXT
+from maxattn.jax_private.all_to_all import all_to_all
 from maxattn.kernels.base import Bias, Inputs, Rows
 from maxattn.masks import Mask
 
@@ -100,7 +101,7 @@ class Exchange(NamedTuple):
 
     def _swapped(self, x: Array, split: int, join: int) -> Array:
         """Split one axis over the devices, and join what they send along another."""
-        return x if self.devices == 1 else _all_to_all(x, split, join, self.groups)
+        return x if self.devices == 1 else all_to_all(x, CONTEXT, split, join, self.groups)
 
     # ---- masks and biases ------------------------------------------------------------------------
 
@@ -125,21 +126,6 @@ class Exchange(NamedTuple):
                 start, size = self.spans[letter]
                 x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, size, axis)
         return x
-
-
-def _all_to_all(x: Array, split: int, join: int, groups: list[list[int]] | None) -> Array:
-    """Exchange over the context axis, or within groups of its devices; under `vmap` too."""
-
-    def exchange(x: Array) -> Array:
-        return jax.lax.all_to_all(x, CONTEXT, split, join, axis_index_groups=groups, tiled=True)
-
-    if groups is None:
-        return exchange(x)
-    # jax (0.11) batches no exchange within groups. The mapped axis is put first, so that the two
-    # others are one further along.
-    batched = jax.custom_batching.custom_vmap(exchange)
-    batched.def_vmap(lambda *given: (_all_to_all(given[-1], split + 1, join + 1, groups), True))
-    return batched(x)
 
 
 def _full_axes(bias: Array) -> str:

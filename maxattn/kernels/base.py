@@ -117,6 +117,8 @@ class Kernel:
     name: ClassVar[str]
     is_pallas: ClassVar[bool] = False
     """jax refuses a Pallas kernel inside of a `shard_map` that checks what varies over its axes."""
+    differentiates_twice: ClassVar[bool] = False
+    """Whether jax can differentiate the backward; else attention refuses second derivatives."""
     blocks: ClassVar[BlockSizes | None] = None
     """The tile sizes of a kernel that takes the user's."""
     changes: ClassVar[tuple[Change, ...]] = ()

@@ -34,6 +34,7 @@ class DotProduct(Kernel):
     """
 
     name: ClassVar[str] = "dot_product"
+    differentiates_twice: ClassVar[bool] = True
     scale: float
     float32_qk_product: bool = False
     split_head_dim: bool = True

@@ -1,0 +1,62 @@
+"""What operands may be beside jax's arrays, and which derivatives attention has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn import masks as M
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias", "all"])
+@pytest.mark.parametrize("kernel", ["dot_product", "memory_efficient", "flash"])
+def test_variables_and_numpy_are_operands(which: str, kernel: str) -> None:
+    """A learned query handed over as it is: `nnx.Param`; numpy beside it."""
+    chunks = kernel == "memory_efficient"
+    name = "flash" if kernel == "flash" else "dot_product"
+    config = ma.AttentionConfig(attention=name, use_memory_efficient_attention=chunks)
+    arrays = dict(zip("qkv", np.random.default_rng(0).normal(size=(3, 1, 9, 2, 8)), strict=True))
+    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+    if kernel != "flash":
+        arrays["bias"] = np.linspace(-1, 1, 9, dtype=np.float32).reshape(1, 1, 1, 9)
+    given = {n: nnx.Param(jnp.asarray(x)) if which in (n, "all") else x for n, x in arrays.items()}
+    want = ma.attention(**{n: jnp.asarray(x) for n, x in arrays.items()}, config=config)
+    np.testing.assert_array_equal(ma.attention(**given, config=config), want)
+
+
+def test_gradients_reach_a_variable() -> None:
+    queries, keys = jax.random.normal(jax.random.key(0), (2, 1, 6, 2, 8))
+    model = nnx.Dict(q=nnx.Param(queries))
+    got = nnx.grad(lambda m: (ma.attention(m.q, keys, keys) ** 2).sum())(model)
+    want = jax.grad(lambda q: (ma.attention(q, keys, keys) ** 2).sum())(queries)
+    np.testing.assert_allclose(got.q[...], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["none", "ring", "ulysses", "ulysses_ring", "all_gather"])
+def test_dense_has_second_derivatives(strategy: str) -> None:
+    spread: dict[str, Any] = {"context_parallel": strategy, "ici_context_parallelism": 4}
+    spread = {} if strategy == "none" else spread
+    if strategy == "ulysses_ring":
+        spread["ulysses_shards"] = 2
+    config = ma.AttentionConfig(attention="dot_product", **spread)
+    mesh = config.make_mesh(jax.devices()[:4]) if spread else None
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+
+    def of(attend: Any) -> Any:
+        slope = jax.grad(lambda q, k: (attend(q, k) ** 2).sum())
+        return jax.jit(jax.grad(lambda q, k: (slope(q, k) ** 2).sum(), (0, 1)))(q, k)
+
+    def plain(q: Any, k: Any) -> Any:
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5
+        s = jnp.where(jnp.tri(16, dtype=bool), s, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    got = of(lambda q, k: ma.attention(q, k, v, mask=M.Causal(), config=config, mesh=mesh))
+    for ours, want in zip(got, of(plain), strict=True):
+        np.testing.assert_allclose(ours, want, atol=3e-4, rtol=1e-4)
