@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from maxattn.call import Reason
 from maxattn.kernels.base import Offset
 from maxattn.masks import EMPTY, FULL, MIXED, Full, Mask
+from maxattn.masks.spans import MOST_SPANS
 
 Kinds = Any  # int8 [query tiles, key tiles], numpy or traced
 QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
@@ -55,6 +56,8 @@ def split(mask: Mask) -> SplitMask | Reason:
         return Reason(
             "flash", "mask Segments & Segments", rule, "number the common segments, or " + REMEDY
         )
+    if not positions.has_exact_intervals:
+        return _refused_intervals(positions)
     return SplitMask(positions, segments[0] if segments else None, tuple(padding))
 
 
@@ -72,6 +75,12 @@ def _refused(term: Mask) -> Reason:
         return Reason("flash", f"mask {what}", rule, remedy)
     rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
     return Reason("flash", f"mask {what} under | or ~", rule, REMEDY)
+
+
+def _refused_intervals(positions: Mask) -> Reason:
+    what = f"mask of {positions.extent.masks} masks"
+    rule = f"it tests up to {MOST_SPANS} intervals of keys a query, and the mask has more"
+    return Reason("flash", what, rule, REMEDY)
 
 
 def _names_with_data(mask: Mask) -> set[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-import jax
+import numpy as np
 
-from maxattn.masks.base import Mask, Span, Spots
+from maxattn.masks.base import Mask, Spots
+from maxattn.masks.normal_form import check_size, mark_normal, without_absorbed
+from maxattn.masks.spans import MOST_SPANS, WHOLE, Span, Spans, complement, intersection, union
 from maxattn.masks.tree import leaf, mask_type
 
 
@@ -96,9 +97,8 @@ class And(_Joined):
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Intersect the intervals, pair by pair."""
-        return reduce(
-            lambda a, b: _intersect(a, b, xp), (arg.spans(q_pos, xp, data) for arg in self.args)
-        )
+        found = (arg.spans(q_pos, xp, data) for arg in self.args)
+        return reduce(lambda a, b: intersection(a, b, xp), found)
 
     def at(self, spots: Spots) -> Any:
         """Join with `&`."""
@@ -139,7 +139,7 @@ class Or(_Joined):
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Put the intervals side by side."""
-        return tuple(span for arg in self.args for span in arg.spans(q_pos, xp, data))
+        return union(tuple(x for arg in self.args for x in arg.spans(q_pos, xp, data)))
 
     def at(self, spots: Spots) -> Any:
         """Join with `|`."""
@@ -179,7 +179,7 @@ class Not(Mask):
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Take the gaps: the upper bound of a complement is the complement of a lower bound."""
-        return _complement(self.arg.spans(q_pos, xp, not data), xp)
+        return complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
         """Negate."""
@@ -192,6 +192,8 @@ class Not(Mask):
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:
     """Rewrite in negation normal form: flat, without repeats, sorted, Full and Empty absorbed."""
+    if mask.is_normal and not negated:
+        return mask
     if isinstance(mask, Not):
         return canonical(mask.arg, not negated)
     if isinstance(mask, _Joined):
@@ -208,74 +210,40 @@ def _negated(mask: Mask) -> Mask:
 
 
 def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
-    unit, zero, other = (Full(), Empty(), Or) if kind is And else (Empty(), Full(), And)
-    flat: list[Mask] = []
+    unit, zero, other = (Full, Empty, Or) if kind is And else (Empty, Full, And)
+    flat: dict[Any, Mask] = {}
     for arg in args:
         for part in arg.args if isinstance(arg, kind) else (arg,):
-            if part != unit and not _among(part, flat):
-                flat.append(part)
-    if zero in flat or any(isinstance(arg, Not) and _among(arg.arg, flat) for arg in flat):
-        return zero
-    kept = _kept(flat, other)
+            flat.setdefault(part.identity, part)
+    flat.pop(unit().identity, None)
+    negated = (part.arg.identity for part in flat.values() if isinstance(part, Not))
+    if zero().identity in flat or any(identity in flat for identity in negated):
+        return zero()
+    kept = without_absorbed(list(flat.values()), other)
     if len(kept) < 2:
-        return kept[0] if kept else unit
-    return kind(tuple(sorted(kept, key=_order)))
+        return kept[0] if kept else unit()
+    joined = kind(tuple(sorted(kept, key=lambda part: part.order)))
+    check_size(joined)
+    return mark_normal(joined)
 
 
-def _kept(masks: list[Mask], other: type[And] | type[Or]) -> list[Mask]:
-    """Drop, one after the other, each mask to which one that is still there leaves no say.
+# ---- intervals: all of them, or bounds -----------------------------------------------------------
 
-    Of `a | b` and `b | a` one stays.
+
+def has_few_spans(mask: Mask, data: bool = True) -> bool:
+    """Tell whether a bound mask has at most `MOST_SPANS` intervals a query, whatever they are."""
+    return len(mask.spans(np.zeros(1, np.int32), np, data)) <= MOST_SPANS
+
+
+def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
+    """Give the intervals of a bound mask; where there are too many, a bound of them.
+
+    The upper one (`data`) is what as many of its terms allow as have few intervals together; the
+    lower one is nothing.
     """
-    kept = masks
-    for mask in masks:
-        rest = [x for x in kept if x is not mask]
-        kept = rest if _absorbed(mask, rest, other) else kept
-    return kept
-
-
-def _absorbed(mask: Mask, among: list[Mask], other: type[And] | type[Or]) -> bool:
-    """Tell whether another mask leaves this one no say, as `a` does `a | b` in `a & (a | b)`."""
-    mine = mask.args if isinstance(mask, other) else (mask,)
-    rivals = ((x.args if isinstance(x, other) else (x,)) for x in among)
-    return any(all(_among(part, mine) for part in rival) for rival in rivals)
-
-
-def _among(mask: Mask, others: Iterable[Mask]) -> bool:
-    """Tell whether a mask is one of others, with the very same arrays.
-
-    Forms of two arrays are equal, not the same.
-    """
-    mine, shape = jax.tree.flatten(mask)
-    found = ((leaves, other) for leaves, other in map(jax.tree.flatten, others) if other == shape)
-    return any(all(a is b for a, b in zip(mine, leaves, strict=True)) for leaves, _ in found)
-
-
-def _order(mask: Mask) -> tuple[Any, ...]:
-    """Order masks by kind and numbers; where only arrays differ, the order given is kept."""
-    numbers = (getattr(mask, f.name) for f in fields(mask) if not f.metadata.get("leaf"))  # pyright: ignore[reportArgumentType]
-    return (
-        type(mask).__name__,
-        tuple((n is not None, n or 0) for n in numbers),
-        tuple(_order(part) for part in mask.parts()),
-    )
-
-
-def _intersect(a: tuple[Span, ...], b: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
-    return tuple(
-        (_pick(xp.maximum, x[0], y[0]), _pick(xp.minimum, x[1], y[1])) for x in a for y in b
-    )
-
-
-def _pick(choose: Any, a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else choose(a, b)
-
-
-def _complement(spans: tuple[Span, ...], xp: Any) -> tuple[Span, ...]:
-    # Where an interval is empty (lo >= hi) its two gaps meet or overlap, and so cover everything,
-    # as they should.
-    rest: tuple[Span, ...] = ((None, None),)
-    for lo, hi in spans:
-        gaps = ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
-        rest = _intersect(rest, gaps, xp)
-    return rest
+    if has_few_spans(mask, data):
+        return mask.spans(q_pos, xp, data)
+    kept: tuple[Mask, ...] = ()
+    for term in mask.terms() if data else ():
+        kept = (*kept, term) if has_few_spans(And((*kept, term))) else kept
+    return And(kept).spans(q_pos, xp, data) if kept else WHOLE * data

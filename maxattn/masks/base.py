@@ -19,18 +19,14 @@ import numpy as np
 from maxattn.errors import InputError
 from maxattn.masks import blocks
 from maxattn.masks.for_kernels import ForKernels
+from maxattn.masks.normal_form import Normal
+from maxattn.masks.spans import BIG, Span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
     Ints = Int[Array, "..."] | Int[np.ndarray, "..."]
     Bools = Bool[Array, "..."] | Bool[np.ndarray, "..."]
-
-BIG = 2**30
-"""The end of an interval without an end."""
-
-Span = tuple[Any, Any]
-"""A half-open interval of key positions; None is an end without a bound."""
 
 
 class Lengths(NamedTuple):
@@ -52,7 +48,7 @@ class Spots(NamedTuple):
     xp: Any
 
 
-class Mask(ForKernels):
+class Mask(ForKernels, Normal):
     """Answer which keys a query may attend to, from positions alone.
 
     Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
@@ -212,10 +208,13 @@ class Mask(ForKernels):
 
         Returns:
             Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`),
-            pairs may overlap; ends without a bound are 0 and 2**30.
+            pairs may overlap; ends without a bound are 0 and 2**30. A mask of more than 32
+            intervals a query is bounded by fewer, above or below as `data` asks.
         """
+        from maxattn.masks.algebra import bounded_spans
+
         pos = xp.asarray(q_pos, dtype=xp.int32)
-        return tuple(_whole(span, pos, xp) for span in self.spans(pos, xp, data))
+        return tuple(_whole(span, pos, xp) for span in bounded_spans(self, pos, xp, data))
 
     def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
         """Give `intervals` with data masks counted as allowing nothing."""
@@ -224,8 +223,9 @@ class Mask(ForKernels):
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
-        Exact for masks of positions. Data masks are taken as unknown: a block is EMPTY or FULL only
-        when it is so whatever the arrays hold. No array of `q_len * kv_len` is made.
+        Exact for masks of positions, of up to 32 intervals a query. Others, and data masks, are
+        taken as unknown: a block is EMPTY or FULL only when it is so whatever the arrays hold. No
+        array of `q_len * kv_len` is made.
 
         Args:
             block_q: queries in a block.
@@ -240,7 +240,7 @@ class Mask(ForKernels):
         return blocks.classify(mask, block_q, block_kv, q_len, kv_len)
 
     def allowed_pairs(self, q_len: int, kv_len: int) -> int:
-        """Count the pairs that attend; with data masks, an upper bound."""
+        """Count the pairs that attend; an upper bound where `has_exact_intervals` is False."""
         mask = self if self.is_bound else self.bind(q_len, kv_len)
         return blocks.pairs(mask, q_len, kv_len)
 
@@ -281,6 +281,13 @@ class Mask(ForKernels):
     def has_data(self) -> bool:
         """Whether any part depends on an array."""
         return bool(jax.tree.leaves(self))
+
+    @property
+    def has_exact_intervals(self) -> bool:
+        """Whether `intervals` says all that it allows: it has no arrays, and few intervals."""
+        from maxattn.masks.algebra import has_few_spans
+
+        return not self.has_data and has_few_spans(self)
 
     def show(
         self, q_len: int, kv_len: int, width: int = 64, *, batch: int = 0, head: int = 0

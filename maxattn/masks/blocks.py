@@ -22,7 +22,8 @@ def classify(
 ) -> Int8[np.ndarray, "QB KB"]:
     """Mark every block of a bound mask as EMPTY, FULL or MIXED."""
     most = count(mask, block_q, block_kv, q_len, kv_len)
-    least = count(mask, block_q, block_kv, q_len, kv_len, data=False) if mask.has_data else most
+    exact = mask.has_exact_intervals
+    least = most if exact else count(mask, block_q, block_kv, q_len, kv_len, data=False)
     out = np.full(most.shape, MIXED, dtype=np.int8)
     out[least == areas(block_q, block_kv, q_len, kv_len)] = FULL
     out[most == 0] = EMPTY
@@ -94,6 +95,6 @@ def _sizes(block: int, length: int) -> np.ndarray:
 
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    """Count the pairs that a bound mask allows; with data masks, an upper bound."""
+    """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
     lo, hi = disjoint(mask, q_len, kv_len)
     return int((hi - lo).sum())

@@ -105,10 +105,10 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Give the share of allowed pairs in each cell.
 
-    Exact for masks of positions. With data masks, exact while a cell is at most 8 x 8, and from up
-    to 8 x 8 samples beyond; where the arrays are unknown (forms, traced), the upper bound.
+    Exact for masks of positions with few intervals. Others are exact while a cell is at most 8 x 8,
+    and from up to 8 x 8 samples beyond; where arrays are unknown (forms, traced), the upper bound.
     """
-    if mask.has_data and _known(mask):
+    if _known(mask) and not mask.has_exact_intervals:
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
     counts = blocks.count(mask, cell_q, cell_kv, q_len, kv_len)
     return counts / blocks.areas(cell_q, cell_kv, q_len, kv_len)

@@ -1,0 +1,137 @@
+"""Intervals of keys under `&`, `|` and `~`: their number grows by addition, never by doubling.
+
+An interval is (start, end), where None is no bound. Ends that are numbers are sorted and merged
+here; ends that depend on the query are arrays, of numpy, of jax, or of a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BIG = 2**30
+"""The end of an interval without an end."""
+
+MOST_SPANS = 32
+"""The most intervals of a query that are worked with; what has more is bounded or refused."""
+
+FEW_PAIRS = 8  # up to so many, all pairs of intervals cost less than sorting the ends
+
+Span = tuple[Any, Any]
+"""A half-open interval of key positions; None is an end without a bound."""
+
+Spans = tuple[Span, ...]
+WHOLE: Spans = ((None, None),)
+
+
+def union(spans: Spans) -> Spans:
+    """Put intervals side by side; those with numbers for ends are merged, and empty ones go."""
+    fixed = _merged([span for span in spans if _is_fixed(span)])
+    if (None, None) in fixed:
+        return WHOLE
+    if len(fixed) == sum(map(_is_fixed, spans)):
+        return spans
+    return (*fixed, *(span for span in spans if not _is_fixed(span)))
+
+
+def intersection(a: Spans, b: Spans, xp: Any) -> Spans:
+    """Give what lies in both: of m and n intervals at most m + n - 1, or `FEW_PAIRS`."""
+    if len(a) * len(b) <= FEW_PAIRS or 1 in (len(a), len(b)) or _are_fixed((*a, *b)):
+        return union(tuple(_both(x, y, xp) for x in a for y in b))
+    lows, highs = zip(*_disjoint(a, xp), *_disjoint(b, xp), strict=True)
+    # A key in both is past two more starts than ends: past start i + 1, before end i.
+    return tuple(zip(_sorted(lows, xp)[1:], _sorted(highs, xp)[:-1], strict=True))
+
+
+def complement(spans: Spans, xp: Any) -> Spans:
+    """Give the gaps: of n intervals n + 1, or at most `FEW_PAIRS`."""
+    if _are_fixed(spans):
+        return _gaps(_merged(list(spans)))
+    if 2 ** len(spans) <= FEW_PAIRS:
+        rest = WHOLE
+        for span in spans:
+            rest = intersection(rest, _sides(span), xp)
+        return rest
+    lows, highs = _ends(spans, xp)
+    # A key in no interval is past as many starts as ends.
+    return ((None, lows[0]), *zip(highs[:-1], lows[1:], strict=True), (highs[-1], None))
+
+
+def _is_fixed(span: Span) -> bool:
+    return all(end is None or isinstance(end, int) for end in span)
+
+
+def _are_fixed(spans: Spans) -> bool:
+    return all(map(_is_fixed, spans))
+
+
+def _merged(fixed: list[Span]) -> list[Span]:
+    """Sort intervals of numbers, join those that touch, and drop empty ones."""
+    ends = sorted((lo or 0, BIG if hi is None else hi) for lo, hi in fixed)
+    merged: list[list[int]] = []
+    for lo, hi in ends:
+        if merged and lo <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], hi)
+        elif lo < hi:
+            merged.append([lo, hi])
+    return [(lo if lo > 0 else None, hi if hi < BIG else None) for lo, hi in merged]
+
+
+def _gaps(merged: list[Span]) -> Spans:
+    rest: list[Span] = []
+    start: int | None = None
+    for lo, hi in merged:
+        rest += [] if lo is None else [(start, lo)]
+        start = hi
+        if hi is None:
+            return tuple(rest)
+    return (*rest, (start, None))
+
+
+def _sides(span: Span) -> Spans:
+    # Where an interval is empty (lo >= hi) its two sides meet or overlap, and so cover everything,
+    # as they should.
+    lo, hi = span
+    return ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
+
+
+def _both(a: Span, b: Span, xp: Any) -> Span:
+    return _open_or(_most, a[0], b[0], xp), _open_or(_least, a[1], b[1], xp)
+
+
+def _open_or(choose: Any, a: Any, b: Any, xp: Any) -> Any:
+    return b if a is None else a if b is None else choose(a, b, xp)
+
+
+def _least(a: Any, b: Any, xp: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else xp.minimum(a, b)
+
+
+def _most(a: Any, b: Any, xp: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else xp.maximum(a, b)
+
+
+def _ends(spans: Spans, xp: Any) -> tuple[list[Any], list[Any]]:
+    """Sort the starts and the ends, each by themselves; an empty interval starts at its end."""
+    closed = [(0 if lo is None else lo, BIG if hi is None else hi) for lo, hi in spans]
+    lows, highs = [_least(lo, hi, xp) for lo, hi in closed], [hi for _, hi in closed]
+    return _sorted(lows, xp), _sorted(highs, xp)
+
+
+def _disjoint(spans: Spans, xp: Any) -> Spans:
+    """Give the same keys as intervals in order that do not overlap."""
+    lows, highs = _ends(spans, xp)
+    starts = [lows[0], *(_most(a, b, xp) for a, b in zip(lows[1:], highs[:-1], strict=True))]
+    return tuple(zip(starts, highs, strict=True))
+
+
+def _sorted(values: Any, xp: Any) -> list[Any]:
+    """Sort arrays elementwise."""
+    if hasattr(xp, "sort"):
+        return list(xp.sort(xp.stack(xp.broadcast_arrays(*values)), axis=0))
+    found: list[Any] = []
+    for value in values:  # a kernel has no sort: insert each by minima and maxima
+        last = value
+        for i, x in enumerate(found):
+            found[i], last = _least(x, last, xp), _most(x, last, xp)
+        found.append(last)
+    return found
