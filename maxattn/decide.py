@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple
 
+from maxattn.block_sizes.sizes import divisors
 from maxattn.call import Call, Reason, without_padding
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
@@ -154,9 +155,9 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         remedy = f"use a batch of {fits}, or fewer devices on data and fsdp"
         raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
-        divisors = ", ".join(str(d) for d in range(1, call.heads + 1) if call.heads % d == 0)
+        fits = ", ".join(map(str, divisors(call.heads, 1)))
         rule = f"they must be a multiple of the mesh axis tensor={tensor}"
-        remedy = f"set ici_tensor_parallelism to one of {divisors}"
+        remedy = f"set ici_tensor_parallelism to one of {fits}"
         raise MeshError("heads", call.heads, rule, remedy)
 
 

@@ -5,7 +5,7 @@ This file raises nothing itself and knows nothing of attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 
@@ -26,7 +26,9 @@ class MaxattnError(Exception):
         self.setting, self.value, self.where = setting, value, where
         self.rule, self.remedy = rule, remedy
         location = f"{where}: " if where else ""
-        super().__init__(f"{location}{setting}: {value}\n  rule    {rule}\n  remedy  {remedy}")
+        super().__init__(
+            f"{location}{setting}: {brief(value, str)}\n  rule    {rule}\n  remedy  {remedy}"
+        )
 
 
 class ConfigError(MaxattnError, ValueError):
@@ -53,3 +55,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Name the closest known word as a question, or nothing when none is close."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else ""
+
+
+def brief(value: object, write: Callable[[object], str] = repr) -> str:
+    """Write a value for a message; a whole number of very many digits by its size.
+
+    Python writes no number of more than 4,300 digits.
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of about {value.bit_length() * 3 // 10} digits"
+    return write(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import isqrt
 from typing import Literal
 
 from maxattn.block_sizes.chips import Chip
@@ -130,5 +131,5 @@ def round_near(length: int, step: int) -> int:
 def divisors(length: int, step: int) -> list[int]:
     """Return the multiples of `step` that divide `length`, itself a multiple, in rising order."""
     whole = length // step
-    small = [n for n in range(1, int(whole**0.5) + 1) if whole % n == 0]
+    small = [n for n in range(1, isqrt(whole) + 1) if whole % n == 0]
     return [n * step for n in sorted({*small, *(whole // n for n in small)})]

@@ -23,6 +23,7 @@ RematPolicy = Literal[
 Axis = Literal["data", "fsdp", "context", "tensor"]
 AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
+MOST_SHOWN: Final = 4096  # up to this a message looks for divisors
 PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling")
 
 # Foreign spellings of `attention`: the kernel, and the strategy around it.
@@ -140,7 +141,7 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
         rule = f"it divides the context axis, which has {ways} devices"
-        divisors = ", ".join(str(n) for n in range(1, ways + 1) if ways % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, min(ways, MOST_SHOWN) + 1) if ways % n == 0)
         yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {divisors}, or -1")
 
 

@@ -10,12 +10,13 @@ Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import lcm
+from math import gcd, lcm
 from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.block_sizes.sizes import divisors
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize
@@ -65,13 +66,14 @@ class Ulysses(Strategy):
         n, group, shares = ways("S", self.shape), self.inner.group, self.inner.head_ways()
         if n % group:
             rule = f"ulysses_shards={group} must divide the context axis, {n}"
-            return Reason(self.name, "ulysses_shards", rule, f"set it to one of {_divisors(n)}")
+            fits = ", ".join(map(str, divisors(n, 1)))
+            return Reason(self.name, "ulysses_shards", rule, f"set it to one of {fits}")
         return self._refuse_heads(call.heads) if call.heads % shares else None
 
     def _refuse_heads(self, heads: int) -> Reason:
         """Name group sizes that divide the heads."""
         tensor, group = ways("N", self.shape), self.inner.group
-        fits = ", ".join(str(u) for u in range(1, heads + 1) if heads % (u * tensor) == 0)
+        fits = ", ".join(str(u) for u in divisors(heads, 1) if heads % (u * tensor) == 0)
         rule = (
             f"{heads} heads must be a multiple of {group * tensor} (exchanging"
             f" {group} x tensor {tensor})"
@@ -201,8 +203,7 @@ class UlyssesRing(Ulysses):
 
 def _largest_group(devices: int, heads: int) -> int:
     """Return the largest proper divisor of the devices that divides the heads."""
-    fits = (u for u in range(1, devices) if devices % u == 0 and heads % u == 0)
-    return max(fits, default=1)
+    return max((u for u in divisors(gcd(devices, heads), 1) if u < devices), default=1)
 
 
 def _chunks(asked: int, call: Call, shares: int) -> int:
@@ -214,8 +215,4 @@ def _chunks(asked: int, call: Call, shares: int) -> int:
         shares: of the heads, which the chunks divide.
     """
     heads, kv_heads = call.heads // shares, lcm(call.kv_heads, shares) // shares
-    return max((c for c in range(1, asked + 1) if heads % c == 0 and kv_heads % c == 0), default=1)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    return max((c for c in divisors(gcd(heads, kv_heads), 1) if c <= asked), default=1)

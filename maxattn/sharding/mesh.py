@@ -14,12 +14,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from maxattn.errors import MeshError, did_you_mean
+from maxattn.errors import MeshError, brief, did_you_mean
 from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type, is_tracer
 from maxattn.jax_private.varying import checked_axes
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
+
+MOST_DEVICES = 2**16
+"""The most devices of a mesh: six times the largest machine, and plans are made in seconds."""
+MOST_RANKS = 2**11
+"""The most devices of the context axis: a ring looks at every pair of them."""
 
 MeshShape = tuple[tuple[str, int], ...]
 
@@ -42,6 +47,7 @@ def mesh_shape(mesh: Any) -> MeshShape:
     check_mesh(mesh)
     manual = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
     sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
+    _check_count({a: sizes[a] for a in AXES if a in sizes})
     _check_explicit(axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes))
     return tuple((a, sizes[a]) for a in AXES if a in sizes)
 
@@ -59,10 +65,21 @@ def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
         if axis not in AXES:
             rule = f"a mesh axis is one of {', '.join(AXES)}"
             raise MeshError("mesh", axis, rule, did_you_mean(axis, AXES) or "rename the axis")
-        if not isinstance(size, int) or size < 1:
-            rule = "an axis has at least one device"
-            raise MeshError("mesh", f"{axis}={size!r}", rule, "give it a positive size")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            rule = "an axis has a whole number of devices, at least one"
+            raise MeshError("mesh", f"{axis}={brief(size)}", rule, "give it a positive size")
+    _check_count(sizes)
     return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
+
+
+def _check_count(sizes: Mapping[str, int]) -> None:
+    """Refuse more devices than there are anywhere, before work is done for each of them."""
+    count, ranks = prod(sizes.values()), sizes.get("context", 1)
+    if count <= MOST_DEVICES and ranks <= MOST_RANKS:
+        return
+    found = ", ".join(f"{axis}={brief(size)}" for axis, size in sizes.items())
+    rule = f"it has at most {MOST_DEVICES} devices, and {MOST_RANKS} of them on context"
+    raise MeshError("mesh", found, rule, "give the sizes of the mesh that the job gets")
 
 
 def check_mesh(mesh: Any) -> None:
