@@ -22,12 +22,12 @@ def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def as_array(mask: Mask, name: str) -> Any:
-    """Keep a field as an array: lists become numpy, arrays and shapes stay as they are."""
+    """Keep a field as an array: lists become numpy, usual arrays and shapes stay as they are."""
     value = getattr(mask, name)
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-        object.__setattr__(mask, name, value)
-    return value
+    usual = as_usual(value if hasattr(value, "dtype") else np.asarray(value))
+    if usual is not value:
+        object.__setattr__(mask, name, usual)
+    return usual
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
@@ -63,15 +63,47 @@ def name_dims(array: Any, letters: str, broadcast: str) -> str:
 
 
 def is_wide(array: Any) -> bool:
-    """Tell whether an array holds integers that do not fit int32, in which masks are computed."""
+    """Tell whether numpy integers do not fit int32, or jax ones are of a dtype that may not.
+
+    Masks are computed in int32, and the values of a jax array may be traced.
+    """
+    if isinstance(array, jax.Array):
+        return array.dtype.itemsize > 4 or array.dtype == np.uint32
     if not isinstance(array, np.ndarray) or not array.size or not is_int(array):
         return False
     return int(array.max()) > INT32.max or int(array.min()) < INT32.min
 
 
-def narrow(array: np.ndarray) -> np.ndarray:
+def narrow(array: Any) -> Any:
     """Bring integers into int32: larger ones become its largest, and negative ones -1."""
-    return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
+    if isinstance(array, np.ndarray):
+        return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
+    with jax.enable_x64(True):
+        signed = jnp.minimum(array, jnp.asarray(INT32.max, array.dtype)).astype(jnp.int64)
+        return jnp.maximum(signed, -1).astype(jnp.int32)
+
+
+def as_usual(array: Any) -> Any:
+    """Bring integers of 4 bits into int32, and those of another byte order into this machine's."""
+    if isinstance(array, jax.ShapeDtypeStruct) or not is_int(array):
+        return array
+    if jnp.iinfo(array.dtype).bits < 8:
+        return array.astype(np.int32)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def ranked(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """Number the ids of both arrays anew, so that int32 holds them: equal ones stay equal.
+
+    Negative ids become -1.
+    """
+    with jax.enable_x64(True):
+        pair = [jnp.asarray(ids) for ids in (q_ids, kv_ids)]
+        # Of one unsigned dtype: int64 and uint64 have no common integer.
+        known = [jnp.maximum(ids, 0).astype(jnp.uint64) for ids in pair]
+        every = jnp.sort(jnp.concatenate([ids.ravel() for ids in known]))
+        found = [jnp.searchsorted(every, ids).astype(jnp.int32) for ids in known]
+        return tuple(jnp.where(old < 0, -1, new) for old, new in zip(pair, found, strict=True))  # pyright: ignore[reportReturnType]
 
 
 def check_ids(name: str, ids: np.ndarray) -> None:
@@ -88,5 +120,5 @@ def is_bool(array: Any) -> bool:
 
 
 def is_int(array: Any) -> bool:
-    """Tell whether the dtype is of integers."""
-    return jnp.issubdtype(array.dtype, jnp.integer)
+    """Tell whether the dtype is of integers (numpy counts spans of time among them)."""
+    return jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.kind != "m"

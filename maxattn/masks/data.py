@@ -18,6 +18,7 @@ from maxattn.masks.arrays import (
     is_wide,
     name_dims,
     narrow,
+    ranked,
     reshaped,
 )
 from maxattn.masks.base import Lengths, Mask, Span, Spots, text
@@ -136,9 +137,12 @@ class Segments(DataMask):
                 rule = f"segment ids are whole numbers {dims}"
                 remedy = "cast to int32, for one row add a batch dim"
                 raise InputError(f"Segments.{name}", text(ids), rule, remedy)
-            if is_wide(ids):
+            if is_wide(ids) and isinstance(ids, np.ndarray):
                 check_ids(f"Segments.{name}", ids)
                 object.__setattr__(self, name, narrow(ids))
+        if is_wide(self.q_ids) or is_wide(self.kv_ids):
+            for name, ids in zip(("q_ids", "kv_ids"), ranked(self.q_ids, self.kv_ids), strict=True):
+                object.__setattr__(self, name, ids)
 
     def at(self, spots: Spots) -> Any:
         """Compare the ids looked up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maxattn.errors import InputError
-from maxattn.masks.base import Lengths, Mask, Span
+from maxattn.masks.base import BIG, Lengths, Mask, Span
 from maxattn.masks.position_mask import MOST, PositionMask, whole
 from maxattn.masks.tree import mask_type
 
@@ -60,6 +60,11 @@ class VideoMask(PositionMask):
         whole(self, "sink", least=0)
         whole(self, "offset", least=-MOST, optional=True)
         object.__setattr__(self, "first_frame_alone", bool(self.first_frame_alone))
+        if self.frames * self.tokens_per_frame > BIG:
+            rule = f"frames * tokens_per_frame is at most {BIG}"
+            raise InputError(
+                "VideoMask.frames", self.frames, rule, "give the frames that are there"
+            )
         budget = self.budget
         most = self.sink if budget is None else budget - self.frames_per_block
         if self.sink > most:
@@ -83,7 +88,7 @@ class VideoMask(PositionMask):
         """See to the end of one's block, or the sink and the last frames of the budget."""
         tokens, budget = self.tokens_per_frame, self.budget
         end = self._end(pos // tokens, xp)
-        if budget is None:
+        if budget is None or budget >= self.frames:  # which int32 may not hold
             return ((None, end * tokens),)
         start = xp.where(end <= budget, 0, end - (budget - self.sink))
         recent = (start * tokens, end * tokens)
