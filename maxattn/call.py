@@ -5,7 +5,7 @@ They hold no arrays and know no devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, Literal
 
@@ -44,13 +44,16 @@ class Call:
     Args:
         batch, q_len, kv_len, heads, kv_heads, head_dim: B, T, S, N, K, H.
         dtype: "float32", "bfloat16" or "float16".
-        mask: the bound mask with shapes in place of arrays.
+        mask: is kept bound, with shapes in place of arrays.
         bias: shape of the additive bias, each of its four sizes 1 or full, or None.
-        scale: multiplies the scores; default head_dim ** -0.5.
+        scale: multiplies the scores; 0, the default, is head_dim ** -0.5.
         role: "self" or "cross": which setting of the config governs it.
         return_lse: whether the log-sum-exp is asked for.
         sharded: whether this is one device's share, whose positions are known only where it runs.
         sequence: of one device's share, T and S of the whole padded sequence.
+
+    Raises:
+        InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
 
     >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
     >>> call = ma.Call.of(q, q, mask=ma.masks.Causal())
@@ -74,8 +77,20 @@ class Call:
     sequence: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.scale == 0.0:
-            object.__setattr__(self, "scale", float(self.head_dim) ** -0.5)
+        from maxattn.call_by_hand import checked_fields
+
+        for name, value in checked_fields(self).items():
+            object.__setattr__(self, name, value)
+
+    def derived(self, **changes: Any) -> Call:
+        """Return a call with some fields changed and nothing checked.
+
+        What a call is padded to or split into need not fit itself: its bias keeps its shape.
+        """
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__)
+        call.__dict__.update(changes)
+        return call
 
     @staticmethod
     def of(
@@ -118,7 +133,10 @@ class Call:
         """
         check_dtypes(q, k, v)
         dtype = str(q.dtype)
-        return self if dtype == self.dtype else replace(self, dtype=dtype)
+        return self if dtype == self.dtype else self.derived(dtype=dtype)
+
+
+_FIELDS = tuple(f.name for f in fields(Call))
 
 
 def bound_call(
@@ -146,9 +164,12 @@ def bound_call(
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)
-    bias_shape, number = _bias_shape(bias, (b, n, t, s)), _scale(scale, h)
+    bias_shape, number = _bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
     what = str(q.dtype), bound.form(), bias_shape, number
-    return Call(b, t, s, n, kv_heads, h, *what, role, return_lse), bound
+    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, None)
+    call = object.__new__(Call)  # what it is made of is checked
+    call.__dict__.update(zip(_FIELDS, every, strict=True))
+    return call, bound
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
@@ -223,10 +244,19 @@ def _check_sizes(q: Any, k: Any) -> None:
     if kh != h:
         rule = f"q has head dim {h}, and both must be equal"
         raise InputError("k", f"head dim {kh}", rule, "project both to one size")
-    if n % kn:
-        rule = f"the {n} query heads must be a multiple of the key heads"
-        remedy = f"use a number of key heads that divides {n}"
-        raise InputError("kv_heads", kn, rule, remedy)
+    check_heads(n, kn)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that the key heads cannot share.
+
+    Raises:
+        InputError: naming both.
+    """
+    if heads % kv_heads:
+        rule = f"the {heads} query heads must be a multiple of the key heads"
+        remedy = f"use a number of key heads that divides {heads}"
+        raise InputError("kv_heads", kv_heads, rule, remedy)
 
 
 def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
@@ -237,13 +267,18 @@ def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
     """
     dtypes = {n: str(x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     for name, dtype in dtypes.items():
-        _check_dtype(name, dtype)
+        check_dtype(name, dtype)
     if len(set(dtypes.values())) > 1:
         rule, remedy = "q, k and v must have one dtype", "cast them to one before the call"
         raise InputError("dtype", ", ".join(dtypes.values()), rule, remedy)
 
 
-def _check_dtype(name: str, dtype: str) -> None:
+def check_dtype(name: str, dtype: str) -> None:
+    """Refuse a dtype that no kernel computes in.
+
+    Raises:
+        InputError: naming it.
+    """
     if dtype not in DTYPES:
         rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
         raise InputError(name, dtype, rule, f"cast it, e.g. {remedy}")
@@ -310,7 +345,12 @@ def is_number(value: Any) -> bool:
 MOST_SCALE, LEAST_SCALE = 3.4028234e38, 1.2e-38
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def static_scale(scale: float | None, head_dim: int) -> float:
+    """Return the scale, by default head_dim ** -0.5.
+
+    Raises:
+        InputError: no number that is known now, or one that float32 does not hold, or 0.
+    """
     if scale is None:
         return float(head_dim) ** -0.5
     if type(scale) is int and abs(scale) > MOST_SCALE:  # of more than 308 digits it is no float

@@ -6,7 +6,6 @@ executes a plan and decides nothing itself, so what is explained is what runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple
@@ -62,7 +61,7 @@ def plan(
         remedy = f"write Target.named({target!r})"
         raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
-        call = replace(call, mask=without_padding(call.mask))
+        call = call.derived(mask=without_padding(call.mask))
     return decide(call, config, mesh_shape(mesh), target or default_target(config))
 
 
@@ -179,7 +178,7 @@ def _padded(call: Call, sizes: _PaddedSizes) -> Call:
     """Describe the call after padding to whole shards and repeating key heads."""
     mask = limit_keys(call.mask, call.kv_len, sizes.kv_len)
     kv_heads = call.kv_heads * sizes.kv_repeat
-    return replace(call, q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
+    return call.derived(q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
 
 
 def _local_call(padded: Call, strategy: Strategy) -> Call:
@@ -189,7 +188,7 @@ def _local_call(padded: Call, strategy: Strategy) -> Call:
     # run.
     sharded = share.q_len < padded.q_len
     sequence = (padded.q_len, padded.kv_len) if sharded else None
-    return replace(share, bias=padded.bias, sharded=sharded, sequence=sequence)
+    return share.derived(bias=padded.bias, sharded=sharded, sequence=sequence)
 
 
 # ---- the strategy --------------------------------------------------------------------------------

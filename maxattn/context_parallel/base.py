@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -146,8 +146,7 @@ class Strategy:
     def local_call(self, call: Call) -> Call:
         """Return the call that the kernel sees on one device, without its bias."""
         tensor = ways("N", self.shape)
-        return replace(
-            call,
+        return call.derived(
             batch=call.batch // ways("B", self.shape),
             q_len=-(-call.q_len // ways("T", self.shape)),
             heads=call.heads // tensor,

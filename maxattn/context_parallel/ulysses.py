@@ -110,7 +110,8 @@ class Ulysses(Strategy):
 
     def kernel_call(self, call: Call) -> Call:
         """One group of heads is computed at a time."""
-        return replace(call, heads=call.heads // self.chunks, kv_heads=call.kv_heads // self.chunks)
+        heads, kv_heads = call.heads // self.chunks, call.kv_heads // self.chunks
+        return call.derived(heads=heads, kv_heads=kv_heads)
 
     # ---- what `explain` prints -------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ in VMEM are counted too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.sizes import LANES, round_up
@@ -42,7 +42,7 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
     """
     local, chunks = plan.strategy.local_call(plan.padded_call), plan.strategy.chunks_per_rank
     # The kernel sees one chunk of what a rank holds.
-    rank = replace(local, q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
+    rank = local.derived(q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
     times = 2 if training else 1  # each array beside its gradient
     queries = "q, out and gradients" if training else "q, out"
     keys = "k, v and gradients" if training else "k, v"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
@@ -119,4 +119,4 @@ def _padded(call: Call, strategy: Strategy) -> Call:
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
     hidden = kv_len > call.kv_len and not call.mask.is_full
     mask = call.mask & KeyLimit(call.kv_len) if hidden else call.mask
-    return replace(call, q_len=q_len, kv_len=kv_len, mask=mask)
+    return call.derived(q_len=q_len, kv_len=kv_len, mask=mask)

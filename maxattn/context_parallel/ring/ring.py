@@ -99,12 +99,12 @@ class Ring(Strategy):
         local = super().local_call(call)
         q_len, kv_len = (-(-n // self.ring_size) for n in (call.q_len, call.kv_len))
         heads, kv_heads = local.heads // self.group, local.kv_heads // self.group
-        return replace(local, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads)
+        return local.derived(q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads)
 
     def local_call(self, call: Call) -> Call:
         """Return the call of one kernel: a chunk of queries against a chunk of keys."""
         hop, chunks = self.rank_call(call), self.chunks_per_rank
-        return replace(hop, q_len=hop.q_len // chunks, kv_len=hop.kv_len // chunks)
+        return hop.derived(q_len=hop.q_len // chunks, kv_len=hop.kv_len // chunks)
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which some rank has something to compute; hop 0 is always made."""

@@ -72,7 +72,7 @@ class Splash(Kernel):
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
         config = tuned_config(config, cls.name, call, target)
         float32 = config.float32_qk_product
-        local = replace(call, dtype="float32") if float32 else call
+        local = call.derived(dtype="float32") if float32 else call
         asked, kind = config.flash_block_sizes, cast(KernelKind, cls.name)
         training, inference = (adjust(asked, local, kind, target, t) for t in (True, False))
         interpret = target.platform == "cpu"

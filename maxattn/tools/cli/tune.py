@@ -129,7 +129,7 @@ def _tune(args: argparse.Namespace, tuning: Tuning) -> None:
     if not tuning.has_sizes:
         print(f"  {tuning.kernel} has no sizes to tune on {tuning.target.device_kind}")
         return
-    as_computed = replace(local, dtype="float32") if tuning.config.float32_qk_product else local
+    as_computed = local.derived(dtype="float32") if tuning.config.float32_qk_product else local
     training = not args.forward
     found = candidates(tuning.kernel, as_computed, tuning.target, training, args.limit)
     if not args.target and tuning.is_here:
