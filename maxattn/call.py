@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from math import inf
+from operator import index
 from typing import Any, Literal
 
-from maxattn.errors import InputError
-from maxattn.masks import Dense, Full, Mask
+import jax
+
+from maxattn.errors import InputError, brief
+from maxattn.masks import Full, Mask
+from maxattn.masks.given import bind_mask
 
 Role = Literal["self", "cross"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,8 +81,6 @@ class Call:
     sequence: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        from maxattn.call_by_hand import checked_fields
-
         for name, value in checked_fields(self).items():
             object.__setattr__(self, name, value)
 
@@ -170,49 +172,6 @@ def bound_call(
     call = object.__new__(Call)  # what it is made of is checked
     call.__dict__.update(zip(_FIELDS, every, strict=True))
     return call, bound
-
-
-def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
-    """Turn what a caller gave as a mask into a bound mask.
-
-    Raises:
-        InputError: neither a mask nor an array, or one that does not fit.
-    """
-    (b, t, n, _), s = q.shape, k.shape[1]
-    bound = as_mask(mask, q, k).bind(t, s, b, n)
-    return bound if mask_padding else without_padding(bound)
-
-
-def without_padding(mask: Mask) -> Mask:
-    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
-    kept = (term for term in mask.terms() if not term.is_key_padding)
-    full: Mask = Full()
-    for term in kept:
-        full = full & term
-    return full
-
-
-def as_mask(mask: Any, q: Any, k: Any) -> Mask:
-    """Return a mask as it is, None as `Full`, and a boolean array as `Dense`.
-
-    Raises:
-        InputError: neither a mask nor an array, or an array that looks like flags of keys.
-    """
-    if mask is None:
-        return Full()
-    if isinstance(mask, Mask):
-        return mask
-    if not _is_array(mask):
-        found = repr(mask) if isinstance(mask, str | bool) else type(mask).__name__
-        rule = "a mask is a mask of maxattn.masks or a boolean array"
-        remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
-        raise InputError("mask", found, rule, remedy)
-    shape = tuple(mask.shape)
-    if shape == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
-        rule = "an array of two axes is [T, S], and this looks like [B, S]"
-        remedy = "say masks.KeyPadding(mask) for keys that are padding"
-        raise InputError("mask", f"shape {shape}", rule, remedy)
-    return Dense(mask)
 
 
 def _is_array(x: Any) -> bool:
@@ -364,3 +323,78 @@ def static_scale(scale: float | None, head_dim: int) -> float:
         rule = "scale must be a number that float32 holds, other than 0"
         raise InputError("scale", value, rule, "leave it out for head_dim ** -0.5")
     return value
+
+
+# ---- calls by hand -------------------------------------------------------------------------------
+
+
+def checked_fields(call: Call) -> dict[str, Any]:
+    """Return the fields of a call that was made by hand, as `Call.of` would have made them.
+
+    Raises:
+        InputError: as `Call.of`.
+    """
+    found = {name: _size(name, getattr(call, name)) for name in _FIELDS[:6]}
+    b, t, s, n, kv_heads, h = found.values()
+    check_heads(n, kv_heads)
+    check_dtype("dtype", call.dtype if isinstance(call.dtype, str) else repr(call.dtype))
+    _check_choice("role", call.role, ("self", "cross"))
+    for name in ("return_lse", "sharded"):
+        _check_choice(name, getattr(call, name), (False, True))
+    scale = None if is_number(call.scale) and call.scale == 0 else call.scale
+    found |= {"scale": static_scale(scale, h), "sequence": _sequence(call.sequence)}
+    full = None if call.sharded else (b, t, s, n)
+    return found | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        number = 0
+    if number < 1:
+        rule, remedy = "every size is a whole number, at least 1", "Call.of(q, k) reads them off"
+        raise InputError(name, brief(value), rule, remedy)
+    return number
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(x) and value == x for x in known):
+        rule = f"one of {', '.join(map(repr, known))}"
+        raise InputError(name, brief(value), rule, f"write {known[0]!r}, or leave it out")
+
+
+def _sequence(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise InputError("sequence", brief(value), "it is (T, S), or None", "leave it out")
+    return _size("sequence", value[0]), _size("sequence", value[1])
+
+
+def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
+    """Bind a mask, and drop its arrays; that of a share (`full` is None) is bound already."""
+    if not isinstance(mask, Mask):
+        rule, remedy = "a call holds a mask of maxattn.masks", "say a table as masks.Dense(table)"
+        raise InputError("mask", type(mask).__name__, rule, remedy)
+    if full is not None:
+        b, t, s, n = full
+        return mask.bind(t, s, b, n).form()
+    if not mask.is_bound:
+        rule = "the mask of a share knows where its queries are"
+        raise InputError("mask", mask, rule, "call bind(q_len, kv_len) with the whole lengths")
+    return mask.form()
+
+
+def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, int] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, tuple | list) or len(bias) != 4:
+        rule, remedy = "it is the shape of a bias, four sizes", "give bias.shape of [B, N, T, S]"
+        raise InputError("bias", brief(bias), rule, remedy)
+    b, n, t, s = (_size("bias", x) for x in bias)
+    sizes = (b, n, t, s) if full is None else (full[0], full[3], *full[1:3])
+    if any(x not in (1, y) for x, y in zip((b, n, t, s), sizes, strict=True)):
+        rule = f"each size must be 1 or that of [B, N, T, S], {sizes}"
+        raise InputError("bias", (b, n, t, s), rule, "let an axis broadcast, or give it whole")
+    return b, n, t, s

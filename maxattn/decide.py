@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from maxattn.block_sizes.sizes import divisors
-from maxattn.call import Call, Reason, without_padding
+from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
 from maxattn.context_parallel import STRATEGIES, Strategy
@@ -21,6 +21,8 @@ from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import build, refusal
 from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.choose import choose_kernel
+from maxattn.masks.given import without_padding
+from maxattn.masks.position_mask import MOST
 from maxattn.plan import Plan, limit_keys
 from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
 from maxattn.target import Target
@@ -109,6 +111,7 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         MeshError, Unsupported, ConfigError: as `plan`.
     """
     check_hardware(config, target)
+    _check_lengths(call)
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
@@ -142,6 +145,14 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
 
 
 # ---- what must divide ----------------------------------------------------------------------------
+
+
+def _check_lengths(call: Call) -> None:
+    """Refuse lengths at which int32 does not hold a position, an offset and a width together."""
+    for name, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
+        if length > MOST:
+            rule = f"positions are int32, and a sequence has at most {MOST} tokens"
+            raise InputError(name, length, rule, "split the sequence into several calls")
 
 
 def _check_divides(call: Call, shape: MeshShape) -> None:

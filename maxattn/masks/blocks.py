@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from maxattn.masks.base import Mask
 
+ROWS = 2**20  # queries at a time: arrays of ten million, 32 intervals each, take gigabytes
 EMPTY, FULL, MIXED = 0, 1, 2
 """What a block of pairs can be: all forbidden, all allowed, some of each."""
 
@@ -44,14 +45,28 @@ def count(
             raise InputError(
                 name, size, "a block has at least one token", f"give {name} of 1 or more"
             )
-    shape = -(-q_len // block_q), -(-kv_len // block_kv)
-    lo, hi = disjoint(mask, q_len, kv_len, data)
-    row = (np.arange(q_len) // block_q)[:, None] * (shape[1] + 1)
-    whole = _add(row + hi // block_kv, -block_kv, shape) - _add(
-        row + lo // block_kv, -block_kv, shape
+    rows = block_q * max(1, ROWS // block_q)
+    starts = range(0, q_len, rows)
+    slabs = [
+        _count_rows(mask, (start, min(start + rows, q_len)), (block_q, block_kv), kv_len, data)
+        for start in starts
+    ]
+    return np.concatenate(slabs) if slabs else np.zeros((0, -(-kv_len // block_kv)), np.int64)
+
+
+def _count_rows(
+    mask: Mask, rows: tuple[int, int], block: tuple[int, int], kv_len: int, data: bool
+) -> np.ndarray:
+    """Count the pairs of some rows of blocks; memory grows with the rows at a time."""
+    first, end = rows
+    shape = -(-(end - first) // block[0]), -(-kv_len // block[1])
+    lo, hi = disjoint(mask, rows, kv_len, data)
+    row = (np.arange(end - first) // block[0])[:, None] * (shape[1] + 1)
+    whole = _add(row + hi // block[1], -block[1], shape) - _add(
+        row + lo // block[1], -block[1], shape
     )
-    part = _add(row + hi // block_kv, hi % block_kv, shape) - _add(
-        row + lo // block_kv, lo % block_kv, shape
+    part = _add(row + hi // block[1], hi % block[1], shape) - _add(
+        row + lo // block[1], lo % block[1], shape
     )
     return (np.cumsum(whole, axis=1) + part)[:, :-1]
 
@@ -66,12 +81,16 @@ def _add(where: np.ndarray, amount: np.ndarray | int, shape: tuple[int, int]) ->
 
 
 def disjoint(
-    mask: Mask, q_len: int, kv_len: int, data: bool = True
+    mask: Mask, rows: tuple[int, int], kv_len: int, data: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give each query's intervals sorted, clipped and without overlap: starts, ends `[T, n]`."""
-    pairs_ = mask.intervals(np.arange(q_len), np, data)
+    """Give intervals of the queries of some rows, sorted, clipped and without overlap.
+
+    Returns:
+        Starts and ends, `[rows, n]`.
+    """
+    pairs_ = mask.intervals(np.arange(*rows), np, data)
     if not pairs_:
-        nothing = np.zeros((q_len, 0), dtype=np.int64)
+        nothing = np.zeros((rows[1] - rows[0], 0), dtype=np.int64)
         return nothing, nothing
     lo, hi = (
         np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64)
@@ -96,5 +115,6 @@ def _sizes(block: int, length: int) -> np.ndarray:
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
-    lo, hi = disjoint(mask, q_len, kv_len)
-    return int((hi - lo).sum())
+    slabs = ((i, min(i + ROWS, q_len)) for i in range(0, q_len, ROWS))
+    ends = (disjoint(mask, rows, kv_len) for rows in slabs)
+    return sum(int((hi - lo).sum()) for lo, hi in ends)
