@@ -59,13 +59,24 @@ def close(word: str, known: Iterable[str]) -> str:
 
 def plain(value: object) -> str:
     """Write a value as YAML would, text without quotes: where it cannot be mistaken."""
-    return value if isinstance(value, str) and value else show(value)
+    return _short(value) if isinstance(value, str) and value else show(value)
 
 
 def show(value: object) -> str:
     """Write a value as YAML would, shortened: text in quotes, so that "512" and 512 differ."""
     try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):
-        text = repr(value)
+        return _short(json.dumps(value, ensure_ascii=False, default=str))
+    # A value that holds itself, is too deep, or is an int of thousands of digits.
+    except (TypeError, ValueError, RecursionError):
+        return _as_python(value)
+
+
+def _as_python(value: object) -> str:
+    try:
+        return _short(repr(value))
+    except (ValueError, RecursionError):
+        return f"({type(value).__name__}, too long to show)"
+
+
+def _short(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

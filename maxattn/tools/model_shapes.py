@@ -8,10 +8,13 @@ from math import prod
 from typing import Any
 
 from maxattn.call import Call, Role
+from maxattn.config.errors import plain
+from maxattn.config.numbers import LARGEST, divisors, whole, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import BlockSlidingWindow, Full, Mask
 
 FULL = Full()
+MOST_SHAPES = 256  # that a file lists: each is planned
 DTYPE_OF = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 DTYPE_OF |= {name: name for name in DTYPE_OF.values()}
 
@@ -100,18 +103,18 @@ def read(text: str) -> Shape:
     b, t, s, n, h, *k = _numbers(text)
     if k and n % k[0]:
         rule = f"K divides N, and {k[0]} does not divide {n}"
-        divisors = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-        raise InputError("shape", text, rule, f"give a K of {divisors}")
+        choices = ", ".join(map(str, divisors(n)))
+        raise InputError("shape", text, rule, f"give a K of {choices}")
     return Shape(text, b, t, s, n, h, *k, role="self" if t == s else "cross")
 
 
 def _numbers(text: str) -> list[int]:
-    words = [part.strip() for part in text.split(",")]
-    if len(words) in (5, 6) and all(word.isdecimal() and int(word) > 0 for word in words):
-        return list(map(int, words))
+    numbers = [whole_in(word) for word in text.split(",", 6)]
+    if len(numbers) in (5, 6) and all(numbers):
+        return [number for number in numbers if number]
     rule = f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}"
     remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
-    raise InputError("shape", text or "(nothing)", rule, remedy)
+    raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
 
 
 def changed(
@@ -143,32 +146,82 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
         sections: the file's values, overrides applied.
 
     Raises:
-        InputError: for a name in `model.shapes` that is not known.
+        InputError: for a name in `model.shapes` that is not known, and for a value of those keys
+            that is no whole number above zero, where the others describe a shape.
     """
     model = _section(sections, "model")
-    if isinstance(model.get("shapes"), list):
-        return tuple(read(str(text)) for text in model["shapes"])
-    heads, head_dim = model.get("heads"), model.get("dim_head")
-    tokens = model.get("tokens") or _patches(model, _section(sections, "data"))
-    if not all(isinstance(n, int) and n > 0 for n in (heads, head_dim, tokens)):
+    if isinstance(listed := model.get("shapes"), list):
+        return _listed(listed)
+    sizes = [("model.heads", model.get("heads")), ("model.dim_head", model.get("dim_head"))]
+    of_tokens = _token_sizes(model, _section(sections, "data"))
+    if not of_tokens or not all(_is_one_value(value) for _, value in (*sizes, *of_tokens)):
         return ()
-    batch = _section(sections, "training").get("batch_size", 1)
-    found = [Shape("model", batch, tokens, tokens, heads, head_dim, what="the file's model")]  # type: ignore[arg-type]
-    if isinstance(text := model.get("text_tokens"), int):
-        found.append(replace(found[0], name="model-cross", kv_len=text, role="cross"))
-    return tuple(found)
+    heads, head_dim = (_size(*size) for size in sizes)
+    tokens = _tokens([_size(*size) for size in of_tokens])
+    given = _section(sections, "training").get("batch_size")
+    batch = 1 if given is None else _size("training.batch_size", given)
+    found = Shape("model", batch, tokens, tokens, heads, head_dim, what="the file's model")
+    return (found, *_cross_of(found, model.get("text_tokens")))
+
+
+def _listed(texts: list[Any]) -> tuple[Shape, ...]:
+    if len(texts) > MOST_SHAPES:
+        rule = f"at most {MOST_SHAPES} shapes are listed"
+        raise InputError("model.shapes", f"{len(texts)} of them", rule, "list those that differ")
+    return tuple(read(str(text)) for text in texts)
+
+
+def _cross_of(shape: Shape, text_tokens: Any) -> tuple[Shape, ...]:
+    if text_tokens is None:
+        return ()
+    kv_len = _size("model.text_tokens", text_tokens)
+    return (replace(shape, name="model-cross", kv_len=kv_len, role="cross"),)
 
 
 def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section := sections.get(name), Mapping) else {}
 
 
-def _patches(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Count the patches of a clip, 0 where the sizes are not there."""
-    canvas, patch = data.get("canvas"), model.get("patch")
-    sides = (data.get("frames"), data.get("height", canvas), data.get("width", canvas))
+def _token_sizes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what the tokens are counted from: `model.tokens`, or three sides and their patches."""
+    if model.get("tokens") is not None:
+        return [("model.tokens", model["tokens"])]
+    patch = model.get("patch")
     if not isinstance(patch, list):
-        return 0
-    if not all(isinstance(n, int) and n > 0 for n in (*sides, *patch)):
-        return 0
-    return prod(side // size for side, size in zip(sides, patch, strict=False))  # type: ignore[operator]
+        return []
+    keys = ("frames", *(key if key in data else "canvas" for key in ("height", "width")))
+    sides = [(f"data.{key}", data.get(key)) for key in keys]
+    if len(patch) != len(sides):
+        rule = "a patch has three sizes: frames, rows and columns"
+        raise InputError("model.patch", plain(patch), rule, "write for example [1, 2, 2]")
+    return [*sides, *((f"model.patch[{i}]", size) for i, size in enumerate(patch))]
+
+
+def _tokens(sizes: list[int]) -> int:
+    """Count the patches of a clip; one size is the tokens themselves."""
+    if len(sizes) == 1:
+        return sizes[0]
+    tokens = prod(side // size for side, size in zip(sizes[:3], sizes[3:], strict=True))
+    if whole(tokens) is None:
+        rule = f"a clip has from 1 to {LARGEST} patches"
+        remedy = "mend model.patch, or the sizes in data"
+        raise InputError("model.patch", f"{plain(tokens)} patches", rule, remedy)
+    return tokens
+
+
+def _is_one_value(value: Any) -> bool:
+    """Say whether a key has one value; a list or a mapping is something of the program's own."""
+    return value is not None and not isinstance(value, list | tuple | Mapping)
+
+
+def _size(key: str, value: Any) -> int:
+    """Return a size of a section.
+
+    Raises:
+        InputError: it is no whole number, or below 1, or too large.
+    """
+    if (size := whole(value)) is not None:
+        return size
+    rule = f"it is a whole number from 1 to {LARGEST}: attention's shape is read from it"
+    remedy = "write such a number, or name shapes with --shape"
+    raise InputError(key, plain(value), rule, remedy)

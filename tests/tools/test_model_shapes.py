@@ -72,3 +72,68 @@ def test_sections():
         {"model": {"heads": 2, "dim_head": 8, "patch": 3}},
     ):
         assert of_sections(little) == ()
+
+
+SOUND = {"heads": 2, "dim_head": 8, "tokens": 5}
+CLIP = {"heads": 2, "dim_head": 8, "patch": [1, 2, 2]}
+NO_SIZES = (True, False, 0, -1, -(10**30), 10**30, 10**5000, 2.0, "abc", "5", float("nan"))
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=lambda value: str(type(value)))
+@pytest.mark.parametrize(
+    "key",
+    ["model.heads", "model.dim_head", "model.tokens", "model.text_tokens", "training.batch_size"],
+)
+def test_a_size_that_is_none_is_refused_by_its_key(key, value):
+    section, _, name = key.partition(".")
+    sections = {"model": dict(SOUND), "training": {}}
+    sections[section][name] = value
+    with pytest.raises(InputError) as error:
+        of_sections(sections)
+    assert error.value.setting == key and error.value.remedy and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("data", "patch", "key"),
+    [
+        ({"frames": True, "canvas": 8}, [1, 2, 2], "data.frames"),
+        ({"frames": 4, "canvas": "8"}, [1, 2, 2], "data.canvas"),
+        ({"frames": 4, "height": -8, "width": 8}, [1, 2, 2], "data.height"),
+        ({"frames": 4, "height": 8, "width": 2**40}, [1, 2, 2], "data.width"),
+        ({"frames": 4, "canvas": 8}, [1, 0, 2], "model.patch[1]"),
+        ({"frames": 4, "canvas": 8}, [1, True, 2], "model.patch[1]"),
+        ({"frames": 4, "canvas": 8}, [2, 2], "model.patch"),
+        ({"frames": 4, "canvas": 1}, [1, 2, 2], "model.patch"),
+        ({"frames": 2**30, "canvas": 2**30}, [1, 2, 2], "model.patch"),
+    ],
+)
+def test_a_clip_that_is_none_is_refused_by_its_key(data, patch, key):
+    with pytest.raises(InputError) as error:
+        of_sections({"model": CLIP | {"patch": patch}, "data": data})
+    assert error.value.setting == key
+
+
+@pytest.mark.parametrize("model", [{"heads": [5, 10]}, {"tokens": {"a": 1}}, {"heads": None}])
+def test_what_a_program_means_otherwise_is_no_shape(model):
+    assert of_sections({"model": SOUND | model}) == ()
+
+
+def test_a_list_of_shapes_is_bounded():
+    with pytest.raises(InputError):
+        of_sections({"model": {"shapes": ["sdxl-64"] * 1000}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1," + "9" * 5000 + ",8,8,8",
+        "1,8,8,8," + str(2**31),
+        "1,2,3,\u0664,5",
+        "1,8,8,10000000000,8,7",
+        "1,8,8,2147483647,8,2",
+    ],
+)
+def test_large_shapes_are_refused_at_once(text):
+    with pytest.raises(InputError) as error:
+        read(text)
+    assert len(str(error.value)) < 1000

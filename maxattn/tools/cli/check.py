@@ -15,7 +15,9 @@ import json
 from typing import Any
 
 from maxattn.config import AttentionConfig
+from maxattn.config.errors import plain
 from maxattn.config.fields import defaults
+from maxattn.config.numbers import whole_in
 from maxattn.errors import InputError, MaxattnError
 from maxattn.explain import explain
 from maxattn.plan import Plan, plan
@@ -55,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
     source = read_source(args)
     lengths = _lengths(args.lengths)
     packages_of(args)  # a wrong one is refused without a shape too
+    shapes = shapes_of(args, source) if args.shape or of_sections(source.sections) else ()
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
     for note in source.notes:
         print(f"  note    {note}")
-    shapes = shapes_of(args, source) if args.shape or of_sections(source.sections) else ()
     if not shapes:
         print(f"\n{_NO_SHAPE}")
         return 0
@@ -117,11 +119,11 @@ def _too_much(made: Plan, training: bool) -> bool:
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
-    numbers = [word.strip() for word in text.split(",")] if text else []
-    if not all(word.isdecimal() for word in numbers):
+    numbers = [whole_in(word, least=0) for word in text.split(",")] if text else []
+    if None in numbers:
         rule = "they are whole numbers of keys, one an example"
-        raise InputError("lengths", text, rule, "write --lengths 300,512")
-    return tuple(map(int, numbers))
+        raise InputError("lengths", plain(text), rule, "write --lengths 300,512")
+    return tuple(number for number in numbers if number is not None)
 
 
 def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
@@ -132,7 +134,7 @@ def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
     """
     if not lengths:
         return
-    said, batch = ",".join(map(str, lengths)), shape.batch
+    said, batch = plain(",".join(map(str, lengths))), shape.batch
     if len(lengths) not in (1, batch):
         each = f"{shape.name} has B={batch}: a length for each example, or one for all"
         many = "one length" if batch == 1 else f"{batch} lengths, or one"

@@ -8,6 +8,8 @@ from math import prod
 from typing import Any
 
 from maxattn.config import AttentionConfig
+from maxattn.config.errors import plain
+from maxattn.config.numbers import MOST_DEVICES, whole, whole_in
 from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
@@ -75,9 +77,8 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
             of --mesh.
     """
     devices = args.devices
-    if devices is not None and devices < 1:
-        remedy = "write --devices 1 or more"
-        raise MeshError("--devices", devices, "there is at least one device", remedy)
+    if devices is not None:
+        _check_count(devices)
     if not args.mesh:
         return _mesh_of_config(config, devices)
     sizes = read_mesh(args.mesh)
@@ -86,6 +87,15 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
         remedy = "leave one of them out: --devices is for the config's own mesh"
         raise MeshError("--devices", devices, rule, remedy)
     return sizes
+
+
+def _check_count(devices: int) -> None:
+    if whole(devices, most=MOST_DEVICES) is not None:
+        return
+    rule, remedy = f"there are at most {MOST_DEVICES:,} devices", "ask for fewer"
+    if devices < 1:
+        rule, remedy = "there is at least one device", "write --devices 1 or more"
+    raise MeshError("--devices", plain(devices), rule, remedy)
 
 
 def read_mesh(words: Sequence[str]) -> dict[str, int]:
@@ -104,13 +114,15 @@ def read_mesh(words: Sequence[str]) -> dict[str, int]:
 
 def _axis(part: str, known: Mapping[str, int]) -> tuple[str, int]:
     axis, equals, size = (word.strip() for word in part.partition("="))
-    if not equals or not size.isdecimal():
-        rule, remedy = "it is axis=size, joined by commas", "write --mesh context=4,fsdp=2"
-        raise MeshError("mesh", part, rule, remedy)
+    number = whole_in(size, least=0, most=MOST_DEVICES)
+    if not equals or number is None:
+        rule = "it is axis=size, joined by commas"
+        rule = f"an axis has at most {MOST_DEVICES:,} devices" if size.isdecimal() else rule
+        raise MeshError("mesh", plain(part), rule, "write --mesh context=4,fsdp=2")
     if axis in known:
         rule = f"the axis {axis} is named twice"
         raise MeshError("mesh", part, rule, f"leave {axis}={known[axis]} or {part} out")
-    return axis, int(size)
+    return axis, number
 
 
 def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, int]:

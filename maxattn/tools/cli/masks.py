@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from maxattn import masks
+from maxattn.config.errors import plain
+from maxattn.config.numbers import LARGEST, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import Mask
 
@@ -16,6 +18,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
     "block-causal": (masks.BlockCausal, "block-causal:BLOCK", (1, 1)),
     "video": (masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", (2, 5)),
 }
+MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
 
 
 def read_mask(text: str) -> Mask:
@@ -24,8 +27,12 @@ def read_mask(text: str) -> Mask:
     Raises:
         InputError: for a spelling or a number that is wrong.
     """
+    parts = text.split("+")
+    if len(parts) > MOST_MASKS:
+        rule = f"at most {MOST_MASKS} masks are joined"
+        raise InputError("mask", f"{len(parts)} masks", rule, "leave some out")
     mask: Mask = masks.Full()
-    for part in text.split("+"):
+    for part in parts:
         mask = mask & _read_one(part.strip())
     return mask
 
@@ -35,10 +42,10 @@ def _read_one(text: str) -> Mask:
     if name not in SPELLINGS:
         rule = f"it is one of {', '.join(form for _, form, _ in SPELLINGS.values())}"
         remedy = did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7"
-        raise InputError("mask", text or "(nothing)", rule, remedy)
+        raise InputError("mask", plain(text) if text else "(nothing)", rule, remedy)
     make, form, (least, most) = SPELLINGS[name]
-    numbers = [word.strip() for word in rest.split(",")] if rest else []
-    if not least <= len(numbers) <= most or not all(word.isdecimal() for word in numbers):
-        rule = "its numbers are whole, and as many as it takes"
-        raise InputError("mask", text, rule, f"write {form}")
-    return make(*map(int, numbers))
+    numbers = [whole_in(word, least=0) for word in rest.split(",", most)] if rest else []
+    if not least <= len(numbers) <= most or None in numbers:
+        rule = f"its numbers are whole, up to {LARGEST}, and as many as it takes"
+        raise InputError("mask", plain(text), rule, f"write {form}")
+    return make(*numbers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from maxattn.config.errors import plain
+from maxattn.config.numbers import LARGEST, whole
 from maxattn.errors import InputError
 from maxattn.tools import model_shapes
 from maxattn.tools.cli.masks import read_mask
@@ -43,8 +45,9 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
         names = ", ".join(model_shapes.SHAPES)
         remedy = f"add --shape B,T,S,N,H, or --shape with one of {names}"
         raise InputError("shape", "(none)", rule, remedy)
-    if args.batch is not None and args.batch < 1:
-        raise InputError("batch", args.batch, "B is at least 1", "write --batch 1")
+    if args.batch is not None and whole(args.batch) is None:
+        rule = "B is at least 1" if args.batch < 1 else f"B is at most {LARGEST}"
+        raise InputError("batch", plain(args.batch), rule, "write --batch 1")
     mask = None if args.mask is None else read_mask(args.mask)
     changes = (args.role, args.dtype, mask, args.batch)
     return tuple(_fitting(model_shapes.changed(shape, *changes)) for shape in found)

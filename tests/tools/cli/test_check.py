@@ -200,3 +200,40 @@ def test_memory_of_an_unknown_device_is_not_judged():
         Target.named("cpu"),
     )
     assert limit(made) is None and total(estimate(made, False)) > 2**37
+
+
+WRONG_SIZES = {
+    "batch_of_a_file": "model: {heads: 2, dim_head: 8, tokens: 5}\ntraining: {batch_size: -3}",
+    "batch_that_is_text": "model: {heads: 2, dim_head: 8, tokens: 5}\ntraining: {batch_size: abc}",
+    "heads_that_are_true": "model: {heads: true, dim_head: 8, tokens: 5}",
+    "text_tokens": "model: {heads: 2, dim_head: 8, tokens: 5, text_tokens: -1}",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SIZES)
+def test_a_file_with_a_wrong_size_is_refused_by_its_key(capsys, tmp_path, name):
+    path = tmp_path / "model.yml"
+    path.write_text(f"attention: auto\n{WRONG_SIZES[name]}\n")
+    ran = run(capsys, "check", str(path))
+    assert (ran.status, ran.out) == (1, "")
+    check_golden(f"cli/check/{name}", ran.err)
+    assert run(capsys, "check", str(path), "--shape", "1,64,64,2,8", "--target", "cpu").status == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--batch", str(10**30)],
+        ["--lengths", "9" * 5000],
+        ["--mask", "block-causal:" + "9" * 5000],
+        ["--mask", "block-causal:" + str(2**31)],
+        ["--mask", "+".join(["causal"] * 1000)],
+        ["--devices", str(10**30)],
+        ["--mesh", "context=" + "9" * 5000],
+        ["--mesh", f"context={10**30}"],
+    ],
+    ids=lambda words: words[0] + words[1][:16],
+)
+def test_numbers_of_any_size_are_refused_in_our_words(capsys, words):
+    ran = run(capsys, "check", "--shape", "2,64,64,2,8", "--target", "cpu", *words)
+    assert ran.status == 1 and "remedy" in ran.err and len(ran.err) < 1000

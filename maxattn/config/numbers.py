@@ -1,0 +1,75 @@
+"""Numbers that files, overrides and command lines say: type, sign and size, checked in one place.
+
+`true` is no number, text is none, and neither is what overflows: numbers are bounded before
+anything is computed with them. The functions return None for what is no such number; the caller
+says which key or option had it.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite, isqrt
+from typing import Any, Final
+
+import numpy as np
+
+LARGEST: Final = 2**31 - 1  # of a length, a size or a count: positions are int32 on devices
+MOST_DEVICES: Final = 2**20  # of one axis of a mesh
+LONGEST: Final = 40  # characters of a number that is read from text
+_WHOLE = re.compile(r"[0-9]+", re.ASCII)
+
+
+def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
+    """Return a whole number of a file or of Python, or None.
+
+    Args:
+        value: anything; integers of numpy are numbers too, booleans and text are none.
+        least, most: what it may be.
+
+    >>> whole(512), whole(True), whole("512"), whole(-3), whole(10**400)
+    (512, None, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return None
+    return int(value) if least <= value <= most else None
+
+
+def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
+    """Return the whole number that a text spells in digits alone, or None.
+
+    >>> whole_in(" 512 "), whole_in("1e3"), whole_in("9" * 5000)
+    (512, None, None)
+    """
+    digits = text.strip().lstrip("0") or text.strip()[-1:]
+    if len(digits) > LONGEST or not _WHOLE.fullmatch(digits):
+        return None
+    return whole(int(digits), least, most)
+
+
+def finite(value: Any, least: float = float("-inf"), most: float = float("inf")) -> float | None:
+    """Return a finite number of a file or of Python as a float, or None.
+
+    Args:
+        value: anything; numbers of numpy are numbers too, booleans and text are none.
+        least, most: what it may be.
+
+    >>> finite(0.5), finite(True), finite(float("nan")), finite(10**400)
+    (0.5, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the range of floats
+        return None
+    return number if isfinite(number) and least <= number <= most else None
+
+
+def divisors(number: int, most: int = 64) -> list[int]:
+    """List the divisors of a number, at most so many, from the smallest.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})[:most]

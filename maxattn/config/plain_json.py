@@ -1,0 +1,78 @@
+"""Reads JSON that somebody else wrote, with its size and depth bounded before it is parsed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+MOST_BYTES: Final = 64 * 2**20  # the index of the largest models has about 10 MiB
+DEEPEST: Final = 64
+
+
+def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a file of at most so many bytes.
+
+    Raises:
+        OSError: as the system says; for a name that no file can have too.
+        ValueError: it is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(0, str(error)) from None
+    if len(found) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it is no JSON, too large or too deep, or says a key twice.
+    """
+    return parse_json(read_bounded(path).decode("utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """Read JSON text.
+
+    Raises:
+        ValueError: it is no JSON, too deep, or says a key twice.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_depth(found)
+    return found
+
+
+_TOO_DEEP = f"its lists and mappings are more than {DEEPEST} deep"
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+    raise ValueError(f"it says {twice[:80]!r} twice")
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(_TOO_DEEP)
+        level = [inner for outer in level for inner in _inside(outer)]
+        depth += 1
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
