@@ -5,41 +5,18 @@ It knows nothing of the keys. Only plain data is built: a tag such as `!!python/
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from maxattn.config.errors import ConfigErrors, Path, dotted, refused, show
+from maxattn.config.errors import ConfigErrors, Path, dotted, problem, refused, show
+from maxattn.config.yaml_loader import MOST_BYTES, Loader, TooMuch
 from maxattn.errors import ConfigError
 
 Where = Callable[[int], str]
 _TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
-
-
-class _Loader(yaml.SafeLoader):
-    """Read YAML 1.1 without its traps: 1e-3 is a number, and 010, 1:30 and 2024-01-01 are text."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (the base class declares it so)
-
-
-_EXPONENT = r"[eE][-+]?\d+"
-_FLOAT = (
-    rf"[-+]?(?:\d[\d_]*(?:\.[\d_]*(?:{_EXPONENT})?|{_EXPONENT})"
-    rf"|\.\d[\d_]*(?:{_EXPONENT})?|\.(?:inf|Inf|INF))"
-)
-_BOOL = r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$"
-for _tag, _pattern, _first in (
-    ("bool", _BOOL, "yYnNtTfFoO"),
-    ("int", r"[-+]?(?:0|[1-9][\d_]*)$", "-+0123456789"),
-    ("float", rf"(?:{_FLOAT}|\.(?:nan|NaN|NAN))$", "-+0123456789."),
-    ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("merge", r"<<$", "<"),
-):
-    _pattern = re.compile(_pattern, re.ASCII)
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, list(_first))
 
 
 @dataclass(frozen=True)
@@ -70,27 +47,38 @@ def parse(text: str, where: Where) -> Document:
         where: turns a line number, from 1, into what errors name, such as `file:line`.
 
     Raises:
-        ConfigErrors: when it is no YAML, or asks for more than plain data.
+        ConfigErrors: when it is no YAML, asks for more than plain data, or is too large or deep.
     """
+    if len(text) > MOST_BYTES:
+        raise too_large("YAML", f"{len(text):,} characters", where(1))
     try:
-        loader = _Loader(text)
+        loader = Loader(text)
         node = loader.get_single_node()
         problems = tuple(_checked_keys(node, (), where, ())) if node else ()
         return Document(_built(loader, node, where) if node else None, node, where, problems)
+    except TooMuch as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise refused("YAML", error.value, error.rule, error.remedy, where(line)) from None
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax(error, text, where)]) from None
     except yaml.reader.ReaderError as error:
         raise ConfigErrors([_odd_character(error, text, where)]) from None
 
 
-def _built(loader: _Loader, node: yaml.Node, where: Where) -> Any:
+def _built(loader: Loader, node: yaml.Node, where: Where) -> Any:
     try:
         return loader.construct_document(node)
     # `!!int abc`, `!!bool x`, `!!timestamp y`
-    except (ValueError, LookupError, AttributeError, TypeError):
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
         line = where(node.start_mark.line + 1)
         rule = "text after a tag such as !!int is of that kind"
         raise refused("YAML", "a tag", rule, "remove the tags", line) from None
+
+
+def too_large(setting: str, value: str, where: str = "") -> ConfigErrors:
+    """Refuse a text beyond what is read."""
+    remedy = "give a config, and not data or logs"
+    return refused(setting, value, f"a config has at most {MOST_BYTES:,} bytes", remedy, where)
 
 
 def _child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
@@ -134,7 +122,7 @@ def _twice(path: Path, key: yaml.Node, value: yaml.Node, first: int, where: Wher
     text = value.value if isinstance(value, yaml.ScalarNode) else "..."
     line = key.start_mark.line + 1
     also = "this line has it twice" if line == first else f"it is also on line {first}"
-    return ConfigError(
+    return problem(
         dotted(path), text, f"each key once; {also}", "remove one of the two", where(line)
     )
 
@@ -148,7 +136,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
         line = opened.line
     shown = lines[line].strip() if line < len(lines) else "(end of file)"
     rule, remedy = _UNCLOSED if at_end else _in_our_words(error.problem or "this is not YAML")
-    return ConfigError("YAML", shown or "(empty line)", rule, remedy, where(line + 1))
+    return problem("YAML", shown or "(empty line)", rule, remedy, where(line + 1))
 
 
 def _in_our_words(problem: str) -> tuple[str, str]:
@@ -177,4 +165,4 @@ _SYNTAX = (
 def _odd_character(error: yaml.reader.ReaderError, text: str, where: Where) -> ConfigError:
     line = text.count("\n", 0, error.position) + 1
     shown = show(text[error.position])
-    return ConfigError("YAML", shown, "a character that YAML forbids", "remove it", where(line))
+    return problem("YAML", shown, "a character that YAML forbids", "remove it", where(line))

@@ -13,6 +13,7 @@ from maxattn.errors import ConfigError, did_you_mean
 Path = tuple[str | int, ...]
 Locate = Callable[[Path], str]
 LONGEST = 80  # characters of a value that an error shows
+MOST_TEXT = 1000  # characters of a rule, a remedy, or a key with its path
 
 
 class ConfigErrors(ConfigError):
@@ -32,16 +33,22 @@ class ConfigErrors(ConfigError):
             self.args = ("\n".join((headline, *map(str, self.problems))),)
 
 
+def problem(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigError:
+    """Make an error; what a file says at length is shortened."""
+    setting, rule, remedy = (_printable(text, MOST_TEXT) for text in (setting, rule, remedy))
+    return ConfigError(setting, _printable(value), rule, remedy, where)
+
+
 def refused(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigErrors:
     """Make the error of one problem."""
-    return ConfigErrors([ConfigError(setting, value, rule, remedy, where)])
+    return ConfigErrors([problem(setting, value, rule, remedy, where)])
 
 
-def located(problem: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigError:
+def located(found: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigError:
     """Return a problem with its location and its full dotted key."""
-    path: Path = (*prefix, *problem.setting.split("."))
-    where = problem.where or locate(path)
-    return ConfigError(dotted(path), problem.value, problem.rule, problem.remedy, where)
+    path: Path = (*prefix, *found.setting.split("."))
+    where = found.where or locate(path)
+    return problem(dotted(path), str(found.value), found.rule, found.remedy, where)
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -59,7 +66,7 @@ def close(word: str, known: Iterable[str]) -> str:
 
 def plain(value: object) -> str:
     """Write a value as YAML would, text without quotes: where it cannot be mistaken."""
-    return _short(value) if isinstance(value, str) and value else show(value)
+    return _printable(value) if isinstance(value, str) and value else show(value)
 
 
 def show(value: object) -> str:
@@ -68,15 +75,22 @@ def show(value: object) -> str:
         return _short(json.dumps(value, ensure_ascii=False, default=str))
     # A value that holds itself, is too deep, or is an int of thousands of digits.
     except (TypeError, ValueError, RecursionError):
-        return _as_python(value)
+        return as_python(value)
 
 
-def _as_python(value: object) -> str:
+def as_python(value: object) -> str:
+    """Write a value as Python would, shortened; only its kind where that cannot be written."""
     try:
         return _short(repr(value))
     except (ValueError, RecursionError):
         return f"({type(value).__name__}, too long to show)"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+def _short(text: str, most: int = LONGEST) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _printable(text: str, most: int = LONGEST) -> str:
+    """Shorten a text, and write a NUL and its like as JSON does."""
+    odd = "" if text.isprintable() else json.dumps(text[:most], ensure_ascii=False)
+    return _short(odd or text, most)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from maxattn.config import rules
+from maxattn.config.numbers import LARGEST, MOST_DEVICES, whole
 from maxattn.config.rules import AXES, Axis
 
 
@@ -18,8 +19,10 @@ def _broken(rule: str, remedy: str) -> PydanticCustomError:
 
 
 def _positive_or_rest(value: int) -> int:
-    if value == -1 or value > 0:
+    if value == -1 or whole(value, most=MOST_DEVICES):
         return value
+    if value > 0:
+        raise _broken(f"at most {MOST_DEVICES} devices", "write fewer, or -1")
     raise _broken("a positive whole number, or -1", "write 1 or more, or -1")
 
 
@@ -60,11 +63,14 @@ class _OneOf:
         return {"enum": list(self.names()), "type": "string"}
 
 
-_POSITIVE_OR_REST = {"type": "integer", "anyOf": [{"const": -1}, {"minimum": 1}]}
+_POSITIVE_OR_REST = {
+    "type": "integer",
+    "anyOf": [{"const": -1}, {"minimum": 1, "maximum": MOST_DEVICES}],
+}
 _AXES = {"type": "array", "items": {"enum": list(AXES)}, "uniqueItems": True, "minItems": 1}
 
-Positive = Annotated[int, Ge(1)]
-NotNegative = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1), Le(LARGEST)]
+NotNegative = Annotated[int, Ge(0), Le(LARGEST)]
 PositiveOrRest = Annotated[
     int, AfterValidator(_positive_or_rest), WithJsonSchema(_POSITIVE_OR_REST)
 ]

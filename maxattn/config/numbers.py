@@ -16,6 +16,7 @@ import numpy as np
 LARGEST: Final = 2**31 - 1  # of a length, a size or a count: positions are int32 on devices
 MOST_DEVICES: Final = 2**20  # of one axis of a mesh
 LONGEST: Final = 40  # characters of a number that is read from text
+DEEPEST: Final = 64  # lists and mappings inside of each other
 _WHOLE = re.compile(r"[0-9]+", re.ASCII)
 
 

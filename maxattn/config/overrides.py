@@ -9,8 +9,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from maxattn.config.document import Document, parse
-from maxattn.config.errors import ConfigErrors, Path, close, dotted, located, plain, refused
+from maxattn.config.errors import (
+    ConfigErrors,
+    Path,
+    as_python,
+    close,
+    dotted,
+    located,
+    plain,
+    refused,
+)
 from maxattn.config.fields import keys_of, section_type
+from maxattn.config.numbers import DEEPEST
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.errors import ConfigError
 
@@ -66,9 +76,10 @@ def texts(overrides: Overrides) -> list[str]:
 def _as_yaml(key: str, value: Any) -> str:
     try:
         return json.dumps(value)  # which YAML reads as it is
-    except (TypeError, ValueError):
+    # ValueError: of an int of thousands of digits too.  RecursionError: of what is too deep.
+    except (TypeError, ValueError, RecursionError):
         rule = "a value is text, a number, true, false, null, or a list or dict of them"
-        raise refused(key, repr(value), rule, "give a plain value") from None
+        raise refused(key, as_python(value), rule, "give a plain value") from None
 
 
 class PartlyApplied(ConfigErrors):
@@ -87,8 +98,9 @@ def _read(
     if not equals:
         rule, remedy = "an override is key=value", f"write {key or 'key'}=value"
         raise refused(key or "(nothing)", "(no value)", rule, remedy, where)
-    if not all(path):
+    if not all(path) or len(path) > DEEPEST:
         rule = "a key is names joined by dots"
+        rule = f"{rule}, at most {DEEPEST}" if all(path) else rule
         raise refused(key or "(no key)", value, rule, "write key=value", where)
     document = _value(path, value, where)
     return _full_path(model, data, path, value, where), document.data

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from maxattn.config.numbers import DEEPEST
+
 MOST_BYTES: Final = 64 * 2**20  # the index of the largest models has about 10 MiB
-DEEPEST: Final = 64
 
 
 def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:

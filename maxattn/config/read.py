@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from maxattn.config.document import Document, parse
+from maxattn.config.document import Document, parse, too_large
 from maxattn.config.errors import ConfigErrors, refused, show
+from maxattn.config.plain_json import read_bounded
+from maxattn.config.yaml_loader import MOST_BYTES
 
 
 def read(source: str) -> Document:
@@ -34,10 +37,12 @@ def _no_mapping(source: str, data: object) -> ConfigErrors:
 
 def _text(source: str) -> str:
     try:
-        return Path(source).read_bytes().decode("utf-8-sig")
+        return read_bounded(Path(source), MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         rule = f"a config is text in UTF-8; byte {error.start} is not"
         raise refused(source, "not text", rule, "save the file as UTF-8") from None
+    except ValueError as error:
+        raise too_large(source, str(error)) from None
     except OSError as error:
         raise _unreadable(source, error) from None
 
@@ -49,12 +54,14 @@ def _unreadable(source: str, error: OSError) -> ConfigErrors:
     if isinstance(error, IsADirectoryError):
         nearby = _nearby(Path(source), Path(source).name)
         return refused(source, "a folder", "a config is a YAML file", nearby)
-    return refused(source, "not readable", str(error.strerror), "mend the file's permissions")
+    rule = f"a config is a file that can be read, and the system says: {error.strerror or error}"
+    return refused(source, "not readable", rule, "name another file, or mend its permissions")
 
 
 def _nearby(folder: Path, name: str) -> str:
     """Suggest a file of the folder, by likeness, else all of its YAML files."""
-    found = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+    is_there = os.path.isdir(folder)  # False also where it may not be looked at
+    found = sorted(p.name for p in folder.glob("*.y*ml")) if is_there else []
     like = get_close_matches(name, found, n=1)
     if like:
         return f"did you mean '{folder / like[0]}'?"

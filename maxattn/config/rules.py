@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, Final, Literal
 
+from maxattn.config.numbers import divisors
 from maxattn.context_parallel import table as strategy_table
 from maxattn.errors import ConfigError
 from maxattn.kernels import table as kernel_table
@@ -141,8 +142,8 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
         rule = f"it divides the context axis, which has {ways} devices"
-        divisors = ", ".join(str(n) for n in range(1, min(ways, MOST_SHOWN) + 1) if ways % n == 0)
-        yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {divisors}, or -1")
+        choices = ", ".join(map(str, divisors(ways)))
+        yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {choices}, or -1")
 
 
 def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from maxattn.config.errors import ConfigErrors, Locate, located
 from maxattn.config.fields import defaults, section_type
+from maxattn.config.numbers import DEEPEST
 from maxattn.config.translate import translated
 from maxattn.errors import ConfigError
 
@@ -166,5 +167,8 @@ def _built(field: FieldInfo, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, list) else value
+def _freeze(value: Any, levels: int = DEEPEST) -> Any:
+    """Make lists tuples; what is deeper than any field is left for its field to refuse."""
+    if not isinstance(value, list) or not levels:
+        return value
+    return tuple(_freeze(item, levels - 1) for item in value)

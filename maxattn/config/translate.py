@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from maxattn.config.errors import Locate, Path, close, dotted, located, plain, show
+from maxattn.config.errors import Locate, Path, close, dotted, located, plain, problem, show
 from maxattn.config.fields import Model, field_at, inner_keys, keys_of, owner, section_type
 from maxattn.config.value_rules import FLOATS, is_type_error, rule_and_remedy, with_limits
 from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+MOST_PROBLEMS = 100  # that are listed: the words for one are searched for among all keys
 
 
 def translated(model: Model, error: ValidationError, locate: Locate) -> list[ConfigError]:
@@ -24,7 +26,12 @@ def translated(model: Model, error: ValidationError, locate: Locate) -> list[Con
         error: what pydantic found.
         locate: returns `file:line` of a path; empty when it was not in a file.
     """
-    return [p for detail in error.errors() for p in _translate(model, detail, locate)]
+    details = error.errors()
+    listed = [p for detail in details[:MOST_PROBLEMS] for p in _translate(model, detail, locate)]
+    if (more := len(details) - MOST_PROBLEMS) > 0:
+        rule = f"the first {MOST_PROBLEMS} problems are listed"
+        listed.append(problem("config", f"{more} more problems", rule, "mend those first"))
+    return listed
 
 
 def _translate(model: Model, detail: ErrorDetails, locate: Locate) -> Iterator[ConfigError]:
@@ -48,12 +55,12 @@ def _wrong_value(model: Model, detail: ErrorDetails, where: str) -> ConfigError:
     if where.startswith("override"):
         remedy = remedy.replace("remove the line", "remove the override")
     shown = show(value) if is_type_error(kind) else plain(value)
-    return ConfigError(dotted(path), shown, rule, remedy, where)
+    return problem(dotted(path), shown, rule, remedy, where)
 
 
 def _missing(model: Model, path: Path, where: str) -> ConfigError:
     rule = "it has no default and must be set"
-    return ConfigError(dotted(path), "not set", rule, _remedy_for_missing(model, path), where)
+    return problem(dotted(path), "not set", rule, _remedy_for_missing(model, path), where)
 
 
 def _remedy_for_missing(model: Model, path: Path) -> str:
@@ -71,7 +78,7 @@ def _unknown_key(model: Model, path: Path, value: object, where: str) -> ConfigE
     section, word = owner(model, path[:-1]), str(path[-1])
     rule = f"{dotted(path[:-1]) or 'the config'} has no key '{word}'"
     remedy = _remedy_for_key(model, section, word)
-    return ConfigError(dotted(path), plain(value), rule, remedy, where)
+    return problem(dotted(path), plain(value), rule, remedy, where)
 
 
 def _remedy_for_key(model: Model, section: Model, word: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from maxattn.config.errors import close
+from maxattn.config.errors import close, plain
+from maxattn.config.numbers import LONGEST
 
 EMPTY = "remove the line, or give it a value"
 NAMED = 9  # choices that a rule lists before it says how many more there are
@@ -81,6 +82,8 @@ def _limit_text(metadata: Any, limit: Limit) -> str:
 def _infinite(value: Any) -> bool:
     try:
         return not math.isfinite(float(value))
+    except OverflowError:  # an int beyond the range of floats
+        return True
     except (TypeError, ValueError):
         return False
 
@@ -92,7 +95,7 @@ def _one_of(value: Any, expected: str) -> tuple[str, str]:
     rule = f"one of {', '.join(known[:NAMED])}{more}"
     if isinstance(value, bool):
         return rule, "YAML reads on, off, yes and no as true and false: write one of the names"
-    return rule, EMPTY if value is None else close(str(value), known) or "write one of them"
+    return rule, EMPTY if value is None else close(plain(value), known) or "write one of them"
 
 
 # ---- remedies by type ----------------------------------------------------------------------------
@@ -104,12 +107,12 @@ def _as_integer(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     digits = value.strip().replace("_", "") if isinstance(value, str) else ""
-    plainly = re.fullmatch(r"-?[0-9]+", digits)
+    plainly = re.fullmatch(rf"-?[0-9]{{1,{LONGEST}}}", digits)
     return f"write {int(digits)}, without quotes" if plainly else "write a number such as 512"
 
 
 def _as_boolean(value: Any) -> str:
-    word = str(value).strip().casefold()
+    word = plain(value).strip().casefold()
     if word in ("1", "yes", "true", "on", "y"):
         return "write true, without quotes"
     if word in ("0", "no", "false", "off", "n"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from maxattn.config import AttentionConfig
@@ -49,7 +49,7 @@ def read_source(args: argparse.Namespace) -> Source:
     path, overrides = args.config, tuple(args.overrides)
     if getattr(args, "maxdiffusion", False):
         return _of_maxdiffusion(path, overrides)
-    if not path or ("=" in path and not Path(path).exists()):
+    if not path or ("=" in path and not os.path.exists(path)):
         overrides = tuple(text for text in (path, *overrides) if text)
         return Source(AttentionConfig.from_overrides(overrides), {}, "", overrides)
     config = AttentionConfig.from_yaml(path, overrides)
