@@ -6,25 +6,24 @@ config leaves unset, and change no result beyond rounding.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
-from maxattn.errors import ConfigError
+from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
     from maxattn.target import Target
 
+log = logging.getLogger("maxattn")
 VARIABLE = "MAXATTN_CACHE"
-VERSION = 1
-BLOCKS = ("flash", "tokamax_flash")  # whose sizes are flash_block_sizes
-CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
 Sizes = tuple[tuple[str, int | bool], ...]
 
 
@@ -136,46 +135,39 @@ def cache_path() -> Path:
 def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[Tuned, ...]:
     """Return the winners of a device kind and these versions; nothing where nothing was tuned.
 
-    Raises:
-        ConfigError: the file is there, and is not what `maxattn tune` writes.
+    What is damaged in the file is left out, and said once: a warning of the logger `maxattn`.
     """
     try:
         path = cache_path()
         stamp = path.stat()
-    except (OSError, RuntimeError):  # no file; no home to look in
+    except (OSError, ValueError, RuntimeError):  # no file; no home to look in
         return ()
-    return _table(path, stamp.st_mtime_ns, stamp.st_size, device_kind, packages)
+    if not S_ISREG(stamp.st_mode):  # to read a pipe would wait for its writer
+        return ()
+    return _table((path, stamp.st_mtime_ns, stamp.st_size), device_kind, packages)
+
+
+State = tuple[Path, int, int]
+"""A file with its time and size, which tell one state of it from the next."""
 
 
 @lru_cache(maxsize=8)
 def _table(
-    path: Path, changed: int, size: int, device_kind: str, packages: tuple[tuple[str, str], ...]
-) -> Any:
-    del changed, size  # they tell one state of the file from the next
-    return winners(read(path), device_kind, packages, str(path))
+    state: State, device_kind: str, packages: tuple[tuple[str, str], ...]
+) -> tuple[Tuned, ...]:
+    return winners(_sound(state), device_kind, packages, str(state[0]))
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the measurements of a file, an empty list where there is no file.
-
-    Raises:
-        ConfigError: it is not what `maxattn tune` writes.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] == VERSION and all(set(m) >= _FIELDS for m in found["measurements"]):
-            return found["measurements"]
-    except FileNotFoundError:
-        return []
-    except (ValueError, LookupError, TypeError, OSError):
-        pass
-    rule = f"it holds the measurements of `maxattn tune`, version {VERSION}, and this file does not"
-    raise ConfigError(
-        VARIABLE, path, rule, "delete the file, or point MAXATTN_CACHE to another folder"
-    )
-
-
-_FIELDS = {"device_kind", "versions", "kernel", "call", "sizes", "forward_ms", "training_ms"}
+@lru_cache(maxsize=8)
+def _sound(state: State) -> list[dict[str, Any]]:
+    """Return the sound measurements of a file; say once what is wrong with the others."""
+    measurements, damage = read_kept(state[0])
+    if damage:
+        remedy = f"delete it, or point {VARIABLE} to another folder"
+        log.warning(
+            "sizes kept by `maxattn tune` are ignored: %s: %s; %s", state[0], damage, remedy
+        )
+    return measurements
 
 
 def winners(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from maxattn.config.numbers import DEEPEST
+from maxattn.config.numbers import DEEPEST, LONGEST
 
 MOST_BYTES: Final = 64 * 2**20  # the index of the largest models has about 10 MiB
 
@@ -28,28 +28,41 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
     return found
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
         OSError: as the system says.
         ValueError: it is no JSON, too large or too deep, or says a key twice.
     """
-    return parse_json(read_bounded(path).decode("utf-8"))
+    found = read_bounded(path, most)
+    try:
+        return parse_json(found.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no text in UTF-8") from None
 
 
 def parse_json(text: str) -> Any:
     """Read JSON text.
 
     Raises:
-        ValueError: it is no JSON, too deep, or says a key twice.
+        ValueError: it is no JSON, too deep, has a number of too many digits, or says a key twice.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_each_once)
+        found = json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded_int)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"it is no JSON, or cut off: {where}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     _check_depth(found)
     return found
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) > LONGEST:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
 
 
 _TOO_DEEP = f"its lists and mappings are more than {DEEPEST} deep"

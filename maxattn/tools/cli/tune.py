@@ -18,6 +18,7 @@ from typing import Any
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
+from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
 from maxattn.config.write import yaml_of
 from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
@@ -31,14 +32,11 @@ from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import Candidate, candidates
 from maxattn.tools.writable import check_writable
 from maxattn.tuned import (
-    BLOCKS,
-    CHUNKS,
     Sizes,
     Tuned,
     cache_path,
     in_ms,
     key_of,
-    read,
     versions_of,
     winners,
     with_sizes,
@@ -160,6 +158,8 @@ _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
 def _timed(args: argparse.Namespace, tuning: Tuning, found: tuple[Candidate, ...]) -> None:
     path, count = cache_path(), len(found)
     check_writable("MAXATTN_CACHE", path)
+    if aside := store.put_aside(path):
+        print(f"  {path} is damaged: {aside[0]}; a copy is kept as {aside[1].name}", flush=True)
     print(f"  {count} candidates; measurements in {path}", flush=True)
     say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
     for number, candidate in enumerate(found, start=1):
@@ -218,7 +218,7 @@ def _time(built: Any, local: Call, training: bool) -> float:
 
 def _say_winner(tuning: Tuning, default: Candidate) -> None:
     path, kernel, target = cache_path(), tuning.kernel, tuning.target
-    table = winners(read(path), target.device_kind, target.packages, str(path))
+    table = winners(read_kept(path).measurements, target.device_kind, target.packages, str(path))
     call = key_of(tuning.local)
     best = next((t for t in table if t.kernel == kernel and t.call == call), None)
     if best is None:

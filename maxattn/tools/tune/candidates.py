@@ -11,11 +11,12 @@ from maxattn.block_sizes import BlockSizes, adjust
 from maxattn.block_sizes.sizes import round_up
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
+from maxattn.config.measurements import BLOCKS
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.masks import EMPTY
 from maxattn.target import Target
 from maxattn.tools.memory import fits_alone
-from maxattn.tuned import BLOCKS, Sizes
+from maxattn.tuned import Sizes
 
 BLOCK_CHOICES = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 COMPUTE_CHOICES = (256, 512, 1024, 2048)

@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from maxattn.tuned import VERSION, read
+from maxattn.config.measurements import VERSION, read_kept
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
 
 
 def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
     """Return the measurement of the same sizes, call, device and versions, if there is one."""
-    return next((m for m in read(path) if all(m[key] == wanted[key] for key in IDENTITY)), None)
+    return next((m for m in read_kept(path).measurements if _is_same(m, wanted)), None)
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
     """Put a measurement into the file, in place of an earlier one of the same alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
-        kept = [m for m in read(path) if any(m[key] != measurement[key] for key in IDENTITY)]
+        kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
         text = json.dumps({"version": VERSION, "measurements": [*kept, measurement]}, indent=1)
         new = path.with_suffix(f".{os.getpid()}.new")
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
+
+
+def put_aside(path: Path) -> tuple[str, Path] | None:
+    """Keep a copy of a damaged file beside it; return what is wrong with it and where the copy is.
+
+    What is sound in it stays; the rest goes with the next measurement.
+    """
+    damage = read_kept(path).damage
+    if not damage:
+        return None
+    beside = path.with_suffix(".damaged.json")
+    with _locked(path.with_suffix(".lock")):
+        try:
+            shutil.copyfile(path, beside)
+        except OSError:  # it cannot be read
+            os.replace(path, beside)
+    return damage, beside
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in IDENTITY)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import maxattn as ma
 from maxattn import tuned
-from maxattn.errors import ConfigError
 from maxattn.kernels import KERNELS
 from maxattn.masks import BlockSlidingWindow
 from maxattn.target import Target, _with_tuned
@@ -214,15 +216,131 @@ def test_several_processes_take_none(monkeypatch):
     assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"version": 9, "measurements": []}', '{"version": 1, "measurements": [{}]}'],
+SOUND = {
+    "device_kind": "cpu",
+    "versions": "jax 1",
+    "kernel": tuned.CHUNKS,
+    "call": "c",
+    "sizes": {"query_chunk_size": 128, "key_chunk_size": 128},
+    "forward_ms": 1.0,
+    "training_ms": None,
+}
+NO_FILES = {
+    "empty": "",
+    "open": "{",
+    "list": "[]",
+    "text": '"measurements"',
+    "version": '{"version": 9, "measurements": []}',
+    "true_version": '{"version": true, "measurements": []}',
+    "no_list": '{"version": 1, "measurements": {"a": 1}}',
+    "deep": "[" * 100_000,
+    "deep_inside": '{"version": 1, "measurements": [' + "[" * 500 + "]" * 500 + "]}",
+    "digits": '{"version": ' + "9" * 5000 + "}",
+    "twice": '{"version": 1, "version": 1, "measurements": []}',
+    "bytes": "\ud800",
+}
+NO_MEASUREMENTS = [
+    [],
+    None,
+    {},
+    {"sizes": [1]},
+    {"sizes": {}},
+    {"sizes": {"query_chunk_size": 0}},
+    {"sizes": {"query_chunk_size": True}},
+    {"sizes": {"query_chunk_size": 1.0}},
+    {"sizes": {"query_chunk_size": "128"}},
+    {"sizes": {"query_chunk_size": [128]}},
+    {"sizes": {"query_chunk_size": 10**30}},
+    {"sizes": {"hardware": "tpu"}},
+    {"sizes": {"use_base2_exp": True}},
+    {"sizes": {"flash_block_sizes": {"block_q": 128}}},
+    {"kernel": "flash", "sizes": {"query_chunk_size": 128}},
+    {"kernel": "flash", "sizes": {"use_fused_bwd_kernel": 1}},
+    {"kernel": "dot_product"},
+    {"kernel": ["flash"]},
+    {"call": 3},
+    {"device_kind": None},
+    {"versions": {}},
+    {"forward_ms": "1"},
+    {"forward_ms": True},
+    {"forward_ms": -1.0},
+    {"forward_ms": float("nan")},
+    {"training_ms": float("inf")},
+    {"training_ms": [1]},
+    {"error": 3},
+]
+
+
+def plan_here() -> ma.Plan:
+    return ma.plan(changed(read("1,300,300,2,8"), None, "f32", None, None).call(), CONFIG)
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_a_damaged_file_is_said_once_and_ignored(cache, caplog, name):
+    before = plan_here()
+    cache.write_text(NO_FILES[name], encoding="utf-8", errors="surrogatepass")
+    assert [plan_here(), plan_here()] == [before, before]
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert (record.name, record.levelname) == ("maxattn", "WARNING")
+    assert said.count(str(cache)) == 1 and len(said) < 1000
+    check_golden(f"cli/tune/damaged_{name}", said.replace(str(cache), "tuned.json"))
+
+
+@pytest.mark.parametrize("wrong", NO_MEASUREMENTS, ids=str)
+def test_a_damaged_measurement_alone_is_ignored(cache, caplog, wrong):
+    here, q = Target.here(), ma.Call.of(*[jnp.zeros((1, 300, 2, 8))] * 2)
+    facts = {"versions": tuned.versions_of(tuned.CHUNKS, here.packages), "call": tuned.key_of(q)}
+    sound = SOUND | facts | {"device_kind": here.device_kind}
+    fast = sound | {"sizes": {"query_chunk_size": 1, "key_chunk_size": 1}, "forward_ms": 0.5}
+    wrong = fast | wrong if wrong and isinstance(wrong, dict) else wrong
+    cache.write_text(json.dumps({"version": 1, "measurements": [wrong, sound, wrong]}))
+    assert memory_efficient(plan_here().kernel).query_chunk == 128
+    (record,) = caplog.records
+    assert "2 of its 3 measurements" in record.getMessage()
+    x = jnp.ones((1, 300, 2, 8))
+    np.testing.assert_allclose(ma.attention(x, x, x, config=CONFIG), x, atol=1e-6)
+
+
+def test_what_is_no_file_is_ignored(cache):
+    os.mkfifo(cache)
+    plan_here()
+    cache.unlink()
+    cache.mkdir()
+    plan_here()
+
+
+def test_tune_says_what_it_does_with_a_damaged_file(capsys, cache):
+    cache.write_text('{"version": 1, "measurements": [{}]}')
+    ran = run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward")
+    line = next(line for line in ran.out.splitlines() if "damaged" in line)
+    check_golden("cli/tune/put_aside", line.replace(str(cache), "tuned.json"))
+    assert ran.status == 0 and len(measurements(cache)) == 1
+    assert cache.with_suffix(".damaged.json").read_text() == '{"version": 1, "measurements": [{}]}'
+    assert "damaged" not in run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward").out
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from([*SOUND, "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
 )
-def test_a_broken_cache_is_told(cache, text):
-    cache.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        Target.here()
-    check_golden("cli/tune/broken_cache", str(caught.value).replace(str(cache), "tuned.json"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from([*SOUND, "error"]), JSON, max_size=3))
+def test_whatever_a_measurement_says_a_target_is_described(changes):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuned.VARIABLE, folder)
+        here = Target.here()
+        facts = {"versions": tuned.versions_of(tuned.CHUNKS, here.packages)}
+        text = json.dumps({"version": 1, "measurements": [SOUND | facts | changes]})
+        Path(folder, "tuned.json").write_text(text)
+        assert hash(Target.here())
+        plan_here()
 
 
 # ---- candidates and timing -----------------------------------------------------------------------
