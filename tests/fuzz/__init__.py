@@ -1,0 +1,6 @@
+"""A fuzzer: drawn calls, plans, files and command lines, each of them right or refused.
+
+`make fuzz SEED=1 SECONDS=600` draws until the time is up; `make fuzz CASE=attention:17` runs one
+case again. It shares no definition with maxattn or with the other tests: the masks, the attention
+in float64 and the readers of files are its own.
+"""

@@ -1,0 +1,35 @@
+"""The kinds of cases: each file draws one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from random import Random
+from typing import NamedTuple
+
+from tests.fuzz.case import Case, Machine
+
+
+class Category(NamedTuple):
+    """Say what is drawn, and what part of the time it gets.
+
+    Args:
+        title: for the table.
+        weight: cases of it beside those of others.
+    """
+
+    title: str
+    weight: int
+
+
+CATEGORIES = {
+    "attention": Category("attention on one device", 8),
+    "meshes": Category("attention on meshes", 4),
+}
+
+
+def draw(name: str, seed: int, machine: Machine) -> Case:
+    """Draw one case: the same for the same category, seed and machine."""
+    make: Callable[[Random, int, Machine], Case]
+    make = import_module(f"{__name__}.{name}").draw
+    return make(Random(f"{name}:{seed}"), seed, machine)

@@ -1,0 +1,124 @@
+"""Drawn operands of attention, as Python: q, k, v, dout, dlse, bias, and odd values in them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+from tests.fuzz.case import Machine
+from tests.fuzz.mask_trees import Leaf, Node, Sizes, Tree, draw_tree
+
+LENGTHS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 40, 64, 65, 100, 127, 128, 129, 130)
+HEAD_DIMS = (1, 2, 7, 8, 16, 16, 32, 33, 64, 64, 80, 96, 128, 130)
+HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2), (4, 4))
+VALUES = ("normal", "normal", "normal", "normal", "large", "ties", "small", "ones")
+LARGEST = {"float32": 30.0, "bfloat16": 30.0, "float16": 8.0}
+
+
+class Operands(NamedTuple):
+    """Hold what a call is made of.
+
+    Args:
+        sizes, dtype: of q, k and v.
+        values: how they are drawn.
+        tree: the mask, or None.
+        bias: its shape, or None.
+        bias_kind, bias_dtype: how it is drawn.
+        hidden: NaN or inf in keys that nobody sees, or "".
+        scale: or None.
+        seed: of the arrays.
+    """
+
+    sizes: Sizes
+    dtype: str
+    values: str
+    tree: Tree | None
+    bias: tuple[int, ...] | None
+    bias_kind: str
+    bias_dtype: str
+    hidden: str
+    scale: float | None
+    seed: int
+
+    def text(self) -> str:
+        """Write the operands as Python."""
+        s = self.sizes
+        q, kv = (s.b, s.t, s.n, s.h), (s.b, s.s, s.k, s.h)
+        large = LARGEST[self.dtype] if self.values == "large" else 1.0
+        factor = {"small": 1e-3, "large": large}.get(self.values, 1.0)
+        lines = [
+            f"rng = np.random.default_rng({self.seed})",
+            f"def draw(shape, factor={factor}, dtype={self.dtype!r}):",
+            "    return jnp.asarray(rng.standard_normal(shape) * factor, dtype)",
+            f"q, k = draw({q}), draw({kv})",
+            f"v, dout = draw({kv}, 1.0), draw({q}, 1.0)",
+            f"dlse = draw({(s.b, s.n, s.t)}, 1.0, 'float32')",
+            *self._odd(),
+            *self._bias(),
+            f"mask = {self.tree.text() if self.tree else None}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _odd(self) -> list[str]:
+        """Write the values that are not drawn from a normal distribution."""
+        lines = []
+        if self.values == "ties":
+            lines.append("k = jnp.broadcast_to(k[:, :1], k.shape)")
+        if self.values == "ones":
+            lines.append("q, k = jnp.ones_like(q), jnp.ones_like(k)")
+        if self.hidden:
+            last = self.sizes.s // 2
+            lines.append(f"k = k.at[:, {last}:].set(jnp.{self.hidden})")
+            lines.append(f"v = v.at[:, {last}:].set(jnp.{self.hidden})")
+        return lines
+
+    def _bias(self) -> list[str]:
+        if self.bias is None:
+            return ["bias = None"]
+        lines = [f"bias = draw({self.bias}, 1.0, {self.bias_dtype!r})"]
+        far = "-jnp.inf" if self.bias_kind == "-inf" else "-1e9" 
+        if self.bias_dtype == "float16" and far == "-1e9":
+            far = "-6e4"
+        rows, keys = (max(self.bias[i] // 2, 1) for i in (-2, -1))
+        where = {"rows": f"..., :{rows}, :", "keys": f"..., :{keys}", "-inf": f"..., -{keys}:"}
+        if self.bias_kind in where:
+            lines.append(f"bias = bias.at[{where[self.bias_kind]}].set({far})")
+        return lines
+
+
+def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> Operands:
+    """Draw operands for a machine; sizes that are given are kept."""
+    sizes = sizes or draw_sizes(rng, machine)
+    dtypes = ("bfloat16", "float16") if machine.platform == "gpu" else ("float32",) * 2
+    dtype = rng.choice([*dtypes, "float32", "bfloat16", "float16"])
+    tree = draw_tree(rng, sizes) if rng.random() < 0.8 else None
+    bias = _bias_shape(rng, sizes) if rng.random() < 0.35 else None
+    kind = rng.choice(["normal", "normal", "normal", "keys", "rows", "-inf"])
+    bias_dtype = rng.choice([dtype, "float32"])
+    hidden = rng.choice(["nan", "inf"]) if rng.random() < 0.04 else ""
+    if hidden:
+        tree = _hiding(tree, sizes)
+    scale = rng.choice([None, None, None, 1.0, 0.3, -0.2, 1e-3])
+    values, seed = rng.choice(VALUES), rng.randrange(10**6)
+    return Operands(sizes, dtype, values, tree, bias, kind, bias_dtype, hidden, scale, seed)
+
+
+def draw_sizes(rng: Random, machine: Machine) -> Sizes:
+    """Draw sizes: small ones where a CPU computes, and up to 1,500 tokens on a GPU."""
+    lengths = LENGTHS if machine.platform == "cpu" else (*LENGTHS, 256, 384, 777, 1024, 1500)
+    t, s = rng.choice(lengths), rng.choice(lengths)
+    s = t if rng.random() < 0.4 else s
+    heads, head_dim = rng.choice(HEADS), rng.choice(HEAD_DIMS)
+    return Sizes(rng.choice([1, 1, 2, 3]), t, s, *heads, head_dim)
+
+
+def _bias_shape(rng: Random, s: Sizes) -> tuple[int, ...]:
+    full = (s.b, s.n, s.t, s.s)
+    shape = tuple(n if rng.random() < 0.7 else 1 for n in full)
+    return shape[rng.choice([0, 0, 0, 1, 2]) :]
+
+
+def _hiding(tree: Tree | None, sizes: Sizes) -> Tree:
+    """Hide the second half of the keys from everybody."""
+    limit = Leaf("KeyLimit", (sizes.s // 2,))
+    return limit if tree is None else Node("&", (tree, limit))
