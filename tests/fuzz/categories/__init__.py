@@ -25,6 +25,9 @@ class Category(NamedTuple):
 CATEGORIES = {
     "attention": Category("attention on one device", 8),
     "meshes": Category("attention on meshes", 4),
+    "transforms": Category("transformations of attention", 4),
+    "plans": Category("plans for other machines", 6),
+    "commands": Category("command lines", 4),
 }
 
 

@@ -1,0 +1,87 @@
+"""Command lines: drawn and mutated words; the status is 0, 1 or 2, and nothing is a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from tests.fuzz.case import Case, Machine, Names, Wrong
+from tests.fuzz.mutate import mutated_text
+from tests.fuzz.yaml_texts import draw_yaml
+
+SHAPES = ("wan-14b-720p", "wan-14b-cross", "sdxl", "1,4096,4096,8,64", "2,77,77,12,128,4", "1,10000000,10000000,40,128")
+MASKS = ("causal", "full", "window:5,3", "block-window:1560,7", "block-causal:16", "video:21,1560,3,7,1", "causal+window:9,0")
+NUMBERS = ("0", "-1", "1", "3", "300,512", "nan", "inf", "1e9", "9" * 30, "9" * 5000, "", "abc", "٣", "0x10", "1.5", "1_000", " 7")
+OPTIONS = {
+    "--shape": SHAPES,
+    "--target": ("TPU v5p", "NVIDIA H200", "NVIDIA B200", "AMD Instinct MI300X", "cpu", "gpu", "TPU v9"),
+    "--with": ("tokamax=0.0.17", "fa4-jax", "transformer-engine-jax=2.20.2", "numpy", "tokamax=="),
+    "--mesh": ("context=4", "context=2,fsdp=2", "tensor=3", "context=0", "context=4,context=4", "x=2", "data=-1"),
+    "--devices": ("8", "7"),
+    "--mask": MASKS,
+    "--dtype": ("bf16", "f16", "f32", "float32", "int8"),
+    "--role": ("self", "cross", "other"),
+    "--batch": ("1", "2", "16"),
+    "--lengths": ("300", "300,512", "0", "1,2,3"),
+}
+FLAGS = ("--all", "--inference", "--maxdiffusion", "--why", "--nothing", "--help")
+OVERRIDES = (
+    "attention=ring", "attention=flash", "ici_context_parallelism=4", "flash_block_sizes.block_q=512",
+    "attention=", "=", "attention", "query_chunk_size=-1", "mesh_axes=[data]", "deterministic=yes",
+    "flash_block_sizes={block_q: 100}", "attention=[", "model.heads=true", "context_parallel=ulysses_ring",
+)  # fmt: skip
+SOURCE = """\
+import contextlib, io, pathlib, tempfile
+from maxattn.tools.cli import main
+folder = pathlib.Path(tempfile.mkdtemp())
+(folder / 'a.yml').write_bytes({yaml!r})
+words = [w.replace('FOLDER', str(folder)) for w in {words!r}]
+said, complained = io.StringIO(), io.StringIO()
+with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+    status = main(words)
+"""
+
+
+def draw(rng: Random, seed: int, machine: Machine) -> Case:
+    """Draw the words of a command that computes nothing on a device."""
+    command = rng.choice(["check", "check", "check", "explain", "explain", "convert"])
+    words = [command, *_words(rng, command)]
+    words = [mutated_text(rng, w) if i and rng.random() < 0.03 else w for i, w in enumerate(words)]
+    yaml = draw_yaml(rng, rng.choice([0, 0, 1, 2]), model=True).encode("utf-8", "replace")
+    source = SOURCE.format(yaml=yaml, words=words)
+    facts = {"words": " ".join(words)[:500], "yaml": yaml}
+    return Case("commands", seed, source, _check_of(words), facts=facts, seconds=30)
+
+
+def _words(rng: Random, command: str) -> list[str]:
+    """Draw CONFIG, options and overrides, in any order."""
+    config = rng.choice(["FOLDER/a.yml", "FOLDER/a.yml", "FOLDER/none.yml", "FOLDER", "", *OVERRIDES[:2]])
+    parts = [[rng.choice(OVERRIDES)] for _ in range(rng.choice([0, 0, 1, 2]))]
+    if command != "convert":
+        names = rng.sample(list(OPTIONS), rng.choice([0, 1, 2, 3]))
+        parts += [[name, rng.choice([*OPTIONS[name]] * 5 + [*NUMBERS])] for name in names]
+        parts += [[rng.choice(FLAGS[:4] * 3 + FLAGS)] for _ in range(rng.choice([0, 0, 1]))]
+    rng.shuffle(parts)
+    return [*([config] if config else []), *(word for part in parts for word in part)]
+
+
+def _check_of(words: list[str]) -> Callable[[Names], None]:
+    def check(names: Names) -> None:
+        out, err = names["said"].getvalue(), names["complained"].getvalue()
+        show = "print(status, said.getvalue(), complained.getvalue())"
+        if names["status"] not in (0, 1, 2):
+            raise Wrong(f"exit status {names['status']!r}", show)
+        if "Traceback" in out + err:
+            raise Wrong("a traceback is printed", show)
+        if names["status"] == 0 and (bad := _absurd(out)):
+            raise Wrong(f"a status of 0, and it prints {bad}", show)
+
+    return check
+
+
+def _absurd(out: str) -> str:
+    """Return what no valid plan says: sizes below 1, sizes that are no number."""
+    import re
+
+    found = re.search(r"\b[BTSNKH]=(-\d+|0\b|True|nan)\S*|-\d\S* [KMGT]?i?B\b|\bnan\b", out)
+    return found.group() if found else ""
