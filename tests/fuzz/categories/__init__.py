@@ -26,6 +26,7 @@ CATEGORIES = {
     "attention": Category("attention on one device", 8),
     "meshes": Category("attention on meshes", 4),
     "transforms": Category("transformations of attention", 4),
+    "modules": Category("modules", 3),
     "plans": Category("plans for other machines", 6),
     "commands": Category("command lines", 4),
 }
