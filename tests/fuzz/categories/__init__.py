@@ -29,6 +29,10 @@ CATEGORIES = {
     "modules": Category("modules", 3),
     "plans": Category("plans for other machines", 6),
     "commands": Category("command lines", 4),
+    "yaml": Category("configs in YAML", 6),
+    "weights": Category("weights in safetensors", 4),
+    "lora": Category("LoRA files and alphas", 4),
+    "tuned": Category("the file of tuned sizes", 2),
 }
 
 

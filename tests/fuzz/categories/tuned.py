@@ -1,0 +1,76 @@
+"""The file of tuned sizes, mutated: a damaged one never breaks a call, and changes no result."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+from tests.fuzz.calls import BOTH, call_text, check_of, config_text
+from tests.fuzz.case import Case, Machine
+from tests.fuzz.mask_trees import Sizes
+from tests.fuzz.mutate import mutated_bytes
+from tests.fuzz.operands import Operands
+
+SOURCE = """\
+import pathlib, tempfile
+from unittest import mock
+from maxattn.target import Target, installed
+from maxattn.tuned import versions_of
+folder = pathlib.Path(tempfile.mkdtemp())
+versions = versions_of('memory_efficient', installed()).encode()
+kind = Target.here().device_kind.encode()
+(folder / 'tuned.json').write_bytes({data!r}.replace(b'VERSIONS', versions).replace(b'KIND', kind))
+os.environ['MAXATTN_CACHE'] = str(folder)
+try:
+{body}finally:
+    os.environ['MAXATTN_CACHE'] = os.devnull
+"""
+ODD = (0, -1, 1.5, "8", None, True, [], {}, 10**30, float("nan"), [1], {"a": 1}, "x" * 300)
+CALL = "self-attention B=1 T=S=8 N=2 H=8 f32 Full()"
+
+
+def draw(rng: Random, seed: int, machine: Machine) -> Case:
+    """Draw a file of measurements and a call that reads it."""
+    operands = Operands(Sizes(1, 8, 8, 2, 2, 8), "float32", "normal", None, None, "", "float32", "", None, seed)
+    body = config_text({"attention": "dot_product", "use_memory_efficient_attention": True})
+    body = operands.text() + body + call_text(operands) + BOTH
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    source = SOURCE.format(data=_data(rng), body=indented)
+    return Case("tuned", seed, source, check_of(operands), never_refused=True, seconds=20)
+
+
+def _data(rng: Random) -> bytes:
+    whole: dict[str, Any] = {"version": 1, "measurements": [_measurement(rng) for _ in range(rng.choice([1, 2, 3]))]}
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        rng.choice([_in_entry, _in_entry, _in_sizes, _in_sizes, _in_whole])(rng, whole)
+    data = json.dumps(whole).encode()
+    if rng.random() < 0.25:
+        data = mutated_bytes(rng, data)
+    return rng.choice([b"[" * 5000, b"", b"null"]) if rng.random() < 0.05 else data
+
+
+def _measurement(rng: Random) -> dict[str, Any]:
+    sizes = {"query_chunk_size": rng.choice([1, 3, 128]), "key_chunk_size": rng.choice([2, 64])}
+    return {
+        "device_kind": "KIND", "versions": "VERSIONS", "kernel": "memory_efficient", "call": CALL,
+        "sizes": sizes, "forward_ms": rng.random(), "training_ms": rng.choice([None, rng.random()]),
+    }  # fmt: skip
+
+
+def _in_entry(rng: Random, whole: Any) -> None:
+    entry = rng.choice(whole["measurements"])
+    entry[rng.choice(list(entry))] = rng.choice(ODD)
+
+
+def _in_sizes(rng: Random, whole: Any) -> None:
+    sizes = rng.choice(whole["measurements"])["sizes"]
+    if isinstance(sizes, dict):
+        sizes[rng.choice(["query_chunk_size", "key_chunk_size", "hardware", "attention", "nothing"])] = rng.choice([*ODD, "tpu"])
+
+
+def _in_whole(rng: Random, whole: Any) -> None:
+    if rng.random() < 0.5:
+        whole["version"] = rng.choice(ODD)
+    else:
+        whole["measurements"].append(rng.choice(ODD))
