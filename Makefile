@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo test test-all test-diffusers test-gpu test-tpu-compile lint clean help
+.PHONY: demo test test-all test-diffusers test-gpu test-tpu-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,6 +31,12 @@ test: $(READY)  ## the tests, on two cores
 
 test-all: $(READY)  ## the tests and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+
+# Beside a GPU, with FUZZ_PYTHON a python of jax for CUDA, it draws the GPU's kernels; JAX_PLATFORMS=cpu keeps to the CPU.
+FUZZ_PYTHON ?= $(BIN)/python
+FUZZ := $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
+fuzz: $(if $(filter $(BIN)/python,$(FUZZ_PYTHON)),$(READY))  ## draw calls, plans, files and command lines, each right or refused; SEED=1 SECONDS=600 ONLY=attention,plans, or CASE=attention:17 again
+	$(FUZZ_PYTHON) -m tests.fuzz $(if $(CASE),--case $(CASE),$(FUZZ)) $(ARGS)
 
 # MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
 TORCH_READY := .venv-torch/.ready

@@ -35,7 +35,9 @@ def config_text(settings: Mapping[str, Any]) -> str:
 
 def given_of(operands: Operands, names: Names) -> Given:
     """Read the operands that a case made, in float64."""
-    q, k, v, dout, dlse = (np.asarray(names[n], np.float64) for n in ("q", "k", "v", "dout", "dlse"))
+    q, k, v, dout, dlse = (
+        np.asarray(names[n], np.float64) for n in ("q", "k", "v", "dout", "dlse")
+    )
     s, bias = operands.sizes, names["bias"]
     pairs = operands.tree.allowed(s) if operands.tree else np.ones((1, 1, 1, 1), bool)
     allowed = np.broadcast_to(pairs, (s.b, s.n, s.t, s.s))

@@ -23,19 +23,26 @@ def draw_settings(rng: Random, machine: Machine) -> dict[str, Any]:
         kernel = "flash"
     settings: dict[str, Any] = {"attention": kernel}
     if kernel == "memory_efficient":
-        settings = {"attention": "dot_product", "use_memory_efficient_attention": True} | _chunks(rng)
+        settings = {"attention": "dot_product", "use_memory_efficient_attention": True} | _chunks(
+            rng
+        )
     if "flash" in kernel and machine.platform == "cpu" and rng.random() < 0.4:
         settings["flash_block_sizes"] = _blocks(rng)
     return settings | _others(rng)
 
 
 def _chunks(rng: Random) -> dict[str, int]:
-    chunks = {"query_chunk_size": rng.choice([1, 3, 16, 64, 200]), "key_chunk_size": rng.choice([2, 7, 32, 128])}
+    chunks = {
+        "query_chunk_size": rng.choice([1, 3, 16, 64, 200]),
+        "key_chunk_size": rng.choice([2, 7, 32, 128]),
+    }
     return {key: size for key, size in chunks.items() if rng.random() < 0.7}
 
 
 def _blocks(rng: Random) -> dict[str, Any]:
-    sizes: dict[str, Any] = {key: rng.choice([128, 128, 256, 512, 100, 8]) for key in BLOCKS if rng.random() < 0.5}
+    sizes: dict[str, Any] = {
+        key: rng.choice([128, 128, 256, 512, 100, 8]) for key in BLOCKS if rng.random() < 0.5
+    }
     return sizes | ({"use_fused_bwd_kernel": rng.random() < 0.5} if rng.random() < 0.5 else {})
 
 

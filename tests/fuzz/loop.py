@@ -48,7 +48,9 @@ class Worker:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.fuzz.worker"]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
         self.cases, self.is_gone = 0, False
 
     def fresh(self, most: int) -> Worker:

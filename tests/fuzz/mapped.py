@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -37,12 +38,17 @@ def draw_mapped(rng: Random, seed: int, machine: Machine) -> Case:
     operands, settings, text, on_mesh = small(rng, machine)
     how = rng.choice(SCANS)
     axes = _axes(rng, operands) if "in_axes" in how else _all(operands)
-    lines = [f"{n} = {_stacked(n, axis)}" for n, axis in zip("qkv", axes, strict=False) if axis is not None]
+    lines = [
+        f"{n} = {_stacked(n, axis)}"
+        for n, axis in zip("qkv", axes, strict=False)
+        if axis is not None
+    ]
     if axes[3] is not None:
         lines.append("bias = jnp.stack([bias, bias * 0.5])")
     source = text + "\n".join(lines) + "\n" + call_text(operands, on_mesh) + how.format(axes=axes)
     case = case_of(seed, operands, settings, f"{source}\n{BOTH}", how)
-    return Case(**(case.__dict__ | {"check": _check_of(operands, axes)}))
+    facts = {**case.facts, "axes": str(axes)}
+    return replace(case, check=_check_of(operands, axes), facts=facts)
 
 
 def _stacked(name: str, axis: int) -> str:
@@ -74,7 +80,11 @@ def _check_of(operands: Operands, axes: Axes) -> Callable[[Names], None]:
 def _version(names: Names, axes: Axes, i: int) -> Names:
     """Return the operands of one of the mapped calls."""
     along = dict(zip(("q", "k", "v", "bias"), axes, strict=True)) | {"dout": 0, "dlse": 0}
-    return {n: x if axis is None else np.take(np.asarray(x), i, axis) for n, axis in along.items() for x in (names[n],)}
+    return {
+        n: x if axis is None else np.take(np.asarray(x), i, axis)
+        for n, axis in along.items()
+        for x in (names[n],)
+    }
 
 
 def _hold(operands: Operands, name: str, got: Any, each: list[Held], axis: int | None) -> None:

@@ -23,7 +23,7 @@ OF = {
     "CrossAttention": cross_attention,
     "JointAttention": joint_attention,
 }
-STEP = 1e-5
+STEP = 1e-6
 
 
 def check_of(built: Any) -> Callable[[Names], None]:

@@ -5,7 +5,30 @@ from __future__ import annotations
 import string
 from random import Random
 
-ODD = ("\x00", "\n", " ", "\t", "é", "٣", "{", "}", "[", "]", ":", "-", '"', "'", "&a", "*a", "!!int", "<<", "~", "#", "%", "=")
+ODD = (
+    "\x00",
+    "\n",
+    " ",
+    "\t",
+    "é",
+    "٣",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    "-",
+    '"',
+    "'",
+    "&a",
+    "*a",
+    "!!int",
+    "<<",
+    "~",
+    "#",
+    "%",
+    "=",
+)
 
 
 def mutated_text(rng: Random, text: str) -> str:

@@ -76,7 +76,7 @@ class Operands(NamedTuple):
         if self.bias is None:
             return ["bias = None"]
         lines = [f"bias = draw({self.bias}, 1.0, {self.bias_dtype!r})"]
-        far = "-jnp.inf" if self.bias_kind == "-inf" else "-1e9" 
+        far = "-jnp.inf" if self.bias_kind == "-inf" else "-1e9"
         if self.bias_dtype == "float16" and far == "-1e9":
             far = "-6e4"
         rows, keys = (max(self.bias[i] // 2, 1) for i in (-2, -1))
@@ -92,6 +92,7 @@ def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> 
     dtypes = ("bfloat16", "float16") if machine.platform == "gpu" else ("float32",) * 2
     dtype = rng.choice([*dtypes, "float32", "bfloat16", "float16"])
     tree = draw_tree(rng, sizes) if rng.random() < 0.8 else None
+    tree = _ranges(rng) if rng.random() < 0.006 else tree
     bias = _bias_shape(rng, sizes) if rng.random() < 0.35 else None
     kind = rng.choice(["normal", "normal", "normal", "keys", "rows", "-inf"])
     bias_dtype = rng.choice([dtype, "float32"])
@@ -116,6 +117,23 @@ def _bias_shape(rng: Random, s: Sizes) -> tuple[int, ...]:
     full = (s.b, s.n, s.t, s.s)
     shape = tuple(n if rng.random() < 0.7 else 1 for n in full)
     return shape[rng.choice([0, 0, 0, 1, 2]) :]
+
+
+def _ranges(rng: Random) -> Tree:
+    """Hide many short ranges of keys, one after the other."""
+    parts = [
+        Node(
+            "~",
+            (
+                Node(
+                    "&",
+                    (Leaf("KeyLimit", (3 * i + 2,)), Node("~", (Leaf("KeyLimit", (3 * i + 1,)),))),
+                ),
+            ),
+        )
+        for i in range(rng.choice([3, 18, 30]))
+    ]
+    return Node("&", tuple(parts))
 
 
 def _hiding(tree: Tree | None, sizes: Sizes) -> Tree:

@@ -18,7 +18,10 @@ def check_of(words: Mapping[str, Any]) -> Callable[[Names], None]:
 
     def check(names: Names) -> None:
         plan, call = names["plan"], names["call"]
-        _hold(plan == names["again"] and hash(plan) == hash(names["again"]), "two plans of one call differ")
+        _hold(
+            plan == names["again"] and hash(plan) == hash(names["again"]),
+            "two plans of one call differ",
+        )
         _hold(plan.diff(names["again"]) == (), "a plan differs from itself")
         _check_texts(names)
         _check_padding(plan, call)
@@ -36,7 +39,10 @@ def _hold(fact: bool, otherwise: str) -> None:
 
 def _check_texts(names: Names) -> None:
     plan = names["plan"]
-    _hold(plan.kernel.name.split("/")[0] in names["text"] or bool(names["text"]), "explain says nothing")
+    _hold(
+        plan.kernel.name.split("/")[0] in names["text"] or bool(names["text"]),
+        "explain says nothing",
+    )
     _hold("nan" not in names["text"].lower().split(), "explain says nan")
     _hold(" -" not in _numbers(names["text"]), f"explain has a negative number: {names['text']}")
     json.dumps(names["facts"])
@@ -46,17 +52,24 @@ def _numbers(text: str) -> str:
     """Keep the words that are sizes: `-3 KiB` is wrong, `offset=-3` is a mask's."""
     words = text.split()
     pairs = zip(words, words[1:], strict=False)
-    return " ".join(f" {a}" for a, b in pairs if b.rstrip(",.;") in ("B", "KiB", "MiB", "GiB", "ms", "s"))
+    return " ".join(
+        f" {a}" for a, b in pairs if b.rstrip(",.;") in ("B", "KiB", "MiB", "GiB", "ms", "s")
+    )
 
 
 def _check_padding(plan: Any, call: Any) -> None:
     _hold(plan.q_len >= call.q_len and plan.kv_len >= call.kv_len, "padding makes a length shorter")
-    _hold(plan.q_len - call.q_len < 2 * plan.context.unit(), "padding of queries is more than a unit")
+    _hold(
+        plan.q_len - call.q_len < 2 * plan.context.unit(), "padding of queries is more than a unit"
+    )
     padded = plan.padded_call
     _hold(padded.heads % padded.kv_heads == 0, "key heads do not divide query heads")
     local = plan.context.local_call(padded)
     sizes = (local.batch, local.q_len, local.kv_len, local.heads, local.kv_heads)
-    _hold(all(isinstance(n, int) and n >= 1 for n in sizes), f"a local size is no positive int: {sizes}")
+    _hold(
+        all(isinstance(n, int) and n >= 1 for n in sizes),
+        f"a local size is no positive int: {sizes}",
+    )
     _hold(local.heads % local.kv_heads == 0, "local key heads do not divide local query heads")
 
 
@@ -65,7 +78,10 @@ def _check_transfers(plan: Any, mesh: Mapping[str, int] | None) -> None:
         size = getattr(transfer, "bytes", getattr(transfer, "size", 0))
         _hold(math.isfinite(size) and size >= 0, f"a transfer of {size} bytes: {transfer}")
         axes = getattr(transfer, "axes", ())
-        _hold(all((mesh or {}).get(a, 1) > 1 for a in axes), f"a transfer over an axis of one: {transfer}")
+        _hold(
+            all((mesh or {}).get(a, 1) > 1 for a in axes),
+            f"a transfer over an axis of one: {transfer}",
+        )
 
 
 def _check_kernel(plan: Any, names: Names) -> None:
@@ -94,16 +110,28 @@ def _check_named(names: Names, words: Mapping[str, Any]) -> None:
         key = "attention" if call.role == "self" else "cross_attention"
         config = ma.AttentionConfig(**{key: kernel})
         reason, refused = refusal(kernel, call, target), _refused(ma, call, config, target)
-        _hold((reason is not None) == refused, f"{kernel}: supports says {reason}, a plan is refused: {refused}")
+        _hold(
+            (reason is not None) == refused,
+            f"{kernel}: supports says {reason}, a plan is refused: {refused}",
+        )
         _check_shorter(ma, names, config, refused, words)
 
 
-def _check_shorter(ma: Any, names: Names, config: Any, refused: bool, words: Mapping[str, Any]) -> None:
+def _check_shorter(
+    ma: Any, names: Names, config: Any, refused: bool, words: Mapping[str, Any]
+) -> None:
     """What a kernel takes at a length, it takes at half of it where no mask names lengths."""
-    if refused or words["mask"] != "None" or words["bias"] != "None" or min(words["t"], words["s"]) < 512:
+    if (
+        refused
+        or words["mask"] != "None"
+        or words["bias"] != "None"
+        or min(words["t"], words["s"]) < 512
+    ):
         return
     half = names["call_of"](words["t"] // 256 * 128, words["s"] // 256 * 128)
-    _hold(not _refused(ma, half, config, names["target"]), f"{config.changed}: takes T, refuses T / 2")
+    _hold(
+        not _refused(ma, half, config, names["target"]), f"{config.changed}: takes T, refuses T / 2"
+    )
 
 
 def _refused(ma: Any, call: Any, config: Any, target: Any) -> bool:

@@ -107,15 +107,22 @@ def cross_attention(p: Params, i: Inputs, how: Heads) -> np.ndarray:
 
 def joint_attention(p: Params, i: Inputs, how: Heads) -> np.ndarray:
     """Compute `JointAttention`: text first; both outputs one after the other, flat."""
-    names = ("add_q_proj", "to_q", "norm_added_q", "norm_q"), ("add_k_proj", "to_k", "norm_added_k", "norm_k")
+    names = (
+        ("add_q_proj", "to_q", "norm_added_q", "norm_q"),
+        ("add_k_proj", "to_k", "norm_added_k", "norm_k"),
+    )
     q = _turn(_both(p, *names[0], i, how, how.n), i)
     k = _turn(_both(p, *names[1], i, how, how.k), i)
-    out = attend(q, k, _both(p, "add_v_proj", "to_v", "", "", i, how, how.k), i.allowed, i.bias, how)
+    out = attend(
+        q, k, _both(p, "add_v_proj", "to_v", "", "", i, how, how.k), i.allowed, i.bias, how
+    )
     s = i.text.shape[1] if i.text is not None else 0
     picture, text = linear(p, "to_out", out[:, s:]), linear(p, "to_add_out", out[:, :s])
     return np.concatenate([picture.ravel(), text.ravel()])
 
 
-def _both(p: Params, added: str, own: str, norm: str, own_norm: str, i: Inputs, how: Heads, n: int) -> np.ndarray:
+def _both(
+    p: Params, added: str, own: str, norm: str, own_norm: str, i: Inputs, how: Heads, n: int
+) -> np.ndarray:
     text, x = project(p, added, norm, i.text, how, n), project(p, own, own_norm, i.x, how, n)
     return np.concatenate([text, x], axis=1)

@@ -70,7 +70,9 @@ def _foreign(error: BaseException) -> str:
     """Name an error that is not maxattn's, and the last line of maxattn that it came through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/maxattn/" in f.filename]
     inside = [f for f in frames if "site-packages" not in f.filename]
-    place = f" at {inside[-1].filename.split('/maxattn/')[-1]}:{inside[-1].lineno}" if inside else ""
+    place = (
+        f" at {inside[-1].filename.split('/maxattn/')[-1]}:{inside[-1].lineno}" if inside else ""
+    )
     text = " ".join(str(error).split())[:300]
     return f"foreign {type(error).__name__}{place}: {text}"
 

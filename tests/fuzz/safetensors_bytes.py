@@ -11,8 +11,36 @@ import numpy as np
 
 from tests.fuzz.mutate import mutated_bytes
 
-CODES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I32": "<i4", "I64": "<i8", "U8": "|u1", "BF16": "<u2", "BOOL": "|b1"}
-ODD = (-1, 0, 1, 2**31, 2**63, 2**64, 10**30, 1.5, "1", None, True, [], {}, [[]], "F32", "F8_E4M3", "Q4", "é")
+CODES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "U8": "|u1",
+    "BF16": "<u2",
+    "BOOL": "|b1",
+}
+ODD = (
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    1.5,
+    "1",
+    None,
+    True,
+    [],
+    {},
+    [[]],
+    "F32",
+    "F8_E4M3",
+    "Q4",
+    "é",
+)
 
 
 def pack(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -28,7 +56,11 @@ def head_and_body(tensors: Mapping[str, np.ndarray], metadata: Any) -> tuple[dic
     for name, array in tensors.items():
         data = np.ascontiguousarray(array).tobytes()
         spread = [len(body), len(body) + len(data)]
-        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": spread}
+        header[name] = {
+            "dtype": codes[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": spread,
+        }
         body += data
     return header, body
 

@@ -24,6 +24,8 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 def _line(name: str, row: Mapping[str, int]) -> str:
     cells = [f"{row['seconds'] / 1000:.1f}" if c == "seconds" else row[c] for c in COLUMNS]
-    letters = sorted(key.split()[1] for key, n in row.items() if key.startswith("known ") and n and key[6:])
+    letters = sorted(
+        key.split()[1] for key, n in row.items() if key.startswith("known ") and n and key[6:]
+    )
     known = "  known: " + " ".join(f"{x}={row[f'known {x}']}" for x in letters) if letters else ""
     return f"{name:<12}" + "".join(f"{cell:>9}" for cell in cells) + known

@@ -69,4 +69,6 @@ def _check_value(key: str, written: Any, held: Any) -> None:
         written, held = tuple(written), tuple(held)
     same = written == held and type(written) is type(held)
     if not same or (isinstance(held, float) and math.isnan(held)):
-        raise Wrong(f"{key} is written {str(written)[:60]!r} and read {held!r}", f"print(config.{key})")
+        raise Wrong(
+            f"{key} is written {str(written)[:60]!r} and read {held!r}", f"print(config.{key})"
+        )

@@ -37,7 +37,14 @@ WRONG = (
     "!!set {a}", "9" * 40, "9" * 5000, "*a", "&a 1", "'flash '", "Flash", "FLASH", "\"\\u0000\"", "|\n  text", "1:30",
     "[" * 40, "[" * 1200, "{a: " * 60, "- 1", "\t1", "@x", "%x", "? x", ": x", "<<", "0.0", "1.0", "+1", "007",
 )  # fmt: skip
-MODEL = ("heads: 2", "dim_head: 8", "tokens: 5", "text_tokens: 3", "cross_attention_dim: 16", "kv_heads: 1")
+MODEL = (
+    "heads: 2",
+    "dim_head: 8",
+    "tokens: 5",
+    "text_tokens: 3",
+    "cross_attention_dim: 16",
+    "kv_heads: 1",
+)
 MODEL_WRONG = ("-1", "true", "0", "1.5", "abc", "null", "[1]", "9" * 30, "1e3", "nan")
 BATCH = ("2", "1", "-3", "abc", "0", "true", "1.5", "null", "9" * 30, "[2]")
 
@@ -70,7 +77,10 @@ def _value(rng: Random, lines: list[str]) -> list[str]:
 def _key(rng: Random, lines: list[str]) -> list[str]:
     """Misspell a key, or add one that there is not."""
     key = mutated_text(rng, rng.choice(list(VALID)))
-    return [*lines, f"{rng.choice([key, 'atention', 'Attention', 'block_q', '1', 'null', '[a]', '<<'])}: flash"]
+    return [
+        *lines,
+        f"{rng.choice([key, 'atention', 'Attention', 'block_q', '1', 'null', '[a]', '<<'])}: flash",
+    ]
 
 
 def _twice(rng: Random, lines: list[str]) -> list[str]:
@@ -84,7 +94,12 @@ def _text(rng: Random, lines: list[str]) -> list[str]:
 def _deep(rng: Random, lines: list[str]) -> list[str]:
     """Nest brackets, or a section inside of sections."""
     depth = rng.choice([5, 30, 1000, 5000])
-    return [*lines, rng.choice([f"model: {'[' * depth}{']' * depth}", f"model: {'{a: ' * depth}1{'}' * depth}"])]
+    return [
+        *lines,
+        rng.choice(
+            [f"model: {'[' * depth}{']' * depth}", f"model: {'{a: ' * depth}1{'}' * depth}"]
+        ),
+    ]
 
 
 def _bomb(rng: Random, lines: list[str]) -> list[str]:
@@ -92,12 +107,19 @@ def _bomb(rng: Random, lines: list[str]) -> list[str]:
     levels, many = rng.choice([2, 4, 9]), rng.choice([3, 9])
     first = [f"  a0: &a0 [{', '.join('x' * many)}]"]
     more = [f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * many)}]" for i in range(1, levels)]
-    merge = [f"  a{levels}: {{<<: [{', '.join([f'*a{levels - 1}'] * 2)}]}}"] if rng.random() < 0.2 else []
+    merge = (
+        [f"  a{levels}: {{<<: [{', '.join([f'*a{levels - 1}'] * 2)}]}}"]
+        if rng.random() < 0.2
+        else []
+    )
     return [*lines, "data:", *first, *more, *merge]
 
 
 def _self(rng: Random, lines: list[str]) -> list[str]:
-    return [*lines, rng.choice(["model: &m {a: *m}", "model: &m [*m]", "data: *nothing", "--- {}", "..."])]
+    return [
+        *lines,
+        rng.choice(["model: &m {a: *m}", "model: &m [*m]", "data: *nothing", "--- {}", "..."]),
+    ]
 
 
 CHANGES = (_value, _value, _value, _key, _key, _twice, _text, _text, _deep, _bomb, _self)

@@ -9,14 +9,63 @@ from tests.fuzz.case import Case, Machine, Names, Wrong
 from tests.fuzz.mutate import mutated_text
 from tests.fuzz.yaml_texts import draw_yaml
 
-SHAPES = ("wan-14b-720p", "wan-14b-cross", "sdxl", "1,4096,4096,8,64", "2,77,77,12,128,4", "1,10000000,10000000,40,128")
-MASKS = ("causal", "full", "window:5,3", "block-window:1560,7", "block-causal:16", "video:21,1560,3,7,1", "causal+window:9,0")
-NUMBERS = ("0", "-1", "1", "3", "300,512", "nan", "inf", "1e9", "9" * 30, "9" * 5000, "", "abc", "٣", "0x10", "1.5", "1_000", " 7")
+SHAPES = (
+    "wan-14b-720p",
+    "wan-14b-cross",
+    "sdxl",
+    "1,4096,4096,8,64",
+    "2,77,77,12,128,4",
+    "1,10000000,10000000,40,128",
+)
+MASKS = (
+    "causal",
+    "full",
+    "window:5,3",
+    "block-window:1560,7",
+    "block-causal:16",
+    "video:21,1560,3,7,1",
+    "causal+window:9,0",
+)
+NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "3",
+    "300,512",
+    "nan",
+    "inf",
+    "1e9",
+    "9" * 30,
+    "9" * 5000,
+    "",
+    "abc",
+    "٣",
+    "0x10",
+    "1.5",
+    "1_000",
+    " 7",
+)
 OPTIONS = {
     "--shape": SHAPES,
-    "--target": ("TPU v5p", "NVIDIA H200", "NVIDIA B200", "AMD Instinct MI300X", "cpu", "gpu", "TPU v9"),
+    "--target": (
+        "TPU v5p",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "AMD Instinct MI300X",
+        "cpu",
+        "gpu",
+        "TPU v9",
+    ),
     "--with": ("tokamax=0.0.17", "fa4-jax", "transformer-engine-jax=2.20.2", "numpy", "tokamax=="),
-    "--mesh": ("context=4", "context=2,fsdp=2", "tensor=3", "context=0", "context=4,context=4", "x=2", "data=-1"),
+    "--mesh": (
+        "context=4",
+        "context=2,fsdp=2",
+        "tensor=3",
+        "context=0",
+        "context=4,context=4",
+        "x=2",
+        "data=-1",
+    ),
     "--devices": ("8", "7"),
     "--mask": MASKS,
     "--dtype": ("bf16", "f16", "f32", "float32", "int8"),
@@ -55,7 +104,9 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
 
 def _words(rng: Random, command: str) -> list[str]:
     """Draw CONFIG, options and overrides, in any order."""
-    config = rng.choice(["FOLDER/a.yml", "FOLDER/a.yml", "FOLDER/none.yml", "FOLDER", "", *OVERRIDES[:2]])
+    config = rng.choice(
+        ["FOLDER/a.yml", "FOLDER/a.yml", "FOLDER/none.yml", "FOLDER", "", *OVERRIDES[:2]]
+    )
     parts = [[rng.choice(OVERRIDES)] for _ in range(rng.choice([0, 0, 1, 2]))]
     if command != "convert":
         names = rng.sample(list(OPTIONS), rng.choice([0, 1, 2, 3]))

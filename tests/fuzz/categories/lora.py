@@ -35,7 +35,24 @@ PATTERNS = (
     "to_q", ".*", LONG, "([a-z_.]+)+X", "(a|a)*b", "a{99999999999}", "(" * 5000, "(", "", "to_.", "(?i)TO_Q", "[",
     "(a*)*$b", "\\Z", "(?P<x>t)o_q", "(?<=a)x",
 )  # fmt: skip
-NUMBERS = (1, 2, 0.5, 8, 0, -1, 1e39, 1e308, 10**400, True, "4", None, [2], {"a": 1}, float("nan"), float("inf"))
+NUMBERS = (
+    1,
+    2,
+    0.5,
+    8,
+    0,
+    -1,
+    1e39,
+    1e308,
+    10**400,
+    True,
+    "4",
+    None,
+    [2],
+    {"a": 1},
+    float("nan"),
+    float("inf"),
+)
 SCALES = ("1.0", "0.5", "-2", "1e30", "0.0")
 
 
@@ -45,7 +62,7 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     header = {"lora_adapter_metadata": metadata} if metadata is not None else None
     data = mutated(rng, tensors, header) if rng.random() < 0.3 else pack(tensors, header)
     scale = rng.choice(SCALES)
-    check = _check_of(data, metadata, float(scale))
+    check = _check_of(data, float(scale))
     facts = {"metadata": metadata}
     source = SOURCE.format(data=data, scale=scale, long=LONG)
     return Case("lora", seed, source, check, unchanged, facts, seconds=10)
@@ -61,7 +78,11 @@ def _tensors(rng: Random) -> dict[str, np.ndarray]:
         tensors[f"{layer}.{up}.weight"] = numbers.standard_normal((height, rank)).astype("<f4")
         if rng.random() < 0.3:
             alpha = rng.choice([1.0, 4.0, 0.0, np.nan, np.inf, -2.0])
-            tensors[f"{layer}.alpha"] = np.full(rng.choice([(), (1,), (2,)]), alpha, rng.choice(["<f4", "<i4"]) if math.isfinite(alpha) else "<f4")
+            tensors[f"{layer}.alpha"] = np.full(
+                rng.choice([(), (1,), (2,)]),
+                alpha,
+                rng.choice(["<f4", "<i4"]) if math.isfinite(alpha) else "<f4",
+            )
     return tensors
 
 
@@ -81,11 +102,15 @@ def _metadata(rng: Random) -> str | None:
     return mutated_text(rng, text) if rng.random() < 0.1 else text
 
 
-def _check_of(data: bytes, metadata: str | None, scale: float) -> Callable[[Names], None]:
+def _check_of(data: bytes, scale: float) -> Callable[[Names], None]:
     def check(names: Names) -> None:
-        said, held = json.loads(metadata) if metadata else {}, _read(data)
+        held = _read(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        said = json.loads(header.get("__metadata__", {}).get("lora_adapter_metadata", "{}"))
         said = {key.rpartition(".")[2]: value for key, value in said.items()}
-        if odd := [k for k in ("init_lora_weights", "use_qalora", "layer_replication") if said.get(k)]:
+        if odd := [
+            k for k in ("init_lora_weights", "use_qalora", "layer_replication") if said.get(k)
+        ]:
             raise Wrong(f"merged as plain LoRA, and {odd[0]} is set")
         after = names["numbers"]()
         for layer in ("to_q", LONG):

@@ -24,7 +24,9 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     run = BOTH if rng.random() < 0.7 else FORWARD
     source = operands.text() + config_text(settings) + mesh_text(axes)
     source += call_text(operands, mesh=True) + run
-    facts = facts_of(operands, kernel=settings["attention"], strategy=settings.get("context_parallel"))
+    facts = facts_of(
+        operands, kernel=settings["attention"], strategy=settings.get("context_parallel")
+    )
     return Case("meshes", seed, source, check_of(operands), facts=facts, seconds=120)
 
 
@@ -52,7 +54,9 @@ def draw_sizes(rng: Random, axes: dict[str, int]) -> Sizes:
     heads = tensor * each
     kv_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
     t, s = rng.choice(LENGTHS[:13]), rng.choice(LENGTHS[:13])
-    return Sizes(batch, t, t if rng.random() < 0.7 else s, heads, kv_heads, rng.choice([2, 8, 8, 16, 33]))
+    return Sizes(
+        batch, t, t if rng.random() < 0.7 else s, heads, kv_heads, rng.choice([2, 8, 8, 16, 33])
+    )
 
 
 def mesh_settings(rng: Random, machine: Machine, axes: dict[str, int]) -> dict[str, Any]:

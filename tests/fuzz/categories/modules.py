@@ -73,9 +73,16 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
         settings["cross_attention"] = settings["attention"]
     call = rng.choice([name for name in CALLS if name.split()[0] == built.kind])
     how = rng.choice(TRANSFORMS).replace("{policy!r}", repr(rng.choice(POLICIES)))
-    text = config_text(settings) + (mesh_text(axes) if on_mesh else "") + _setup(built, rng, on_mesh)
+    text = (
+        config_text(settings) + (mesh_text(axes) if on_mesh else "") + _setup(built, rng, on_mesh)
+    )
     source = text + _run(built, call) + how + "\n" + RUN
-    facts = {"kind": call, "how": how, "kernel": settings["attention"], "mask": built.tree and built.tree.text()}
+    facts = {
+        "kind": call,
+        "how": how,
+        "kernel": settings["attention"],
+        "mask": built.tree and built.tree.text(),
+    }
     facts["strategy"] = settings.get("context_parallel")
     return Case("modules", seed, source, check_of(built), facts=facts, seconds=120)
 
@@ -85,8 +92,12 @@ def _built(rng: Random, machine: Machine, axes: dict[str, int]) -> Built:
     tensor, batch = axes.get("tensor", 1), axes.get("data", 1) * axes.get("fsdp", 1)
     heads, kv = rng.choice([(2, 2), (4, 2), (2, 1), (3, 3)])
     t, s = rng.choice([8, 7, 16, 20]), rng.choice([3, 8, 12])
-    lengths = {"FlaxAttention": (t, t), "CrossAttention": (t, s), "JointAttention": (s + t, s + t)}[kind]
-    sizes = Sizes(batch * rng.choice([1, 2]), *lengths, heads * tensor, kv * tensor, rng.choice([2, 8, 16]))
+    lengths = {"FlaxAttention": (t, t), "CrossAttention": (t, s), "JointAttention": (s + t, s + t)}[
+        kind
+    ]
+    sizes = Sizes(
+        batch * rng.choice([1, 2]), *lengths, heads * tensor, kv * tensor, rng.choice([6, 8, 16])
+    )
     tree = draw_tree(rng, sizes, 2) if rng.random() < 0.5 else None
     image = (rng.choice([1, 5, 8]), 6) if kind == "CrossAttention" and rng.random() < 0.4 else None
     return Built(

@@ -50,7 +50,11 @@ def draw_mesh(rng: Random) -> dict[str, int] | None:
     if rng.random() < 0.25:
         return None
     many = [1, 2, 2, 3, 4, 4, 5, 8, 8, 16, 32, 64, 256]
-    axes = {axis: rng.choice(many) for axis in ("data", "fsdp", "context", "tensor") if rng.random() < 0.5}
+    axes = {
+        axis: rng.choice(many)
+        for axis in ("data", "fsdp", "context", "tensor")
+        if rng.random() < 0.5
+    }
     if rng.random() < 0.02:
         axes["context"] = rng.choice([10**6, 10**9, 10**30])
     return axes
@@ -59,16 +63,23 @@ def draw_mesh(rng: Random) -> dict[str, int] | None:
 def _sizes(rng: Random, axes: dict[str, int] | None) -> Sizes:
     axes = axes or {}
     batch = prod(axes.get(a, 1) for a in ("data", "fsdp")) * rng.choice([1, 1, 2])
-    heads, kv = rng.choice([(1, 1), (4, 4), (12, 12), (16, 2), (24, 24), (40, 40), (40, 8), (36, 36)])
+    heads, kv = rng.choice(
+        [(1, 1), (4, 4), (12, 12), (16, 2), (24, 24), (40, 40), (40, 8), (36, 36)]
+    )
     many = axes.get("tensor", 1)
     t = rng.choice([*LENGTHS, rng.randint(1, 10_000_000), rng.randint(1, 5000)])
     s = t if rng.random() < 0.7 else rng.choice([77, 512, *LENGTHS])
     head_dim = rng.choice([1, 40, 64, 64, 72, 80, 96, 128, 128, 128, 192, 256, 300])
-    return Sizes(batch if rng.random() < 0.95 else batch + 1, t, s, heads * many, kv * many, head_dim)
+    return Sizes(
+        batch if rng.random() < 0.95 else batch + 1, t, s, heads * many, kv * many, head_dim
+    )
 
 
 def _settings(rng: Random) -> dict[str, Any]:
-    settings: dict[str, Any] = {"attention": rng.choice(KERNELS), "context_parallel": rng.choice(STRATEGIES)}
+    settings: dict[str, Any] = {
+        "attention": rng.choice(KERNELS),
+        "context_parallel": rng.choice(STRATEGIES),
+    }
     more = {
         "ulysses_shards": rng.choice([1, 2, 4, 8, 3]),
         "ulysses_attention_chunks": rng.choice([1, 2, 4, 7]),
@@ -78,7 +89,11 @@ def _settings(rng: Random) -> dict[str, Any]:
         "key_chunk_size": rng.choice([1, 128, 10**9]),
         "flash_min_seq_length": rng.choice([1, 4096, 10**7]),
         "fallback": rng.choice(["error", "warn", "allow"]),
-        "flash_block_sizes": {b: rng.choice([128, 256, 512, 1024, 2048, 3024, 100, 10**6]) for b in BLOCKS if rng.random() < 0.4},
+        "flash_block_sizes": {
+            b: rng.choice([128, 256, 512, 1024, 2048, 3024, 100, 10**6])
+            for b in BLOCKS
+            if rng.random() < 0.4
+        },
         "use_base2_exp": True,
         "attention_sharding_uniform": False,
     }

@@ -21,6 +21,7 @@ WRAPPERS = (
     "call = jax.checkpoint(call, policy={policy})",
     "call = jax.jit(jax.checkpoint(call, policy={policy}))",
     "from flax import nnx\ncall = nnx.jit(call)",
+    "from flax import nnx\ninner = call\ncall = lambda q, *x: inner(nnx.Param(q), *x)",
     "from flax import nnx\ncall = nnx.remat(call, policy={policy})",
     "call_of = jax.jit(lambda mask, *x: ma.attention(*x[:3], mask=mask, bias=x[3], {words}))\n"
     "call = lambda *x: call_of(mask, *x)",
@@ -81,7 +82,9 @@ def _wrapped(rng: Random, seed: int, machine: Machine) -> Case:
     wrapper = wrapper.replace("{policy}", policy).replace("{words}", words)
     source = text + call_text(operands, on_mesh) + wrapper + "\n"
     if on_mesh and rng.random() < 0.3:
-        source += "with jax.set_mesh(mesh):\n" + "".join(f"    {line}\n" for line in BOTH.splitlines())
+        source += "with jax.set_mesh(mesh):\n" + "".join(
+            f"    {line}\n" for line in BOTH.splitlines()
+        )
     else:
         source += BOTH
     return case_of(seed, operands, settings, source, wrapper)

@@ -32,7 +32,9 @@ CALL = "self-attention B=1 T=S=8 N=2 H=8 f32 Full()"
 
 def draw(rng: Random, seed: int, machine: Machine) -> Case:
     """Draw a file of measurements and a call that reads it."""
-    operands = Operands(Sizes(1, 8, 8, 2, 2, 8), "float32", "normal", None, None, "", "float32", "", None, seed)
+    operands = Operands(
+        Sizes(1, 8, 8, 2, 2, 8), "float32", "normal", None, None, "", "float32", "", None, seed
+    )
     body = config_text({"attention": "dot_product", "use_memory_efficient_attention": True})
     body = operands.text() + body + call_text(operands) + BOTH
     indented = "".join(f"    {line}\n" for line in body.splitlines())
@@ -41,7 +43,10 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
 
 
 def _data(rng: Random) -> bytes:
-    whole: dict[str, Any] = {"version": 1, "measurements": [_measurement(rng) for _ in range(rng.choice([1, 2, 3]))]}
+    whole: dict[str, Any] = {
+        "version": 1,
+        "measurements": [_measurement(rng) for _ in range(rng.choice([1, 2, 3]))],
+    }
     for _ in range(rng.choice([0, 1, 1, 2])):
         rng.choice([_in_entry, _in_entry, _in_sizes, _in_sizes, _in_whole])(rng, whole)
     data = json.dumps(whole).encode()
@@ -66,7 +71,9 @@ def _in_entry(rng: Random, whole: Any) -> None:
 def _in_sizes(rng: Random, whole: Any) -> None:
     sizes = rng.choice(whole["measurements"])["sizes"]
     if isinstance(sizes, dict):
-        sizes[rng.choice(["query_chunk_size", "key_chunk_size", "hardware", "attention", "nothing"])] = rng.choice([*ODD, "tpu"])
+        sizes[
+            rng.choice(["query_chunk_size", "key_chunk_size", "hardware", "attention", "nothing"])
+        ] = rng.choice([*ODD, "tpu"])
 
 
 def _in_whole(rng: Random, whole: Any) -> None:

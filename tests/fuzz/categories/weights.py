@@ -21,7 +21,7 @@ class Model(nnx.Module):
         self.to_q = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype={dtype!r})
         self.norm = nnx.LayerNorm(2, rngs=nnx.Rngs(0))
 model = Model()
-folder = pathlib.Path(tempfile.mkdtemp()) / 'in'
+{host}folder = pathlib.Path(tempfile.mkdtemp()) / 'in'
 folder.mkdir()
 for name, data in {files!r}.items():
     path = (folder / name)
@@ -40,7 +40,8 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     files = _indexed(rng, tensors) if rng.random() < 0.35 else {"m.safetensors": _one(rng, tensors)}
     file = rng.choice(["", "", " / 'm.safetensors'"])
     strict, dtype = rng.random() < 0.7, rng.choice(["float32", "float32", "bfloat16", "float16"])
-    source = SOURCE.format(files=files, file=file, strict=strict, dtype=dtype)
+    host = "nnx.update(model, jax.device_get(nnx.state(model)))\n" if rng.random() < 0.05 else ""
+    source = SOURCE.format(files=files, file=file, strict=strict, dtype=dtype, host=host)
     facts = {"files": sorted(files), "dtype": dtype}
     check = _check_of(files)
     return Case("weights", seed, source, check, unchanged, facts, seconds=10)
@@ -71,7 +72,19 @@ def _indexed(rng: Random, tensors: dict[str, np.ndarray]) -> dict[str, bytes]:
     names = list(tensors)
     parts = {"a.safetensors": names[:2], "b.safetensors": names[2:]}
     where: dict[str, Any] = {name: file for file, held in parts.items() for name in held}
-    other = rng.choice(["../x.safetensors", "/etc/passwd", "c.safetensors", "", "a" * 300, 5, None, "b.safetensors", "m.pt"])
+    other = rng.choice(
+        [
+            "../x.safetensors",
+            "/etc/passwd",
+            "c.safetensors",
+            "",
+            "a" * 300,
+            5,
+            None,
+            "b.safetensors",
+            "m.pt",
+        ]
+    )
     if rng.random() < 0.4:
         where[rng.choice([*names, "more"])] = other
     index = json.dumps({"metadata": {}, "weight_map": where})
@@ -89,7 +102,9 @@ def unchanged(names: Names) -> None:
     after = names["numbers"]()
     for name, value in names["before"].items():
         if value.tobytes() != after[name].tobytes():
-            raise Wrong(f"refused, and {name} is changed", f"print(before[{name!r}], numbers()[{name!r}])")
+            raise Wrong(
+                f"refused, and {name} is changed", f"print(before[{name!r}], numbers()[{name!r}])"
+            )
 
 
 def _check_of(files: dict[str, bytes]) -> Callable[[Names], None]:
@@ -121,6 +136,8 @@ def _same(name: str, value: np.ndarray, want: Any) -> None:
         raise Wrong(f"{name} was loaded, and no file of the folder holds it", show)
     rounded = np.asarray(want).astype(value.dtype)
     if rounded.shape != value.shape or not np.array_equal(rounded, value, equal_nan=True):
-        raise Wrong(f"{name} is {value.tolist()}, and the file holds {np.asarray(want).tolist()}", show)
+        raise Wrong(
+            f"{name} is {value.tolist()}, and the file holds {np.asarray(want).tolist()}", show
+        )
     if (np.isfinite(np.asarray(want, np.float64)) != np.isfinite(value.astype(np.float64))).any():
         raise Wrong(f"{name} became infinite in {value.dtype}: {np.asarray(want).tolist()}", show)

@@ -1,0 +1,29 @@
+"""A fixed draw of every category: nothing but right, refused, or a fault that is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.categories import CATEGORIES, draw
+from tests.fuzz.machine import describe
+from tests.fuzz.run import run
+from tests.fuzz.table import table
+
+SEED = 19
+CASES = {
+    "attention": 30, "meshes": 12, "transforms": 16, "modules": 8, "plans": 60, "commands": 60,
+    "yaml": 80, "weights": 60, "lora": 60, "tuned": 25,
+}  # fmt: skip
+PARTS = 2  # of the categories that compile, so that both cores have work
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", CATEGORIES)
+def test_no_third_outcome(name: str, part: int) -> None:
+    first, many = SEED * 1_000_000, CASES[name]
+    seeds = range(first + part, first + many, PARTS)
+    outcomes = [run(draw(name, seed, describe())) for seed in seeds]
+    print(table(outcomes))
+    failed = [outcome.snippet for outcome in outcomes if outcome.kind == "failed"]
+    assert not failed, "\n\n".join(failed)
+    assert any(outcome.kind == "right" for outcome in outcomes)
