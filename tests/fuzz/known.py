@@ -41,6 +41,8 @@ KNOWN: tuple[Known, ...] = (
           {"mask": r"(KeyLimit.*){12}"}, "every hidden range of keys doubles the intervals"),
     Known("E", "plans", "takes more than|MemoryError", {"mesh": r"\d{6}"},
           "a mesh of a billion devices is walked"),
+    Known("S", "plans|commands", "takes more than", {},
+          "maps of blocks of long sequences are walked on the host, even of a full mask"),
     Known("F", "meshes|transforms|modules", "NotImplementedError.*feature request", {},
           "all_to_all over groups of an axis has no batching rule"),
     Known("G", "tuned", "", {}, "a damaged file of tuned sizes ends every call"),

@@ -99,7 +99,7 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     yaml = draw_yaml(rng, rng.choice([0, 0, 1, 2]), model=True).encode("utf-8", "replace")
     source = SOURCE.format(yaml=yaml, words=words)
     facts = {"words": " ".join(words)[:500], "yaml": yaml}
-    return Case("commands", seed, source, _check_of(words), facts=facts, seconds=30)
+    return Case("commands", seed, source, _check_of(words), facts=facts, seconds=10)
 
 
 def _words(rng: Random, command: str) -> list[str]:

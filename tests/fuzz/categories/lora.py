@@ -65,7 +65,7 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     check = _check_of(data, float(scale))
     facts = {"metadata": metadata}
     source = SOURCE.format(data=data, scale=scale, long=LONG)
-    return Case("lora", seed, source, check, unchanged, facts, seconds=10)
+    return Case("lora", seed, source, check, unchanged, facts, seconds=5)
 
 
 def _tensors(rng: Random) -> dict[str, np.ndarray]:

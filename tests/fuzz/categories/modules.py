@@ -40,7 +40,7 @@ RUN = """\
 out = run(layer, x)
 way = draw(*out.shape)
 loss = lambda layer, x: (run(layer, x).astype('float32') * way.astype('float32')).sum()
-grads, dx = nnx.grad(loss, argnums=(0, 1))(layer, x)
+grads, dx = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(layer, x)
 """
 POLICIES = ("FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH")
 

@@ -42,7 +42,7 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     words |= dict(bias=_bias(rng, sizes), lse=rng.random() < 0.2, **sizes._asdict())
     source = config_text(settings) + SOURCE.format(**words)
     facts = {"mask": words["mask"], "target": words["target"], "mesh": str(axes)}
-    return Case("plans", seed, source, check_of(words), facts=facts | settings, seconds=20)
+    return Case("plans", seed, source, check_of(words), facts=facts | settings, seconds=10)
 
 
 def draw_mesh(rng: Random) -> dict[str, int] | None:

@@ -64,12 +64,13 @@ def _measurement(rng: Random) -> dict[str, Any]:
 
 
 def _in_entry(rng: Random, whole: Any) -> None:
-    entry = rng.choice(whole["measurements"])
+    entry = rng.choice([m for m in whole["measurements"] if isinstance(m, dict)])
     entry[rng.choice(list(entry))] = rng.choice(ODD)
 
 
 def _in_sizes(rng: Random, whole: Any) -> None:
-    sizes = rng.choice(whole["measurements"])["sizes"]
+    entry = rng.choice([*whole["measurements"], None])
+    sizes = entry.get("sizes") if isinstance(entry, dict) else None
     if isinstance(sizes, dict):
         sizes[
             rng.choice(["query_chunk_size", "key_chunk_size", "hardware", "attention", "nothing"])

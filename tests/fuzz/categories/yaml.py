@@ -27,4 +27,4 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     source = SOURCE.format(data=data, read=read)
     check = check_of(data, read == "from_yaml")
     facts = {"data": data, "read": read}
-    return Case("yaml", seed, source, check, facts=facts, seconds=10)
+    return Case("yaml", seed, source, check, facts=facts, seconds=5)
