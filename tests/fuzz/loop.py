@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import select
@@ -35,11 +34,12 @@ def fuzz(names: Sequence[str], seed: int, seconds: float, count: int | None) -> 
 
 
 def _order(names: Sequence[str], seed: int) -> Iterator[str]:
-    """Name cases for ever, each category by its weight."""
-    turn = [name for step in range(8) for name in names if CATEGORIES[name].weight > step]
-    numbers = {name: itertools.count(seed * 1_000_000) for name in names}
-    for name in itertools.cycle(turn):
-        yield f"{name}:{next(numbers[name])}"
+    """Name cases for ever: always of the category that has had the fewest for its weight."""
+    drawn = dict.fromkeys(names, 0)
+    while True:
+        name = min(names, key=lambda name: (drawn[name] + 0.5) / CATEGORIES[name].weight)
+        yield f"{name}:{seed * 1_000_000 + drawn[name]}"
+        drawn[name] += 1
 
 
 class Worker:

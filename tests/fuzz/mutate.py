@@ -36,8 +36,8 @@ def mutated_text(rng: Random, text: str) -> str:
     at, end = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
     other = rng.choice([*ODD, rng.choice(string.printable), str(rng.randint(-5, 10**6))])
     return rng.choice(
-        [text[:at], text[:at] + text[end:], text[:at] + other + text[at:], text[:at] + other + text[at + 1 :],
-         text[:end] + text[at:end] + text[end:]]
+        [text[:at], text[:at] + text[end:], text[:at] + other + text[at:],
+         text[:at] + other + text[at + 1 :], text[:end] + text[at:end] + text[end:]]
     )  # fmt: skip
 
 
@@ -47,5 +47,6 @@ def mutated_bytes(rng: Random, data: bytes) -> bytes:
     other = rng.choice([bytes([rng.randrange(256)]), b"\xff" * 8, b"\x00" * 8, rng.randbytes(4)])
     return rng.choice(
         [data[:at], data[at:], data[:at] + data[end:], data[:at] + other + data[at:],
-         data[:at] + other + data[at + len(other) :], data[:end] + data[at:end] + data[end:], data + other]
+         data[:at] + other + data[at + len(other) :], data[:end] + data[at:end] + data[end:],
+         data + other]
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ def _check_texts(names: Names) -> None:
 def _numbers(text: str) -> str:
     """Keep the words that are sizes: `-3 KiB` is wrong, `offset=-3` is a mask's."""
     words = text.split()
-    pairs = zip(words, words[1:], strict=False)
+    pairs = itertools.pairwise(words)
     return " ".join(
         f" {a}" for a, b in pairs if b.rstrip(",.;") in ("B", "KiB", "MiB", "GiB", "ms", "s")
     )

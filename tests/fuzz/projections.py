@@ -71,7 +71,7 @@ def attend(q: Any, k: Any, v: Any, allowed: Any, bias: Any, how: Heads) -> np.nd
 
 
 class Inputs(NamedTuple):
-    """Hold what a module is called with: states, the other sequence, an image, a mask and a bias."""
+    """Hold what a module is called with: states, another sequence, an image, mask and bias."""
 
     x: np.ndarray
     text: np.ndarray | None

@@ -13,7 +13,7 @@ SPELLED = {True: "true", False: "false", None: "null"}
 
 
 def check_of(data: bytes, ours: bool) -> Callable[[Names], None]:
-    """Return the check of a config that was accepted; of another project's file, that there is one."""
+    """Return the check of a config that was accepted; of another project's, that it is YAML."""
 
     def check(names: Names) -> None:
         pairs = _pairs(data)

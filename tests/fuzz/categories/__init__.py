@@ -23,16 +23,16 @@ class Category(NamedTuple):
 
 
 CATEGORIES = {
-    "attention": Category("attention on one device", 8),
+    "attention": Category("attention on one device", 10),
     "meshes": Category("attention on meshes", 4),
-    "transforms": Category("transformations of attention", 4),
+    "transforms": Category("transformations of attention", 5),
     "modules": Category("modules", 3),
-    "plans": Category("plans for other machines", 6),
-    "commands": Category("command lines", 4),
-    "yaml": Category("configs in YAML", 6),
-    "weights": Category("weights in safetensors", 4),
-    "lora": Category("LoRA files and alphas", 4),
-    "tuned": Category("the file of tuned sizes", 2),
+    "plans": Category("plans for other machines", 12),
+    "commands": Category("command lines", 20),
+    "yaml": Category("configs in YAML", 50),
+    "weights": Category("weights in safetensors", 25),
+    "lora": Category("LoRA files and alphas", 25),
+    "tuned": Category("the file of tuned sizes", 8),
 }
 
 

@@ -32,8 +32,8 @@ layers = ma.weights.merge_lora(model, folder / 'l.safetensors', scale={scale})
 """
 LONG = "a_layer_with_a_name_of_many_letters_"
 PATTERNS = (
-    "to_q", ".*", LONG, "([a-z_.]+)+X", "(a|a)*b", "a{99999999999}", "(" * 5000, "(", "", "to_.", "(?i)TO_Q", "[",
-    "(a*)*$b", "\\Z", "(?P<x>t)o_q", "(?<=a)x",
+    "to_q", ".*", LONG, "([a-z_.]+)+X", "(a|a)*b", "a{99999999999}", "(" * 5000, "(", "",
+    "to_.", "(?i)TO_Q", "[", "(a*)*$b", "\\Z", "(?P<x>t)o_q", "(?<=a)x",
 )  # fmt: skip
 NUMBERS = (
     1,
@@ -53,6 +53,10 @@ NUMBERS = (
     float("nan"),
     float("inf"),
 )
+MORE = {
+    "use_dora": True, "peft_type": "IA3", "init_lora_weights": "pissa", "use_qalora": True,
+    "layer_replication": [[0, 1]], "rank_pattern": {"to_q": 3},
+}  # fmt: skip
 SCALES = ("1.0", "0.5", "-2", "1e30", "0.0")
 
 
@@ -90,12 +94,13 @@ def _metadata(rng: Random) -> str | None:
     """Draw peft's settings as JSON, some of them wrong."""
     if rng.random() < 0.3:
         return None
-    said: dict[str, Any] = {"lora_alpha": rng.choice(NUMBERS[:3] * 4 + NUMBERS), "r": 2}
-    if rng.random() < 0.5:
-        said["alpha_pattern"] = {rng.choice(PATTERNS): rng.choice([2, 6, *NUMBERS])}
-    more = {"use_rslora": True, "use_dora": True, "peft_type": rng.choice(["LORA", "IA3"]), "init_lora_weights": "pissa",
-            "use_qalora": True, "layer_replication": [[0, 1]], "rank_pattern": {"to_q": 3}}  # fmt: skip
-    said |= {key: value for key, value in more.items() if rng.random() < 0.1}
+    said: dict[str, Any] = {"lora_alpha": rng.choice(NUMBERS[:3] * 12 + NUMBERS), "r": 2}
+    if rng.random() < 0.4:
+        said["alpha_pattern"] = {
+            rng.choice(PATTERNS[:3] * 12 + PATTERNS): rng.choice([2, 6, 3] * 8 + [*NUMBERS])
+        }
+    said |= {key: value for key, value in MORE.items() if rng.random() < 0.06}
+    said |= {"use_rslora": True} if rng.random() < 0.3 else {}
     if rng.random() < 0.1:
         said = {f"unet.{key}": value for key, value in said.items()}
     text = json.dumps(said)
@@ -129,9 +134,10 @@ def _read(data: bytes) -> dict[str, np.ndarray]:
 
 def _change(layer: str, held: dict[str, np.ndarray], said: dict[str, Any]) -> np.ndarray:
     """Return alpha / rank B A of one layer, 0 where there is none."""
-    pairs = [("lora_A", "lora_B"), ("lora.down", "lora.up")]
-    a, b = next(((held.get(f"{layer}.{x}.weight"), held.get(f"{layer}.{y}.weight")) for x, y in pairs
-                 if f"{layer}.{x}.weight" in held), (None, None))  # fmt: skip
+    a, b = (
+        next((held[n] for name in names if (n := f"{layer}.{name}.weight") in held), None)
+        for names in (("lora_A", "lora.down"), ("lora_B", "lora.up"))
+    )
     if a is None or b is None:
         return np.zeros(())
     rank = a.shape[0]

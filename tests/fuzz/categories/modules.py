@@ -18,7 +18,8 @@ rng = np.random.default_rng({seed})
 draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), {dtype!r})
 layer = ma.{kind}({words}, config=config, dtype={dtype!r}, rngs=nnx.Rngs({seed}){mesh})
 nnx.update(layer, jax.tree.map(
-    lambda x: x + 0.2 * jnp.asarray(rng.standard_normal(x.shape), x.dtype), nnx.state(layer, nnx.Param)))
+    lambda x: x + 0.2 * jnp.asarray(rng.standard_normal(x.shape), x.dtype),
+    nnx.state(layer, nnx.Param)))
 x, text, image = draw{x}, {text}, {image}
 mask, bias = {mask}, {bias}
 rotary = {rotary}
@@ -26,15 +27,19 @@ rotary = {rotary}
 CALLS = {
     "FlaxAttention": "layer(x, rotary_emb=rotary, mask=mask, bias=bias)",
     "CrossAttention": "layer(x, text, rotary_emb=rotary, mask=mask, bias=bias{image})",
-    "CrossAttention kv": "layer(x, kv=layer.compute_kv(text{kv}), rotary_emb=rotary, mask=mask, bias=bias)",
-    "JointAttention": "jnp.concatenate([y.ravel() for y in layer(x, text, rotary_emb=rotary, mask=mask, bias=bias)])",
+    "CrossAttention kv": "layer(x, kv=layer.compute_kv(text{kv}), rotary_emb=rotary, mask=mask,"
+    " bias=bias)",
+    "JointAttention": "jnp.concatenate([y.ravel() for y in layer(x, text, rotary_emb=rotary,"
+    " mask=mask, bias=bias)])",
 }
 TRANSFORMS = (
     "", "", "run = nnx.jit(run)", "run = nnx.remat(run)", "run = nnx.jit(nnx.remat(run))",
     "run = ma.remat(run, ma.AttentionConfig(remat_policy={policy!r}))",
     "run = nnx.jit(ma.remat(run, ma.AttentionConfig(remat_policy={policy!r})))",
-    "once = run\ndef run(layer, x):\n    parts = nnx.vmap(lambda y: once(layer, y))(x[None])\n    return parts[0]",
-    "once = run\ndef run(layer, x):\n    return nnx.scan(lambda c, y: (c, once(layer, y)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(0.0, x[None])[1][0]",
+    "once = run\ndef run(layer, x):\n    return nnx.vmap(lambda y: once(layer, y))(x[None])[0]",
+    "once = run\ndef run(layer, x):\n    step = lambda c, y: (c, once(layer, y))\n"
+    "    along = (nnx.Carry, 0)\n"
+    "    return nnx.scan(step, in_axes=along, out_axes=along)(0.0, x[None])[1][0]",
 )  # fmt: skip
 RUN = """\
 out = run(layer, x)
@@ -42,6 +47,7 @@ way = draw(*out.shape)
 loss = lambda layer, x: (run(layer, x).astype('float32') * way.astype('float32')).sum()
 grads, dx = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(layer, x)
 """
+NORMS = (None, "rms_norm", "layer_norm", "rms_norm_across_heads")
 POLICIES = ("FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH")
 
 
@@ -102,8 +108,8 @@ def _built(rng: Random, machine: Machine, axes: dict[str, int]) -> Built:
     image = (rng.choice([1, 5, 8]), 6) if kind == "CrossAttention" and rng.random() < 0.4 else None
     return Built(
         kind, sizes, rng.choice([8, 12]), rng.choice([8, 10]), image,
-        rng.choice([None, "rms_norm", "layer_norm", "rms_norm_across_heads"]), rng.choice([1e-5, 1e-6]),
-        rng.choice([None, None, 0.7]), rng.choice([None, 1e4, 100.0]), rng.choice(["interleaved", "half"]),
+        rng.choice(NORMS), rng.choice([1e-5, 1e-6]), rng.choice([None, None, 0.7]),
+        rng.choice([None, 1e4, 100.0]), rng.choice(["interleaved", "half"]),
         tree, rng.random() < 0.2, "bfloat16" if machine.platform == "gpu" else "float32",
     )  # fmt: skip
 
@@ -124,19 +130,20 @@ def _setup(built: Built, rng: Random, on_mesh: bool) -> str:
         image=f"draw{(s.b, *image)}" if image else "None",
         mask=built.tree.text() if built.tree else "None",
         bias=f"draw{(1, s.n, s.t, s.s)}" if built.bias else "None",
-        rotary=f"ma.rope_1d({s.h}, {s.t}, {built.theta}, style={built.style!r})" if built.theta else "None",
+        rotary=f"ma.rope_1d({s.h}, {s.t}, {built.theta}, style={built.style!r})"
+        if built.theta else "None",
     )  # fmt: skip
 
 
 def _words(built: Built, rng: Random) -> str:
     s = built.sizes
-    words: dict[str, Any] = dict(query_dim=built.width, heads=s.n, kv_heads=s.k, dim_head=s.h)
-    words |= dict(qk_norm=built.norm, eps=built.eps, scale=built.scale, bias=rng.random() < 0.5)
-    words |= dict(out_bias=rng.random() < 0.5)
+    words: dict[str, Any] = {"query_dim": built.width, "heads": s.n, "kv_heads": s.k}
+    words |= {"dim_head": s.h, "qk_norm": built.norm, "eps": built.eps, "scale": built.scale}
+    words |= {"bias": rng.random() < 0.5, "out_bias": rng.random() < 0.5}
     if built.kind == "CrossAttention":
-        words |= dict(cross_attention_dim=built.text_width)
+        words |= {"cross_attention_dim": built.text_width}
     if built.image or built.kind == "JointAttention":
-        words |= dict(added_kv_proj_dim=built.image[1] if built.image else built.text_width)
+        words |= {"added_kv_proj_dim": built.image[1] if built.image else built.text_width}
     return ", ".join(f"{key}={value!r}" for key, value in words.items())
 
 

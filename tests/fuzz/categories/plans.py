@@ -10,7 +10,7 @@ from tests.fuzz.calls import config_text
 from tests.fuzz.case import Case, Machine
 from tests.fuzz.categories.meshes import STRATEGIES
 from tests.fuzz.kernels import BLOCKS
-from tests.fuzz.mask_trees import Sizes, draw_tree, leaves
+from tests.fuzz.mask_trees import Sizes, draw_tree
 from tests.fuzz.plan_checks import check_of
 
 TARGETS = (
@@ -19,11 +19,13 @@ TARGETS = (
 )  # fmt: skip
 PACKAGES = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"))
 KERNELS = ("auto", "flash", "tokamax_flash", "cudnn", "cudnn_flash_te", "dot_product")
+DTYPES, ROLES = ("bfloat16", "bfloat16", "float32", "float16"), ("self", "self", "self", "cross")
 LENGTHS = (1, 77, 512, 1000, 4096, 32_760, 75_600, 131_072, 1_048_576, 2_097_152, 10_000_000)
 SOURCE = """\
 target = ma.Target.named({target!r}, packages={packages!r})
 def call_of(t, s):
-    q, k = (jax.ShapeDtypeStruct(shape, {dtype!r}) for shape in (({b}, t, {n}, {h}), ({b}, s, {k}, {h})))
+    shapes = ({b}, t, {n}, {h}), ({b}, s, {k}, {h})
+    q, k = (jax.ShapeDtypeStruct(shape, {dtype!r}) for shape in shapes)
     return ma.Call.of(q, k, mask={mask}, bias={bias}, return_lse={lse}, role={role!r})
 call = call_of({t}, {s})
 plan = ma.plan(call, config, {mesh!r}, target)
@@ -37,8 +39,8 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     axes = draw_mesh(rng)
     sizes, settings = _sizes(rng, axes), _settings(rng)
     packages = tuple(p for p in PACKAGES if rng.random() < 0.6)
-    words = dict(target=rng.choice(TARGETS), packages=packages, mesh=axes, mask=_mask(rng, sizes))
-    words |= dict(dtype=rng.choice(["bfloat16", "bfloat16", "float32", "float16"]), role=_role(rng))
+    words = {"target": rng.choice(TARGETS), "packages": packages, "mesh": axes}
+    words |= {"mask": _mask(rng, sizes), "dtype": rng.choice(DTYPES), "role": rng.choice(ROLES)}
     words |= dict(bias=_bias(rng, sizes), lse=rng.random() < 0.2, **sizes._asdict())
     source = config_text(settings) + SOURCE.format(**words)
     facts = {"mask": words["mask"], "target": words["target"], "mesh": str(axes)}
@@ -106,13 +108,8 @@ def _mask(rng: Random, sizes: Sizes) -> str:
         return "None"
     tree = draw_tree(rng, sizes, 2, data=False)
     if rng.random() < 0.3:
-        tree = tree if any(leaf.kind == "VideoMask" for leaf in leaves(tree)) else tree
         return f"{tree.text()} & M.KeyPadding(np.full({sizes.b}, {max(sizes.s - 5, 1)}))"
     return tree.text()
-
-
-def _role(rng: Random) -> str:
-    return rng.choice(["self", "self", "self", "cross"])
 
 
 def _bias(rng: Random, sizes: Sizes) -> str:

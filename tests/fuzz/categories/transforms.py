@@ -28,7 +28,10 @@ WRAPPERS = (
 )
 DONATED = """\
 kept = [x if x is None else np.asarray(x) for x in (q, k, v, bias)]
-step = jax.jit(lambda *x: (lambda y, pull: (y, pull((dout, dlse))))(*jax.vjp(call, *x)), donate_argnums=(0, 1, 2))
+def step(*x):
+    y, pull = jax.vjp(call, *x)
+    return y, pull((dout, dlse))
+step = jax.jit(step, donate_argnums=(0, 1, 2))
 (out, lse), (dq, dk, dv, dbias) = step(q, k, v, bias)
 q, k, v, bias = kept
 """
@@ -42,8 +45,9 @@ def loss(q, k, v, bias):
 SHARD_MAP = """\
 from jax.sharding import PartitionSpec as P
 mesh2 = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-call = jax.shard_map(call, mesh=mesh2, in_specs=(P('data'), P('data'), P('data'), P()), out_specs=(P('data'), P('data')), check_vma={check})
-call = jax.jit(call)
+split = P('data')
+call = jax.jit(jax.shard_map(call, mesh=mesh2, in_specs=(split, split, split, P()),
+                             out_specs=(split, split), check_vma={check}))
 """
 
 
