@@ -96,12 +96,10 @@ def _softmax(g: Given, heads: _Heads) -> _Soft:
     e = np.where(ok, np.exp(np.where(ok, x - top, 0.0)), 0.0)
     total = np.where(any_key, e.sum(-1, keepdims=True), 1.0)
     p = e / total
-    lse = np.squeeze(top + np.log(total), -1)
-    row = (p * loose).sum(-1, keepdims=True) + F32 * (
-        x.shape[-1] + 8 + 4 * abs(top + np.log(total))
-    )
+    lse = top + np.log(total)
+    row = (p * loose).sum(-1, keepdims=True) + F32 * (x.shape[-1] + 8 + 4 * abs(lse))
     off = np.minimum(p * np.expm1(np.minimum(2 * (loose + row), 50.0)), 1.0) * ok
-    return _Soft(p, off, *_lse(g, lse, any_key[..., 0], row[..., 0]), row)
+    return _Soft(p, off, *_lse(g, np.squeeze(lse, -1), any_key[..., 0], row[..., 0]), row)
 
 
 def _lse(g: Given, lse: Any, any_key: Any, row: Any) -> tuple[np.ndarray, np.ndarray]:

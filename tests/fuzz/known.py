@@ -67,6 +67,7 @@ KNOWN: tuple[Known, ...] = (
           "an index may name files outside of its folder"),
     Known("P", "lora", "merged as plain LoRA", {},
           "variants of LoRA that are merged as plain ones"),
+    Known("T", "checkpoints", "^foreign", {}, "a damaged checkpoint ends in orbax's own errors"),
     Known("Q", "transforms", "^d(q|k|bias)", {"axes": r"^\(None, None, "},
           "vmap over v alone: jax adds the gradient of the shared lse once for every example"),
     Known("R", "transforms", "^got.* is nan", {"how": "^(grad of grad|jvp of grad)$", "bias": "."},

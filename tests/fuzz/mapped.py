@@ -26,7 +26,8 @@ SCANS = (
     "call = jax.vmap(jax.jit(call), in_axes={axes})",
     "one = call\ncall = lambda *x: jax.lax.map(lambda y: one(*y), x)",
     "one = call\ncall = lambda *x: jax.lax.scan(lambda c, y: (c, one(*y)), 0, x)[1]",
-    "one = jax.checkpoint(call)\ncall = lambda *x: jax.lax.scan(lambda c, y: (c, one(*y)), 0, x)[1]",
+    "one = jax.checkpoint(call)\n"
+    "call = lambda *x: jax.lax.scan(lambda c, y: (c, one(*y)), 0, x)[1]",
 )
 Axes = tuple[int | None, ...]
 

@@ -32,6 +32,8 @@ CATEGORIES = {
     "yaml": Category("configs in YAML", 50),
     "weights": Category("weights in safetensors", 25),
     "lora": Category("LoRA files and alphas", 25),
+    "latents": Category("folders of latents", 12),
+    "checkpoints": Category("checkpoints", 2),
     "tuned": Category("the file of tuned sizes", 8),
 }
 

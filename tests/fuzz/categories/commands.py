@@ -76,8 +76,9 @@ OPTIONS = {
 FLAGS = ("--all", "--inference", "--maxdiffusion", "--why", "--nothing", "--help")
 OVERRIDES = (
     "attention=ring", "attention=flash", "ici_context_parallelism=4",
-    "flash_block_sizes.block_q=512", "attention=", "=", "attention", "query_chunk_size=-1", "mesh_axes=[data]", "deterministic=yes",
-    "flash_block_sizes={block_q: 100}", "attention=[", "model.heads=true",
+    "flash_block_sizes.block_q=512", "attention=", "=", "attention", "query_chunk_size=-1",
+    "mesh_axes=[data]", "deterministic=yes", "flash_block_sizes={block_q: 100}", "attention=[",
+    "model.heads=true",
     "context_parallel=ulysses_ring",
 )  # fmt: skip
 SOURCE = """\

@@ -119,7 +119,7 @@ def _check_of(data: bytes, scale: float) -> Callable[[Names], None]:
             raise Wrong(f"merged as plain LoRA, and {odd[0]} is set")
         after = names["numbers"]()
         for layer in ("to_q", LONG):
-            want = names["before"][f"{layer}.weight"] + scale * _change(layer, held, said)
+            want = names["before"][f"{layer}.weight"] + _change(layer, held, said, scale)
             _close(f"{layer}.weight", after[f"{layer}.weight"], want)
 
     return check
@@ -132,8 +132,8 @@ def _read(data: bytes) -> dict[str, np.ndarray]:
         raise Wrong(f"merged, and it is no safetensors file: {error!r}") from None
 
 
-def _change(layer: str, held: dict[str, np.ndarray], said: dict[str, Any]) -> np.ndarray:
-    """Return alpha / rank B A of one layer, 0 where there is none."""
+def _change(layer: str, held: dict[str, np.ndarray], said: Any, scale: float) -> np.ndarray:
+    """Return scale * alpha / rank B A of one layer, 0 where there is none."""
     a, b = (
         next((held[n] for name in names if (n := f"{layer}.{name}.weight") in held), None)
         for names in (("lora_A", "lora.down"), ("lora_B", "lora.up"))
@@ -143,8 +143,8 @@ def _change(layer: str, held: dict[str, np.ndarray], said: dict[str, Any]) -> np
     rank = a.shape[0]
     own = held.get(f"{layer}.alpha")
     if own is not None:
-        return float(own.reshape(())) / rank * (b @ a) if own.size == 1 else np.full((), np.nan)
-    return _alpha(layer, rank, said) * (b @ a)
+        return scale * float(own.reshape(())) / rank * (b @ a) if own.size == 1 else b * np.nan
+    return scale * _alpha(layer, rank, said) * (b @ a)
 
 
 def _alpha(layer: str, rank: int, said: dict[str, Any]) -> float:
