@@ -91,7 +91,7 @@ def _softmax(g: Given, heads: _Heads) -> _Soft:
     ok = np.broadcast_to(g.allowed, x.shape)
     if g.bias is not None:
         ok = ok & (g.bias != -np.inf)
-    any_key = ok.any(-1, keepdims=True)
+    any_key = np.asarray(ok.any(-1, keepdims=True))
     top = np.where(any_key, np.where(ok, x, -np.inf).max(-1, keepdims=True, initial=-np.inf), 0.0)
     e = np.where(ok, np.exp(np.where(ok, x - top, 0.0)), 0.0)
     total = np.where(any_key, e.sum(-1, keepdims=True), 1.0)
