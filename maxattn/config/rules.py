@@ -24,7 +24,6 @@ RematPolicy = Literal[
 Axis = Literal["data", "fsdp", "context", "tensor"]
 AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
-MOST_SHOWN: Final = 4096  # up to this a message looks for divisors
 PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling")
 
 # Foreign spellings of `attention`: the kernel, and the strategy around it.

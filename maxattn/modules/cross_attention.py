@@ -264,10 +264,11 @@ class CrossAttention(AttentionBase):
         for name, x in kv._asdict().items():
             if images or not name.startswith("image"):
                 self._check_kv_part(f"kv.{name}", x, batch)
-        if images and kv.image_k.shape != kv.image_v.shape:
+        if kv.image_k is not None and kv.image_v is not None:
             k, v = tuple(kv.image_k.shape), tuple(kv.image_v.shape)
-            rule = f"it must have the shape of kv.image_k, {k}"
-            raise InputError("kv.image_v", v, rule, _MAKE_KV)
+            if k != v:
+                rule = f"it must have the shape of kv.image_k, {k}"
+                raise InputError("kv.image_v", v, rule, _MAKE_KV)
 
     def _check_kv_part(self, name: str, x: Any, batch: int) -> None:
         shape = getattr(x, "shape", None)

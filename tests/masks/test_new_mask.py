@@ -202,7 +202,8 @@ def test_on_a_ring(name: str) -> None:
 
 
 def test_a_property_that_is_written_as_a_method_is_refused() -> None:
-    with pytest.raises(InputError, match=r"Plain\.divides_positions: a method\n.*\n.*write @property"):
+    said = r"Plain\.divides_positions: a method\n.*\n.*write @property"
+    with pytest.raises(InputError, match=said):
 
         @M.mask_type
         class Plain(M.PositionMask):
