@@ -27,6 +27,7 @@ BAD: list[tuple[str, Any]] = [
     *[("kv_heads", n) for n in (4, 5, 12)],
     *[("dtype", x) for x in DTYPES],
     *[("scale", x) for x in (NAN, INF, -INF, "1", True, 1j, [2.0])],
+    *[("scale", x) for x in (10**400, 1e39, 1e-45, jnp.ones(2))],
     *[("role", x) for x in ("Self", "both", None, 1, [], {})],
     *[("mask", x) for x in (None, np.ones((8, 12), bool), "causal", M.Causal, [M.Full()])],
     ("mask", M.KeyPadding(np.array([1, 2, 3]))),
