@@ -35,8 +35,8 @@ class ConfigErrors(ConfigError):
 
 def problem(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigError:
     """Make an error; what a file says at length is shortened."""
-    setting, rule, remedy = (_printable(text, MOST_TEXT) for text in (setting, rule, remedy))
-    return ConfigError(setting, _printable(value), rule, remedy, where)
+    setting, rule, remedy = (printable(text, MOST_TEXT) for text in (setting, rule, remedy))
+    return ConfigError(setting, printable(value), rule, remedy, where)
 
 
 def refused(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigErrors:
@@ -66,7 +66,7 @@ def close(word: str, known: Iterable[str]) -> str:
 
 def plain(value: object) -> str:
     """Write a value as YAML would, text without quotes: where it cannot be mistaken."""
-    return _printable(value) if isinstance(value, str) and value else show(value)
+    return printable(value) if isinstance(value, str) and value else show(value)
 
 
 def show(value: object) -> str:
@@ -90,7 +90,7 @@ def _short(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _printable(text: str, most: int = LONGEST) -> str:
-    """Shorten a text, and write a NUL and its like as JSON does."""
+def printable(text: str, most: int = LONGEST) -> str:
+    """Shorten a text, and write what cannot be printed, such as a NUL, as JSON does."""
     odd = "" if text.isprintable() else json.dumps(text[:most], ensure_ascii=False)
     return _short(odd or text, most)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx
+
+from maxattn.config.errors import printable
+from maxattn.errors import WeightsError
+
+Index = tuple[slice, ...]
 
 
 def variable_at(module: nnx.Module, path: tuple[Any, ...]) -> Any:
@@ -21,7 +27,7 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+def on_host(tensor: Any, index: Index) -> np.ndarray:
     """Return a slice as numpy, of numpy, jax, safetensors or torch."""
     piece = tensor[index]
     if hasattr(piece, "detach"):
@@ -32,3 +38,20 @@ def on_host(tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
         if piece.dtype == torch.bfloat16:  # which numpy lacks: read by its bits
             return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return np.asarray(piece)
+
+
+def read_slice(held: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
+    """Return a slice of a tensor as numpy.
+
+    Raises:
+        WeightsError: it cannot be read, such as an array that was donated.
+    """
+    try:
+        return on_host(held[name], index)
+    except (WeightsError, MemoryError):
+        raise
+    except Exception as error:  # of whichever library made it
+        said = printable(f"{type(error).__name__}: {error}", 200)
+        rule = f"its numbers are read, and reading them says: {said}"
+        remedy = "give arrays that hold numbers, or fetch the files again"
+        raise WeightsError("tensors", name, rule, remedy) from error

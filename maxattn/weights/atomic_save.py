@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from maxattn.config.errors import printable
+from maxattn.config.plain_json import read_json
 from maxattn.errors import WeightsError
 
 INDEX = ".safetensors.index.json"
@@ -54,11 +56,11 @@ def swap_in(
 def _in_our_words(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        said = f"the system says: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:
+        said = f"the system says: {getattr(error, 'strerror', None) or error}"
         rule = f"weights are written as files of a folder, and {said}"
         remedy = "give a folder that can be written and has room"
-        raise WeightsError("folder", str(folder), rule, remedy) from error
+        raise WeightsError("folder", printable(str(folder), 400), rule, remedy) from error
 
 
 def _refuse_another_index(folder: Path, name: str) -> None:
@@ -71,7 +73,7 @@ def _refuse_another_index(folder: Path, name: str) -> None:
 def _named_by(index: Path) -> set[str]:
     """List the files of an index that stands; a broken one names none."""
     try:
-        return set(map(str, json.loads(index.read_text())["weight_map"].values()))
+        return set(map(str, read_json(index)["weight_map"].values()))
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxattn.config.errors import plain, printable
+from maxattn.config.numbers import whole
 from maxattn.errors import WeightsError
 from maxattn.weights import files
-from maxattn.weights.access import dtype_name, on_host, variable_at
+from maxattn.weights.access import dtype_name, variable_at
 from maxattn.weights.names import Entry
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
@@ -22,11 +25,34 @@ LISTED = 12  # names of one kind that an error lists
 
 def folder(value: Any) -> Path:
     """Return the path of a folder, and refuse what is none."""
-    if isinstance(value, str | os.PathLike) and not isinstance(value, bytes):
+    is_path = isinstance(value, str | os.PathLike)
+    if is_path and "\0" not in str(value):
         return Path(value)
-    raise WeightsError(
-        "folder", _kind(value), "it is the path of a folder", "name the folder to write"
-    )
+    shown = printable(str(value), 400) if is_path else _kind(value)
+    rule = "it is the path of a folder"
+    raise WeightsError("folder", shown, rule, "name the folder to write")
+
+
+def prefix(value: Any) -> None:
+    """Refuse a prefix that is no text."""
+    if not isinstance(value, str):
+        rule = "it is the text that the tensors' names begin with"
+        raise WeightsError("prefix", _kind(value), rule, 'write prefix="", or "transformer."')
+
+
+def mesh(value: Any) -> None:
+    """Refuse a mesh that has no devices to put parameters on."""
+    if value is not None and not isinstance(value, jax.sharding.Mesh):
+        rule = "it is a jax.sharding.Mesh, whose devices hold the parameters"
+        raise WeightsError("mesh", _kind(value), rule, "give config.make_mesh(), or None")
+
+
+def shard_bytes(value: Any) -> int:
+    """Return the bytes of a shard, and refuse what is no whole number above zero."""
+    if (size := whole(value, most=sys.maxsize)) is not None:
+        return size
+    rule = "it is a whole number of bytes, at least 1"
+    raise WeightsError("shard_bytes", plain(value), rule, "write 5 * 2**30, or leave it out")
 
 
 def tensors(value: Any) -> Mapping[str, Any]:
@@ -45,17 +71,31 @@ def tensors(value: Any) -> Mapping[str, Any]:
 
 
 def arrays(names: Iterable[str], held: Mapping[str, Any]) -> None:
-    """Refuse what has no shape and dtype."""
+    """Refuse what has no shape and dtype, or no numbers."""
     for name in names:
-        tensor = held[name]
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            rule = (
-                "a tensor is an array of numpy, jax or torch, and this is a"
-                f" {type(tensor).__name__}"
-            )
-            raise WeightsError(
-                "tensors", name, rule, "give arrays by their names, as model.state_dict() has them"
-            )
+        tensor, remedy = held[name], "give arrays by their names, as model.state_dict() has them"
+        if not _is_array(tensor):
+            kind = type(tensor).__name__
+            rule = f"a tensor is an array of numpy, jax or torch, and this is a {kind}"
+            raise WeightsError("tensors", name, rule, remedy)
+        if why := _has_no_numbers(tensor):
+            raise WeightsError("tensors", name, f"a tensor holds numbers, and this {why}", remedy)
+
+
+def _is_array(tensor: Any) -> bool:
+    shape = getattr(tensor, "shape", None)
+    is_shape = isinstance(shape, tuple) and all(isinstance(n, int | np.integer) for n in shape)
+    return is_shape and hasattr(tensor, "dtype")
+
+
+def _has_no_numbers(tensor: Any) -> str:
+    """Say why an array cannot be read; nothing of one that can."""
+    if isinstance(tensor, jax.ShapeDtypeStruct) or getattr(tensor, "is_meta", False):
+        return "has a shape alone"
+    if isinstance(tensor, jax.core.Tracer):
+        return "is traced: call it outside of jit"
+    is_array = isinstance(tensor, jax.Array)
+    return "was deleted: donated to a function?" if is_array and tensor.is_deleted() else ""
 
 
 def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
@@ -79,20 +119,21 @@ def is_floating(dtype: str) -> bool:
     return dtype in FLOATING
 
 
-def overflow(entries: Iterable[tuple[Entry, Any]], held: Mapping[str, Any]) -> None:
-    """Refuse numbers that would become infinite in the narrower dtype of their parameter.
+def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return numbers in the dtype of their parameter.
 
-    Args:
-        entries: each with the dtype of its parameter.
-        held: the tensors; those with more exponent bits than the parameter's dtype are read, one at
-            a time.
+    Raises:
+        WeightsError: a finite one would become infinite.
     """
-    for entry, dtype in entries:
-        theirs = dtype_name(held[entry.name].dtype)
-        if jnp.finfo(theirs).maxexp > jnp.finfo(dtype).maxexp:
-            largest = _largest(on_host(held[entry.name], (slice(None),) * len(entry.shape)))
-            if not np.isfinite(_cast(largest, dtype)):
-                raise _beyond(entry, dtype, f"the {theirs} tensor reaches {largest:g}")
+    if numbers.dtype == dtype:
+        return numbers
+    if is_floating(numbers.dtype.name) and not _holds(jnp.finfo(numbers.dtype).max, dtype):
+        largest = _largest(numbers)
+        if not _holds(largest, dtype):
+            theirs = dtype_name(numbers.dtype)
+            raise _beyond(entry, dtype, f"the {theirs} tensor reaches {float(largest):g}")
+    with np.errstate(over="ignore"):  # of what is infinite already
+        return numbers.astype(dtype)
 
 
 def _beyond(entry: Entry, dtype: Any, reached: str) -> WeightsError:
@@ -102,15 +143,21 @@ def _beyond(entry: Entry, dtype: Any, reached: str) -> WeightsError:
     return WeightsError("weights", entry.name, rule, f"build the module with param_dtype {wider}")
 
 
-def _largest(tensor: np.ndarray) -> float:
-    """Return the largest finite magnitude."""
-    sizes = np.abs(tensor[np.isfinite(tensor)])
-    return float(sizes.max()) if sizes.size else 0.0
+def _largest(tensor: np.ndarray) -> np.ndarray:
+    """Return the largest finite magnitude, in the dtype of the tensor."""
+    if not tensor.size:
+        return np.zeros((), tensor.dtype)
+    with np.errstate(invalid="ignore"):  # a bfloat16 NaN
+        most = np.maximum(tensor.max(), -tensor.min())
+    if np.isfinite(most):
+        return np.asarray(most)
+    return _largest(np.where(np.isfinite(tensor), tensor, 0).astype(tensor.dtype))
 
 
-def _cast(value: float, dtype: Any) -> float:
+def _holds(value: Any, dtype: Any) -> bool:
+    """Say whether a finite number is finite once it is rounded to a dtype."""
     with np.errstate(over="ignore"):
-        return float(np.float64(value).astype(dtype))
+        return bool(np.isfinite(np.asarray(value).astype(dtype)))
 
 
 def value_at(module: Any, entry: Entry) -> Any:
@@ -119,6 +166,9 @@ def value_at(module: Any, entry: Entry) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
         raise WeightsError("module", entry.name, rule, "load weights into it first")
+    if isinstance(value, jax.Array) and value.is_deleted():
+        rule = "its parameters hold numbers, and this one was deleted: donated to a function?"
+        raise WeightsError("module", entry.name, rule, "take the parameters that it returned")
     return value
 
 

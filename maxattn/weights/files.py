@@ -4,15 +4,17 @@ slice by slice.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
 
+from maxattn.config.errors import printable
+from maxattn.config.plain_json import read_json
 from maxattn.errors import WeightsError
 from maxattn.weights.atomic_save import INDEX, swap_in
 from maxattn.weights.safetensors_writer import NAMES, Form, write
@@ -52,49 +54,88 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
     def headers(self) -> tuple[dict[str, str], ...]:
         """Return what the header of each file says besides its tensors."""
         files = {id(file): file for file in self._where.values()}
-        return tuple(file.metadata() or {} for file in files.values())
+        return tuple(file.opened.metadata() or {} for file in files.values())
 
 
 class SafeTensor:
     """Read slices of one tensor.
 
     Args:
-        file: open, from `safetensors.safe_open`.
+        file: that holds it.
         name: the tensor's.
     """
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._slice = file.get_slice(name)
+    def __init__(self, file: OpenFile, name: str) -> None:
+        self._file, self._name = file, name
+        self._slice = file.opened.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
         self.dtype: str = DTYPES.get(self._slice.get_dtype()) or self._slice.get_dtype()
-        self._whole = lambda: file.get_tensor(name)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self._slice[index] if index else self._whole()
+        """Return a slice, or all of it for an empty index.
+
+        Raises:
+            WeightsError: the file has changed since it was opened.
+        """
+        self._file.check()
+        found = self._slice[index] if index else self._file.opened.get_tensor(self._name)
+        self._file.check()
+        return found
+
+
+class OpenFile:
+    """Hold an open file, and refuse it once it is another than it was.
+
+    One that is removed or replaced by a rename can still be read: what was opened is still there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.opened = path, _open(path)
+        self._inode, *self._stamp = self._state()
+
+    def _state(self) -> tuple[int, int, int]:
+        try:
+            found = self.path.stat()
+        except OSError:  # removed
+            return 0, 0, 0
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Refuse a file that was cut or written over in place: reading it may end the process."""
+        inode, *stamp = self._state()
+        if inode == self._inode and stamp != self._stamp:
+            rule = "a file stays as it is while it is read, and this one was written to"
+            raise WeightsError("weights", str(self.path), rule, "load it once it is whole")
+
+
+# ---- which files ---------------------------------------------------------------------------------
 
 
 def _entry_file(path: Path) -> Path:
     """Return the index or the one file that a path means."""
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix in PICKLED:
             raise _pickled(path)
         return path
+    is_folder = os.path.isdir(path)
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = _without_lone_shards(sorted(path.glob(pattern))) if path.is_dir() else []
+        found = _without_lone_shards(sorted(path.glob(pattern))) if is_folder else []
         if len(found) == 1:
             return found[0]
         if found:
-            names = ", ".join(f.name for f in found)
-            raise WeightsError(
-                str(path), names, "one file or one index says which tensors are meant", "name one"
-            )
-    pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if path.is_dir() else []
+            raise _several(path, found)
+    pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])
     rule = "it is a .safetensors file, or a folder that holds one or a .safetensors.index.json"
-    raise WeightsError(
-        "weights", str(path), rule, "give the folder of the model's transformer or unet"
-    )
+    remedy = "give the folder of the model's transformer or unet"
+    raise WeightsError("weights", printable(str(path), 400), rule, remedy)
+
+
+def _several(path: Path, found: list[Path]) -> WeightsError:
+    names = printable(", ".join(f.name for f in found), 400)
+    rule = "one file or one index says which tensors are meant"
+    return WeightsError(str(path), names, rule, "name one")
 
 
 def _without_lone_shards(found: list[Path]) -> list[Path]:
@@ -114,53 +155,65 @@ def _pickled(path: Path) -> WeightsError:
     return WeightsError("weights", str(path), rule, "save it anew with safe_serialization=True")
 
 
-def _places(path: Path) -> dict[str, Any]:
+def _places(path: Path) -> dict[str, OpenFile]:
     """Map each tensor's name to its open file."""
     if path.suffix != ".json":
-        file = _open(path)
-        return dict.fromkeys(file.keys(), file)
+        file = OpenFile(path)
+        return dict.fromkeys(file.opened.keys(), file)
     index = _index(path)
-    files = {name: _open(path.parent / name) for name in sorted(set(index.values()))}
-    held = {name: set(file.keys()) for name, file in files.items()}
+    names = sorted(set(index.values()))
+    for name in names:
+        _check_inside(path, name)
+    files = {name: OpenFile(path.parent / name) for name in names}
+    held = {name: set(file.opened.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
         rule = f"every tensor is in the file that {path.name} names; {len(lost)} are not"
-        raise WeightsError("weights", lost[0], rule, "fetch the folder again")
+        raise WeightsError("weights", printable(lost[0], 400), rule, "fetch the folder again")
     return {tensor: files[name] for tensor, name in index.items()}
+
+
+def _check_inside(index: Path, name: str) -> None:
+    """Refuse a name that leads out of the index's folder, as any system would read it."""
+    windows = PureWindowsPath(name)
+    if windows.anchor or windows.drive or ".." in windows.parts or not windows.parts:
+        rule = "an index names files of its own folder, and this one leads out of it"
+        remedy = "fetch the folder again, from where you trust it"
+        raise WeightsError("weights", f"{index}: {printable(name)}", rule, remedy)
 
 
 def _index(path: Path) -> dict[str, str]:
     """Read which file each tensor is in."""
     try:
-        said = json.loads(path.read_text())
+        said = read_json(path)
     except (OSError, ValueError) as error:
-        rule = f"an index is JSON, and whole ({error})"
+        rule = f"an index is JSON, and whole: {error}"
         raise WeightsError("weights", str(path), rule, "fetch it again") from error
     where = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         rule = 'an index is {"weight_map": {tensor: file, ...}}'
-        raise WeightsError(
-            "weights", str(path), rule, "fetch it again, or name the .safetensors file itself"
-        )
+        remedy = "fetch it again, or name the .safetensors file itself"
+        raise WeightsError("weights", str(path), rule, remedy)
     return where
 
 
 def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise WeightsError(
-            "weights", str(path), "the index names this file, and it is not there", "fetch it"
-        )
+    shown = printable(str(path), 400)
+    if not os.path.isfile(path):
+        rule = "the index names this file, and it is not there"
+        raise WeightsError("weights", shown, rule, "fetch it")
     try:
         return safe_open(path, framework="numpy")
     except OSError as error:
-        raise WeightsError(
-            "weights", str(path), f"it must be readable ({error})", "allow reading it"
-        ) from error
+        rule = f"it must be readable ({error})"
+        raise WeightsError("weights", shown, rule, "allow reading it") from error
     except SafetensorError as error:
-        raise WeightsError(
-            "weights", str(path), f"a safetensors file must be whole ({error})", "fetch it again"
-        ) from error
+        rule = f"a safetensors file must be whole ({printable(str(error), 400)})"
+        raise WeightsError("weights", shown, rule, "fetch it again") from error
+
+
+# ---- saving --------------------------------------------------------------------------------------
 
 
 def save_tensors(

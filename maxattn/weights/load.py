@@ -14,7 +14,7 @@ from flax import nnx
 from maxattn import sharding
 from maxattn.errors import WeightsError
 from maxattn.weights import checks, files
-from maxattn.weights.access import on_host, variable_at
+from maxattn.weights.access import read_slice, variable_at
 from maxattn.weights.fit import Loaded, check_names, check_numbers
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.safetensors_writer import Form
@@ -31,7 +31,8 @@ def load_diffusers(
     """Load weights in diffusers' names and layouts into a module, in place.
 
     Every tensor goes straight to the devices that hold it, slice by slice; each keeps the
-    parameter's dtype and sharding. Nothing is changed when anything does not fit.
+    parameter's dtype and sharding. Nothing is changed when anything does not fit or cannot be read:
+    all is read first, and until then the devices hold a module's earlier arrays too.
 
     Args:
         module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's own ones too; one
@@ -65,6 +66,8 @@ def load_diffusers(
         >>> model.to_q.kernel[...].tolist()
         [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
+    checks.prefix(prefix)
+    checks.mesh(mesh)
     wanted = entries(module, prefix)
     held = checks.tensors(tensors)
     found = _meant(module, held, prefix)
@@ -74,8 +77,10 @@ def load_diffusers(
     check_names(wanted, held, result, strict, prefix)
     parameters = _by_parameter(wanted, held)
     check_numbers(module, parameters, held)
-    for path, parts in parameters.items():
-        _put(module, path, parts, held, mesh)
+    # Every array is made before the first is put in: what cannot be read changes nothing.
+    arrays = {path: _made(module, path, parts, held, mesh) for path, parts in parameters.items()}
+    for path, array in arrays.items():
+        variable_at(module, path).set_value(array)
     return result
 
 
@@ -96,6 +101,7 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
         module: with arrays.
         prefix: put before every name.
     """
+    checks.prefix(prefix)
     return {entry.name: _read(module, entry) for entry in entries(module, prefix)}
 
 
@@ -130,7 +136,7 @@ def save_diffusers(
         >>> sorted(names.items())
         [('to_q.bias', (2,)), ('to_q.weight', (2, 3))]
     """
-    folder = checks.folder(folder)
+    folder, shard_bytes = checks.folder(folder), checks.shard_bytes(shard_bytes)
     every = {entry.name: entry for entry in entries(module)}
     dtypes = {name: variable_at(module, e.path).get_value().dtype for name, e in every.items()}
     forms = {name: Form(entry.shape, dtypes[name]) for name, entry in every.items()}
@@ -153,14 +159,14 @@ def _by_parameter(wanted: tuple[Entry, ...], held: Mapping[str, Any]) -> dict[An
     return {path: some for path, some in parts.items() if all(e.name in held for e in some)}
 
 
-def _put(
+def _made(
     module: nnx.Module, path: Any, parts: list[Entry], held: Mapping[str, Any], mesh: Any
-) -> None:
+) -> jax.Array:
+    """Read a parameter onto its devices."""
     variable = variable_at(module, path)
     old = variable.get_value()
     read: Any = partial(_slice, parts, held, old)
-    array = jax.make_array_from_callback(old.shape, _sharding(variable, old, mesh), read)
-    variable.set_value(array)
+    return jax.make_array_from_callback(old.shape, _sharding(variable, old, mesh), read)
 
 
 def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
@@ -178,21 +184,24 @@ def _slice(
 ) -> np.ndarray:
     """Read what one device holds of a parameter."""
     if parts[0].layer is None:
-        return _piece(parts[0], held, index).astype(old.dtype)
+        return _piece(parts[0], held, index, old.dtype)
     layers = range(len(parts))[index[0]]
-    return np.stack([_piece(parts[layer], held, index[1:]).astype(old.dtype) for layer in layers])
+    return np.stack([_piece(parts[layer], held, index[1:], old.dtype) for layer in layers])
 
 
-def _piece(entry: Entry, held: Mapping[str, Any], index: tuple[slice, ...]) -> np.ndarray:
+def _piece(
+    entry: Entry, held: Mapping[str, Any], index: tuple[slice, ...], dtype: Any
+) -> np.ndarray:
     theirs = [slice(None)] * len(index)
     for ours, axis in zip(index, entry.axes, strict=True):
         theirs[axis] = slice(ours.start or 0, entry.shape[axis] if ours.stop is None else ours.stop)
-    return on_host(held[entry.name], tuple(theirs)).transpose(entry.axes)
+    numbers = read_slice(held, entry.name, tuple(theirs))
+    return checks.rounded(entry, numbers, dtype).transpose(entry.axes)
 
 
 def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
     value = checks.value_at(module, entry)
-    if not value.is_fully_addressable:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
         rule = "its parameters are spread over processes, and each sees its own part alone"
         remedy = "gather it first, with multihost_utils.process_allgather"
         raise WeightsError("module", entry.name, rule, remedy)

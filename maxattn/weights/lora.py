@@ -9,7 +9,6 @@ save.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxattn.config.numbers import finite
 from maxattn.errors import WeightsError
 from maxattn.weights import checks
 from maxattn.weights.access import variable_at
-from maxattn.weights.lora_files import read_lora, whole
+from maxattn.weights.lora_files import Lora, read_lora, whole
 from maxattn.weights.names import Entry
 
 
@@ -72,15 +72,13 @@ def merge_lora(
     _check_scale(scale)
     lora = read_lora(module, tensors, prefix)
 
-    def change(layer: str) -> _LoraChange:
-        down, up = (whole(lora.tensors[name]) for name in lora.layers[layer])
-        return _LoraChange(down, up, scale * lora.factors[layer])
-
-    for layer in lora.layers:  # all of them first: a file that is refused changes nothing
-        _check_sum(module, lora.entries[layer], change(layer))
-    for layer in lora.layers:
-        _add(module, lora.entries[layer], change(layer).whole())
-    return tuple(lora.layers)
+    # All are read and checked first: what cannot be read or added changes nothing.
+    changes = {layer: _change(lora, layer, scale) for layer in lora.layers}
+    for layer, change in changes.items():
+        _check_sum(module, lora.entries[layer], change)
+    for layer, change in changes.items():
+        _add(module, lora.entries[layer], change.whole())
+    return tuple(changes)
 
 
 def check_lora(
@@ -99,11 +97,8 @@ def check_lora(
 
 
 def _check_scale(scale: Any) -> None:
-    try:
-        finite = isfinite(scale)
-    except TypeError:
-        finite = False
-    if not finite:
+    number = scale.item() if getattr(scale, "shape", None) == () else scale
+    if finite(number) is None:
         said = repr(scale) if isinstance(scale, str | float) else type(scale).__name__
         remedy = "use 1.0 for the change as it is"
         raise WeightsError("scale", said, "it is a finite number", remedy)
@@ -126,9 +121,14 @@ class _LoraChange(NamedTuple):
             return abs(self.factor) * float((abs(self.up) @ abs(self.down).max(axis=1)).max())
 
 
+def _change(lora: Lora, layer: str, scale: float) -> _LoraChange:
+    down, up = (whole(lora.tensors, name) for name in lora.layers[layer])
+    return _LoraChange(down, up, scale * lora.factors[layer])
+
+
 def _check_sum(module: nnx.Module, entry: Entry, change: _LoraChange) -> None:
     """Refuse a change after which finite numbers of a kernel would not be."""
-    old = checks.value_at(module, entry)
+    old = jnp.asarray(checks.value_at(module, entry))
     old = old if entry.layer is None else old[entry.layer]
     most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
     # Nearly every change is far from that: its product, most of the work, is then taken only once,
@@ -144,7 +144,7 @@ def _check_sum(module: nnx.Module, entry: Entry, change: _LoraChange) -> None:
 
 
 def _add(module: nnx.Module, entry: Entry, change: np.ndarray) -> None:
-    variable, old = variable_at(module, entry.path), checks.value_at(module, entry)
+    variable, old = variable_at(module, entry.path), jnp.asarray(checks.value_at(module, entry))
     # [out, in] -> [in, out]
     added = jnp.asarray(change.T)
     if entry.layer is None:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxattn.errors import WeightsError, did_you_mean
 from maxattn.weights import checks
-from maxattn.weights.access import on_host
+from maxattn.weights.access import dtype_name, read_slice
 from maxattn.weights.checks import LISTED
 from maxattn.weights.lora_alphas import Strength, strength
 from maxattn.weights.names import Entry, entries
@@ -21,6 +21,7 @@ from maxattn.weights.names import Entry, entries
 DOWN, UP = ("lora_A", "lora.down", "lora_down"), ("lora_B", "lora.up", "lora_up")
 _NAMES = "|".join(map(re.escape, (*DOWN, *UP)))
 _PART = re.compile(rf"(?P<layer>.+)\.(?P<part>{_NAMES})(?:\.default)?\.weight")
+_INTEGER = re.compile(r"u?int(8|16|32|64)")
 _ALPHA = re.compile(r"(?P<layer>.+)\.alpha")
 
 
@@ -63,6 +64,7 @@ def read_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefi
     Raises:
         WeightsError: as `merge_lora` would, but for sums.
     """
+    checks.prefix(prefix)
     every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
     held = checks.tensors(tensors)
     said = strength(held, prefix)
@@ -74,13 +76,14 @@ def read_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefi
         _check_pair(layer, pair, every[layer], held)
     checks.dtypes((name for pair in layers.values() for name in pair), held)
     for name in alphas.values():
-        _check_alpha(name, held[name])
+        _check_alpha(name, held)
     return Lora(held, every, layers, _factors(layers, alphas, held, said))
 
 
-def whole(tensor: Any) -> np.ndarray:
+def whole(held: Mapping[str, Any], name: str) -> np.ndarray:
     """Return a tensor on the host in float32."""
-    return on_host(tensor, (slice(None),) * len(tensor.shape)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return read_slice(held, name, (slice(None),) * len(held[name].shape)).astype(np.float32)
 
 
 def _factors(
@@ -89,7 +92,7 @@ def _factors(
     """Return what each product is multiplied by; a layer's own alpha comes before the metadata."""
     ranks = {layer: held[pair.down].shape[0] for layer, pair in layers.items()}
     return {
-        layer: _alpha(held[alphas[layer]]) / rank if layer in alphas else said.of(layer, rank)
+        layer: _alpha(held, alphas[layer]) / rank if layer in alphas else said.of(layer, rank)
         for layer, rank in ranks.items()
     }
 
@@ -162,19 +165,22 @@ def _check_pair(layer: str, pair: LoraPair, entry: Entry, held: Mapping[str, Any
         rule = f"lora_A is [rank, {in_size}] and lora_B [{out_size}, rank]"
         raise WeightsError("LoRA", shapes, rule, "give LoRA weights of this model")
     for name in pair:
-        if not np.isfinite(whole(held[name])).all():
+        if not np.isfinite(whole(held, name)).all():
             remedy = "fetch the file again, or train with less"
             raise WeightsError("LoRA", name, "its numbers are finite", remedy)
 
 
-def _check_alpha(name: str, tensor: Any) -> None:
+def _check_alpha(name: str, held: Mapping[str, Any]) -> None:
     remedy = "leave it out where it is the rank, or fetch the file again"
-    if prod(tensor.shape) != 1:
-        value = f"{name}: shape {tuple(tensor.shape)}"
-        raise WeightsError("LoRA", value, "an alpha is one number", remedy)
-    if not isfinite(alpha := _alpha(tensor)):
+    shape, dtype = tuple(held[name].shape), dtype_name(held[name].dtype)
+    if prod(shape) != 1:
+        raise WeightsError("LoRA", f"{name}: shape {shape}", "an alpha is one number", remedy)
+    if not (checks.is_floating(dtype) or _INTEGER.fullmatch(dtype)):
+        rule = "an alpha is a number of 16 bits or more, or a whole one"
+        raise WeightsError("LoRA", f"{name}: {dtype}", rule, remedy)
+    if not isfinite(alpha := _alpha(held, name)):
         raise WeightsError("LoRA", f"{name}: {alpha}", "an alpha is a finite number", remedy)
 
 
-def _alpha(tensor: Any) -> float:
-    return float(whole(tensor).reshape(()))
+def _alpha(held: Mapping[str, Any], name: str) -> float:
+    return float(whole(held, name).reshape(()))

@@ -1,0 +1,359 @@
+"""A load changes nothing unless all of it can be read, and reads nothing that was not named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from maxattn import weights
+from maxattn.errors import WeightsError
+from tests.golden_text import check_golden
+from tests.within import within
+
+
+class Model(nnx.Module):
+    """Three layers, the last two stacked."""
+
+    diffusers_stacked = ("stacked",)
+
+    def __init__(self, dtype: Any = jnp.float32) -> None:
+        self.a = nnx.Linear(4, 4, param_dtype=dtype, rngs=nnx.Rngs(0))
+        self.stacked = nnx.vmap(
+            lambda key: nnx.Linear(4, 4, param_dtype=dtype, rngs=nnx.Rngs(key))
+        )(jax.random.split(jax.random.key(7), 2))
+
+
+def numbers(value: float = 9) -> dict[str, np.ndarray]:
+    names = weights.to_diffusers(Model())
+    return {name: np.full(x.shape, value, np.float32) for name, x in names.items()}
+
+
+def held_by(model: nnx.Module) -> set[float]:
+    """List the numbers of all parameters."""
+    return {float(x) for array in weights.to_diffusers(model).values() for x in array.flat}
+
+
+def refused(tensors: Any, model: nnx.Module | None = None, **more: Any) -> WeightsError:
+    """Fail unless a load is refused and has changed nothing."""
+    model = model or Model()
+    before = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+    with pytest.raises(WeightsError) as error:
+        weights.load_diffusers(model, tensors, **more)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)
+    assert error.value.rule and error.value.remedy
+    return error.value
+
+
+# ---- arrays that cannot be read ------------------------------------------------------------------
+
+
+class Closed:
+    """An array of a library whose file was closed."""
+
+    shape, dtype = (4,), np.dtype("float32")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError("the file is closed")
+
+
+def donated() -> jax.Array:
+    x = jnp.ones(4)
+    x.delete()
+    return x
+
+
+class NoShape:
+    shape, dtype = None, np.dtype("float32")
+
+
+UNREADABLE: dict[str, Callable[[], Any]] = {
+    "donated": donated,
+    "a_shape_alone": lambda: jax.ShapeDtypeStruct((4,), jnp.float32),
+    "of_a_closed_file": Closed,
+    "without_a_shape": NoShape,
+    "a_number": lambda: 3.0,
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("name", ["a.bias", "a.weight", "stacked.1.bias"])
+def test_an_array_that_cannot_be_read_changes_nothing(kind, name):
+    error = refused(numbers() | {name: UNREADABLE[kind]()})
+    assert name in str(error)
+    if name == "a.bias":
+        check_golden(f"weights/unreadable_{kind}", str(error))
+
+
+def lora_numbers() -> dict[str, Any]:
+    return {
+        f"{layer}.{part}.weight": np.ones((2, 4) if part == "lora_A" else (4, 2), np.float32)
+        for layer in ("a", "stacked.0", "stacked.1")
+        for part in ("lora_A", "lora_B")
+    }
+
+
+@pytest.mark.parametrize("reads", range(1, 14))
+def test_lora_that_becomes_unreadable_changes_nothing(reads):
+    """Whichever read fails; with as many as it takes, it is merged."""
+    model, before = Model(), weights.to_diffusers(Model())
+    held = Failing(lora_numbers(), reads)
+    try:
+        weights.merge_lora(model, held)
+    except WeightsError as error:
+        assert "the disk is gone" in str(error)
+        for name, x in weights.to_diffusers(model).items():
+            np.testing.assert_array_equal(x, before[name])
+    else:
+        assert reads > 6
+
+
+class Failing(Mapping[str, Any]):
+    """Tensors of which so many can be read."""
+
+    def __init__(self, tensors: dict[str, Any], reads: int) -> None:
+        self.tensors, self.left = tensors, reads
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        return _FailingTensor(self, self.tensors[name])
+
+
+class _FailingTensor:
+    def __init__(self, owner: Failing, tensor: np.ndarray) -> None:
+        self.owner, self.tensor = owner, tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        self.owner.left -= 1
+        if self.owner.left < 0:
+            raise OSError(5, "the disk is gone")
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("reads", range(8))
+def test_a_file_that_becomes_unreadable_midway_changes_nothing(reads):
+    model, before = Model(), weights.to_diffusers(Model())
+    try:
+        weights.load_diffusers(model, Failing(numbers(), reads))
+    except WeightsError as error:
+        assert "the disk is gone" in str(error) and reads < 6
+        for name, x in weights.to_diffusers(model).items():
+            np.testing.assert_array_equal(x, before[name])
+    else:
+        assert reads >= 6
+
+
+@pytest.mark.parametrize("change", ["cut", "written"])
+def test_a_file_that_is_cut_or_written_to_while_it_is_open_is_refused(change, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file(numbers(), path)
+    held = weights.SafeTensors(path)
+    size = path.stat().st_size
+    os.truncate(path, 16) if change == "cut" else path.write_bytes(b"x" * size)
+    os.utime(path, (1, 1))
+    check_golden("weights/file_changed", str(refused(held)).replace(str(tmp_path), "FOLDER"))
+
+
+def test_a_file_that_is_replaced_or_removed_is_still_read(tmp_path):
+    for value, change in ((1, "replaced"), (2, "removed")):
+        path = tmp_path / "x.safetensors"
+        save_file(numbers(value), path)
+        held, model = weights.SafeTensors(path), Model()
+        if change == "replaced":
+            save_file(numbers(7), tmp_path / "y")
+            (tmp_path / "y").replace(path)
+        else:
+            path.unlink()
+        weights.load_diffusers(model, held)
+        assert {float(x) for array in weights.to_diffusers(model).values() for x in array.flat} == {
+            value
+        }
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 40, 300, -1])
+def test_a_file_that_is_cut_at_a_byte_is_refused(cut, tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file(numbers(), path)
+    path.write_bytes(path.read_bytes()[:cut])
+    refused(path)
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_arguments_that_are_none_are_refused(tmp_path):
+    assert refused(numbers(), prefix=None).setting == "prefix"
+    assert refused(numbers(), mesh={"data": 1}).setting == "mesh"
+    for size in (0, -1, "5GB", True, 2.5, None, 10**30):
+        with pytest.raises(WeightsError) as error:
+            weights.save_diffusers(Model(), tmp_path / "x", shard_bytes=size)  # type: ignore[arg-type]
+        assert error.value.setting == "shard_bytes"
+    assert not list(tmp_path.iterdir())
+    for path in ("a\0b", "x" * 300, tmp_path / ("y" * 300) / "z", "\ud800"):
+        refused(path)
+        with pytest.raises(WeightsError):
+            weights.save_diffusers(Model(), path)
+    with pytest.raises(WeightsError):
+        weights.to_diffusers(Model(), prefix=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [10**400, -(10**400), True, 1j, "1"], ids=str)
+def test_a_scale_of_any_kind_is_refused(scale):
+    with pytest.raises(WeightsError):
+        weights.merge_lora(Model(), lora_numbers(), scale)
+
+
+# ---- parameters of numpy -------------------------------------------------------------------------
+
+
+def on_host(dtype: Any = jnp.float32) -> Model:
+    """A model whose parameters are numpy's, as a restored checkpoint has them."""
+    model = Model(dtype)
+    nnx.update(model, jax.tree.map(np.asarray, nnx.state(model)))
+    assert isinstance(model.a.kernel.get_value(), np.ndarray)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_numpy_parameters_are_read_saved_and_loaded(dtype, tmp_path):
+    model, want = on_host(dtype), weights.to_diffusers(Model(dtype))
+    for found in (weights.to_diffusers(model), _saved(model, tmp_path)):
+        for name, x in want.items():
+            np.testing.assert_array_equal(found[name], x)
+    weights.load_diffusers(model, numbers(3))
+    assert held_by(model) == {3.0}
+
+
+def _saved(model: nnx.Module, folder: Path) -> dict[str, np.ndarray]:
+    weights.save_diffusers(model, folder)
+    return {name: tensor[()] for name, tensor in weights.SafeTensors(folder).items()}
+
+
+def test_lora_is_merged_into_numpy_parameters():
+    one, other = on_host(), Model()
+    for model in (one, other):
+        weights.merge_lora(model, lora_numbers(), 0.5)
+    for name, x in weights.to_diffusers(other).items():
+        np.testing.assert_array_equal(weights.to_diffusers(one)[name], x)
+
+
+def test_deleted_parameters_are_refused(tmp_path):
+    model = Model()
+    model.a.kernel.get_value().delete()
+    with pytest.raises(WeightsError) as error:
+        weights.to_diffusers(model)
+    check_golden("weights/deleted_parameter", str(error.value))
+    with pytest.raises(WeightsError):
+        weights.save_diffusers(model, tmp_path)
+    with pytest.raises(WeightsError):
+        weights.merge_lora(model, lora_numbers())
+
+
+# ---- numbers that a dtype does not hold ----------------------------------------------------------
+
+F32, F64, BF16, F16 = np.float32, np.float64, ml_dtypes.bfloat16, np.float16
+# The largest number that rounds to a finite one, and the first that does not.
+EDGES = [
+    (F32, BF16, *(float(np.uint32(bits).view(F32)) for bits in (0x7F7F7FFF, 0x7F7F8000))),
+    (F32, F16, 65519.996, 65520.0),
+    (F64, F16, 65519.99999999, 65520.0),
+    (F64, F32, 3.4028235677973362e38, 3.4028235677973366e38),
+    (BF16, F16, 65280.0, 65536.0),
+]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("theirs", "ours", "last", "beyond"), EDGES, ids=str)
+def test_a_number_is_refused_where_it_rounds_to_infinity(theirs, ours, last, beyond, sign):
+    state: dict[str, Any] = {name: x.astype(theirs) for name, x in numbers(1).items()}
+    for others in ([], [np.inf, -np.inf, np.nan]):
+        state["stacked.1.bias"] = np.array([*others, *[0] * (3 - len(others)), sign * last], theirs)
+        model = Model(ours)
+        weights.load_diffusers(model, state)
+        bias = weights.to_diffusers(model)["stacked.1.bias"]
+        assert np.isfinite(bias[3]) and np.isinf(bias).sum() == 2 * bool(others)
+        state["stacked.1.bias"][3] = sign * beyond
+        error = refused(state, Model(ours))
+        assert error.value == "stacked.1.bias" and "ends at" in error.rule
+
+
+def test_a_wide_bfloat16_file_is_refused_by_name():
+    state = numbers(1)
+    state["a.weight"][2, 1] = 3.4e38
+    check_golden("weights/float32_beyond_bfloat16", str(refused(state, Model(jnp.bfloat16))))
+
+
+# ---- an index ------------------------------------------------------------------------------------
+
+
+def indexed(folder: Path, files: dict[str, str] | str) -> Path:
+    """Write an index; the files that it should name lie in its folder, and one outside."""
+    (folder / "model" / "sub").mkdir(parents=True)
+    for path in ("model/x.safetensors", "model/sub/x.safetensors", "x.safetensors"):
+        save_file(numbers(), folder / path)
+    text = files if isinstance(files, str) else json.dumps({"weight_map": files})
+    (folder / "model" / "m.safetensors.index.json").write_text(text)
+    return folder / "model" / "m.safetensors.index.json"
+
+
+OUTSIDE = [
+    "../x.safetensors", "sub/../../x.safetensors", "/etc/passwd", "..", "", ".", "a/../../x",
+    "..\\x.safetensors", "C:\\x.safetensors", "C:x.safetensors", "\\host\\x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_names_no_file_outside_of_its_folder(name, tmp_path):
+    path = indexed(tmp_path, dict.fromkeys(numbers(), name))
+    for source in (path, path.parent):
+        error = refused(source)
+    text = str(error).replace(str(tmp_path), "FOLDER")
+    assert "leads out of it" in text
+    if name == OUTSIDE[0]:
+        check_golden("weights/index_outside", text)
+
+
+@pytest.mark.parametrize(
+    "name", [str(Path("sub", "x.safetensors")), "x.safetensors", "./x.safetensors"]
+)
+def test_an_index_names_files_of_its_folder_and_below(name, tmp_path):
+    model = Model()
+    weights.load_diffusers(model, indexed(tmp_path, dict.fromkeys(numbers(), name)))
+    assert float(model.a.kernel[0, 0]) == 9
+
+
+NO_INDEX = {
+    "twice": '{"weight_map": {"a.bias": "x.safetensors", "a.bias": "sub/x.safetensors"}}',
+    "deep": "[" * 5000,
+    "deep_inside": '{"weight_map": ' + "[" * 900 + "]" * 900 + "}",
+    "digits": '{"weight_map": ' + "9" * 5000 + "}",
+    "no_text": b"\xff".decode("latin1"),
+    "long_name": json.dumps({"weight_map": {"a.bias": "x" * 300}}),
+    "nul": json.dumps({"weight_map": {"a.bias": "a\0b"}}),
+    "long_tensor": json.dumps({"weight_map": {"x" * 100_000: "x.safetensors"}}),
+}
+
+
+@pytest.mark.parametrize("kind", NO_INDEX)
+def test_an_index_of_any_kind_is_refused(kind, tmp_path):
+    with within():
+        error = refused(indexed(tmp_path, NO_INDEX[kind]))
+    assert len(str(error)) < 2000
+    if kind != "long_name":  # which is cut where the test's folder ends
+        check_golden(f"weights/index_{kind}", str(error).replace(str(tmp_path), "FOLDER"))
