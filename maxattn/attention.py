@@ -23,6 +23,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
+from maxattn.jax_private.batched_alike import batched_alike
 from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import bias_shift, shifted
@@ -243,11 +244,12 @@ def _run(
 def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
     # The LSE is that of the shifted bias (bias_shift.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
-    return _forward(plan, plan.kernel.for_inference(), mesh, *operands)
+    return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
 
 
 def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
     result = _once(plan, partial(_forward, plan, plan.kernel, mesh), *operands)
+    result = batched_alike(*result)
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for whoever else reads the result (jax 0.11.2; 287 of

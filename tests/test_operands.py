@@ -60,3 +60,32 @@ def test_dense_has_second_derivatives(strategy: str) -> None:
     got = of(lambda q, k: ma.attention(q, k, v, mask=M.Causal(), config=config, mesh=mesh))
     for ours, want in zip(got, of(plain), strict=True):
         np.testing.assert_allclose(ours, want, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "memory_efficient", "flash"])
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "kv", "bias"])
+def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) -> None:
+    """Where v alone is mapped the LSE is not, and jax would count its gradient for each example."""
+    chunks = kernel == "memory_efficient"
+    name = "flash" if kernel == "flash" else "dot_product"
+    config = ma.AttentionConfig(attention=name, use_memory_efficient_attention=chunks)
+    arrays = dict(zip("qkv", jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)), strict=True))
+    if kernel != "flash":
+        arrays["bias"] = jax.random.normal(jax.random.key(1), (1, 2, 6, 6))
+    names = {"bias"} & {mapped} if mapped == "bias" else set(mapped)
+    many = {n: jnp.stack([x, 2 * x, -x]) for n, x in arrays.items() if n in names}
+    shared = {n: x for n, x in arrays.items() if n not in names}
+
+    def one(shared: Any, given: Any) -> Any:
+        out, lse = ma.attention(**shared, **given, config=config, return_lse=True)
+        return (out**2).sum() + (lse * jnp.arange(12.0).reshape(2, 6)).sum()
+
+    def at_once(shared: Any) -> Any:
+        return jax.vmap(lambda given: one(shared, given), axis_size=3)(many).sum()
+
+    def in_turn(shared: Any) -> Any:
+        return sum(one(shared, {n: x[i] for n, x in many.items()}) for i in range(3))
+
+    got, want = jax.grad(at_once)(shared), jax.grad(in_turn)(shared)
+    for name in shared:
+        np.testing.assert_allclose(got[name], want[name], atol=1e-4, rtol=1e-4)

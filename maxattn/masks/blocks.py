@@ -22,6 +22,8 @@ def classify(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int
 ) -> Int8[np.ndarray, "QB KB"]:
     """Mark every block of a bound mask as EMPTY, FULL or MIXED."""
+    if mask.is_full and min(block_q, block_kv) > 0:
+        return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, dtype=np.int8)
     most = count(mask, block_q, block_kv, q_len, kv_len)
     exact = mask.has_exact_intervals
     least = most if exact else count(mask, block_q, block_kv, q_len, kv_len, data=False)

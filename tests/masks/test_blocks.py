@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxattn import masks as M
+from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.masks import blocks
 from tests.masks.definitions import Spec, build, cases, table
 
 
@@ -140,3 +142,11 @@ def test_visited_blocks_follow_the_window_at_32760_tokens() -> None:
         M.BlockSlidingWindow(1560, 7).allowed_pairs(32_760, 32_760)
         == (got == M.FULL).sum() * 1560**2
     )
+
+
+def test_a_full_mask_of_any_length_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "count", lambda *_: pytest.fail("its rows were counted"))
+    kinds = M.Full().block_map(128, 256, 10_001, 5_000)
+    assert kinds.shape == (79, 20)
+    assert (kinds == blocks.FULL).all()
+    assert tally(M.Full(), (128, 128), (10**7, 10**6)) == (78_125 * 7_813, 0, 0)
