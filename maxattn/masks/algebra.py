@@ -214,10 +214,11 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     flat: dict[Any, Mask] = {}
     for arg in args:
         for part in arg.args if isinstance(arg, kind) else (arg,):
-            flat.setdefault(part.identity, part)
-    flat.pop(unit().identity, None)
+            if not isinstance(part, unit):
+                flat.setdefault(part.identity, part)
     negated = (part.arg.identity for part in flat.values() if isinstance(part, Not))
-    if zero().identity in flat or any(identity in flat for identity in negated):
+    absurd = any(identity in flat for identity in negated)
+    if absurd or any(isinstance(part, zero) for part in flat.values()):
         return zero()
     kept = without_absorbed(list(flat.values()), other)
     if len(kept) < 2:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import jax
 
 from maxattn.errors import InputError
 
@@ -27,6 +25,13 @@ class Extent(NamedTuple):
 
     masks: int
     levels: int
+
+
+@cache
+def _names(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the numbers of a kind of mask, and its leaves."""
+    leaves = tuple(f.name for f in fields(kind) if f.metadata.get("leaf"))
+    return tuple(f.name for f in fields(kind) if f.name not in leaves), leaves
 
 
 class Normal:
@@ -50,7 +55,8 @@ class Normal:
     def identity(self) -> tuple[Any, ...]:
         """What is equal for two masks of one structure with the very same arrays."""
         parts = tuple(part.identity for part in self.parts())
-        return type(self), self._numbers(), parts, tuple(map(id, jax.tree.leaves(self)))
+        arrays = () if parts else (id(getattr(self, name)) for name in _names(type(self))[1])
+        return type(self), self._numbers(), parts, tuple(arrays)
 
     @cached_property
     def order(self) -> tuple[Any, ...]:
@@ -59,8 +65,7 @@ class Normal:
         return type(self).__name__, numbers, tuple(part.order for part in self.parts())
 
     def _numbers(self) -> tuple[Any, ...]:
-        static = (f.name for f in fields(self) if not f.metadata.get("leaf"))  # pyright: ignore[reportArgumentType]
-        return tuple(getattr(self, name) for name in static)
+        return tuple(getattr(self, name) for name in _names(type(self))[0])
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle the fields alone: an identity holds where the arrays stay the same."""
@@ -76,6 +81,8 @@ def without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
         masks: that are joined, each once.
         other: the connective that does not join them.
     """
+    if not any(isinstance(mask, other) for mask in masks):
+        return masks  # of one part each, and no two the same
     parts = [frozenset(p.identity for p in _parts(mask, other)) for mask in masks]
     rivals, kept = _by_rarest_part(parts), dict(enumerate(masks))
     for i, mine in enumerate(parts):
