@@ -56,6 +56,7 @@ EXPLAINED = {
         "dot_product", MI300X, call(), {"context": 4}, context_parallel="ring"
     ),
     "auto_jax_untested": lambda: plan("auto", with_version(BARE, "jax", "0.13.0"), call()),
+    "auto_scale_below_0": lambda: plan("auto", H200, call(scale=-0.2)),
     "auto_float32": lambda: plan("auto", H200, call(dtype="float32")),
     "auto_head_dim_512": lambda: plan("auto", H200, call(h=512)),
     "auto_mask_of_pairs": lambda: plan("auto", H200, call(mask=M.Dense(TABLE))),
@@ -84,6 +85,9 @@ def test_explain(name: str) -> None:
 
 TABLE = np.zeros((4096, 4096), bool)
 REFUSED = {
+    "scale_below_0": lambda: plan("cudnn", H200, call(scale=-0.2)),
+    "scale_below_0_of_flash": lambda: plan("flash", H200, call(scale=-1.0)),
+    "tokamax_float16": lambda: plan("tokamax_flash", H200, call(dtype="float16")),
     "te_missing": lambda: plan("cudnn_flash_te", BARE, call()),
     "tokamax_missing": lambda: plan("tokamax_flash", BARE, call()),
     "tokamax_old": lambda: plan("tokamax_flash", OLD_TOKAMAX, call()),

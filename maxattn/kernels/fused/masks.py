@@ -94,13 +94,16 @@ def _refuse_flags(who: str) -> Reason:
 
 
 def refuse_call(who: str, call: Call, head_limit: int) -> Reason | None:
-    """Return why no fused kernel of this limit can compute a call: dtype, head dim, bias."""
+    """Return why no fused kernel of this limit can compute a call: dtype, head dim, scale, bias."""
     if call.dtype == "float32":
         rule = "it takes bfloat16 and float16, and the operands are float32"
         return Reason(who, "dtype float32", rule, f"cast q, k and v to bfloat16, or {REMEDY}")
     if call.head_dim > head_limit:
         rule = f"it takes head dims up to {head_limit}, and this is {call.head_dim}"
         return Reason(who, f"head dim {call.head_dim}", rule, REMEDY)
+    if call.scale < 0:  # it takes the largest product for the largest score, and gives NaN
+        rule = f"it takes scales above 0, and this is {call.scale:.3g}"
+        return Reason(who, "scale below 0", rule, f"hand over -q with scale {-call.scale:.3g}")
     if call.bias is not None:
         rule = "it would round an additive bias to the dtype of q"
         return Reason(who, "bias", rule, REMEDY)
