@@ -15,6 +15,7 @@ import numpy as np
 from maxattn.config.errors import plain, printable
 from maxattn.config.numbers import whole
 from maxattn.errors import WeightsError
+from maxattn.jax_private.mesh import is_tracer
 from maxattn.weights import files
 from maxattn.weights.access import dtype_name, variable_at
 from maxattn.weights.names import Entry
@@ -92,7 +93,7 @@ def _has_no_numbers(tensor: Any) -> str:
     """Say why an array cannot be read; nothing of one that can."""
     if isinstance(tensor, jax.ShapeDtypeStruct) or getattr(tensor, "is_meta", False):
         return "has a shape alone"
-    if isinstance(tensor, jax.core.Tracer):
+    if is_tracer(tensor):
         return "is traced: call it outside of jit"
     is_array = isinstance(tensor, jax.Array)
     return "was deleted: donated to a function?" if is_array and tensor.is_deleted() else ""

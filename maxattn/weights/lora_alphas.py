@@ -9,19 +9,31 @@ https://arxiv.org/abs/2312.03732 (rsLoRA).
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isfinite, sqrt
+from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from maxattn.config.errors import printable, show
+from maxattn.config.numbers import finite
+from maxattn.config.plain_json import parse_json, read_json
 from maxattn.errors import WeightsError
 from maxattn.weights.files import SafeTensors
+from maxattn.weights.patterns import MOST_PATTERNS, Budget, OutOfReach, Pattern
 
 HEADER, CONFIG, PEFT_FILE = "lora_adapter_metadata", "adapter_config.json", "adapter_model"
+MOST_BYTES = 4 * 2**20  # of metadata, which name some thousand layers at most
 _AGAIN = "save the LoRA again, or give its tensors with <layer>.alpha as a state dict"
+
+
+_MERGE = "merge them with peft, and load the merged model"
+_MERGE_IT = "merge it with peft, and load the merged model"
+_CONVERT = "save it with peft's path_initial_model_for_weight_conversion, or merge it with peft"
+_PLAIN_FIRST = ("gaussian", "eva", "orthogonal")  # they leave the kernels as they are
+_KNOWN = ("use_dora", "use_rslora")
+_OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "arrow_config")
+_SIMPLE = "write names of layers, or expressions of names, ., [...], (a|b), * and +"
 
 
 @dataclass(frozen=True)
@@ -31,18 +43,23 @@ class Strength:
     Args:
         alpha: of the layers that no pattern names; None is the rank.
         patterns: of names, and their alphas; the first that matches counts.
+        budget: the steps that matching may take, for all layers together.
         rooted: alpha is divided by the root of the rank, as rsLoRA does.
     """
 
     alpha: float | None = None
-    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
+    patterns: tuple[tuple[Pattern, float], ...] = ()
     rooted: bool = False
+    budget: Budget = field(default_factory=Budget, compare=False)
 
     def of(self, layer: str, rank: int) -> float:
-        """Return the factor of one layer."""
-        alpha = next(
-            (alpha for pattern, alpha in self.patterns if pattern.match(layer)), self.alpha
-        )
+        """Return the factor of one layer.
+
+        Raises:
+            OutOfReach: the patterns take too long to match.
+        """
+        named = (a for pattern, a in self.patterns if pattern.matches(layer, self.budget))
+        alpha = next(named, self.alpha)
         if alpha is None:
             return 1.0
         return alpha / (sqrt(rank) if self.rooted else rank)
@@ -100,11 +117,10 @@ def _config(path: Path) -> Path | None:
 
 def _parsed(where: str, source: str | Path) -> dict[str, Any]:
     try:
-        said = json.loads(source if isinstance(source, str) else source.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(
-            "LoRA", where, f"LoRA's metadata are JSON, and whole ({error})", _AGAIN
-        ) from error
+        said = parse_json(source) if isinstance(source, str) else read_json(source, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        rule = f"LoRA's metadata are JSON, and whole: {error}"
+        raise WeightsError("LoRA", where, rule, _AGAIN) from error
     if not isinstance(said, dict):
         rule = f"LoRA's metadata are settings by name, and this is a {type(said).__name__}"
         raise WeightsError("LoRA", where, rule, _AGAIN)
@@ -156,14 +172,23 @@ class _Settings:
         """Refuse what is not merged by adding `B A`."""
         if (method := self.values.get("peft_type")) not in (None, "LORA"):
             rule = "the weights are of LoRA; those of other methods are no product of two matrices"
-            raise self._wrong(
-                "peft_type", method, rule, "merge them with peft, and load the merged model"
-            )
+            raise self._wrong("peft_type", method, rule, _MERGE)
         if self.flag("use_dora"):
             rule = "LoRA adds to a kernel; DoRA also scales its columns by magnitudes"
-            raise self._wrong(
-                "use_dora", True, rule, "merge it with peft, and load the merged model"
-            )
+            raise self._wrong("use_dora", True, rule, _MERGE_IT)
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Refuse kinds of LoRA that train against other kernels, or add in another way."""
+        first = self.values.get("init_lora_weights")
+        if not (first is None or isinstance(first, bool) or first in _PLAIN_FIRST):
+            rule = "weights that begin so are added to kernels that were changed first"
+            raise self._wrong("init_lora_weights", first, rule, _CONVERT)
+        others = [name for name in self.values if name.startswith("use_") and name not in _KNOWN]
+        for name in (*others, *_OTHER_KINDS):
+            if self.values.get(name):
+                rule = "LoRA adds B A to each kernel, and with this setting it is not that alone"
+                raise self._wrong(name, self.values[name], rule, _MERGE_IT)
 
     def flag(self, name: str) -> bool:
         """Return a setting that is true or false; where it is missing, false."""
@@ -174,33 +199,31 @@ class _Settings:
 
     def number(self, name: str, value: Any) -> float:
         """Return a setting that is a finite number, and refuse all else."""
-        try:
-            if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-                return float(value)
-        except OverflowError:  # of an int beyond float's range
-            pass
-        raise self._wrong(name, value, "an alpha is a finite number", _AGAIN)
+        if (number := finite(value)) is None:
+            raise self._wrong(name, value, "an alpha is a finite number", _AGAIN)
+        return number
 
-    def patterns(self) -> tuple[tuple[re.Pattern[str], float], ...]:
+    def patterns(self) -> tuple[tuple[Pattern, float], ...]:
         """Return the alphas of layers that differ, by expressions for the end of their names."""
         held = self.values.get("alpha_pattern") or {}
         if not isinstance(held, dict):
             raise self._wrong("alpha_pattern", held, "it is alphas by names of layers", _AGAIN)
+        if len(held) > MOST_PATTERNS:
+            rule = f"it has an alpha for at most {MOST_PATTERNS:,} layers"
+            raise self._wrong("alpha_pattern", f"{len(held):,} of them", rule, _AGAIN)
         return tuple(
             (self._pattern(key), self.number(f"alpha_pattern[{key}]", value))
             for key, value in held.items()
         )
 
-    def _pattern(self, key: str) -> re.Pattern[str]:
+    def _pattern(self, key: str) -> Pattern:
         try:
-            return re.compile(
-                rf"(.*\.)?({re.compile(key).pattern})$"
-            )  # the key first: errors say a place in it
-        except re.error as error:
-            raise self._wrong(
-                "alpha_pattern", key, f"a name is a regular expression ({error})", _AGAIN
-            ) from error
+            return Pattern(key)
+        except OutOfReach as error:
+            rule = f"a name is a regular expression of a simple form, and {error}"
+            raise self._wrong("alpha_pattern", key, rule, _SIMPLE) from error
 
     def _wrong(self, name: str, value: Any, rule: str, remedy: str) -> WeightsError:
-        shown = "not set" if value is None else json.dumps(value)[:60]
-        return WeightsError("LoRA", f"{self.part}{name} is {shown} in {self.where}", rule, remedy)
+        shown = "not set" if value is None else show(value)[:60]
+        said = printable(f"{self.part}{name} is {shown}", 400)
+        return WeightsError("LoRA", f"{said} in {self.where}", rule, remedy)

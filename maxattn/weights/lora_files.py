@@ -17,6 +17,7 @@ from maxattn.weights.access import dtype_name, read_slice
 from maxattn.weights.checks import LISTED
 from maxattn.weights.lora_alphas import Strength, strength
 from maxattn.weights.names import Entry, entries
+from maxattn.weights.patterns import OutOfReach
 
 DOWN, UP = ("lora_A", "lora.down", "lora_down"), ("lora_B", "lora.up", "lora_up")
 _NAMES = "|".join(map(re.escape, (*DOWN, *UP)))
@@ -91,10 +92,12 @@ def _factors(
 ) -> dict[str, float]:
     """Return what each product is multiplied by; a layer's own alpha comes before the metadata."""
     ranks = {layer: held[pair.down].shape[0] for layer, pair in layers.items()}
-    return {
-        layer: _alpha(held, alphas[layer]) / rank if layer in alphas else said.of(layer, rank)
-        for layer, rank in ranks.items()
-    }
+    own = {layer: _alpha(held, name) for layer, name in alphas.items()}
+    try:
+        return {n: own[n] / rank if n in own else said.of(n, rank) for n, rank in ranks.items()}
+    except OutOfReach as error:
+        remedy = "save the LoRA again with names of layers, or with an alpha for each layer"
+        raise WeightsError("LoRA", "alpha_pattern", str(error), remedy) from error
 
 
 # ---- names ---------------------------------------------------------------------------------------
