@@ -18,6 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from maxattn.config import AttentionConfig
+from maxattn.config.errors import plain
+from maxattn.config.numbers import MOST_DEVICES, whole
 from maxattn.context_parallel.base import readable
 from maxattn.devices import memory_of
 from maxattn.errors import MeshError
@@ -52,9 +54,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile each shape and print what came of it."""
     source = read_source(args)
-    if args.slices < 1 or (args.slices > 1 and args.devices):
+    if whole(args.slices, most=MOST_DEVICES) is None or (args.slices > 1 and args.devices):
         rule = "there is at least one slice, and several are used whole"
-        raise MeshError("slices", args.slices, rule, "write --slices 2 without --devices")
+        raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
     outcomes = []
     for shape in shapes_of(args, source):
         job = _job(args, source.config, shape)

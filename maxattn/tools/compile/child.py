@@ -99,7 +99,10 @@ def main() -> None:
     """Read a job, compile it, write the outcome."""
     os.environ.update(ENVIRONMENT)
     job = pickle.loads(sys.stdin.buffer.read())
-    Path(sys.argv[1]).write_text(json.dumps(asdict(outcome_of(job))), encoding="utf-8")
+    answer = Path(sys.argv[1])
+    beside = answer.with_suffix(".partial")
+    beside.write_text(json.dumps(asdict(outcome_of(job))), encoding="utf-8")
+    beside.replace(answer)  # a child that is killed leaves a whole one or none
 
 
 if __name__ == "__main__":

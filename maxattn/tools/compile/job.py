@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import pickle
 import signal
@@ -17,10 +16,13 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 from maxattn.config import AttentionConfig
-from maxattn.errors import Unsupported
+from maxattn.config.errors import plain
+from maxattn.config.numbers import finite
+from maxattn.config.plain_json import read_json
+from maxattn.errors import ConfigError, Unsupported
 from maxattn.tools.model_shapes import Shape
 
 # What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
@@ -31,6 +33,8 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # the python of an environment with jax[tpu] and maxattn
+MOST_SECONDS = 10**6  # of one compile: eleven days
+MOST_LOG = 2**16  # bytes of its log, of which the last lines are shown
 Ending = Literal["compiled", "failed", "refused", "timeout", "crashed"]
 
 
@@ -92,6 +96,26 @@ class Outcome:
         return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
 
 
+def read_outcome(path: Path) -> Outcome | None:
+    """Read what the child wrote; None where it wrote nothing, or what is no outcome."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or not found.keys() <= _FORMS.keys() or "ending" not in found:
+        return None
+    is_one = all(isinstance(value, _FORMS[key]) for key, value in found.items())
+    return Outcome(**found) if is_one and found["ending"] in get_args(Ending) else None
+
+
+_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("ending", "device_kind", "plan", "message"), str),
+    **dict.fromkeys(("mesh", "memory"), dict),
+    **dict.fromkeys(("named", "found"), list),
+    "seconds": (int, float),
+}
+
+
 def tpu_python() -> str | None:
     """Return the python that can compile for a TPU: $MAXATTN_TPU_PYTHON, else one with libtpu."""
     named = os.environ.get(PYTHON_VARIABLE)
@@ -107,7 +131,11 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
 
     Raises:
         Unsupported: libtpu is not installed.
+        ConfigError: the limit is no time, or the named python cannot be run.
     """
+    if not finite(seconds, 0, MOST_SECONDS):
+        rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"
+        raise ConfigError("--time-limit", plain(seconds), rule, "write --time-limit 600")
     python = tpu_python()
     if python is None:
         rule = "the TPU's compiler comes with libtpu; no TPU is needed"
@@ -128,20 +156,28 @@ def _spawned(python: str, job: CompileJob, seconds: float, folder: Path) -> Outc
             return Outcome("timeout", seconds=seconds, message=f"no result after {seconds:g} s")
         finally:
             _end(child)
-    if answer.exists():
-        return Outcome(**json.loads(answer.read_text(encoding="utf-8")))
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    if (outcome := read_outcome(answer)) is not None:
+        return outcome
+    with log.open("rb") as stderr:
+        stderr.seek(max(0, log.stat().st_size - MOST_LOG))
+        tail = "\n".join(stderr.read().decode(errors="replace").splitlines()[-20:])
     ended = f"the compiler's process ended with status {child.returncode}"
-    return Outcome("crashed", message=f"{ended}\n{tail}")
+    said = " and an outcome that is not whole" if answer.exists() else ""
+    return Outcome("crashed", message=f"{ended}{said}\n{tail}")
 
 
 def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     words = [python, "-m", "maxattn.tools.compile.child", str(answer)]
     variables = os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()}
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        words, stdin=pipe, stdout=log, stderr=log, env=variables, start_new_session=True
-    )
+    try:
+        return subprocess.Popen(
+            words, stdin=pipe, stdout=log, stderr=log, env=variables, start_new_session=True
+        )
+    except OSError as error:
+        rule = f"it names a python that can be run, and the system says: {error.strerror or error}"
+        remedy = "name one that has libtpu and maxattn, or unset the variable"
+        raise ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy) from None
 
 
 def _python_path() -> str:

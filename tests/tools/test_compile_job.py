@@ -1,0 +1,96 @@
+"""The child process of `maxattn compile`: whatever it is, there is an outcome or a refusal."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.errors import ConfigError
+from maxattn.tools.compile.job import (
+    PYTHON_VARIABLE,
+    CompileJob,
+    Outcome,
+    read_outcome,
+    run_in_child,
+)
+from maxattn.tools.model_shapes import read
+from tests.golden_text import check_golden
+from tests.tools.cli.command import run
+
+JOB = CompileJob("v5e:1x1", AttentionConfig(), read("1,64,64,1,64"))
+
+
+def program(folder: Path, text: str) -> str:
+    """Write a program that stands for the python."""
+    path = folder / "python"
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "no_program", "a_folder", "not_executable"])
+def test_a_python_that_cannot_be_run_is_refused(kind, tmp_path, monkeypatch):
+    python = program(tmp_path, "neither a script nor a program")
+    if kind == "not_executable":
+        Path(python).chmod(0o600)
+    named = {"missing": "/nope/python", "a_folder": str(tmp_path)}.get(kind, python)
+    monkeypatch.setenv(PYTHON_VARIABLE, named)
+    with pytest.raises(ConfigError) as error:
+        run_in_child(JOB, 10)
+    assert error.value.setting == PYTHON_VARIABLE
+    if kind == "missing":
+        check_golden("cli/compile/no_python", str(error.value))
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-inf", "0", "-1", "1e300"])
+def test_a_time_limit_is_a_time(limit, capsys, monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, "/nope/python")
+    words = ["--target", "v5e:1x1", "--shape", "1,64,64,1,64", f"--time-limit={limit}"]
+    ran = run(capsys, "compile", *words)
+    assert ran.status == 1 and ran.err.startswith("--time-limit: ")
+    if limit == "nan":
+        check_golden("cli/compile/time_limit", ran.err)
+
+
+@pytest.mark.parametrize("slices", ["0", str(10**30)])
+def test_slices_are_bounded(slices, capsys):
+    words = ["--target", "v5e:1x1", "--shape", "1,64,64,1,64", "--slices", slices]
+    assert run(capsys, "compile", *words).status == 1
+
+
+WHOLE = {"ending": "refused", "message": "no", "seconds": 1.5, "mesh": {"data": 1}}
+NO_OUTCOMES: dict[str, Any] = {
+    "nothing": "",
+    "half": json.dumps(WHOLE)[:20],
+    "a_list": "[]",
+    "empty": "{}",
+    "another_ending": json.dumps(WHOLE | {"ending": "done"}),
+    "an_ending_that_is_none": json.dumps(WHOLE | {"ending": ["refused"]}),
+    "another_key": json.dumps(WHOLE | {"more": 1}),
+    "another_type": json.dumps(WHOLE | {"memory": 3}),
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", NO_OUTCOMES)
+def test_what_is_no_outcome_is_a_crash(kind, tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text(NO_OUTCOMES[kind])
+    script = f'#!/bin/sh\ncat > /dev/null\ncp "{text}" "$3"\necho what was said\nexit 3\n'
+    monkeypatch.setenv(PYTHON_VARIABLE, program(tmp_path, script))
+    outcome = run_in_child(JOB, 60)
+    assert outcome.ending == "crashed" and "what was said" in outcome.message
+    if kind == "half":
+        check_golden("cli/compile/half_an_outcome", outcome.message)
+
+
+def test_an_outcome_is_read(tmp_path):
+    path = tmp_path / "outcome.json"
+    path.write_text(json.dumps(WHOLE))
+    assert read_outcome(path) == Outcome(**WHOLE)
+    assert read_outcome(tmp_path / "nothing") is None
