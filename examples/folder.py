@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.json_file import read_mapping
 from flax import nnx
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
@@ -148,7 +149,7 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
         What was seen: tensors, those that differ, bytes, seconds, and the host's memory above what
         it was before.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_mapping(folder / "config.json")
     is_unet = config.get("_class_name") == "UNet2DConditionModel"
     sizes = UNetSizes.of_folder(folder) if is_unet else Sizes.of_folder(folder)
     model = shapes_of(sizes, dtype)

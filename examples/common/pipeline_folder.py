@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from maxattn.errors import ConfigError
+
+from .json_file import read_mapping
 
 PIPELINES = {
     "transformer": ("WanPipeline", "WanImageToVideoPipeline"),
@@ -55,7 +56,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_mapping(path) if path.is_file() else {}
 
 
 def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:

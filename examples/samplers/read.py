@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from common.json_file import read_mapping
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, did_you_mean
@@ -114,7 +115,7 @@ def read(
     """
     path = Path(folder or "") / "scheduler" / "scheduler_config.json"
     there = folder is not None and path.is_file()
-    said: Mapping[str, Any] = json.loads(path.read_text()) if there else USUAL[family]
+    said: Mapping[str, Any] = read_mapping(path) if there else USUAL[family]
     if not there and prediction_type is not None:
         said = {**said, "prediction_type": prediction_type}
     kind = said.get("_class_name", "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from common.json_file import read_mapping
 from common.pipeline_folder import absent
 
 from maxattn.errors import WeightsError
@@ -83,7 +83,7 @@ class Sizes:
         if not path.is_file():
             rule, remedy = "it says the sizes, and is not there", "give the folder of the UNet"
             raise WeightsError("config.json", path, rule, remedy)
-        config: dict[str, Any] = json.loads(path.read_text())
+        config = read_mapping(path)
         for key, only in ONLY.items():
             if config.get(key, only) != only:
                 remedy = "give the folder `unet` of an SDXL pipeline"

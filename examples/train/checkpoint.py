@@ -85,8 +85,32 @@ class Checkpoints:
         self._manager.close()
 
     def _read_facts(self) -> Facts:
-        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
-        return self._manager.restore(self.step, args=args)["facts"]
+        facts = self._restored("facts", ocp.args.JsonRestore())
+        kinds = {"settings": dict, "losses": list, "plans": dict}
+        if not isinstance(facts, dict):
+            raise self._damaged("its facts are no settings by name")
+        for key, kind in kinds.items():
+            if not isinstance(facts.get(key), kind):
+                raise self._damaged(f"its facts have no {key}")
+        return facts
+
+    def _restored(self, part: str, how: Any) -> Any:
+        """Read a part of the last checkpoint.
+
+        Raises:
+            ConfigErrors: it is damaged; nothing was read then.
+        """
+        try:
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{part: how}))[part]
+        except Exception as error:  # of orbax, of its storage, of JSON
+            raise self._damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+    def _damaged(self, said: str) -> ConfigErrors:
+        self._manager.close()
+        rule = f"a checkpoint is whole, and reading this one says: {said}"
+        remedy = "delete this folder: the run goes on from the checkpoint before it"
+        folder = self.folder / str(self.step)
+        return ConfigErrors([ConfigError("training.output_dir", folder, rule, remedy)])
 
     @property
     def losses(self) -> list[float]:
@@ -99,8 +123,7 @@ class Checkpoints:
         def wanted(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.tree.map(wanted, like)))
-        return self._manager.restore(self.step, args=args)["state"]
+        return self._restored("state", ocp.args.StandardRestore(jax.tree.map(wanted, like)))
 
     def save(
         self, state: Any, position: Any, losses: list[float], plans: dict[str, ma.Plan]

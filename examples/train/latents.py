@@ -107,7 +107,8 @@ class LatentFolder:
         if not self.has_empty:
             return {}
         file = _open(self.folder / EMPTY)
-        held = {name: np.asarray(file.get_tensor(name))[0] for name in list(file.keys())}
+        arrays = {name: np.asarray(file.get_tensor(name)) for name in list(file.keys())}
+        held = {name: array[0] for name, array in arrays.items() if array.shape[:1] == (1,)}
         for name in (name for name in CONDITIONS if name in self.shapes):
             wanted = self.shapes[name]
             if held.get(f"negative_{name}", np.zeros(())).shape != wanted:
@@ -148,6 +149,9 @@ def _header(file: Any) -> Header:
 def _shard_errors(shard: Shard, first: Shard) -> Iterator[ConfigError]:
     """Yield what is wrong with one shard, by itself and beside the first."""
     path, file, header = shard
+    if bare := [name for name, (shape, _) in header.items() if not shape]:
+        yield _error(f"{path}: {bare[0]}", "an array has a row for each latent", MAKE)
+        return
     if "latents" not in header:
         rule = f"a shard holds latents, and this holds {', '.join(header) or 'nothing'}"
         yield _error(path, rule, MAKE)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from common.json_file import read_mapping
 from common.pipeline_folder import absent
 
 from maxattn.errors import WeightsError
@@ -84,7 +84,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         rule, remedy = "it says the sizes, and is not there", "give the transformer's folder"
         raise WeightsError("config.json", str(path), rule, remedy)
-    config: dict[str, Any] = json.loads(path.read_text())
+    config = read_mapping(path)
     if (name := config.get("_class_name", CLASS_NAME)) != CLASS_NAME:
         rule = f"the folder holds a {CLASS_NAME}"
         remedy = "give the folder `transformer` of a Wan pipeline"

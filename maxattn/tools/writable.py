@@ -35,6 +35,16 @@ def check_writable(setting: str, path: str | Path, folder: bool = False) -> None
         raise problem
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, which takes its name when it is whole: a kill leaves the earlier one."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
     if path.is_symlink() and not path.exists():
         return _refused(setting, path, "it is a link to what is not there")

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from maxattn.config.plain_json import read_json
+from maxattn.errors import ConfigError
 from maxattn.kernels.auto.gpu import TABLE, UNSPLIT, mask_kind
 from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.model_shapes import SHAPES, Shape, read
+from maxattn.tools.writable import write_whole
 
 # The models' own shapes, and small and large ones between and around them.
 MEASURED = (
@@ -82,13 +85,39 @@ def write(device: str, made_by: dict[str, Any], found: list[dict[str, Any]], pat
         found: from `entries`.
         path: the table to write; where it is missing, it begins as the one that `auto` reads.
     """
-    table = json.loads((path if path.exists() else TABLE).read_text())
+    table = read_table(path if path.exists() else TABLE)
     # `bench` launches this backward with split queries alone: its time without them is kept.
     old = table.get(device, {}).get("entries", [])
     kept = {tuple(e["shape"]): e[UNSPLIT] for e in old if UNSPLIT in e}
     measured = [e | _unsplit(kept, tuple(e["shape"])) for e in found]
     table[device] = {"made_by": made_by, "entries": measured}
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    write_whole(path, json.dumps(table, indent=1) + "\n")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a table of entries by device.
+
+    Raises:
+        ConfigError: it is something else: the measurements would have no place to go.
+    """
+    try:
+        table = read_json(path)
+    except (OSError, ValueError) as error:
+        raise _no_table(path, str(error)) from None
+    by_device = table.values() if isinstance(table, dict) else [None]
+    if not all(isinstance(of, dict) and _are_entries(of.get("entries")) for of in by_device):
+        raise _no_table(path, "it holds something else")
+    return table
+
+
+def _are_entries(listed: Any) -> bool:
+    is_list = isinstance(listed, list)
+    return is_list and all(isinstance(e, dict) and isinstance(e.get("shape"), list) for e in listed)
+
+
+def _no_table(path: Path, why: str) -> ConfigError:
+    rule = f"where a file is there, it is a table that `bench` wrote; {why}"
+    return ConfigError("--write-table", path, rule, "name another file, or remove it")
 
 
 def _unsplit(kept: dict[tuple[int, ...], float], shape: tuple[int, ...]) -> dict[str, float]:

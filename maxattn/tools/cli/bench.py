@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from maxattn.tools.cli.bench_options import REPORTS, STRATEGIES, check, read_mesh
 from maxattn.tools.cli.progress import progress, say_where
 from maxattn.tools.model_shapes import SHAPES, Shape, read
+from maxattn.tools.writable import write_whole
 
 if TYPE_CHECKING:
     from maxattn.target import Target
@@ -116,7 +117,7 @@ def _printed(args: argparse.Namespace, target: Target, shapes: list[Shape]) -> l
         print(text, end="\n\n", flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(bench.to_json(rows, target))
+            write_whole(args.json, bench.to_json(rows, target))
     return rows
 
 

@@ -66,6 +66,7 @@ def _check_read(name: str, given: str | Path | None, is_read: Any, other: str) -
 
 def _check_table(path: str | None) -> None:
     from maxattn.target import Target
+    from maxattn.tools.bench.auto_table import read_table
 
     if path is None:
         return
@@ -75,6 +76,8 @@ def _check_table(path: str | None) -> None:
         remedy = " ".join(["write --write-table table.json", path]).strip()
         raise InputError("--write-table", path or "(no path)", rule, remedy)
     check_writable("--write-table", path)
+    if Path(path).exists():
+        read_table(Path(path))
     if (target := Target.here()).device.vendor != "NVIDIA":
         rule = "the table is of NVIDIA GPUs"
         raise InputError("--write-table", target.device_kind, rule, "run it on one")

@@ -22,6 +22,8 @@ from maxattn.tools.bench.jobs import random_inputs
 from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
+from maxattn.tools.writable import write_whole
+from tests.tools.cli.command import run
 
 SMALL = Shape("small", 1, 64, 64, 2, 16, mask=M.Causal(), dtype="float32")
 
@@ -204,3 +206,20 @@ def test_the_folder_of_the_measurements_is_made(tmp_path: Path) -> None:
         == 0
     )
     assert json.loads(out.read_text())["rows"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"cpu": []}', '{"cpu": {"entries": [1]}}'])
+def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(capsys, tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    ran = run(capsys, "bench", "--write-table", str(path))
+    assert ran.status == 1 and ran.err.startswith("--write-table: ") and path.read_text() == text
+
+
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    write_whole(path, "one")
+    monkeypatch.setattr(Path, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_whole(path, "two")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,34 @@
+"""JSON files of somebody else's folders: read whole, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxattn.errors import ConfigError
+
+MOST_BYTES = 2**24  # settings have some thousand
+
+
+def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
+    """Read a JSON file that holds settings by name.
+
+    Args:
+        path: of the file.
+        setting: that named its folder.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        said = str(error)[:200]
+        rule = f"it is a JSON file, and whole; reading it says: {said}"
+        raise ConfigError(setting, path, rule, "fetch the folder again") from None
+    if not isinstance(found, dict):
+        rule = f"it holds settings by name, and this is a {type(found).__name__}"
+        raise ConfigError(setting, path, rule, "fetch the folder again")
+    return found
