@@ -87,14 +87,12 @@ def _check_transfers(plan: Any, mesh: Mapping[str, int] | None) -> None:
 
 def _check_kernel(plan: Any, names: Names) -> None:
     """Hold that the kernel of the plan supports the call that one device computes."""
-    from dataclasses import replace
-
     from maxattn.kernels import refusal
 
-    share = plan.context.local_call(plan.padded_call)
+    share = plan.strategy.local_call(plan.padded_call)
     sharded = share.q_len < plan.q_len
     sequence = (plan.q_len, plan.kv_len) if sharded else None
-    local = replace(share, bias=plan.padded_call.bias, sharded=sharded, sequence=sequence)
+    local = share.derived(bias=plan.padded_call.bias, sharded=sharded, sequence=sequence)
     reason = refusal(plan.kernel.name, local, names["target"], names["config"].deterministic)
     _hold(reason is None, f"the plan runs {plan.kernel.name}, which refuses: {reason}")
 

@@ -125,7 +125,7 @@ def _refuse_float16(call: Call) -> Reason | None:
     # inf * 0 reaches dK (seen on an H200 at 3 to 17 queries, tokamax 0.0.17).
     if call.dtype != "float16":
         return None
-    rule = "its backward gives NaN in float16 where the last tile of queries is not full"
+    rule = "its backward overflows in float16 where the last tile of queries is not full"
     return Reason("tokamax_flash", "dtype float16", rule, "use bfloat16, or set attention: auto")
 
 
