@@ -151,7 +151,7 @@ def test_lines_of_prose_fit(page):
     assert not wide, f"{page}: lines {wide} are over {WIDTH} columns"
 
 
-@pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page):
     for target in LINK.findall(text_of(page)):
         if not target.startswith(("http://", "https://")):

@@ -1,0 +1,345 @@
+"""What SECURITY.md promises: files of others run nothing, reach nothing and cost little."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from maxattn import AttentionConfig, weights
+from maxattn.errors import MaxattnError, WeightsError
+from maxattn.tools.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+# ---- no pickle, no code --------------------------------------------------------------------------
+
+UNPICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+# A job goes to a child process of ours through a pipe: no file is unpickled.
+A_PIPE = {"maxattn/tools/compile/job.py", "maxattn/tools/compile/child.py"}
+RUNS = {"eval", "exec", "compile", "__import__"}
+UNSAFE = {"np.load", "numpy.load", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    """Yield what in a file could run what another file holds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] in UNPICKLES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
+            yield str(node.module)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in RUNS | UNSAFE or any(k.arg == "allow_pickle" for k in node.keywords):
+                yield name
+
+
+@pytest.mark.parametrize(
+    "text", ["import pickle", "from shelve import open", "eval(x)", "np.load(p)"]
+)
+def test_what_could_run_a_file_is_seen(text: str):
+    assert list(offences(ast.parse(text)))
+
+
+def test_nothing_unpickles_or_evaluates_a_file():
+    files = [*(ROOT / "maxattn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert len(files) > 200
+    trees = {str(f.relative_to(ROOT)): ast.parse(f.read_text(encoding="utf-8")) for f in files}
+    assert {path for path, tree in trees.items() if list(offences(tree))} == A_PIPE
+
+
+class Runs:
+    """Make a file when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.made,)
+
+
+def layer() -> nnx.Linear:
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "name", ["m.bin", "m.pt", "m.pth", "m.ckpt", "m.safetensors", "m.json", "m"]
+)
+@pytest.mark.parametrize("load", [weights.load_diffusers, weights.merge_lora, weights.check_lora])
+def test_no_pickle_is_read_whatever_its_name(load: Any, name: str, tmp_path: Path):
+    made = tmp_path / "made"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(pickle.dumps(Runs(made)))
+    for source in (tmp_path / "model", tmp_path / "model" / name):
+        with pytest.raises(WeightsError):
+            load(layer(), source)
+    assert not made.exists()
+    pickle.loads((tmp_path / "model" / name).read_bytes())
+    assert made.exists()  # the file would have run
+
+
+TAGS = [
+    '!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ["MADE"]]',
+    '!!python/object/apply:os.system ["touch MADE"]',
+    '!!python/object/new:os.system ["touch MADE"]',
+    "!!python/name:os.system",
+    "!!python/module:os",
+    "!!python/object/apply:builtins.eval [\"open('MADE', 'w')\"]",
+    "!apply:os.system [touch MADE]",
+]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("key", ["attention", "model", "training"])
+def test_no_code_comes_from_a_config(key: str, tag: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("any.yml").write_text(f"{key}: {tag}\n")
+    for read in (AttentionConfig.from_yaml, AttentionConfig.from_maxdiffusion):
+        with pytest.raises(MaxattnError):
+            read("any.yml")
+    with pytest.raises(MaxattnError):
+        AttentionConfig.from_overrides([f"{key}={tag}"])
+    assert main(["check", "any.yml"]) == 1 and capsys.readouterr().err
+    assert not Path("MADE").exists()
+
+
+# ---- nothing outside of the folder ---------------------------------------------------------------
+
+
+def test_no_file_outside_of_the_folder_is_read(tmp_path: Path):
+    secret = {"weight": np.full((4, 4), 7, np.float32), "bias": np.full(4, 7, np.float32)}
+    (tmp_path / "model").mkdir()
+    save_file(secret, tmp_path / "secret.safetensors")
+    outside = ("../secret.safetensors", str(tmp_path / "secret.safetensors"))
+    for name in outside:
+        index = {"weight_map": dict.fromkeys(secret, name)}
+        (tmp_path / "model" / "m.safetensors.index.json").write_text(json.dumps(index))
+        one = layer()
+        with pytest.raises(WeightsError, match="leads out"):
+            weights.load_diffusers(one, tmp_path / "model")
+        assert not (np.asarray(one.kernel[...]) == 7).any()
+
+
+# ---- bounded work --------------------------------------------------------------------------------
+
+MEGABYTE = 10**6
+BOUNDED = """
+import json, resource, sys, time
+from pathlib import Path
+from flax import nnx
+from maxattn import AttentionConfig, weights
+from maxattn.errors import MaxattnError
+from maxattn.target import Target
+from maxattn.tools.cli import main
+
+def used():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+class Layers(nnx.Module):
+    def __init__(self):
+        self.to_q = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+READ = {
+    "yml": lambda path: (AttentionConfig.from_yaml(path), main(["check", str(path)])),
+    "other": AttentionConfig.from_maxdiffusion,
+    "folder": lambda path: weights.load_diffusers(Layers(), path),
+    "lora": lambda path: weights.merge_lora(Layers(), path),
+    "tuned": lambda path: Target.here(),
+}
+Layers(), Target.here()
+found = {}
+for kind, path in json.loads(sys.stdin.read()):
+    before = used()
+    try:
+        READ[kind](Path(path))
+        said = "read"
+    except MaxattnError as error:
+        said = "refused"
+    found[f"{kind} {path}"] = [said, *(b - a for a, b in zip(before, used()))]
+Path(sys.argv[1]).write_text(json.dumps(found))
+"""
+
+
+def aliases(levels: int) -> str:
+    lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(levels)]
+    return "model:\n  " + "\n  ".join(lines)
+
+
+YAMLS = {
+    "nodes": "model:\n" + "- a\n" * (MEGABYTE // 4),
+    "flow": "model: [" + "1," * (MEGABYTE // 2) + "]",
+    "open": "[" * MEGABYTE,
+    "maps": "{a: " * (MEGABYTE // 4),
+    "aliases": aliases(10) + "\n#" + "x" * MEGABYTE,
+    "keys": "".join(f"k{i}: 1\n" for i in range(MEGABYTE // 10)),
+    "same_keys": "k: 1\n" * (MEGABYTE // 5),
+    "one_word": "attention: " + "a" * MEGABYTE,
+    "one_number": "attention: " + "1" * MEGABYTE,
+    "sixties": "attention: !!int " + "1:" * (MEGABYTE // 2) + "1",
+    "spaces": "attention:" + " " * MEGABYTE + "x",
+    "quotes": "attention: '" + "''" * (MEGABYTE // 2) + "'",
+    "escapes": 'attention: "' + "\\n" * (MEGABYTE // 2) + '"',
+    "comments": "#\n" * (MEGABYTE // 2) + "attention: auto",
+    "tags": "- !!binary aaaa\n" * (MEGABYTE // 16),
+    "anchors": "".join(f"k{i}: &a{i} 1\n" for i in range(MEGABYTE // 14)),
+}
+JSONS = {
+    "lists": '{"weight_map": [' + "[]," * (MEGABYTE // 3) + "[]]}",
+    "open": "[" * MEGABYTE,
+    "digits": '{"weight_map": ' + "9" * MEGABYTE + "}",
+    "float": '{"weight_map": 0.' + "9" * MEGABYTE + "}",
+    "names": json.dumps({"weight_map": {f"t{i}": f"f{i}" for i in range(MEGABYTE // 20)}}),
+    "dots": json.dumps({"weight_map": {"t": "a/" * (MEGABYTE // 2) + "b"}}),
+}
+PATTERNS = {
+    "star": {"([a-z_.]+)+X" + "a" * 20 + str(i): 8 for i in range(MEGABYTE // 45)},
+    "nested": {f"{'(' * 10}a*{')*' * 10}{i}": 8 for i in range(9_000)},
+    "literal": {f"blocks.{i}.to_q": 8 for i in range(9_900)},
+    "long": {"(a|b)*" * (MEGABYTE // 6): 8},
+    "classes": {"[" + "a-z" * 300 + f"]*{i}": 8 for i in range(MEGABYTE // 920)},
+}
+
+
+def hostile(folder: Path) -> Iterator[tuple[str, str]]:
+    """Write files of about a megabyte each; yield how each is read."""
+    for name, text in YAMLS.items():
+        path = folder / f"{name}.yml"
+        path.write_text(text)
+        yield from (("yml", str(path)), ("other", str(path)))
+    for name, text in JSONS.items():
+        index = folder / "model" / name / "m.safetensors.index.json"
+        index.parent.mkdir(parents=True)
+        index.write_text(text)
+        yield "folder", str(index.parent)
+    yield from _tuned(folder)
+    yield from _loras(folder)
+
+
+def _tuned(folder: Path) -> Iterator[tuple[str, str]]:
+    fields = dict.fromkeys(("device_kind", "versions", "kernel", "call"), "cpu")
+    one = fields | {"sizes": {"query_chunk_size": 1}, "forward_ms": 1.0, "training_ms": None}
+    many = [one | {"call": str(i)} for i in range(MEGABYTE // 160)]
+    text = json.dumps({"version": 1, "measurements": many})
+    (folder / "cache").mkdir()
+    (folder / "cache" / "tuned.json").write_text(text)
+    yield "tuned", str(folder / "cache")
+
+
+def _loras(folder: Path) -> Iterator[tuple[str, str]]:
+    one = np.ones((4, 4), np.float32)
+    for name, patterns in PATTERNS.items():
+        path = folder / f"{name}.safetensors"
+        said = json.dumps({"lora_alpha": 4, "alpha_pattern": patterns})
+        header = {"lora_adapter_metadata": said}
+        save_file({"to_q.lora_A.weight": one, "to_q.lora_B.weight": one}, path, header)
+        yield "lora", str(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB on Linux")
+def test_a_file_of_a_megabyte_takes_seconds_and_some_memory(tmp_path: Path):
+    """The limits leave room for a busy machine; slowest are expressions, at about 3 s."""
+    reads, out = list(hostile(tmp_path)), tmp_path / "found.json"
+    variables = os.environ | {"MAXATTN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", BOUNDED, str(out)]
+    child = subprocess.run(
+        words, input=json.dumps(reads), text=True, env=variables, capture_output=True, timeout=500
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert found.keys() == {" ".join(read) for read in reads}
+    slow = {Path(path).name: f for path, f in found.items() if f[1] > 20 or f[2] > 400}
+    assert not slow
+    assert sum(said == "refused" for said, *_ in found.values()) > len(found) // 2
+
+
+# ---- nothing half-written ------------------------------------------------------------------------
+
+KILLED = """
+import json, os, resource, signal, sys
+from pathlib import Path
+import numpy as np
+from maxattn.config.measurements import read_kept
+from maxattn.tools.tune import store
+from maxattn.tools.writable import write_whole
+from maxattn.weights.files import SafeTensors, save_tensors
+from maxattn.weights.safetensors_writer import Form
+
+FORMS = {name: Form((64,), np.dtype("float32")) for name in "abcd"}
+MEASURED = {"device_kind": "d", "versions": "v", "kernel": "flash", "call": "c", "error": "",
+            "sizes": {"block_q": 128}, "forward_ms": 1.0, "training_ms": None}
+
+def save(folder, value, most):
+    save_tensors(FORMS, lambda _: np.full(64, value, np.float32), folder, "m", most)
+
+def values(folder):
+    held = SafeTensors(folder)
+    assert set(held) == set(FORMS)
+    return {float(x) for name in held for x in held[name][()]}
+
+def tune(folder, value, most):
+    for number in range(int(value)):
+        store.add(folder / "tuned.json", MEASURED | {"call": str(number)})
+
+def measured(folder):
+    kept = read_kept(folder / "tuned.json")
+    assert not kept.damage
+    return {len(kept.measurements)}
+
+def text(folder, value, most):
+    write_whole(folder / "x.json", str(int(value)) * 3000)
+
+WAYS = {
+    "single": (save, values, 10**6), "shards": (save, values, 600),
+    "tuned": (tune, measured, 0), "text": (text, lambda f: {int((f / "x.json").read_text()[0])}, 0),
+}
+
+def killed(write, folder, most, size):
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        try:
+            write(folder, 2, most)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+name, folder, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+write, read, most = WAYS[name]
+seen = []
+for size in range(0, 4000, step):
+    here = folder / str(size)
+    here.mkdir()
+    write(here, 1, most)
+    was_killed = killed(write, here, most, size)
+    seen.append((was_killed, sorted(read(here))))
+    write(here, 1 if name != "tuned" else 2, most)
+    read(here)
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is killed at a byte by its limits")
+@pytest.mark.parametrize("way", ["single", "shards", "tuned", "text"])
+def test_a_writer_that_is_killed_at_a_byte_leaves_a_whole_file(way: str, tmp_path: Path):
+    words = [sys.executable, "-c", KILLED, way, str(tmp_path), "97"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.run(words, text=True, env=variables, capture_output=True, timeout=300)
+    assert child.returncode == 0, child.stderr[-2000:]
+    seen = json.loads(child.stdout)
+    assert all(values in ([1], [2]) for _, values in seen)
+    assert all(values == [2] for killed, values in seen if not killed)
+    assert sum(killed for killed, _ in seen) >= 3 and any(not killed for killed, _ in seen)
