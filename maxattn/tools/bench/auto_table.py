@@ -85,7 +85,7 @@ def write(device: str, made_by: dict[str, Any], found: list[dict[str, Any]], pat
         found: from `entries`.
         path: the table to write; where it is missing, it begins as the one that `auto` reads.
     """
-    table = read_table(path if path.exists() else TABLE)
+    table = read_table(path) if path.exists() else json.loads(TABLE.read_text())
     # `bench` launches this backward with split queries alone: its time without them is kept.
     old = table.get(device, {}).get("entries", [])
     kept = {tuple(e["shape"]): e[UNSPLIT] for e in old if UNSPLIT in e}
