@@ -23,7 +23,7 @@ BATCH_AXES = ("data", "fsdp")
 
 MOST_DEVICES = 2**16
 """The most devices of a mesh: six times the largest machine, and plans are made in seconds."""
-MOST_RANKS = 2**11
+MOST_RANKS = 2**12
 """The most devices of the context axis: a ring looks at every pair of them."""
 
 MeshShape = tuple[tuple[str, int], ...]
