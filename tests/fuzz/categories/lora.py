@@ -35,6 +35,8 @@ PATTERNS = (
     "to_q", ".*", LONG, "([a-z_.]+)+X", "(a|a)*b", "a{99999999999}", "(" * 5000, "(", "",
     "to_.", "(?i)TO_Q", "[", "(a*)*$b", "\\Z", "(?P<x>t)o_q", "(?<=a)x",
 )  # fmt: skip
+# What matches the same names, and does not take Python's own matcher forever.
+SAME = {"([a-z_.]+)+X": "[a-z_.]+X", "(a|a)*b": "a*b", "(a*)*$b": "a*$b"}
 NUMBERS = (
     1,
     2,
@@ -150,7 +152,7 @@ def _change(layer: str, held: dict[str, np.ndarray], said: Any, scale: float) ->
 def _alpha(layer: str, rank: int, said: dict[str, Any]) -> float:
     alpha = said.get("lora_alpha", rank)
     for pattern, value in (said.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        if re.match(rf"(.*\.)?({SAME.get(pattern, pattern)})$", layer):
             alpha = value
             break
     return alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
