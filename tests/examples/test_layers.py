@@ -16,7 +16,8 @@ LAYERS = (
     ("measuring",),
     ("digits", "wan", "sdxl", "flux"),
     ("train", "sample"),
-    ("samplers", "common"),
+    ("samplers",),
+    ("common",),
 )
 LAYER = {part: i for i, row in enumerate(LAYERS) for part in row}
 
