@@ -5,6 +5,7 @@ LSE.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -115,8 +116,14 @@ def test_flash_pairs(case: dict) -> None:
     judge_splash(case)
 
 
+def half_slow(cases: list[dict]) -> list[Any]:
+    """Leave every second case to `make test-all`: splash's pairs and the fuzzer run beside them."""
+    marks = [pytest.mark.slow if i % 2 else () for i in range(len(cases))]
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+
+
 @needs_tokamax
-@pytest.mark.parametrize("case", pairwise(TOKAMAX_AXES, legal), ids=name)
+@pytest.mark.parametrize("case", half_slow(pairwise(TOKAMAX_AXES, legal)), ids=name)
 def test_tokamax_pairs(case: dict) -> None:
     judge_splash(case)
 
