@@ -165,8 +165,8 @@ def bound_call(
     """
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
-    bound = bind_mask(mask, q, k, mask_padding=mask_padding)
     bias_shape, number = _bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
+    bound = bind_mask(mask, q, k, mask_padding=mask_padding)
     what = str(q.dtype), bound.form(), bias_shape, number
     every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, None)
     call = object.__new__(Call)  # what it is made of is checked

@@ -10,7 +10,6 @@ from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple
 
-from maxattn.block_sizes.sizes import divisors
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
@@ -18,9 +17,9 @@ from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
 from maxattn.context_parallel.auto.choose import choose_strategy
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
-from maxattn.kernels import build, refusal
+from maxattn.kernels import build
 from maxattn.kernels import table as kernel_table
-from maxattn.kernels.auto.choose import choose_kernel
+from maxattn.kernels.auto.choose import run_or_choose
 from maxattn.masks.given import without_padding
 from maxattn.masks.position_mask import MOST
 from maxattn.plan import Plan, limit_keys
@@ -116,9 +115,11 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
     sizes = _padded_sizes(call, over.strategy)
-    padded = _padded(call, sizes)
-    local = _local_call(padded, over.strategy)
-    runs = _choose_kernel(question, local)
+    name, because = _named(question)
+    padded, local = _padded_and_local(call, over.strategy, sizes)
+    runs = run_or_choose(name, because, local, target, config.deterministic)
+    if runs.fell_back and question.asked.kernel != "auto":
+        _refuse_if_asked(question, question.asked.kernel_key, runs.refused[0])
     kernel = build(runs.name, local, config, target)
     strategy = over.strategy.with_kernel(kernel, local)
     names = {kernel.name, strategy.name, *(reason.who for reason in over.refused)}
@@ -165,7 +166,8 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         remedy = f"use a batch of {fits}, or fewer devices on data and fsdp"
         raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
-        fits = ", ".join(map(str, divisors(call.heads, 1)))
+        least = min(call.heads, 4096)
+        fits = ", ".join(str(n) for n in range(1, least + 1) if call.heads % n == 0)
         rule = f"they must be a multiple of the mesh axis tensor={tensor}"
         remedy = f"set ici_tensor_parallelism to one of {fits}"
         raise MeshError("heads", call.heads, rule, remedy)
@@ -185,21 +187,17 @@ def _padded_sizes(call: Call, strategy: Strategy) -> _PaddedSizes:
     return _PaddedSizes(q_len, kv_len if strategy.kv_letter() == "S" else call.kv_len, repeat)
 
 
-def _padded(call: Call, sizes: _PaddedSizes) -> Call:
-    """Describe the call after padding to whole shards and repeating key heads."""
+def _padded_and_local(call: Call, strategy: Strategy, sizes: _PaddedSizes) -> tuple[Call, Call]:
+    """Return the call after padding and repeating key heads, and what one device's kernel gets."""
     mask = limit_keys(call.mask, call.kv_len, sizes.kv_len)
     kv_heads = call.kv_heads * sizes.kv_repeat
-    return call.derived(q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
-
-
-def _local_call(padded: Call, strategy: Strategy) -> Call:
-    """Return the call that one device's kernel gets."""
+    padded = call.derived(q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
     share = strategy.local_call(padded)
     # A strategy's local call says nothing of a bias; that there is one decides which kernels can
     # run.
     sharded = share.q_len < padded.q_len
     sequence = (padded.q_len, padded.kv_len) if sharded else None
-    return share.derived(bias=padded.bias, sharded=sharded, sequence=sequence)
+    return padded, share.derived(bias=padded.bias, sharded=sharded, sequence=sequence)
 
 
 # ---- the strategy --------------------------------------------------------------------------------
@@ -251,29 +249,6 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
-
-
-class _Runs(NamedTuple):
-    """Hold the kernel's name, why it is this one, who was refused, and whether it was not named."""
-
-    name: str
-    because: str
-    refused: tuple[Reason, ...] = ()
-    fell_back: bool = False
-
-
-def _choose_kernel(question: _Question, local: Call) -> _Runs:
-    _, config, _, target, asked = question
-    name, because = _named(question)
-    if name == "auto":
-        return _Runs(*choose_kernel(local, target, config.deterministic))
-    reason = refusal(name, local, target, config.deterministic)
-    if reason is None:
-        return _Runs(name, because)
-    if asked.kernel != "auto":
-        _refuse_if_asked(question, asked.kernel_key, reason)
-    other = choose_kernel(local, target, config.deterministic)
-    return _Runs(other.name, other.because, (reason,), fell_back=True)
 
 
 def _named(question: _Question) -> tuple[str, str]:

@@ -20,11 +20,35 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 
 
 class KernelChoice(NamedTuple):
-    """Hold the kernel's name, why it is this one, and what comes before it and was refused."""
+    """Hold the kernel's name, why it is this one, what was refused, and whether a name fell back.
+
+    Args:
+        name, because: what runs, and why.
+        refused: the kernels that come before it, or that the user named.
+        fell_back: whether another runs than was named.
+    """
 
     name: str
     because: str
-    refused: tuple[Reason, ...]
+    refused: tuple[Reason, ...] = ()
+    fell_back: bool = False
+
+
+def run_or_choose(
+    name: str, because: str, local: Call, target: Target, deterministic: bool = False
+) -> KernelChoice:
+    """Return the named kernel where it can compute a local call, else what `auto` takes.
+
+    Args:
+        name: of a kernel, or "auto".
+        because: why it is named.
+        local, target, deterministic: as for `choose_kernel`.
+    """
+    reason = None if name == "auto" else refusal(name, local, target, deterministic)
+    if reason is None and name != "auto":
+        return KernelChoice(name, because)
+    chosen = choose_kernel(local, target, deterministic)
+    return chosen if reason is None else chosen._replace(refused=(reason,), fell_back=True)
 
 
 def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> KernelChoice:
