@@ -24,7 +24,7 @@ from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.batched_alike import batched_alike
-from maxattn.jax_private.varying import vary_over, varying_axes
+from maxattn.jax_private.varying import vary_alike
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import bias_shift, shifted
 from maxattn.kernels.softmax import NEG_INF
@@ -197,8 +197,7 @@ def attend(
         check_unchecked(decided.kernel.name)
     announce(decided)
     warn_of_other_mesh(config, mesh, call.role)
-    operands = vary_over((q, k, v, bias, mask), varying_axes((q, k, v, bias, mask)))
-    return run(decided, *operands, mesh=mesh)
+    return run(decided, *vary_alike((q, k, v, bias, mask)), mesh=mesh)
 
 
 def run(

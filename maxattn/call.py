@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, brief
 from maxattn.masks import Full, Mask
 from maxattn.masks.given import bind_mask
@@ -286,18 +287,6 @@ def _check_bias_dtype(dtype: str) -> None:
     to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
     remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
     raise InputError("bias", dtype, rule, remedy)
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether a value is one real number that is known now, and no text, boolean or tracer."""
-    is_bool = str(getattr(value, "dtype", "")) == "bool"
-    if isinstance(value, str | bytes | bool | complex) or is_bool:
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError, OverflowError):  # a tracer's error is a TypeError
-        return False
-    return True
 
 
 # Beyond these a scale is infinite or 0 in float32, which scores are computed in.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import isqrt
 from typing import Literal
 
 from maxattn.block_sizes.chips import Chip
+from maxattn.config import numbers
 
 KernelKind = Literal["flash", "tokamax_flash"]
 LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
@@ -130,6 +130,4 @@ def round_near(length: int, step: int) -> int:
 
 def divisors(length: int, step: int) -> list[int]:
     """Return the multiples of `step` that divide `length`, itself a multiple, in rising order."""
-    whole = length // step
-    small = [n for n in range(1, isqrt(whole) + 1) if whole % n == 0]
-    return [n * step for n in sorted({*small, *(whole // n for n in small)})]
+    return [n * step for n in numbers.divisors(length // step, most=length)]

@@ -47,6 +47,18 @@ def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
     return whole(int(digits), least, most)
 
 
+def is_number(value: Any) -> bool:
+    """Tell whether a value is one real number that is known now, and no text, boolean or tracer."""
+    is_bool = str(getattr(value, "dtype", "")) == "bool"
+    if isinstance(value, str | bytes | bool | complex) or is_bool:
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):  # a tracer's error is a TypeError
+        return False
+    return True
+
+
 def finite(value: Any, least: float = float("-inf"), most: float = float("inf")) -> float | None:
     """Return a finite number of a file or of Python as a float, or None.
 

@@ -32,6 +32,11 @@ def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
     return jax.tree.map(one, tree) if axes else tree
 
 
+def vary_alike(tree: Tree) -> Tree:
+    """Let every array vary over all axes that any of them varies over."""
+    return vary_over(tree, varying_axes(tree))
+
+
 def checked_axes(names: Iterable[str]) -> frozenset[str]:
     """Name those of the manual axes `names` whose surrounding `shard_map` checks what varies over
     them.

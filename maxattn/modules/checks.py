@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.call import Call, is_number
+from maxattn.call import Call
 from maxattn.config.asked import checked_config
+from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from maxattn.call import is_number
+from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, did_you_mean
 
 STYLES = ("interleaved", "half")
