@@ -29,6 +29,7 @@ from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_shift import bias_shift, shifted
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
+from maxattn.masks.finite import check_finite
 from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,
@@ -97,6 +98,7 @@ def attention(
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
         k, v: keys and values [B, S, K, H], K divides N: query heads n*N/K ... share key head n.
+            Hidden keys must be finite too: 0 * NaN is NaN (`check_finite` of the config names it).
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
             axis full or 1, True = attend.
         bias: added to the scores, broadcasts to [B, N, T, S]; differentiable.
@@ -197,6 +199,8 @@ def attend(
         check_unchecked(decided.kernel.name)
     announce(decided)
     warn_of_other_mesh(config, mesh, call.role)
+    if config.check_finite:
+        check_finite({"q": q, "k": k, "v": v, "bias": bias}, mask)
     return run(decided, *vary_alike((q, k, v, bias, mask)), mesh=mesh)
 
 

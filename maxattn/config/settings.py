@@ -139,6 +139,8 @@ class AttentionConfig(Section):
     """Groups of heads that ulysses exchanges one after the other, to overlap with compute."""
     deterministic: bool = False
     """Use only kernels whose backward repeats bit for bit; refuse the others."""
+    check_finite: bool = False
+    """Look for NaN and infinity in the operands of each call, and refuse them; for debugging."""
     remat_policy: RematPolicy = "NONE"
     """What a training step recomputes in the backward pass."""
     fallback: Fallback | None = None

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.case import Names
+from tests.fuzz.case import Names, Wrong
 from tests.fuzz.float64 import SLACK, Given, Held, attend, hold
 from tests.fuzz.operands import Operands
 
+# Where the program is compiled, it ends in `check_finite`'s refusal while it runs.
+WAIT = "jax.block_until_ready(out)\njax.effects_barrier()\n"
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 FORWARD = "out, lse = call(q, k, v, bias)\n"
 BOTH = """\
@@ -27,8 +29,9 @@ def call_text(operands: Operands, mesh: bool = False) -> str:
     return f"def call(q, k, v, bias):\n    return ma.attention(q, k, v, {', '.join(words)})\n"
 
 
-def config_text(settings: Mapping[str, Any]) -> str:
-    """Write the config."""
+def config_text(settings: Mapping[str, Any], hidden: str = "") -> str:
+    """Write the config; NaN in hidden keys is refused where the config asks for it."""
+    settings = {**settings, "check_finite": True} if hidden else settings
     words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     return f"config = ma.AttentionConfig({words})\n"
 
@@ -52,6 +55,8 @@ def check_of(operands: Operands) -> Callable[[Names], None]:
     """Return the check of everything that a case computed."""
 
     def check(names: Names) -> None:
+        if operands.hidden:
+            raise Wrong(f"{operands.hidden} in hidden keys is not refused")
         held = attend(given_of(operands, names))
         for name in NAMES:
             if names.get(name) is not None:

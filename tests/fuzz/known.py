@@ -35,8 +35,6 @@ KNOWN: tuple[Known, ...] = (
           "maps of blocks of very long sequences are walked on the host"),
     Known("L", "attention|meshes|transforms", _NUMBERS, {"bias": "^(keys|rows)$"},
           "the level of a bias is taken over hidden keys too"),
-    Known("M", "attention|meshes", " is nan", {"hidden": "nan|inf"},
-          "NaN or inf in keys that nobody sees reach the output"),
     Known("R", "transforms", "^got.* is nan", {"how": "^(grad of grad|jvp of grad)$", "bias": "."},
           "second derivatives of dot_product with a bias, unoptimised by XLA"),
     Known("U", "transforms|modules", "flash_attn_varlen|batch_dim|Mismatched qkv batch", {},

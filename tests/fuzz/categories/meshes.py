@@ -6,7 +6,7 @@ from math import prod
 from random import Random
 from typing import Any
 
-from tests.fuzz.calls import BOTH, FORWARD, call_text, check_of, config_text, facts_of
+from tests.fuzz.calls import BOTH, FORWARD, WAIT, call_text, check_of, config_text, facts_of
 from tests.fuzz.case import Case, Machine
 from tests.fuzz.kernels import draw_settings
 from tests.fuzz.mask_trees import Sizes
@@ -22,8 +22,8 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     operands = draw_operands(rng, machine, draw_sizes(rng, axes))
     settings = mesh_settings(rng, machine, axes)
     run = BOTH if rng.random() < 0.7 else FORWARD
-    source = operands.text() + config_text(settings) + mesh_text(axes)
-    source += call_text(operands, mesh=True) + run
+    source = operands.text() + config_text(settings, operands.hidden) + mesh_text(axes)
+    source += call_text(operands, mesh=True) + run + WAIT
     facts = facts_of(
         operands, kernel=settings["attention"], strategy=settings.get("context_parallel")
     )
