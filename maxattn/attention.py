@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
@@ -34,10 +35,14 @@ from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,
     check_devices,
+    check_layouts,
     check_unchecked,
+    explicit_mesh,
     mesh_shape,
     on_shards,
+    over_auto_axes,
     pad_axis,
+    spec_of_type,
     sum_over,
     usable_mesh,
 )
@@ -177,7 +182,7 @@ def prepare(
     Raises:
         InputError, MeshError, ConfigError: as `attention`.
     """
-    config, mesh = checked_config(config), usable_mesh(mesh)
+    config, mesh = checked_config(config), usable_mesh(mesh, q)
     padding = config.mask_padding_tokens
     call = bound_call(q, k, v, mask, bias, scale, role, return_lse, mask_padding=padding)
     return Prepared(*call, config, mesh)
@@ -199,9 +204,25 @@ def attend(
         check_unchecked(decided.kernel.name)
     announce(decided)
     warn_of_other_mesh(config, mesh, call.role)
+    return _explicitly(partial(_run_checked, decided, config, mesh), q, k, v, bias, mask)
+
+
+def _run_checked(plan: Plan, config: AttentionConfig, mesh: Any, *operands: Any) -> Any:
+    q, k, v, bias, mask = operands
     if config.check_finite:
         check_finite({"q": q, "k": k, "v": v, "bias": bias}, mask)
-    return run(decided, *vary_alike((q, k, v, bias, mask)), mesh=mesh)
+    return run(plan, *vary_alike(operands), mesh=mesh)
+
+
+def _explicitly(f: Callable[..., Any], q: Query, k: Key, v: Key, *others: Any) -> Any:
+    """Run over Explicit mesh axes, where there are any: the results lie as q does."""
+    there = explicit_mesh(q, k, v, *others)
+    if there is None:
+        return f(q, k, v, *others)
+    check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})
+    batch, tokens, heads, _ = out = spec_of_type(q)
+    lse = PartitionSpec(batch, heads, tokens)
+    return over_auto_axes(f, there, (out, lse))(q, k, v, *others)
 
 
 def run(

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import maxattn as ma
 from maxattn import masks as M
@@ -46,9 +47,17 @@ def module_under_another_mesh() -> None:
         module(jnp.ones((4, 24, 32)))
 
 
-def explicit_module() -> ma.FlaxAttention:
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    return ma.FlaxAttention(32, heads=2, dim_head=16, mesh=mesh, rngs=nnx.Rngs(0))
+def explicit_attend(spec: P) -> Any:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 4, 2, 16)), NamedSharding(mesh, spec))
+        return ma.attention(x, x, x)
+
+
+def explicit_module(x: Any) -> Any:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        return ma.FlaxAttention(32, heads=2, dim_head=16, rngs=nnx.Rngs(0))(x)
 
 
 def attend_q(q: Any, **settings: Any) -> Any:
@@ -98,10 +107,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mesh_list": lambda: attend(mesh=[1, 2]),
     "mesh_size_text": lambda: plan(mesh={"data": "2"}),
     "mesh_other_names": lambda: attend(mesh=make_mesh(dp=2, mp=4)),
-    "mesh_explicit": lambda: plan(
-        mesh=jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    ),
-    "mesh_explicit_in_a_module": lambda: explicit_module()(jnp.ones((2, 4, 32))),
+    "explicit_layout": lambda: explicit_attend(P(None, None, None, "data")),
+    "explicit_layout_of_two_axes": lambda: explicit_attend(P(None, ("data", "tensor"))),
+    "explicit_module_of_one_axis": lambda: explicit_module(jnp.ones((4, 32))),
     "mesh_without_devices": lambda: attend(
         mesh=AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     ),

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxattn import sharding
+
 
 class FeedForward(nnx.Module):
     """Two layers with a gelu between; their kernels name mesh axes as attention's do.
@@ -110,4 +112,4 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
 
 def on_mesh(*axes: str | None) -> dict[str, Any]:
     """Name the mesh axes of a parameter, without asking for a mesh when it is made."""
-    return {"out_sharding": axes, "eager_sharding": False}
+    return sharding.on_axes(*axes)

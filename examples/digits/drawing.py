@@ -44,6 +44,7 @@ def draw(model: WanTransformer, prompts: Sequence[str], settings: Settings) -> V
     return from_model(hosts.whole(videos))[: len(prompts)]
 
 
+@sharding.inside_auto_axes()
 def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Score]:
     """Draw every prompt `per_prompt` times, judge the videos, and write pictures and figures.
 

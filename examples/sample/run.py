@@ -14,7 +14,7 @@ from common import hosts
 from flax import nnx
 from samplers.read import Sampler
 
-from maxattn import weights
+from maxattn import sharding, weights
 from maxattn.errors import ConfigError, InputError
 
 from . import files
@@ -42,6 +42,7 @@ class Start(NamedTuple):
     noise: np.ndarray
 
 
+@sharding.inside_auto_axes()
 def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.ndarray:
     """Draw samples; write latents, and what they show; return the latents, channels second.
 
@@ -54,6 +55,7 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
         ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
             weight is read.
     """
+    mesh = sharding.program_mesh(mesh)
     check(task, paths)
     sampler = task.sampler()
     start = _start(task, paths, mesh)

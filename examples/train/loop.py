@@ -54,7 +54,7 @@ class Training:
 
     Args:
         task: what is learned.
-        mesh: devices to train on; None for one.
+        mesh: devices to train on; default those of a surrounding `jax.set_mesh`, else one.
 
     Raises:
         ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of
@@ -62,14 +62,14 @@ class Training:
     """
 
     def __init__(self, task: Task, mesh: jax.sharding.Mesh | None = None) -> None:
-        self.task, self.mesh = task, mesh
+        self.task, self.mesh = task, sharding.program_mesh(mesh)
         self.training = task.training
         self.folder = Path(self.training.output_dir)
         self.source = task.source()
         self.shapes = self.source.shapes
         if problems := list(self._problems()):
             raise ConfigErrors(problems)
-        self.plans = task.plans(self.shapes, mesh)
+        self.plans = task.plans(self.shapes, self.mesh)
 
     def _problems(self) -> Iterator[ConfigError]:
         yield from self.task.shape_errors(self.shapes)
@@ -80,6 +80,7 @@ class Training:
             yield ConfigError("training.batch_size", size, rule, "lower it")
         yield from _refused_options(self.task)
 
+    @sharding.inside_auto_axes()
     def run(self) -> tuple[Any, list[float]]:
         """Train and export; return the model that draws, and the loss of every step.
 

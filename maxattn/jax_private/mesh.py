@@ -18,6 +18,13 @@ def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
     return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
+def with_auto_axes(mesh: Any) -> Any:
+    """Return a mesh of the same devices and names with Auto axes; anything else as it is."""
+    if not isinstance(mesh, Mesh) or not axis_names_of_type(mesh, AxisType.Explicit):
+        return mesh
+    return auto_mesh(mesh.devices, mesh.axis_names)
+
+
 def shard_map(
     f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
 ) -> Callable[..., Any]:
@@ -48,6 +55,16 @@ def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
     """Name the axes of a mesh that have the given type (Auto, Explicit or Manual)."""
     types = getattr(mesh, "axis_types", None) or ()
     return frozenset(name for name, t in zip(mesh.axis_names, types, strict=False) if t == kind)
+
+
+def mapped_axes() -> frozenset[str]:
+    """Name the Explicit mesh axes that a surrounding `vmap` has taken: its operands lie over them.
+
+    jax has no public name for them.
+    """
+    from jax._src import core
+
+    return frozenset(core.get_axis_env().explicit_mesh_axis_names)
 
 
 def is_tracer(x: object) -> bool:

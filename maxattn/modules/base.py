@@ -218,14 +218,13 @@ def linear_on_mesh(
     width_in: int, width_out: int, bias: bool, axes: tuple[str, str], build: Build
 ) -> nnx.Linear:
     """Build a projection whose kernel [in, out] names its mesh axes; its bias those of heads."""
-    # Without eager_sharding=False, naming axes would ask for a mesh when the parameter is made.
     bias_axis = axes[1] if axes[1] == "tensor" else None
     return nnx.Linear(
         width_in,
         width_out,
         use_bias=bias,
-        kernel_metadata={"out_sharding": axes, "eager_sharding": False},
-        bias_metadata={"out_sharding": (bias_axis,), "eager_sharding": False},
+        kernel_metadata=sharding.on_axes(*axes),
+        bias_metadata=sharding.on_axes(bias_axis),
         **build._asdict(),
     )
 

@@ -25,6 +25,7 @@ from maxattn.modules.base import (
     Projection,
     linear_on_mesh,
 )
+from maxattn.modules.explicit import like_states, like_text, over_explicit_axes
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary
 
@@ -116,6 +117,7 @@ class CrossAttention(AttentionBase):
         self.add_v_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 
+    @over_explicit_axes(like_states)
     def __call__(
         self,
         hidden_states: Float[Array, "B T query_dim"],
@@ -177,6 +179,7 @@ class CrossAttention(AttentionBase):
         prepared = prepare(q, k, v, None, None, self.scale, self.config, self.mesh, self.role)
         return self._run_attention(prepared, q, k, v)
 
+    @over_explicit_axes(like_text)
     def compute_kv(
         self,
         text: Float[Array, "B S cross_attention_dim"],

@@ -25,6 +25,7 @@ from maxattn.modules.base import (
     linear_on_mesh,
     sum_grads_in_order,
 )
+from maxattn.modules.explicit import like_both, over_explicit_axes
 from maxattn.modules.heads import merge_heads
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.modules.self_attention import FlaxAttention
@@ -101,6 +102,7 @@ class JointAttention(FlaxAttention):
         self.norm_added_q = self._norm(self.heads, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 
+    @over_explicit_axes(like_both)
     def __call__(  # type: ignore[override]
         self,
         hidden_states: Float[Array, "B T query_dim"],

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn.errors import InputError, did_you_mean
+from maxattn.sharding import on_axes
 
 QK_NORMS = ("rms_norm", "rms_norm_across_heads", "layer_norm")
 QKNorm = nnx.RMSNorm | nnx.LayerNorm
@@ -67,12 +68,12 @@ def make_qk_norm(
         "rngs": rngs,
     }
     if kind == "rms_norm":
-        return nnx.RMSNorm(dim_head, scale_metadata=_axes(None), **common)
+        return nnx.RMSNorm(dim_head, scale_metadata=on_axes(None), **common)
     if kind == "rms_norm_across_heads":
-        return nnx.RMSNorm(heads * dim_head, scale_metadata=_axes("tensor"), **common)
+        return nnx.RMSNorm(heads * dim_head, scale_metadata=on_axes("tensor"), **common)
     if kind == "layer_norm":
         # The one-pass variance E[x^2] - E[x]^2 cancels where the mean is large.
-        metadata = {"scale_metadata": _axes(None), "bias_metadata": _axes(None)}
+        metadata = {"scale_metadata": on_axes(None), "bias_metadata": on_axes(None)}
         return nnx.LayerNorm(dim_head, use_fast_variance=False, **metadata, **common)
     return None
 
@@ -80,8 +81,3 @@ def make_qk_norm(
 def normalise(norm: QKNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
     """Apply a norm over the last axis and keep the dtype of x; None changes nothing."""
     return x if norm is None else norm(x).astype(x.dtype)
-
-
-def _axes(axis: str | None) -> dict[str, Any]:
-    # Without eager_sharding=False, naming axes would ask for a mesh when the parameter is made.
-    return {"out_sharding": (axis,), "eager_sharding": False}

@@ -22,6 +22,7 @@ from maxattn.modules.base import (
     Projection,
     sum_grads_in_order,
 )
+from maxattn.modules.explicit import like_states, over_explicit_axes
 from maxattn.rope import Rotary
 
 
@@ -92,6 +93,7 @@ class FlaxAttention(AttentionBase):
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
 
+    @over_explicit_axes(like_states)
     def __call__(
         self,
         hidden_states: Float[Array, "B T query_dim"],

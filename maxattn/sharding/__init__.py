@@ -4,9 +4,16 @@ Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or a
 nothing.
 """
 
+from maxattn.sharding.axes import AXES, BATCH_AXES, LETTERS
+from maxattn.sharding.explicit import (
+    check_layouts,
+    explicit_mesh,
+    inside_auto_axes,
+    over_auto_axes,
+    program_mesh,
+    spec_of_type,
+)
 from maxattn.sharding.mesh import (
-    AXES,
-    BATCH_AXES,
     MeshShape,
     check_devices,
     check_mesh,
@@ -20,12 +27,12 @@ from maxattn.sharding.mesh import (
 from maxattn.sharding.parameters import (
     batch_sharding,
     constrain,
+    on_axes,
     parameter_shardings,
     parameter_spec,
     place,
 )
 from maxattn.sharding.shards import (
-    LETTERS,
     Layout,
     axis_offset,
     on_shards,
@@ -46,20 +53,27 @@ __all__ = [
     "axis_offset",
     "batch_sharding",
     "check_devices",
+    "check_layouts",
     "check_mesh",
     "check_surrounding",
     "check_unchecked",
     "constrain",
+    "explicit_mesh",
+    "inside_auto_axes",
     "make_mesh",
     "mesh_shape",
+    "on_axes",
     "on_shards",
+    "over_auto_axes",
     "over_shards",
     "pad_axis",
     "parameter_shardings",
     "parameter_spec",
     "partition_spec",
     "place",
+    "program_mesh",
     "spec_of",
+    "spec_of_type",
     "sum_over",
     "surrounding_manual_axes",
     "usable_mesh",

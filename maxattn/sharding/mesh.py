@@ -15,11 +15,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from maxattn.errors import MeshError, brief, did_you_mean
-from maxattn.jax_private.mesh import ambient_mesh, auto_mesh, axis_names_of_type, is_tracer
+from maxattn.jax_private.mesh import (
+    ambient_mesh,
+    auto_mesh,
+    axis_names_of_type,
+    is_tracer,
+    mapped_axes,
+    with_auto_axes,
+)
 from maxattn.jax_private.varying import checked_axes
-
-AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
+from maxattn.sharding.axes import AXES
+from maxattn.sharding.explicit import explicit_mesh
 
 MOST_DEVICES = 2**16
 """The most devices of a mesh: six times the largest machine, and plans are made in seconds."""
@@ -37,27 +43,17 @@ def mesh_shape(mesh: Any) -> MeshShape:
 
     Raises:
         MeshError: for an axis name in a mapping that attention does not know, a size below 1, a
-            mesh of several devices whose every axis has another name, an Explicit axis, or what is
-            no mesh.
+            mesh of several devices whose every axis has another name, or what is no mesh.
     """
     if mesh is None:
         return ()
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
     check_mesh(mesh)
-    manual = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes()
-    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in manual}
+    taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
+    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
     _check_count({a: sizes[a] for a in AXES if a in sizes})
-    _check_explicit(axis_names_of_type(mesh, AxisType.Explicit) & set(AXES) & set(sizes))
     return tuple((a, sizes[a]) for a in AXES if a in sizes)
-
-
-def _check_explicit(axes: frozenset[str]) -> None:
-    if axes:
-        found = f"Explicit axes {', '.join(sorted(axes))}"
-        rule = "attention lays out its operands itself, over Auto axes"
-        auto = "make the mesh with axis_types=(AxisType.Auto, ...)"
-        raise MeshError("mesh", found, rule, f"{auto}, or call inside jax.sharding.auto_axes")
 
 
 def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
@@ -122,13 +118,18 @@ def surrounding_manual_axes() -> frozenset[str]:
     return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
 
 
-def usable_mesh(mesh: Any) -> Any:
+def usable_mesh(mesh: Any, operand: Any = None) -> Any:
     """Return the mesh to map over: the one given, else the surrounding one, or None.
+
+    Args:
+        mesh: that was given, or None.
+        operand: an array whose type may name a mesh of Explicit axes.
 
     Raises:
         MeshError: for sizes without devices, or another mesh than the surrounding one.
     """
     ambient = ambient_mesh()
+    ambient = explicit_mesh(operand) if ambient is None else ambient
     if mesh is None:
         named = ambient is not None and set(AXES) & set(ambient.axis_names)
         return ambient if named else None
@@ -136,7 +137,7 @@ def usable_mesh(mesh: Any) -> Any:
         rule = "attention runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
     check_surrounding(mesh)
-    return mesh
+    return with_auto_axes(mesh)  # what runs on Explicit axes runs where they are Auto
 
 
 def check_devices(mesh: Any, q: Any) -> None:

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import ambient_mesh
+from maxattn.sharding.axes import AXES
 from maxattn.sharding.mesh import MeshShape, check_mesh, mesh_shape
 from maxattn.sharding.shards import spec_of, ways
 
@@ -46,6 +47,19 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     """Return the sharding of a batch of data: its first axis over (data, fsdp)."""
     axes = spec_of("B", mesh_shape(mesh))
     return NamedSharding(mesh, PartitionSpec(*axes, *(None,) * (ndim - 1)))
+
+
+def on_axes(*axes: str | None) -> dict[str, Any]:
+    """Name the mesh axes of a parameter as metadata of flax, one for each of its axes.
+
+    No mesh is asked for when the parameter is made. Under a `jax.set_mesh` flax looks every name
+    up: those that the mesh lacks are left out.
+    """
+    ambient = ambient_mesh()
+    known = AXES if ambient is None else ambient.axis_names
+    there = tuple(axis if axis in known else None for axis in axes)
+    # Without eager_sharding=False, naming axes would ask for a mesh at once.
+    return {"out_sharding": there, "eager_sharding": False}
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:

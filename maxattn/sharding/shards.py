@@ -14,18 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, shard_map
+from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, mapped_axes, shard_map
 from maxattn.jax_private.varying import vary_over, varying_axes
-from maxattn.sharding.mesh import BATCH_AXES, MeshShape
-
-# Which mesh axes carry which array axis of q, k, v, out and lse.
-LETTERS = {
-    "B": BATCH_AXES,
-    "T": ("context",),
-    "S": ("context",),
-    "N": ("tensor",),
-    "K": ("tensor",),
-}
+from maxattn.sharding.axes import LETTERS
+from maxattn.sharding.mesh import MeshShape
 
 Spec = tuple[tuple[str, ...] | None, ...]
 
@@ -112,10 +104,10 @@ def over_shards(
     inside = ambient is not None and bool(axis_names_of_type(ambient, AxisType.Manual))
     if not shape and not inside:
         return f
-    mesh = ambient if inside else mesh
+    mesh = mesh if ambient is None else ambient
     # Axes that attention does not use become manual too: a TPU kernel is refused while any is left
     # to the compiler.
-    names = {a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)
+    names = ({a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)) - mapped_axes()
     return shard_map(f, mesh, in_specs, out_specs, names) if names else f
 
 

@@ -243,13 +243,6 @@ def test_inside_a_users_shard_map_the_arrays_are_local() -> None:
     assert jnp.allclose(jax.jit(local)(q, k, v), want, atol=1e-5)
 
 
-def test_explicit_axes_are_refused_with_a_way_out() -> None:
-    kinds = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.sharding.Mesh(jax.devices(), ("context",), axis_types=kinds)
-    with pytest.raises(MeshError, match=r"Explicit axes context\n.*Auto axes\n.*auto_axes"):
-        ma.attention(*qkv(), mesh=mesh)
-
-
 def test_a_mesh_axis_that_does_not_exist_is_named() -> None:
     with pytest.raises(MeshError, match=r"mesh: contxt\n.*\n.*did you mean 'context'"):
         ma.plan(ma.Call.of(*qkv()[:2]), mesh={"contxt": 2})

@@ -1,0 +1,112 @@
+"""Modules under Explicit mesh axes: a call runs where the axes are Auto, and its results lie over
+the Explicit ones as its states do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from maxattn.sharding import explicit_mesh, over_auto_axes, spec_of_type
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Let a module's method run on a mesh with Explicit axes; elsewhere it runs as it is.
+
+    Args:
+        out_specs: of the method's own arguments: where its results lie, a tree of `PartitionSpec`.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # One projection tells of all: flattening the module is a tenth of a small call.
+            mesh = explicit_mesh(args, kwargs, self.to_q)
+            if mesh is None:
+                return method(self, *args, **kwargs)
+            given = signature(method).bind(self, *args, **kwargs).arguments
+            given.pop("self")
+            specs = out_specs(self, *given.values())
+            return _run_over_auto_axes(method, self, given, mesh, specs)
+
+        return cast(Method, run)
+
+    return decorate
+
+
+def _run_over_auto_axes(
+    method: Any, module: nnx.Module, given: dict[str, Any], mesh: Any, specs: Any
+) -> Any:
+    rngs = given.pop("rngs", None)
+    graph, drawn, state = nnx.split((module, rngs), nnx.RngState, ...)
+    arrays, others = _apart(given)
+
+    def pure(drawn: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
+        module, rngs = nnx.merge(graph, drawn, state)
+        given = others.joined(arrays) | ({} if rngs is None else {"rngs": rngs})
+        result = method(module, **given)
+        return result, nnx.state((module, rngs), nnx.RngState)
+
+    result, drawn = over_auto_axes(pure, mesh, (specs, PartitionSpec()))(drawn, state, arrays)
+    nnx.update((module, rngs), drawn)  # what dropout has drawn
+    return result
+
+
+class _Others(NamedTuple):
+    """Hold what of a method's arguments is no array, to be joined with the arrays again."""
+
+    structure: Any
+    leaves: list[Any]
+
+    def joined(self, arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if x is _HOLE else x for x in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+_HOLE = object()
+
+
+def _apart(tree: Any) -> tuple[list[Any], _Others]:
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+    others = [_HOLE if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
+    return arrays, _Others(structure, others)
+
+
+# ---- where results lie ---------------------------------------------------------------------------
+
+
+def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> PartitionSpec:
+    """Place the output [B, T, out_dim] as the states; its channels too, where they are as many."""
+    batch, tokens, channels = _spec(hidden_states)
+    return PartitionSpec(batch, tokens, channels if module.out_dim == module.query_dim else None)
+
+
+def like_both(
+    module: Any, hidden_states: Any, encoder_hidden_states: Any, *_: Any, **__: Any
+) -> tuple[PartitionSpec, PartitionSpec]:
+    """Place the outputs of a picture and a text as the states of each."""
+    return like_states(module, hidden_states), _spec(encoder_hidden_states)
+
+
+def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
+    """Place keys and values [B, S, K, H] as the states of their batch, whole beyond it."""
+    batch = _spec(text)[0]
+    return PartitionSpec(batch, None, None, None)
+
+
+def _spec(states: Any) -> PartitionSpec:
+    """Return where states [B, T, C] lie; what is none of them is refused by the method itself."""
+    is_states = isinstance(states, jax.Array) and states.ndim == 3
+    return spec_of_type(states) if is_states else PartitionSpec(None, None, None)

@@ -1,0 +1,103 @@
+"""Explicit mesh axes: the types of arrays say how they lie, and every operation asks for a layout.
+
+Attention lays out its operands itself. It runs where such axes are Auto, and its results lie over
+the Explicit ones again as its operands do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from maxattn.errors import MeshError
+from maxattn.jax_private.mesh import axis_names_of_type, with_auto_axes
+from maxattn.sharding.axes import LETTERS
+
+
+def explicit_mesh(*operands: Any) -> Any:
+    """Return the mesh with Explicit axes that surrounds a call or that its operands lie on.
+
+    Returns:
+        Of a traced operand an `AbstractMesh`; None without such a mesh.
+    """
+    arrays = (x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array))
+    meshes = (jax.sharding.get_abstract_mesh(), *(_mesh_of(x) for x in arrays))
+    return next((mesh for mesh in meshes if axis_names_of_type(mesh, AxisType.Explicit)), None)
+
+
+def _mesh_of(x: jax.Array) -> Any:
+    return jax.typeof(x).sharding.mesh
+
+
+def program_mesh(mesh: Any = None) -> Any:
+    """Return the mesh that a program of many steps runs on, with Auto axes.
+
+    Args:
+        mesh: that was given; default the one of a surrounding `jax.set_mesh`, else None.
+    """
+    around = jax.sharding.get_mesh()
+    return with_auto_axes(around if mesh is None and not around.empty else mesh)
+
+
+@contextmanager
+def inside_auto_axes() -> Iterator[None]:
+    """Let the Explicit axes of a surrounding `jax.set_mesh` be Auto, for a program of many steps.
+
+    The program then names no layouts; outside of `jit` alone.
+    """
+    around = jax.sharding.get_mesh()
+    with jax.set_mesh(with_auto_axes(around)) if explicit_mesh() is not None else nullcontext():
+        yield
+
+
+def spec_of_type(x: Any) -> PartitionSpec:
+    """Return over which Explicit axes an array lies: an entry for each of its axes."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
+    """Let the Explicit axes of a mesh be Auto inside `f`, and say how its results lie.
+
+    Args:
+        f: a function of trees of arrays.
+        mesh: from `explicit_mesh`, or None, which returns `f` itself.
+        out_specs: a tree with the `PartitionSpec` of each result.
+    """
+    if mesh is None:
+        return f
+    axes = tuple(sorted(axis_names_of_type(mesh, AxisType.Explicit)))
+    shardings = jax.tree.map(partial(NamedSharding, mesh), out_specs)
+    return jax.sharding.auto_axes(f, axes=axes, out_sharding=shardings)
+
+
+def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
+    """Refuse operands that lie over Explicit axes otherwise than attention spreads them.
+
+    Args:
+        operands: q, k and v by name.
+        letters: of their axes, such as "BTNH".
+
+    Raises:
+        MeshError: naming the operand, the axis and where it may lie.
+    """
+    for name, x in operands.items():
+        for axis, (letter, entry) in enumerate(zip(letters[name], spec_of_type(x), strict=True)):
+            over = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            if other := [a for a in over if a not in LETTERS.get(letter, ())]:
+                _refuse_layout(name, x, letters[name], axis, ", ".join(map(str, other)))
+
+
+def _refuse_layout(name: str, x: Any, letters: str, axis: int, found: str) -> NoReturn:
+    there = jax.typeof(x).sharding.mesh.axis_names
+    fits = [tuple(a for a in LETTERS.get(letter, ()) if a in there) for letter in letters]
+    allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
+    rule = f"attention spreads its axis {letters[axis]} ({axis}) {allowed}: its plan has every send"
+    spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
+    remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
+    raise MeshError(name, f"{letters[axis]} over {found}", rule, remedy)

@@ -1,0 +1,141 @@
+"""Modules, `attention_fn` and `swap` under meshes with Explicit axes equal one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.rope import rope_1d
+from maxattn.sharding import place
+from tests.reference import error
+from tests.sharding.test_explicit import KINDS, mesh_of
+
+P = PartitionSpec
+CONFIG = ma.AttentionConfig(attention="dot_product", context_parallel="ring")
+RNG = np.random.default_rng(0)
+X, TEXT = RNG.normal(size=(2, 16, 32)).astype("f"), RNG.normal(size=(2, 6, 24)).astype("f")
+MASK = M.KeyPadding(np.array([10, 16], np.int32))
+HEADS: dict[str, Any] = {"heads": 4, "dim_head": 8, "config": CONFIG}
+ROTARY = rope_1d(8, 16)
+
+
+def modules() -> list[Any]:
+    """Build one of each: self-, cross- and joint attention."""
+    return [
+        ma.FlaxAttention(32, qk_norm="rms_norm", **HEADS, rngs=nnx.Rngs(0)),
+        ma.CrossAttention(32, 24, **HEADS, rngs=nnx.Rngs(1)),
+        ma.JointAttention(32, 24, **HEADS, rngs=nnx.Rngs(2)),
+    ]
+
+
+def loss(built: list[Any], x: Any, text: Any) -> Any:
+    own, cross, joint = built
+    y = own(x, ROTARY, mask=MASK)
+    y = cross(y, kv=cross.compute_kv(text)) + cross(y, text)
+    picture, words = joint(y, encoder_hidden_states=text)
+    return (picture**2).sum() + (words**2).sum(), (picture, words)
+
+
+def both(built: list[Any], x: Any, text: Any) -> Any:
+    return nnx.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(built, x, text)
+
+
+WANT = jax.tree.leaves(both(modules(), X, TEXT))
+
+
+@pytest.mark.parametrize("axes", list(KINDS))
+@pytest.mark.parametrize("how", ["passed", "ambient", "none"])
+def test_modules_equal_one_device(axes: str, how: str) -> None:
+    mesh = mesh_of(KINDS[axes])
+    with jax.set_mesh(mesh if how == "ambient" else None):
+        built = modules()
+        for module in built:
+            module.mesh = mesh if how == "passed" else None
+            place(module, mesh)
+        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
+        text = jax.device_put(TEXT, NamedSharding(mesh, P("fsdp")))
+        got = nnx.jit(both)(built, x, text)
+    (_, (picture, words)), _ = got
+    assert jax.typeof(picture) == jax.typeof(x)
+    assert jax.typeof(words) == jax.typeof(text)
+    for g, want in zip(jax.tree.leaves(got), WANT, strict=True):
+        assert error(g, np.asarray(want)) < 2e-5
+
+
+def test_eager_modules_draw_new_dropout_each_time() -> None:
+    module = ma.FlaxAttention(32, dropout=0.5, **HEADS, rngs=nnx.Rngs(0))
+    module.train()
+    mesh, rngs = mesh_of(), nnx.Rngs(dropout=1)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
+        drawn = [np.asarray(module(x, rngs=rngs)) for _ in range(2)]
+        drawn.append(np.asarray(module(x, None, None, None, None, nnx.Rngs(dropout=1))))
+    assert (drawn[0] != drawn[1]).any()
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+
+
+def test_scanned_layers() -> None:
+    """Layers stacked by `nnx.vmap` and run by `nnx.scan`, as models of videos have them."""
+
+    @nnx.vmap
+    def stack(key: Any) -> ma.FlaxAttention:
+        return ma.FlaxAttention(32, **HEADS, rngs=nnx.Rngs(key))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x: Any, layer: ma.FlaxAttention) -> Any:
+        return x + layer(x)
+
+    layers = stack(jax.random.split(jax.random.key(0), 2))
+    want, mesh = run(jnp.asarray(X), layers), mesh_of()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
+        got = nnx.jit(run)(x, layers)
+    assert error(got, np.asarray(want)) < 2e-5
+
+
+def mha(attend: Callable[..., Any]) -> nnx.MultiHeadAttention:
+    return nnx.MultiHeadAttention(4, 32, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("how", ["attention_fn", "swap"])
+@pytest.mark.parametrize("axes", list(KINDS))
+def test_flax_attention_equals_one_device(axes: str, how: str) -> None:
+    mesh = mesh_of(KINDS[axes])
+    layer = (
+        mha(ma.attention_fn(CONFIG)) if how == "attention_fn" else mha(nnx.dot_product_attention)
+    )
+    want = np.asarray(mha(nnx.dot_product_attention)(jnp.asarray(X)))
+    with jax.set_mesh(mesh):
+        if how == "swap":
+            ma.swap(layer, CONFIG)
+        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
+        got = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert error(got, want) < 2e-5
+
+
+@pytest.mark.parametrize("names", [("fsdp", "context"), ("data", "model")])
+def test_modules_are_made_under_a_mesh_without_some_of_their_axes(names: tuple[str, str]) -> None:
+    mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shapes = nnx.eval_shape(lambda: modules())
+        built = nnx.jit(lambda: modules())()
+    for module, shape in zip(built, shapes, strict=True):
+        assert module.to_q.kernel.get_value().shape == shape.to_q.kernel.get_value().shape
+
+
+def test_weights_are_placed_on_explicit_axes() -> None:
+    mesh = mesh_of()
+    module = ma.FlaxAttention(32, **HEADS, rngs=nnx.Rngs(0))
+    place(module, mesh)
+    kernel = module.to_q.kernel.get_value()
+    assert jax.typeof(kernel).sharding.spec == P("fsdp", "tensor")
+    assert isinstance(mesh, Mesh)
