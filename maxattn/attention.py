@@ -110,6 +110,7 @@ def attention(
         scale: a number; default H ** -0.5.
         config: default `AttentionConfig()`.
         mesh: the `jax.sharding.Mesh` to shard over; default the surrounding mesh, if there is one.
+            False takes none, and leaves the layout to the compiler.
         role: "self" or "cross": which setting of the config governs the call.
         return_lse: return (out, lse [B, N, T] float32, natural logarithm); differentiable.
 
@@ -204,7 +205,11 @@ def attend(
         check_unchecked(decided.kernel.name)
     announce(decided)
     warn_of_other_mesh(config, mesh, call.role)
-    return _explicitly(partial(_run_checked, decided, config, mesh), q, k, v, bias, mask)
+    there = explicit_mesh(q, k, v, bias, mask)
+    if there is not None and decided.mesh:
+        check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})
+    f = partial(_run_checked, decided, config, mesh)
+    return f(q, k, v, bias, mask) if there is None else _explicitly(f, there, q, k, v, bias, mask)
 
 
 def _run_checked(plan: Plan, config: AttentionConfig, mesh: Any, *operands: Any) -> Any:
@@ -214,15 +219,11 @@ def _run_checked(plan: Plan, config: AttentionConfig, mesh: Any, *operands: Any)
     return run(plan, *vary_alike(operands), mesh=mesh)
 
 
-def _explicitly(f: Callable[..., Any], q: Query, k: Key, v: Key, *others: Any) -> Any:
-    """Run over Explicit mesh axes, where there are any: the results lie as q does."""
-    there = explicit_mesh(q, k, v, *others)
-    if there is None:
-        return f(q, k, v, *others)
-    check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})
+def _explicitly(f: Callable[..., Any], there: Any, q: Query, *others: Any) -> Any:
+    """Run over the Explicit axes of a mesh: the results lie as q does."""
     batch, tokens, heads, _ = out = spec_of_type(q)
     lse = PartitionSpec(batch, heads, tokens)
-    return over_auto_axes(f, there, (out, lse))(q, k, v, *others)
+    return over_auto_axes(f, there, (out, lse))(q, *others)
 
 
 def run(

@@ -23,7 +23,7 @@ from maxattn.kernels.auto.choose import run_or_choose
 from maxattn.masks.given import without_padding
 from maxattn.masks.position_mask import MOST
 from maxattn.plan import Plan, limit_keys
-from maxattn.sharding import BATCH_AXES, MeshShape, mesh_shape, ways
+from maxattn.sharding import BATCH_AXES, MeshShape, check_names, mesh_shape, ways
 from maxattn.target import Target
 
 
@@ -63,6 +63,7 @@ def plan(
         raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
         call = call.derived(mask=without_padding(call.mask))
+    check_names(mesh)
     return decide(call, config, mesh_shape(mesh), target or default_target(config))
 
 
@@ -163,7 +164,7 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
         rule = f"it must be a multiple of {batch}, the shards of the mesh axes {axes}"
         fits = -(-call.batch // batch) * batch
-        remedy = f"use a batch of {fits}, or fewer devices on data and fsdp"
+        remedy = f"use a batch of {fits}, or fewer devices on data and fsdp; or pass mesh=False"
         raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
         least = min(call.heads, 4096)

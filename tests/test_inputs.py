@@ -47,6 +47,11 @@ def module_under_another_mesh() -> None:
         module(jnp.ones((4, 24, 32)))
 
 
+def under_a_mesh_with_another_name() -> Any:
+    with jax.set_mesh(make_mesh(data=2, model=2, seq=2)):
+        return attend()
+
+
 def explicit_attend(spec: P) -> Any:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -106,6 +111,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mesh_text": lambda: plan(mesh="data"),
     "mesh_list": lambda: attend(mesh=[1, 2]),
     "mesh_size_text": lambda: plan(mesh={"data": "2"}),
+    "mesh_one_other_name": lambda: attend(mesh=make_mesh(data=2, model=4)),
+    "mesh_one_other_name_in_a_plan": lambda: plan(mesh=make_mesh(context=4, stage=2)),
+    "mesh_one_other_name_around": under_a_mesh_with_another_name,
     "mesh_other_names": lambda: attend(mesh=make_mesh(dp=2, mp=4)),
     "explicit_layout": lambda: explicit_attend(P(None, None, None, "data")),
     "explicit_layout_of_two_axes": lambda: explicit_attend(P(None, ("data", "tensor"))),
@@ -134,11 +142,19 @@ def test_refused(name: str) -> None:
     check_golden(f"inputs/{name}", f"{type(caught.value).__name__}\n{caught.value}")
 
 
-def test_a_mesh_may_have_axes_of_others_beside_ours() -> None:
-    mesh = make_mesh(pipe=4, data=2)
-    assert ma.plan(ma.Call.of(Q, Q), mesh=mesh).mesh == (("data", 2),)
-    grads = jax.jit(jax.grad(lambda q: ma.attention(q, Q, Q + 1, mesh=mesh).sum()))(Q + 1)
-    assert jnp.isfinite(grads).all()
+def test_axes_of_others_are_taken_by_a_shard_map_around() -> None:
+    mesh, q = make_mesh(pipe=4, data=2), jnp.arange(4 * 2 * 8 * 2 * 4.0).reshape(8, 8, 2, 4)
+
+    def loss(q: Any) -> Any:
+        stage = lambda q: ma.attention(q, q, q + 1, mesh=mesh)  # noqa: E731
+        spec = P("pipe")
+        return jax.shard_map(stage, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"pipe"})(
+            q
+        ).sum()
+
+    grads = jax.jit(jax.grad(loss))(q)
+    want = jax.grad(lambda q: ma.attention(q, q, q + 1).sum())(q)
+    assert jnp.allclose(grads, want, atol=1e-4)
 
 
 def test_a_surrounding_mesh_of_others_is_left_alone() -> None:

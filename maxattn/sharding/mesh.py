@@ -39,21 +39,46 @@ def mesh_shape(mesh: Any) -> MeshShape:
     """Reduce a mesh to the (axis, size) pairs that a plan holds.
 
     Args:
-        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None.
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None or
+            False for no mesh.
 
     Raises:
         MeshError: for an axis name in a mapping that attention does not know, a size below 1, a
             mesh of several devices whose every axis has another name, or what is no mesh.
     """
-    if mesh is None:
+    if mesh is None or mesh is False:
         return ()
     if isinstance(mesh, Mapping):
         return _checked_shape(mesh)
     check_mesh(mesh)
-    taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
-    sizes = {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
+    sizes = _left(mesh)
     _check_count({a: sizes[a] for a in AXES if a in sizes})
     return tuple((a, sizes[a]) for a in AXES if a in sizes)
+
+
+def _left(mesh: Any) -> dict[str, int]:
+    """Return the axes of several devices that no `shard_map` and no `vmap` around has taken."""
+    taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
+    return {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
+
+
+def check_names(mesh: Any) -> None:
+    """Refuse axes that attention does not know, over which it would be computed again and again.
+
+    Raises:
+        MeshError: naming them, and the names to give them.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        return
+    sizes = _left(mesh)
+    if others := {a: s for a, s in sizes.items() if a not in AXES}:
+        found = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        names, times = ", ".join(others), prod(others.values())
+        known = f"attention is spread over {', '.join(AXES)}"
+        rule = f"{known}, and each of the {times} devices of {names} would compute the same"
+        ours = f"rename {names} to tensor to spread heads, or to context to spread tokens"
+        remedy = f"{ours}; or pass mesh=False, which leaves the layout to the compiler"
+        raise MeshError("mesh", found, rule, remedy)
 
 
 def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
@@ -82,12 +107,12 @@ def check_mesh(mesh: Any) -> None:
     """Refuse what is no mesh, and a mesh of several devices with none of attention's axes.
 
     Args:
-        mesh: None is no mesh, and is accepted.
+        mesh: None and False are no mesh, and are accepted.
 
     Raises:
         MeshError: naming what it is.
     """
-    if mesh is None:
+    if mesh is None or mesh is False:
         return
     if not isinstance(mesh, Mesh | AbstractMesh):
         found = repr(mesh) if isinstance(mesh, str) else type(mesh).__name__
@@ -122,21 +147,25 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
     """Return the mesh to map over: the one given, else the surrounding one, or None.
 
     Args:
-        mesh: that was given, or None.
+        mesh: that was given, or None; False is no mesh, whatever surrounds the call.
         operand: an array whose type may name a mesh of Explicit axes.
 
     Raises:
         MeshError: for sizes without devices, or another mesh than the surrounding one.
     """
+    if mesh is False:
+        return None
     ambient = ambient_mesh()
     ambient = explicit_mesh(operand) if ambient is None else ambient
     if mesh is None:
-        named = ambient is not None and set(AXES) & set(ambient.axis_names)
+        named = ambient is not None and bool(set(AXES) & set(ambient.axis_names))
+        check_names(ambient if named else None)
         return ambient if named else None
     if isinstance(mesh, Mapping):
         rule = "attention runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
     check_surrounding(mesh)
+    check_names(mesh)
     return with_auto_axes(mesh)  # what runs on Explicit axes runs where they are Auto
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import maxattn as ma
@@ -219,3 +220,22 @@ def test_a_layout_that_attention_would_have_to_undo_is_refused(
         ma.attention(**given)
     text = str(refused.value)
     assert text.startswith(words) and f"jax.sharding.reshard({name}, " in text
+
+
+# ---- no mesh -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("names", [("data", "tensor"), ("data", "model")])
+def test_a_call_opts_out_of_the_surrounding_mesh(names: tuple[str, str], types: AxisType) -> None:
+    """A batch that does not divide, and heads that lie over an axis of any name, stay so."""
+    mesh = jax.make_mesh((2, 4), names, axis_types=(types,) * 2)
+    alone = ma.attention(X[:1], X[:1], X[:1])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X[:1], NamedSharding(mesh, P(None, None, names[1])))
+        program = jax.jit(lambda q: ma.attention(q, q, q, mesh=False))
+        assert not transfers(program.lower(x).compile().as_text())
+        same(program(x), alone)
+        module = ma.FlaxAttention(32, heads=4, dim_head=8, mesh=False, rngs=nnx.Rngs(0))
+        assert nnx.jit(lambda m, x: m(x))(module, jnp.ones((1, 5, 32))).shape == (1, 5, 32)
+    assert ma.plan(ma.Call.of(X, X), mesh=False).mesh == ()
