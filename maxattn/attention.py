@@ -27,13 +27,14 @@ from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.batched_alike import batched_alike
 from maxattn.jax_private.varying import vary_alike
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
-from maxattn.kernels.bias_shift import bias_shift, shifted
+from maxattn.kernels.bias_level import Level, bias_level
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.masks.finite import check_finite
 from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,
+    axis_offset,
     check_devices,
     check_layouts,
     check_unchecked,
@@ -45,6 +46,7 @@ from maxattn.sharding import (
     spec_of_type,
     sum_over,
     usable_mesh,
+    ways,
 )
 from maxattn.target import Target
 
@@ -261,13 +263,29 @@ def _run(
 ) -> tuple[Array, Array]:
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
-    out, lse = cast(Any, _attend(plan, mesh, q, k, v, bias, mask))
-    return out, lse if bias is None else lse + bias_shift(bias)[..., 0]
+    level = None if bias is None else _bias_level(plan, mesh, jax.lax.stop_gradient(bias), mask)
+    out, lse = cast(Any, _attend(plan, mesh, q, k, v, bias, mask, level))
+    return out, lse if level is None else lse + level[:, :, : plan.call.q_len, 0]
+
+
+def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
+    """Find the level of each row's bias; its T, where it has one, is padded to whole shards."""
+    mask = plan.full_mask(mask)
+    letters, specs, _ = plan.strategy.operand_specs(plan.padded_call, mask)
+    f, layout = partial(_bias_level_on_shards, plan, specs[5]), _layout(plan, mesh)
+    return on_shards(f, layout, (bias, mask), letters[3:5], specs[3:5], specs[5])
+
+
+def _bias_level_on_shards(plan: Plan, spec: PartitionSpec, bias: Array, mask: Mask) -> Level:
+    # Each device has the bias of all keys, and of its own queries or, as in Ulysses, of all.
+    rows = plan.q_len // ways("T", plan.mesh) if spec[2] else plan.q_len
+    start = axis_offset("context", plan.mesh, rows) if spec[2] else 0
+    return bias_level(bias, mask, rows, start)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
-    # The LSE is that of the shifted bias (bias_shift.py), here and for the backward.
+    # The LSE is that of the bias without its level (bias_level.py), here and for the backward.
     # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
     return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
 
@@ -310,7 +328,7 @@ def _backward(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Ar
     lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
     inputs = _inputs(plan, *operands)
     letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
-    q, kv, _, bias, _ = specs
+    q, kv, _, bias, *_ = specs
     f, given = partial(_backward_on_shards, plan), (*inputs, out, lse, *cotangents)
     letters, specs = (*letters, *ROWS), (*specs, q, lse_spec, q, lse_spec)
     grads = on_shards(f, _layout(plan, mesh), given, letters, specs, (q, kv, kv, bias))
@@ -318,23 +336,30 @@ def _backward(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Ar
 
 
 def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
-    inputs, rows = Inputs(*operands[:5]), Rows(*operands[5:])
+    inputs, rows = _local_inputs(*operands[:6]), Rows(*operands[6:])
     dq, dk, dv, dbias = plan.strategy.backward(plan.kernel, inputs, rows)
     return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
 
 def _unpadded(grads: Any, q: Array, k: Array, v: Array, bias: Bias) -> tuple[Any, ...]:
-    """Cut gradients to the sizes of their operands, in their dtypes; a mask has none."""
+    """Cut gradients to the sizes of their operands, in their dtypes; mask and level have none."""
     dq, dk, dv, dbias = grads
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None, None
 
 
-def _inputs(plan: Plan, q: Array, k: Array, v: Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:
-    """Shift the bias, and add to the mask the limit that hides the keys of the padding."""
-    return q, k, v, None if bias is None else shifted(bias), plan.full_mask(mask)
+def _inputs(plan: Plan, *operands: Any) -> tuple[Any, ...]:
+    """Add to the mask the limit that hides the keys of the padding."""
+    *arrays, mask, level = operands
+    return *arrays, plan.full_mask(mask), level
+
+
+def _local_inputs(
+    q: Array, k: Array, v: Array, bias: Bias, mask: Mask, level: Level | None
+) -> Inputs:
+    return Inputs(q, k, v, bias, mask, bias_level=level)
 
 
 def _layout(plan: Plan, mesh: Any) -> Layout:
@@ -351,7 +376,7 @@ def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Arr
 
 
 def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Array, Array]:
-    out, lse = plan.strategy.forward(kernel, Inputs(*operands))
+    out, lse = plan.strategy.forward(kernel, _local_inputs(*operands))
     return out, lse
 
 

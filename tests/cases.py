@@ -94,7 +94,8 @@ MASKS: dict[str, MaskMaker] = {
     "rows empty": lambda b, n, t, s: ~M.Causal(offset=max(0, s - t)) & M.KeyLimit(max(1, s // 2)),
     "nothing": lambda b, n, t, s: M.KeyPadding(np.zeros(b, np.int32)),
 }
-BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S"}
+# "far": -1e9 on the first half of the keys, which are all that some rows of a mask may see.
+BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S", "far": "B11S"}
 
 
 def arrays(case: dict) -> dict[str, Any]:
@@ -114,9 +115,12 @@ def arrays(case: dict) -> dict[str, Any]:
         if letters
         else None
     )
-    return {
-        "q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h),
-        "bias": rng.normal(size=shape).astype(np.float32) if shape else None,
+    operands = {"q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h)}
+    bias = rng.normal(size=shape).astype(np.float32) if shape else None
+    if bias is not None and case["bias"] == "far":
+        bias[..., : s // 2] = -1e9
+    return operands | {
+        "bias": bias,
         "mask": MASKS[case["mask"]](b, n, t, s),
         "dout": normal(b, t, n, h), "dlse": rng.normal(size=(b, n, t)).astype(np.float32),
     }  # fmt: skip

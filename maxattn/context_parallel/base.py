@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.bias_level import level_shape
 from maxattn.masks import Mask
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, partition_spec, ways
 from maxattn.target import Target
@@ -61,7 +62,7 @@ class Collective:
 
 
 class OperandSpecs(NamedTuple):
-    """Say how (q, k, v, bias, mask) are split over a mesh.
+    """Say how (q, k, v, bias, mask, level of the bias) are split over a mesh.
 
     Args:
         letters: of the axes of each array.
@@ -135,13 +136,13 @@ class Strategy:
             call: after padding.
             mask: of that call, bound.
         """
-        kv, bias = f"B{self.kv_letter()}KH", bias_letters(call.bias) if call.bias else None
-        masks, spec = mask.leaf_axes(), partial(partition_spec, shape=self.shape)
-        whole = self.mask_letters
-        specs = spec("BTNH"), spec(kv), spec(kv), None if bias is None else spec(whole(bias))
-        of_mask = jax.tree.map(lambda letters: spec(whole(letters)), masks)
-        letters = "BTNH", "BSKH", "BSKH", bias, masks
-        return OperandSpecs(letters, (*specs, of_mask), spec("BNT"))
+        spec = partial(partition_spec, shape=self.shape)
+        kv = spec(f"B{self.kv_letter()}KH")
+        given = bias_letters(call.bias) if call.bias else None, mask.leaf_axes()
+        more = *given, level_letters(call, mask)
+        of_more = jax.tree.map(lambda letters: spec(self.mask_letters(letters)), more)
+        letters = "BTNH", "BSKH", "BSKH", *more
+        return OperandSpecs(letters, (spec("BTNH"), kv, kv, *of_more), spec("BNT"))
 
     def local_call(self, call: Call) -> Call:
         """Return the call that the kernel sees on one device, without its bias."""
@@ -193,6 +194,16 @@ class Strategy:
 def bias_letters(bias: tuple[int, ...] | None) -> str:
     """Name the axes of a bias: its letter where it is full, "1" where it broadcasts."""
     return "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias or (1, 1, 1, 1), strict=True))
+
+
+def level_letters(call: Call, mask: Mask) -> str | None:
+    """Name the axes of the level of a bias, as `bias_letters`; None without a bias.
+
+    Args:
+        call: whose bias.
+        mask: of that call, bound.
+    """
+    return bias_letters(level_shape(call.bias, mask, call.q_len)) if call.bias else None
 
 
 def bias_axes(

@@ -77,7 +77,8 @@ class Exchange(NamedTuple):
         """Give heads away for tokens, and slice the bias and the mask."""
         sliced = self.heads.queries(inputs.q), *map(self.heads.keys, (inputs.k, inputs.v))
         q, k, v = (self.to_heads(x) for x in sliced)
-        return Inputs(q, k, v, self._of_bias(inputs.bias), self._of_mask(inputs.mask))
+        bias, level = self._of_bias(inputs.bias), self._of_bias(inputs.bias_level)
+        return Inputs(q, k, v, bias, self._of_mask(inputs.mask), bias_level=level)
 
     def rows(self, rows: Rows) -> Rows:
         """Give heads away for tokens."""

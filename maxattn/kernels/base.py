@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.kernels.bias_level import Level
 from maxattn.kernels.dq_accumulator import DqAccumulator, SumOfParts
 from maxattn.kernels.kv_block import KeySplit, halves
 from maxattn.masks import Full, Mask
@@ -36,6 +37,8 @@ class Inputs:
         bias: is added to the scores; None for none.
         mask: a bound mask, of the positions that the offsets give.
         q_offset, kv_offset: the positions of the first query and of the first key.
+        bias_level: is taken off each row of the bias, and is not part of the LSE (bias_level.py);
+            None where there is no bias.
     """
 
     q: Float[Array, "B T N H"]
@@ -45,11 +48,13 @@ class Inputs:
     mask: Mask = Full()  # noqa: RUF009
     q_offset: Offset = 0
     kv_offset: Offset = 0
+    bias_level: Level | None = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
         """The fields, in order."""
-        return self.q, self.k, self.v, self.bias, self.mask, self.q_offset, self.kv_offset
+        offsets = self.q_offset, self.kv_offset
+        return self.q, self.k, self.v, self.bias, self.mask, *offsets, self.bias_level
 
     def replace(self, **changes: Any) -> Self:
         """Return the same inputs but for some fields."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -72,7 +71,6 @@ class DotProduct(Kernel):
         qs, ks, vs = self._split(inputs)
         lse, delta, dout = self._row_gradient(rows, inputs)
         s = self._scores(qs, ks, inputs)
-        s, lse = (s, lse) if bias is None else _brought_near(s, lse)
         dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse, delta, dout, self.scale)
         dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
         dq = self._merge_queries(dq, q).astype(q.dtype)
@@ -90,10 +88,11 @@ class DotProduct(Kernel):
 
     def _scores(self, qs: Array, ks: Array, inputs: Inputs) -> Array:
         allowed = self._allowed(inputs)
-        bias = None if inputs.bias is None else self._fold_mask(inputs.bias, inputs)
+        given = inputs.bias, inputs.bias_level
+        bias, level = (None if x is None else self._fold_mask(x, inputs) for x in given)
         if self.float32_qk_product:
             qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
-        return softmax.scores(qs, ks, self.scale, bias, allowed)
+        return softmax.scores(qs, ks, self.scale, bias, level, allowed)
 
     def _allowed(self, inputs: Inputs) -> Array | None:
         if inputs.mask.is_full:
@@ -134,17 +133,3 @@ class DotProduct(Kernel):
     def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
         full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         return softmax.fold_like(full, bias.shape)
-
-
-def _brought_near(s: Array, lse: Array) -> tuple[Array, Array]:
-    """Take off the scores, and off the LSE, what a bias far from 0 adds to every key of a row."""
-
-    def near(s: Array, lse: Array) -> tuple[Array, Array]:
-        m = jnp.max(s, axis=-1)
-        return softmax.brought_near(m, jnp.sum(softmax.stable_exp(s, m), axis=-1), lse)
-
-    def as_it_is(_: Array, lse: Array) -> tuple[Array, Array]:
-        return jnp.zeros_like(lse), lse
-
-    m, lse = jax.lax.cond(softmax.is_far(lse), near, as_it_is, s, lse)
-    return s - m[..., None], lse

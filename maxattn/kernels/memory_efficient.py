@@ -103,11 +103,10 @@ class MemoryEfficient(Kernel):
 
         def query_chunk(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, Array]:
             i, q_i, *row = xs[:5]
-            shift, lse_i = _brought_near(tiles, i, q_i, tuple(row), xs[5])
 
             def step(j: Any, mixed: Any, state: Any) -> Any:
-                s = tiles.scores(i, q_i, j, mixed) - shift
-                return _backward_step(tiles, i, q_i, j, s, (lse_i, xs[6], xs[7]), *state)
+                s = tiles.scores(i, q_i, j, mixed)
+                return _backward_step(tiles, i, q_i, j, s, (xs[5], xs[6], xs[7]), *state)
 
             zero = jnp.zeros_like(q_i, jnp.float32)
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
@@ -144,42 +143,12 @@ def _forward_step(
     s: Array, v_j: Array, m: Array, l: Array, acc: Array
 ) -> tuple[Array, Array, Array]:
     """Fold one tile of scores into (m, l, O)."""
-    m, l, decay, p = _folded(s, m, l)
-    # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
-    acc = acc * decay[..., None] + softmax.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
-    return m, l, acc
-
-
-def _folded(s: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
-    """Fold one tile of scores into (m, l); return (m, l, decay of earlier sums, exp(s - m))."""
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
     decay = jnp.exp(m - jnp.where(m_new == softmax.NEG_INF, 0.0, m_new))
     p = softmax.stable_exp(s, m_new)
-    return m_new, l * decay + jnp.sum(p, axis=-1), decay, p
-
-
-def _brought_near(
-    tiles: ChunkedInputs, i: Any, q_i: Array, row: tuple[Any, ...], lse: Array
-) -> tuple[Any, Array]:
-    """Return what a bias far from 0 adds to every key of a row, and the LSE without it.
-
-    Only where there is such a row is a query chunk gone through once more.
-    """
-    if tiles.bias is None:
-        return 0.0, lse
-
-    def step(j: Any, mixed: Any, state: Any) -> Any:
-        return _folded(tiles.scores(i, q_i, j, mixed), *state)[:2]
-
-    def near(lse: Array) -> tuple[Array, Array]:
-        m, l = for_visits(tiles.lists, row, step, _nothing_seen(q_i)[:2])
-        return softmax.brought_near(m, l, lse)
-
-    def as_it_is(lse: Array) -> tuple[Array, Array]:
-        return jnp.zeros_like(lse), lse
-
-    shift, lse = jax.lax.cond(softmax.is_far(lse), near, as_it_is, lse)
-    return shift[..., None], lse
+    # [B, K, G, bq, bk], [B, K, bk, H] -> [B, K, G, bq, H]
+    acc = acc * decay[..., None] + softmax.matmul("bkgts,bksh->bkgth", p.astype(v_j.dtype), v_j)
+    return m_new, l * decay + jnp.sum(p, axis=-1), acc
 
 
 def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
@@ -187,8 +156,7 @@ def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
     kv_heads = tiles.k.shape[2]
     stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
     split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
-    # The rows that fill the last chunk see the bias too: under a BIG_LSE no bias makes exp(s - lse)
-    # overflow.
+    # The rows that fill the last chunk compute scores too: under a BIG_LSE their exp(s - lse) is 0.
     fills = (softmax.BIG_LSE, 0.0, 0.0)
     found = zip(softmax.row_gradient(*split, *stats), fills, strict=True)
     return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)

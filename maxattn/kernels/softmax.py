@@ -25,9 +25,6 @@ NEG_INF = float("-inf")
 # Stands for the LSE of a query with nothing to attend to, where a gradient is computed: exp(s -
 # BIG_LSE) is 0, and s - BIG_LSE does not overflow float32.
 BIG_LSE = 1e30
-# From here on float32 keeps less than 2**-17 of an LSE: a row whose allowed keys all have such a
-# bias.
-FAR = 2.0**7
 
 Queries = Float[Array, "B K G T H"]
 Keys = Float[Array, "B K S H"]
@@ -79,18 +76,25 @@ def matmul(spec: str, a: Array, b: Array) -> Array:
 
 
 def scores(
-    q: Queries, k: Keys, scale: float, bias: Array | None, allowed: Bool[Array, "..."] | None
+    q: Queries,
+    k: Keys,
+    scale: float,
+    bias: Array | None,
+    level: Array | None,
+    allowed: Bool[Array, "..."] | None,
 ) -> Scores:
-    """Compute scale * q k^T + bias in float32, -inf where a query may not attend.
+    """Compute scale * q k^T + (bias - level) in float32, -inf where a query may not attend.
 
     Args:
         bias: [B|1, K|1, G|1, T|1, S|1] or None.
-        allowed: the same, boolean, True where attended, or None for everywhere.
+        level: of the rows of the bias, [B|1, K|1, G|1, T|1, 1], or None for 0.
+        allowed: as the bias, boolean, True where attended, or None for everywhere.
     """
     # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
     s = matmul("bkgth,bksh->bkgts", q, k) * scale
     if bias is not None:
-        s = s + bias.astype(jnp.float32)
+        bias = bias.astype(jnp.float32)
+        s = s + (bias if level is None else bias - level)
     return s if allowed is None else jnp.where(allowed, s, NEG_INF)
 
 
@@ -118,26 +122,6 @@ def row_gradient(
     dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
     delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
     return jnp.where(empty, BIG_LSE, lse), delta, dout
-
-
-def is_far(lse: Stats) -> Bool[Array, ""]:
-    """Tell whether a row's finite LSE is so far from 0 that exp(s - lse) is not exact."""
-    return jnp.any((jnp.abs(lse) > FAR) & (lse != BIG_LSE))
-
-
-def brought_near(m: Stats, l: Stats, lse: Stats) -> tuple[Stats, Stats]:
-    """Return what to take off the scores of rows, and their LSE without it.
-
-    The LSE is then as exact as if it were near 0.
-
-    Args:
-        m, l: maximum of the scores that are here, and sum of exp(s - m).
-        lse: the rows' final LSE, of these keys and of others elsewhere; finite.
-    """
-    empty = l == 0.0
-    m, log = jnp.where(empty, 0.0, m), jnp.log(jnp.where(empty, 1.0, l))
-    # What keys elsewhere add is as inexact as the LSE; with none it is rounding, below 0 too.
-    return m, jnp.where(empty, BIG_LSE, log + jnp.maximum(lse - (m + log), 0.0))
 
 
 def tile_gradient(

@@ -35,7 +35,7 @@ AXES = {
     "heads": ["mha", "gqa"],
     "size": [4],
     "strategy": ["ring", "ulysses_ring"],
-    "bias": ["none", "full"],
+    "bias": ["none", "full", "far"],
     "dtype": ["float32", "bfloat16"],
     "head_dim": [8],
     "batch": [2],

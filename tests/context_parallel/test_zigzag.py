@@ -178,7 +178,7 @@ def check(case: dict) -> None:
 
 FEW = {
     "kernel": ["dense"], "mask": ["causal", "causal & lengths", "window | sink", "not segments"],
-    "bias": ["none", "full", "keys"], "length": ["odd", "cross"],
+    "bias": ["none", "full", "keys", "far"], "length": ["odd", "cross"],
 }  # fmt: skip
 
 
@@ -208,6 +208,7 @@ ZIGZAG_TERMS: dict[str, tuple[Any, tuple[int, ...] | None]] = {
     "segments": (lambda ids: M.Causal() & M.Segments(ids, ids), None),
     "bias": (lambda ids: M.Causal(), (1, 4, 64, 64)),
     "bias of keys": (lambda ids: M.Causal() & M.KeyPadding(np.array([50])), (1, 1, 1, 64)),
+    "bias of rows": (lambda ids: M.Causal(), (1, 4, 64, 1)),
 }
 
 

@@ -16,7 +16,7 @@ F32 = 2.0**-23
 EPS = {"float32": F32, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 TINY = {"float32": 2.0**-100, "bfloat16": 2.0**-100, "float16": 2.0**-24}
 MOST = {"float32": 3.4e38, "bfloat16": 3.38e38, "float16": 65504.0}
-LEVEL = {"float32": 2.0**8, "bfloat16": 2.0**13, "float16": 2.0**13}  # of a bias that is kept
+LEVEL = 2.0**8  # of a bias that is kept
 
 
 class Given(NamedTuple):
@@ -82,7 +82,7 @@ def _scores(g: Given, heads: _Heads) -> tuple[np.ndarray, np.ndarray]:
     x = np.einsum("btnh,bsnh->bnts", heads.q, heads.k) * g.scale
     size = np.einsum("btnh,bsnh->bnts", abs(heads.q), abs(heads.k)) * abs(g.scale)
     eps = F32 * (g.q.shape[3] + 8) + (0 if g.dtype == "float32" else EPS[g.dtype])
-    kept = np.minimum(abs(level), LEVEL[g.dtype])
+    kept = np.minimum(abs(level), LEVEL)
     return x + rest, size * eps + (abs(rest) + kept) * 4 * F32
 
 

@@ -29,12 +29,9 @@ class Known(NamedTuple):
     reason: str
 
 
-_NUMBERS = r"(are wrong|along a way)"
 KNOWN: tuple[Known, ...] = (
     Known("S", "plans|commands", "takes more than", {},
           "maps of blocks of very long sequences are walked on the host"),
-    Known("L", "attention|meshes|transforms", _NUMBERS, {"bias": "^(keys|rows)$"},
-          "the level of a bias is taken over hidden keys too"),
     Known("R", "transforms", "^got.* is nan", {"how": "^(grad of grad|jvp of grad)$", "bias": "."},
           "second derivatives of dot_product with a bias, unoptimised by XLA"),
     Known("U", "transforms|modules", "flash_attn_varlen|batch_dim|Mismatched qkv batch", {},

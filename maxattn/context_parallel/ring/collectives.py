@@ -9,6 +9,7 @@ import jax
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters, itemsize
+from maxattn.kernels.bias_level import level_shape
 from maxattn.sharding import MeshShape, ways
 
 AXES = (CONTEXT,)
@@ -61,26 +62,29 @@ class Shares(NamedTuple):
 class _Bytes(NamedTuple):
     """The bytes of a device's share of each array that is permuted to zig-zag.
 
-    A bias counts as float32: a call does not know its dtype. Its gradient is float32.
+    A bias counts as float32: a call does not know its dtype. Its gradient and its level
+    are float32.
     """
 
     q: int
     kv: int
     lse: int
     bias: int
+    level: int
     masks: tuple[int, ...]
 
     @property
     def extra(self) -> int:
-        return self.bias + sum(self.masks)
+        return self.bias + self.level + sum(self.masks)
 
     @property
     def words(self) -> str:
-        return (",bias" if self.bias else "") + (",mask" if self.masks else "")
+        present = ("bias", self.bias), ("bias level", self.level), ("mask", self.masks)
+        return "".join(f",{word}" for word, size in present if size)
 
     @property
     def arrays(self) -> int:
-        return bool(self.bias) + len(self.masks)
+        return bool(self.bias) + bool(self.level) + len(self.masks)
 
 
 def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collective, ...]:
@@ -113,9 +117,18 @@ def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collect
 def _bytes(call: Call, local: Call, shares: Shares) -> _Bytes:
     item, rows = itemsize(local.dtype), local.batch * local.q_len * local.heads
     kv = local.batch * local.kv_len * local.kv_heads * local.head_dim * item
-    letters = bias_letters(call.bias)
-    bias = shares.elements(call.bias or (), letters) * 4 if "T" in letters else 0
-    return _Bytes(rows * local.head_dim * item, kv, rows * 4, bias, _mask_bytes(call, shares))
+    q, masks = rows * local.head_dim * item, _mask_bytes(call, shares)
+    return _Bytes(q, kv, rows * 4, *_bias_bytes(call, shares), masks)
+
+
+def _bias_bytes(call: Call, shares: Shares) -> tuple[int, int]:
+    """Count the bytes of the bias and of its level, where they have a query axis."""
+    if call.bias is None:
+        return 0, 0
+    both = call.bias, level_shape(call.bias, call.mask, call.q_len)
+    sizes = ((shape, bias_letters(shape)) for shape in both)
+    bias, level = (4 * shares.elements(*x) if "T" in x[1] else 0 for x in sizes)
+    return bias, level
 
 
 def _mask_bytes(call: Call, shares: Shares) -> tuple[int, ...]:

@@ -57,7 +57,8 @@ class RingPass:
         self.q_chunk, self.kv_chunk = (n // layout.chunks_per_rank for n in (q_len, kv_len))
         # Else the bias broadcasts over queries.
         self.tall = inputs.bias is not None and inputs.bias.shape[2] == q_len
-        self.masks, self.biases = self._masks(mask), self._biases(inputs.bias)
+        self.masks, self.biases = self._masks(mask), self._of_rows(inputs.bias, q_len)
+        self.levels = self._of_rows(inputs.bias_level, q_len)
 
     @property
     def chunks(self) -> range:
@@ -126,7 +127,8 @@ class RingPass:
         """Return what a kernel computes a piece from."""
         start = self.first_key(hop, piece[1])
         bias, mask = self._bias_and_mask(hop, piece, start)
-        return Inputs(q, *kv, bias, mask, self.first_query(piece[0]), start)
+        offsets = self.first_query(piece[0]), start
+        return Inputs(q, *kv, bias, mask, *offsets, self.levels[piece[0]])
 
     def first_query(self, i: int) -> Any:
         """Return the position of the first query of chunk i."""
@@ -198,10 +200,11 @@ class RingPass:
             bias = self._sliced(bias, 3, start)
         return bias, mask
 
-    def _biases(self, bias: Bias) -> list[Bias]:
-        if bias is None or not self.tall:
-            return [bias for _ in self.chunks]
-        return list(self.order.to_zigzag(bias, 2))
+    def _of_rows(self, x: Bias, q_len: int) -> list[Bias]:
+        """Split a bias, or its level, into the chunks of the queries."""
+        if x is None or x.shape[2] != q_len:
+            return [x for _ in self.chunks]
+        return list(self.order.to_zigzag(x, 2))
 
     def _masks(self, mask: Mask) -> list[Mask]:
         leaves, tree = jax.tree.flatten(mask)

@@ -11,9 +11,11 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Bias, Inputs
 from maxattn.kernels.blockwise.visits import Visits, visits
 from maxattn.sharding import pad_axis
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
@@ -42,6 +44,7 @@ class ChunkedInputs:
         q: [chunks, B, K, G, bq, H].
         k, v: [chunks, B, K, bk, H].
         bias: [B|1, K|1, G|1, T|1, S|1], T and S padded; None for none.
+        level: of the rows of the bias, the same with an S of 1.
         lists: which chunks of keys each chunk of queries visits.
         inputs: what was cut.
         scale: multiplies the scores.
@@ -51,6 +54,7 @@ class ChunkedInputs:
     k: Array
     v: Array
     bias: Array | None
+    level: Array | None
     lists: Visits
     inputs: Inputs
     scale: float
@@ -62,10 +66,14 @@ class ChunkedInputs:
         t, s = q.shape[1], k.shape[1]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
         lists = visits(inputs.mask, bq, bk, t, s, inputs.q_offset, inputs.kv_offset)
-        bias = _cut_bias(inputs, bq, bk)
+        # A level as large keeps the bias of rows that fill the last chunk from overflow.
+        bias, level = (
+            _whole_chunks(x, inputs, bq, bk, fill)
+            for x, fill in ((inputs.bias, 0.0), (inputs.bias_level, LARGEST))
+        )
         ks, vs = (cut(softmax.split_keys(x), 2, bk) for x in (k, v))
         qs = cut(softmax.split_queries(q, k.shape[2]), 3, bq)
-        return ChunkedInputs(qs, ks, vs, bias, lists, inputs, scale)
+        return ChunkedInputs(qs, ks, vs, bias, level, lists, inputs, scale)
 
     @property
     def kv_len(self) -> int:
@@ -86,8 +94,9 @@ class ChunkedInputs:
             mixed: whether the mask must be tested in this pair; where it is False everything is
                 allowed.
         """
-        bias = None if self.bias is None else self.bias_tile(self.bias, i, j)
-        s = softmax.scores(q_i, self.k[j], self.scale, bias, None)
+        given = self.bias, self.level
+        bias, level = (None if x is None else self.bias_tile(x, i, j) for x in given)
+        s = softmax.scores(q_i, self.k[j], self.scale, bias, level, None)
         if self.ragged:
             mixed = mixed | (j == self.k.shape[0] - 1)
         return jax.lax.cond(
@@ -104,7 +113,7 @@ class ChunkedInputs:
         return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
     def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
-        """Slice the bias for one pair of chunks; broadcast axes stay of size 1."""
+        """Slice the bias, or its level, for one pair of chunks; axes of size 1 stay."""
         starts, sizes = self._bias_window(bias, i, j)
         return jax.lax.dynamic_slice(bias, starts, sizes)
 
@@ -124,14 +133,14 @@ class ChunkedInputs:
         return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
 
 
-def _cut_bias(inputs: Inputs, bq: int, bk: int) -> Array | None:
-    """Split the heads of the bias and pad it to whole chunks."""
-    if inputs.bias is None:
+def _whole_chunks(x: Bias, inputs: Inputs, bq: int, bk: int, fill: float) -> Array | None:
+    """Split the heads of a bias, or of its level, and pad it with `fill` to whole chunks."""
+    if x is None:
         return None
-    bias = softmax.split_heads(inputs.bias, inputs.k.shape[2])
+    x = softmax.split_heads(x, inputs.k.shape[2])
     t, s = -(-inputs.q.shape[1] // bq) * bq, -(-inputs.k.shape[1] // bk) * bk
-    bias = pad_axis(bias, 3, t) if bias.shape[3] > 1 else bias
-    return pad_axis(bias, 4, s) if bias.shape[4] > 1 else bias
+    x = pad_axis(x, 3, t, fill) if x.shape[3] > 1 else x
+    return pad_axis(x, 4, s, fill) if x.shape[4] > 1 else x
 
 
 def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:

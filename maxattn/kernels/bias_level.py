@@ -1,0 +1,88 @@
+"""What is taken off each row of an additive bias, so that its LSE stays within float32's reach.
+
+A row whose allowed keys all have a bias of -1e9, as an example that is all padding gets it, has an
+LSE of -1e9 + log(S). Of a score beside -1e9 float32 keeps nothing: the row would be uniform.
+
+    softmax(s + b) = softmax(s + (b - level))        LSE(s + b) = LSE(s + (b - level)) + level
+
+The level is the largest bias of the keys that the row may see, so that the LSE without it is as
+near to 0 as the scores are. Kernels get it beside the bias, and take it off in float32: the bias
+stays as it is, in its dtype.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from maxattn.masks import Mask
+
+LARGE = 2.0**7
+"""Levels up to it are 0: there float32 keeps 2**-17 of a score."""
+PAIRS_AT_ONCE = 2**24
+"""Pairs of a query and a key that are compared in one step, should XLA not fuse them into a sum."""
+
+Level = Float[Array, "#B #N #T 1"]
+
+
+def bias_level(
+    bias: Float[Array, "#B #N #T #S"], mask: Mask, q_len: int, q_offset: Any = 0
+) -> Level:
+    """Return the largest finite bias of each row's allowed keys, 0 where it is not large; float32.
+
+    Args:
+        bias: of `q_len` queries or 1, and of all keys or 1.
+        mask: bound, of the same queries and keys.
+        q_len: queries of the result, where bias or mask tell them apart; else it has 1.
+        q_offset: the position of the first query; may be traced.
+    """
+    if bias.shape[3] == 1:  # the same for all keys, whichever are allowed
+        return _where_large(bias.astype(jnp.float32))
+    top = partial(_top, bias, mask, q_offset)
+    *heads, rows, _ = level_shape(bias.shape, mask, q_len)
+    at_once = max(1, PAIRS_AT_ONCE // (prod(heads) * bias.shape[3]))
+    return _where_large(top(0, rows) if rows <= at_once else _in_chunks(top, rows, at_once))
+
+
+def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
+    """Return the shape of the level of a bias, 1 along axes that neither bias nor mask tells apart.
+
+    Args:
+        bias: its shape.
+        mask: bound; arrays in it may be forms.
+        q_len: queries.
+    """
+    if bias[3] == 1:
+        return bias
+    pair = np.arange(2)
+    seen = jax.eval_shape(lambda mask: mask.allowed(pair, pair), mask).shape
+    rows = q_len if max(seen[2], bias[2]) > 1 else 1
+    return max(seen[0], bias[0]), max(seen[1], bias[1]), rows, 1
+
+
+def _top(bias: Array, mask: Mask, q_offset: Any, start: Any, size: int) -> Level:
+    """Return the largest finite bias of the allowed keys, or -inf, of `size` rows from `start`."""
+    if bias.shape[2] > 1:
+        bias = jax.lax.dynamic_slice_in_dim(bias, start, size, 2)
+    x = bias.astype(jnp.float32)
+    allowed = mask.allowed(start + jnp.arange(size), jnp.arange(x.shape[3]), q_offset)
+    return jnp.where(allowed & jnp.isfinite(x), x, -jnp.inf).max(3, keepdims=True)
+
+
+def _in_chunks(top: Any, rows: int, size: int) -> Level:
+    """Call `top(start, size)` for one chunk of rows after the other, and for what is left."""
+    chunks = jax.lax.map(lambda i: top(i * size, size), jnp.arange(rows // size))
+    # [chunks, B, N, size, 1] -> [B, N, T, 1]
+    whole = jnp.moveaxis(chunks, 0, 2).reshape(*chunks.shape[1:3], -1, 1)
+    left = rows % size
+    return jnp.concatenate([whole, top(rows - left, left)], axis=2) if left else whole
+
+
+def _where_large(top: Level) -> Level:
+    return jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE), top, 0.0)
