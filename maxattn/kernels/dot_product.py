@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -58,7 +59,9 @@ class DotProduct(Kernel):
         q, v = inputs.q, inputs.v
         qs, ks, vs = self._split(inputs)
         s = self._scores(qs, ks, inputs)
-        m = jnp.max(s, axis=-1)
+        # The result does not depend on m. Its own derivative compares s with m, and has NaN where
+        # XLA computes s twice and rounds it otherwise the second time.
+        m = jnp.max(jax.lax.stop_gradient(s), axis=-1)
         p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
         acc = softmax.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)

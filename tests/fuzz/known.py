@@ -32,8 +32,6 @@ class Known(NamedTuple):
 KNOWN: tuple[Known, ...] = (
     Known("S", "plans|commands", "takes more than", {},
           "maps of blocks of very long sequences are walked on the host"),
-    Known("R", "transforms", "^got.* is nan", {"how": "^(grad of grad|jvp of grad)$", "bias": "."},
-          "second derivatives of dot_product with a bias, unoptimised by XLA"),
     Known("U", "transforms|modules", "flash_attn_varlen|batch_dim|Mismatched qkv batch", {},
           "vmap over lengths in fa4-jax, and over what TransformerEngine cannot batch"),
 )  # fmt: skip

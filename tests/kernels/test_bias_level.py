@@ -221,6 +221,33 @@ def test_no_square_is_made_to_find_the_levels() -> None:
     assert memory.temp_size_in_bytes < length**2 / 8  # a square of bool is 8 times as large
 
 
+SECOND: dict[str, M.Mask | None] = {
+    "causal": M.Causal(),
+    "a window": M.BlockSlidingWindow(3, 2),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("shape", [(1, N, 1, 1), (1, 1, 1, S), (B, N, S, S)], ids=str)
+@pytest.mark.parametrize("mask", SECOND)
+def test_second_derivatives_of_the_dense_kernel(mask: str, shape: tuple[int, ...]) -> None:
+    q, k, v, dout, _ = draw(S, S, N)
+    bias, f = jnp.asarray(_far(shape, -1e9), jnp.float32), attention("dense")
+    way = jnp.asarray(np.random.default_rng(4).normal(size=q.shape), jnp.float32)
+
+    def slope(q: jax.Array) -> jax.Array:
+        return jax.grad(lambda q: (f(q, k, v, SECOND[mask], bias)[0] * dout).sum())(q)
+
+    step = 1e-4
+    ends = (
+        exact(np.float64(q) + e * np.float64(way), k, v, bias, SECOND[mask], dout, 0.0).dq
+        for e in (step, -step)
+    )
+    want = np.subtract(*ends) / (2 * step)
+    assert error(jax.grad(lambda q: (slope(q) * way).sum())(q), want) < 2e-5
+    assert error(jax.jvp(slope, (q,), (way,))[1], want) < 2e-5
+
+
 def test_a_text_that_is_all_padding_teaches_as_any_other() -> None:
     """Every key of the row has the same bias: it says nothing, and neither do the gradients of the
     weights.
