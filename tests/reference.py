@@ -36,7 +36,7 @@ def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=No
     )
     any_key = ok.any(-1)
     top = np.where(any_key, np.where(ok, x, -np.inf).max(-1, initial=-np.inf), 0.0)
-    e = np.where(ok, np.exp(np.where(ok, x, 0.0) - top[..., None]), 0.0)
+    e = np.where(ok, np.exp(np.where(ok, x - top[..., None], 0.0)), 0.0)
     total = e.sum(-1)
     p = e / np.where(any_key, total, 1.0)[..., None]
     lse = np.where(any_key, top + np.log(np.where(any_key, total, 1.0)), -np.inf)
