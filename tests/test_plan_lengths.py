@@ -96,6 +96,6 @@ def test_counts_of_rows_at_a_time_are_those_of_all(
 ) -> None:
     whole = mask.block_map(7, 5, 100, 93), mask.allowed_pairs(100, 93)
     for rows in (1, 7, 8, 40, 99):
-        monkeypatch.setattr("maxattn.masks.blocks.ROWS", rows)
+        monkeypatch.setattr("maxattn.masks.row_runs.ROWS", rows)
         np.testing.assert_array_equal(mask.block_map(7, 5, 100, 93), whole[0])
         assert mask.allowed_pairs(100, 93) == whole[1]

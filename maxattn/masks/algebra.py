@@ -10,6 +10,7 @@ import numpy as np
 
 from maxattn.masks.base import Mask, Spots
 from maxattn.masks.normal_form import check_size, mark_normal, without_absorbed
+from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import MOST_SPANS, WHOLE, Span, Spans, complement, intersection, union
 from maxattn.masks.tree import leaf, mask_type
 
@@ -31,6 +32,10 @@ class Full(Mask):
         """Give one interval without ends."""
         return ((None, None),)
 
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump."""
+        return ()
+
     def at(self, spots: Spots) -> Any:
         """Give one True."""
         return spots.xp.ones((1, 1, 1, 1), dtype=bool)
@@ -50,6 +55,10 @@ class Empty(Mask):
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Give no interval."""
+        return ()
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump."""
         return ()
 
     def at(self, spots: Spots) -> Any:

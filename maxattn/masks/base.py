@@ -239,6 +239,17 @@ class Mask(ForKernels, Normal):
         mask = self if self.is_bound else self.bind(q_len, kv_len)
         return blocks.classify(mask, block_q, block_kv, q_len, kv_len)
 
+    def block_tally(
+        self, block_q: int, block_kv: int, q_len: int, kv_len: int
+    ) -> tuple[int, int, int]:
+        """Count the blocks of `block_map` that are EMPTY, FULL and MIXED.
+
+        Args:
+            block_q, block_kv, q_len, kv_len: as in `block_map`, of which no array is made.
+        """
+        mask = self if self.is_bound else self.bind(q_len, kv_len)
+        return blocks.tally(mask, block_q, block_kv, q_len, kv_len)
+
     def allowed_pairs(self, q_len: int, kv_len: int) -> int:
         """Count the pairs that attend; an upper bound where `has_exact_intervals` is False."""
         mask = self if self.is_bound else self.bind(q_len, kv_len)

@@ -1,21 +1,52 @@
-"""Counts of allowed pairs in blocks, from each query's intervals: no array of T x S."""
+"""Counts of allowed pairs in blocks, from runs of queries: no array of T x S, few rows visited."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from maxattn.errors import InputError
+from maxattn.masks.row_runs import RowRuns, row_runs
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int8
 
     from maxattn.masks.base import Mask
 
-ROWS = 2**20  # queries at a time: arrays of ten million, 32 intervals each, take gigabytes
+    Many = Int[np.ndarray, " n"]
+
 EMPTY, FULL, MIXED = 0, 1, 2
 """What a block of pairs can be: all forbidden, all allowed, some of each."""
+
+
+class Grid(NamedTuple):
+    """Say into which blocks the pairs of a call are divided."""
+
+    block_q: int
+    block_kv: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks of queries, and of keys."""
+        return -(-self.q_len // self.block_q), -(-self.kv_len // self.block_kv)
+
+
+class Stretches(NamedTuple):
+    """Name blocks in a row that hold equally many pairs, of all blocks that hold any.
+
+    Args:
+        row: [n], which blocks of queries.
+        start, end: [n], from which block of keys to which.
+        pairs: [n], allowed in each of them.
+    """
+
+    row: Many
+    start: Many
+    end: Many
+    pairs: Many
 
 
 def classify(
@@ -40,69 +71,112 @@ def count(
 
     The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks
     before x and a part of the one that x is in. An interval adds this for its end and takes it away
-    for its start, so a row costs two entries.
+    for its start, so a row costs two entries, and a run of rows as many as blocks that it meets.
     """
+    grid = _grid(block_q, block_kv, q_len, kv_len)
+    rows, columns = grid.shape
+    whole, part = np.zeros((2, rows * (columns + 1)), np.int64)
+    for runs in row_runs(mask, q_len, kv_len, data, sum(grid.shape)):
+        cell, wholes, parts = _entries(runs, grid)
+        np.add.at(whole, cell, wholes)
+        np.add.at(part, cell, parts)
+    whole, part = (x.reshape(rows, columns + 1) for x in (whole, part))
+    return (np.cumsum(whole, axis=1) + part)[:, :-1]
+
+
+def stretches(
+    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
+) -> Stretches:
+    """List the blocks that a bound mask leaves any pairs, side by side where they hold as many.
+
+    What takes the place of `count` where there are billions of blocks: it grows with the ends of
+    rows of blocks, not with what lies between them.
+    """
+    grid = _grid(block_q, block_kv, q_len, kv_len)
+    columns = grid.shape[1] + 1
+    entries = [
+        _entries(runs, grid) for runs in row_runs(mask, q_len, kv_len, data, sum(grid.shape))
+    ]
+    cell, whole, part = (np.concatenate(x) for x in zip(*entries, strict=True))
+    order = np.argsort(cell, kind="stable")
+    cell, whole, part = (x[order] for x in (cell, whole, part))
+    begins = np.flatnonzero(np.diff(cell, prepend=-1))
+    wholes, parts = (np.add.reduceat(x, begins) if x.size else x for x in (whole, part))
+    cell = cell[begins]
+    inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns)  # of a row, wholes add up to 0
+    then = np.append(cell[1:], cell[-1:] + 1) - row * columns  # past the row only where inside is 0
+    found = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
+    row, start, end, pairs = (np.concatenate(x) for x in zip(*found, strict=True))
+    some = (pairs > 0) & (start < end)
+    return Stretches(row[some], start[some], end[some], pairs[some])
+
+
+def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
+    """Count the blocks that a bound mask leaves EMPTY, FULL and MIXED."""
+    rows, columns = _grid(block_q, block_kv, q_len, kv_len).shape
+    if mask.is_full:
+        return 0, rows * columns, 0
+    found = stretches(mask, block_q, block_kv, q_len, kv_len)
+    sure = (
+        found
+        if mask.has_exact_intervals
+        else stretches(mask, block_q, block_kv, q_len, kv_len, data=False)
+    )
+    long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
+    # Blocks side by side that hold as many pairs are as wide, but for a last one that is alone.
+    full = sure.pairs == long[sure.row] * wide[sure.start]
+    some, whole = int((found.end - found.start).sum()), int((sure.end - sure.start)[full].sum())
+    return rows * columns - some, whole, some - whole
+
+
+def _grid(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Grid:
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
             raise InputError(
                 name, size, "a block has at least one token", f"give {name} of 1 or more"
             )
-    rows = block_q * max(1, ROWS // block_q)
-    starts = range(0, q_len, rows)
-    slabs = [
-        _count_rows(mask, (start, min(start + rows, q_len)), (block_q, block_kv), kv_len, data)
-        for start in starts
-    ]
-    return np.concatenate(slabs) if slabs else np.zeros((0, -(-kv_len // block_kv)), np.int64)
+    return Grid(block_q, block_kv, q_len, kv_len)
 
 
-def _count_rows(
-    mask: Mask, rows: tuple[int, int], block: tuple[int, int], kv_len: int, data: bool
-) -> np.ndarray:
-    """Count the pairs of some rows of blocks; memory grows with the rows at a time."""
-    first, end = rows
-    shape = -(-(end - first) // block[0]), -(-kv_len // block[1])
-    lo, hi = disjoint(mask, rows, kv_len, data)
-    row = (np.arange(end - first) // block[0])[:, None] * (shape[1] + 1)
-    whole = _add(row + hi // block[1], -block[1], shape) - _add(
-        row + lo // block[1], -block[1], shape
-    )
-    part = _add(row + hi // block[1], hi % block[1], shape) - _add(
-        row + lo // block[1], lo % block[1], shape
-    )
-    return (np.cumsum(whole, axis=1) + part)[:, :-1]
+def _entries(runs: RowRuns, grid: Grid) -> tuple[Many, Many, Many]:
+    """Return (cell, whole, part): what ends of intervals add to which block, row by row."""
+    cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, grid.block_q)
+    # End by end, each in the order of rows: sorting what is almost sorted takes little time.
+    ends = np.concatenate([runs.hi.T, runs.lo.T])[:, cut.of]
+    step = np.concatenate([runs.hi_step.T, runs.lo_step.T])[:, cut.of]
+    sign = np.broadcast_to(np.repeat([1, -1], runs.hi.shape[1])[:, None], step.shape)
+    start, step, sign = (ends + step * cut.skip).ravel(), step.ravel(), sign.ravel()
+    row, many = (np.tile(x, 2 * runs.hi.shape[1]) for x in (cut.block, cut.count))
+    cut = _cut(start, step, many, grid.block_kv)
+    start, step, sign = start[cut.of], step[cut.of], sign[cut.of]
+    inside, many = start + step * cut.skip - cut.block * grid.block_kv, cut.count
+    part = many * inside + step * (many * (many - 1) // 2)
+    cell = row[cut.of] * (grid.shape[1] + 1) + cut.block
+    return cell, -sign * many * grid.block_kv, sign * part
 
 
-def _add(where: np.ndarray, amount: np.ndarray | int, shape: tuple[int, int]) -> np.ndarray:
-    weights = np.broadcast_to(np.asarray(amount, dtype=np.float64), where.shape).ravel()
-    cells = shape[0] * (shape[1] + 1)
-    total = np.bincount(
-        where.ravel(), weights=weights, minlength=cells
-    )  # float64 counts exactly up to 2**53
-    return total.astype(np.int64).reshape(shape[0], shape[1] + 1)
+class _Pieces(NamedTuple):
+    """Name pieces of arithmetic series: of which, in which block, from which term, how many."""
+
+    of: Many
+    block: Many
+    skip: Many
+    count: Many
 
 
-def disjoint(
-    mask: Mask, rows: tuple[int, int], kv_len: int, data: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Give intervals of the queries of some rows, sorted, clipped and without overlap.
-
-    Returns:
-        Starts and ends, `[rows, n]`.
-    """
-    pairs_ = mask.intervals(np.arange(*rows), np, data)
-    if not pairs_:
-        nothing = np.zeros((rows[1] - rows[0], 0), dtype=np.int64)
-        return nothing, nothing
-    lo, hi = (
-        np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64)
-        for ends in zip(*pairs_, strict=True)
-    )
-    order = np.argsort(lo, axis=1, kind="stable")
-    lo, hi = np.take_along_axis(lo, order, axis=1), np.take_along_axis(hi, order, axis=1)
-    reached = np.maximum.accumulate(hi, axis=1)
-    lo[:, 1:] = np.maximum(lo[:, 1:], reached[:, :-1])
-    return lo, np.maximum(lo, hi)
+def _cut(start: Many, step: Many, count: Many, block: int) -> _Pieces:
+    """Cut the series `start + i * step`, i < count, where one block of numbers ends."""
+    first, last = start // block, (start + (count - 1) * step) // block
+    pieces = last - first + 1
+    of = np.repeat(np.arange(start.size), pieces)
+    at = first[of] + np.arange(of.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start, step, count = start[of], step[of], count[of]
+    rise = np.maximum(step, 1)
+    skip = np.maximum(-((start - at * block) // rise), 0)
+    past = np.where(step > 0, -((start - (at + 1) * block) // rise), count)
+    many = np.minimum(past, count) - skip
+    some = many > 0  # a step may be longer than a block
+    return _Pieces(*(x[some] for x in (of, at, skip, many)))
 
 
 def areas(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Int[np.ndarray, "QB KB"]:
@@ -117,6 +191,8 @@ def _sizes(block: int, length: int) -> np.ndarray:
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
-    slabs = ((i, min(i + ROWS, q_len)) for i in range(0, q_len, ROWS))
-    ends = (disjoint(mask, rows, kv_len) for rows in slabs)
-    return sum(int((hi - lo).sum()) for lo, hi in ends)
+    total = 0
+    for runs in row_runs(mask, q_len, kv_len):
+        many, steps = runs.count[:, None], runs.hi_step - runs.lo_step
+        total += int((many * (runs.hi - runs.lo) + many * (many - 1) // 2 * steps).sum())
+    return total

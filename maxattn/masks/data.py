@@ -22,6 +22,7 @@ from maxattn.masks.arrays import (
     reshaped,
 )
 from maxattn.masks.base import Lengths, Mask, Span, Spots, text
+from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import leaf, mask_type
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class DataMask(Mask):
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """Give everything for an upper bound and nothing for a lower one."""
         return ((None, None),) if data else ()
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump: the bounds are the same for every query."""
+        return ()
 
 
 @mask_type

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from maxattn.masks.base import Mask
+    from maxattn.masks.row_runs import RowBlocks
 
 
 class Band(NamedTuple):
@@ -67,3 +68,9 @@ class ForKernels:
     def most_keys(self) -> int | None:
         """Bound how many keys one query sees, from the mask's numbers alone; None is no bound."""
         return None
+
+    def row_blocks(self) -> tuple[RowBlocks, ...] | None:
+        """Say where ends of intervals jump, so that few rows are visited; None: every row is."""
+        parts = [part.row_blocks() for part in self.parts()]
+        known = [blocks for blocks in parts if blocks is not None]
+        return sum(known, ()) if parts and len(known) == len(parts) else None

@@ -9,6 +9,7 @@ from maxattn.masks.algebra import Full
 from maxattn.masks.base import BIG, Mask, Span, Spots
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.position_mask import MOST, PositionMask, whole
+from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import mask_type
 
 
@@ -43,6 +44,10 @@ class Causal(PositionMask):
     def divides_positions(self) -> bool:
         """Whether its test divides positions."""
         return False
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump: the end moves with the query."""
+        return ()
 
     def band(self) -> Band:
         """Give the band that is open to the left."""
@@ -89,6 +94,10 @@ class LocalWindow(PositionMask):
     def divides_positions(self) -> bool:
         """Whether its test divides positions."""
         return False
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump: both sides move with the query."""
+        return ()
 
     def band(self) -> Band:
         """Give both sides."""
@@ -143,6 +152,10 @@ class BlockCausal(PositionMask):
     def own_period(self) -> int | None:
         """Give the block."""
         return self.block
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Jump where a block begins."""
+        return (RowBlocks(self.block, self.offset or 0),)
 
 
 @mask_type
@@ -200,6 +213,10 @@ class BlockSlidingWindow(PositionMask):
         """Give the block."""
         return self.block
 
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Jump where a block begins."""
+        return (RowBlocks(self.block, self.offset or 0),)
+
     def most_keys(self) -> int | None:
         """Count the tokens of the window."""
         return self.block * self.window
@@ -230,6 +247,10 @@ class KeyLimit(Mask):
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         """See up to the limit."""
         return ((None, self.limit),)
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Never jump: the limit is the same for every query."""
+        return ()
 
     def at(self, spots: Spots) -> Any:
         """Compare keys alone."""

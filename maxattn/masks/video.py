@@ -7,6 +7,7 @@ from typing import Any
 from maxattn.errors import InputError
 from maxattn.masks.base import BIG, Lengths, Mask, Span
 from maxattn.masks.position_mask import MOST, PositionMask, whole
+from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import mask_type
 
 
@@ -116,6 +117,16 @@ class VideoMask(PositionMask):
     def own_period(self) -> int | None:
         """Give the tokens of a block, or of a frame when a lone first frame shifts the blocks."""
         return self.tokens_per_frame * (1 if self.first_frame_alone else self.frames_per_block)
+
+    def row_blocks(self) -> tuple[RowBlocks, ...] | None:
+        """Jump where a block of frames begins, and by more where the budget is first exceeded."""
+        alone, offset, tokens = int(self.first_frame_alone), self.offset or 0, self.tokens_per_frame
+        if alone and offset < 0:  # frames before the first one are blocks of another size
+            return None
+        size = self.frames_per_block
+        last = alone + ((self.budget or 0) - alone) // size * size  # frames within the budget
+        turns = tuple(frame * tokens - offset for frame in (alone, last))
+        return (RowBlocks(size * tokens, offset - alone * tokens, turns),)
 
     def most_keys(self) -> int | None:
         """Count the tokens of the budget."""

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from maxattn.call import Call
 from maxattn.context_parallel.auto.ring_cost import cost_of_ring
-from maxattn.context_parallel.auto.sizes import FLOAT, DeviceSizes, StrategyCost, in_ms, pairs
+from maxattn.context_parallel.auto.sizes import (
+    FLOAT,
+    DeviceSizes,
+    StrategyCost,
+    in_ms,
+    most_pairs,
+)
 from maxattn.context_parallel.base import Strategy
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.context_parallel.ulysses import Ulysses
 from maxattn.devices import START, Machine
 from maxattn.sharding import ways
@@ -39,7 +44,7 @@ def cost_of(strategy: Strategy, call: Call, machine: Machine) -> StrategyCost:
 
 def _cost_of_gather(strategy: Strategy, call: Call, machine: Machine) -> StrategyCost:
     n, size = ways("T", strategy.shape), DeviceSizes.of(strategy, call, machine)
-    compute = float(pairs(ChunkLayout(n, 1), call).sum(axis=1).max()) * size.pair
+    compute = most_pairs(n, call) * size.pair
     # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
     received = (n - 1) * size.kv * (2 + FLOAT / size.item)
     exposed = received / machine.gathered(n) + 6 * START

@@ -8,6 +8,7 @@ exchanges stand before and after the kernels and are counted whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def cost_of_ring(label: str, ring: Ring, call: Call, machine: Machine) -> Strate
     )
     devices = ring.ring_size * ring.group
     name = label.replace(f" over {devices}", "")
-    return StrategyCost(name, float(made.work().sum()), made.waits(), made.memory())
+    return StrategyCost(name, float(made.work.sum()), made.waits(), made.memory())
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ class _RingCost:
 
     # ---- the sums --------------------------------------------------------------------------------
 
+    @cached_property
     def work(self) -> np.ndarray:
-        """Return the seconds of the slowest device for each hop."""
-        most = pairs(self.ring.layout, self.call).max(axis=0)
+        """The seconds of the slowest device for each hop."""
+        most = pairs(self.ring.layout, self.call)
         return most * self.size.pair / self.ring.group
 
     def waits(self) -> float:
@@ -108,7 +110,7 @@ class _RingCost:
     def _hops(self) -> float:
         """Return the seconds of hops beyond the work beside them, taken from it, and to start."""
         n, hop = self.ring.ring_size, self.size.kv / self.machine.neighbour
-        home, work = self.home(hop), self.work()[:-1]
+        home, work = self.home(hop), self.work[:-1]
         forward, backward = work / TRAINING, work * (TRAINING - 1) / TRAINING
         late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
         # The second half of the local block is computed beside the last transfer.

@@ -11,6 +11,7 @@ from maxattn.context_parallel.base import Strategy, itemsize, readable
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.context_parallel.ring.zigzag_pays import FLOPS_A_PAIR, TRAINING
 from maxattn.devices import Machine
+from maxattn.masks.blocks import count
 from maxattn.sharding import ways
 
 FLOAT = 4
@@ -80,7 +81,14 @@ class DeviceSizes:
 
 
 def pairs(layout: ChunkLayout, call: Call) -> np.ndarray:
-    """Count allowed pairs for [rank, hop]."""
+    """Return the allowed pairs of the slowest rank for each hop."""
     if call.mask.is_full:
-        return np.full((layout.ring_size,) * 2, call.q_len * call.kv_len / layout.ring_size**2)
-    return layout.work(call.mask, call.q_len, call.kv_len).sum(axis=(2, 3))
+        return np.full(layout.ring_size, call.q_len * call.kv_len / layout.ring_size**2)
+    return layout.slowest(call.mask, call.q_len, call.kv_len)[0]
+
+
+def most_pairs(ranks: int, call: Call) -> float:
+    """Return the allowed pairs of the rank whose queries see most, of all keys."""
+    if call.mask.is_full:
+        return call.q_len * call.kv_len / ranks
+    return float(count(call.mask, call.q_len // ranks, call.kv_len, call.q_len, call.kv_len).max())

@@ -12,11 +12,11 @@ Striped Attention (arXiv 2311.09431), which evens the work token by token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,20 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.masks import EMPTY, FULL, Full, Mask
-from maxattn.masks.blocks import count
+from maxattn.masks.blocks import stretches
 
+MOST_WEIGHED = 256  # ranks: for thousands, counts of every chunk take seconds
 Moves = list[tuple[int, int]]
 """(from, to) of a permute, by device."""
+
+
+class _Visits(NamedTuple):
+    """Say which rank computes how many pairs in each hop from `start` to `end`."""
+
+    rank: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    pairs: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,45 @@ class ChunkLayout:
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which some rank has something to compute; hop 0 is always made."""
-        some = np.any(~self.empty(mask, q_len, kv_len), axis=(0, 2, 3))
+        change = np.zeros(self.ring_size + 1, np.int64)
+        for visit in self._visits(mask, q_len, kv_len):
+            np.add.at(change, visit.start, 1)
+            np.add.at(change, visit.end, -1)
+        some = np.cumsum(change) > 0
         return tuple(h for h in range(self.ring_size) if h == 0 or some[h])
 
     def work(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Count allowed pairs for [rank, hop, query chunk, key chunk]; at most, with data masks."""
-        c = self.chunks
-        return self._by_hop(count(mask, q_len // c, kv_len // c, q_len, kv_len))
+        """Count allowed pairs for [rank, hop]; at most, with data masks."""
+        change = np.zeros((self.ring_size, self.ring_size + 1), np.int64)
+        for visit in self._visits(mask, q_len, kv_len):
+            np.add.at(change, (visit.rank, visit.start), visit.pairs)
+            np.add.at(change, (visit.rank, visit.end), -visit.pairs)
+        return np.cumsum(change, axis=1, out=change)[:, :-1]
+
+    def slowest(self, mask: Mask, q_len: int, kv_len: int) -> tuple[np.ndarray, float]:
+        """Return the pairs of the slowest rank for each hop, and those of all ranks in all hops.
+
+        Of many ranks they are estimated, from neighbours taken together.
+        """
+        n = self.ring_size
+        least = -(-n // MOST_WEIGHED)
+        many = next((m for m in range(least, n) if n % m == 0), 1)
+        work = ChunkLayout(n // many, self.chunks_per_rank).work(mask, q_len, kv_len)
+        return np.repeat(work.max(axis=0) / many**2, many), float(work.sum())
+
+    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[_Visits]:
+        """List in which hops ranks compute pairs: thousands of ranks have millions of chunks."""
+        n, c = self.ring_size, self.chunks
+        found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
+        row, start, end = found.row, found.start, found.end
+        rank, late = np.where(row < n, row, c - 1 - row), np.maximum(start, n)
+        # Ranks hold early chunks in rising order, and late ones in falling order.
+        for low, high in ((start, np.minimum(end, n)), (c - end, c - late)):
+            first = (rank - high + 1) % n
+            last = first + high - low
+            for begin, stop in ((first, np.minimum(last, n)), (0 * first, last - n)):
+                some = (low < high) & (begin < stop)
+                yield _Visits(*(x[some] for x in (rank, begin, stop, found.pairs)))
 
     def _by_hop(self, of_chunks: np.ndarray) -> np.ndarray:
         n, chunks = self.ring_size, self.chunks_per_rank

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from maxattn.call import Call
 from maxattn.context_parallel.base import bias_letters, itemsize
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
@@ -102,11 +100,6 @@ def balance(ranks: Ranks, call: Call, target: Target) -> Balance:
     return _weighed(work, work.contiguous * pair, saved, _cost(ranks, call, machine), machine)
 
 
-def slowest(work: np.ndarray) -> float:
-    """Sum over hops the work of the device that has most; `work` is [rank, hop, ...]."""
-    return float(work.sum(axis=(2, 3)).max(axis=0).sum())
-
-
 def _weighed(work: DeviceWork, step: float, saved: float, cost: float, machine: Machine) -> Balance:
     """Take zig-zag where it saves more seconds of a step than it costs."""
     pays = saved > cost
@@ -121,9 +114,9 @@ def _work(ranks: Ranks, call: Call) -> DeviceWork:
     unit = 2 * ranks.ring_size * ranks.group
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
     mask: Mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
-    works = [ChunkLayout(ranks.ring_size, chunks).work(mask, q_len, kv_len) for chunks in (1, 2)]
-    contiguous, zigzag = (slowest(work) for work in works)
-    return DeviceWork(contiguous, zigzag, works[0].sum() / ranks.ring_size)
+    layouts = (ChunkLayout(ranks.ring_size, chunks) for chunks in (1, 2))
+    (contiguous, total), (zigzag, _) = (each.slowest(mask, q_len, kv_len) for each in layouts)
+    return DeviceWork(float(contiguous.sum()), float(zigzag.sum()), total / ranks.ring_size)
 
 
 def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:

@@ -127,7 +127,5 @@ def visited(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int:
 
 def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
     """Count the tiles of a mask of positions."""
-    if mask.is_full:  # of a million tokens the map alone would take seconds
-        return Tally(-(-lengths[0] // tile[0]) * -(-lengths[1] // tile[1]), 0, 0)
-    counts = np.bincount(mask.block_map(*tile, *lengths).ravel(), minlength=3)
-    return Tally(int(counts[FULL]), int(counts[MIXED]), int(counts[EMPTY]))
+    empty, full, mixed = mask.block_tally(*tile, *lengths)
+    return Tally(full, mixed, empty)

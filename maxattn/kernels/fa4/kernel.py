@@ -32,7 +32,14 @@ from maxattn.kernels.fa4 import (
     windows,
 )
 from maxattn.kernels.fa4.launch_lines import OWN
-from maxattn.kernels.fa4.tile_sizes import SMALL, backward_tile, persistent_pays, takes_lists
+from maxattn.kernels.fa4.tile_sizes import (
+    MOST_TILES,
+    SMALL,
+    backward_tile,
+    fits_lists,
+    persistent_pays,
+    takes_lists,
+)
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.pieces import fits_shards
@@ -90,6 +97,7 @@ class Fa4(Fused):
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
         lists = pairs and launched and not mask_inputs.positions(call.mask).is_full
+        lists = lists and fits_lists(call.head_dim, call.q_len, call.kv_len)
         sms = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
 
@@ -113,6 +121,14 @@ class Fa4(Fused):
         blocks = launch_lines.whole_line(call) if persists else blocks
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say where a mask gets no lists although the kernel takes them."""
+        forbids = self.tests_pairs and not mask_inputs.positions(call.mask).is_full
+        if not (forbids and self.launched) or self.lists:
+            return ()
+        most = f"block-sparse lists are of up to {MOST_TILES} tiles, and the call has more"
+        return (f"{most}: empty tiles of the band around the mask are computed too",)
 
     def _may_persist(self, head_dim: int, keys: int) -> bool:
         """Tell whether maxattn launches a forward over all pairs.

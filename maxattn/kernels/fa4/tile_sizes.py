@@ -14,6 +14,17 @@ def takes_lists(version: str, device: Device) -> bool:
     return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
+def fits_lists(head_dim: int, q_len: int, kv_len: int) -> bool:
+    """Tell whether block-sparse lists of a call have at most `MOST_TILES` tiles in either pass.
+
+    Args:
+        head_dim: H.
+        q_len, kv_len: of one device.
+    """
+    tiles = forward_tile(head_dim, lambda tile: tile.queries * tile.keys), backward_tile(head_dim)
+    return all(-(-q_len // t.queries) * -(-kv_len // t.keys) <= MOST_TILES for t in tiles)
+
+
 class Tile(NamedTuple):
     """Say how many queries and keys a tile has."""
 
@@ -23,6 +34,8 @@ class Tile(NamedTuple):
 
 SMALL, LEAST_GAIN = Tile(128, 128), 0.13
 SHORT_ROW = 16  # tiles
+# Of all that a call has, in the lists or not: a list may name each of them, in 4 bytes.
+MOST_TILES = 2**27
 
 
 def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) -> Tile:

@@ -1,0 +1,166 @@
+"""Queries in runs: rows at one distance whose intervals of keys stand still or move with them.
+
+Ends of the intervals of a known mask never fall, and over one period of its blocks they rise by a
+period at most; `min`, `max` and sorting keep both. So where an end rises over a run by nothing, or
+by as much as the rows do, it does so in every step of the run. Other runs are halved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import lcm
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+    from maxattn.masks.base import Mask
+
+    Rows = Int[np.ndarray, " R"]
+    Ends = Int[np.ndarray, "R M"]
+
+MOST_KEPT = 2**18  # pieces of a mask whose runs are kept for the next layout that is weighed
+ROWS = 2**20  # rows at a time: arrays of ten million, 32 intervals each, take gigabytes
+
+
+class RowBlocks(NamedTuple):
+    """Say where the ends of a mask's intervals jump.
+
+    Args:
+        size: rows in a block; in the first row of each, ends rise by up to so much.
+        phase: position of row 0, counted from the first row of some block.
+        turns: rows where they jump by more.
+    """
+
+    size: int
+    phase: int = 0
+    turns: tuple[int, ...] = ()
+
+
+class RowRuns(NamedTuple):
+    """Hold rows `first + i * step` for i < count, with disjoint intervals [lo, hi) of each.
+
+    Args:
+        first, count: [R].
+        step: between the rows of a run.
+        lo, hi: [R, M] of each first row, clipped to the keys, sorted.
+        lo_step, hi_step: [R, M], 0 or `step`: what they rise by from a row to the next one.
+    """
+
+    first: Rows
+    count: Rows
+    step: int
+    lo: Ends
+    hi: Ends
+    lo_step: Ends
+    hi_step: Ends
+
+
+def row_runs(
+    mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
+) -> Iterator[RowRuns]:
+    """Give all rows of a bound mask in runs.
+
+    Args:
+        mask: the mask.
+        q_len, kv_len: of the call.
+        data: what data masks count as.
+        cuts: into how many pieces the caller cuts each run, at most.
+    """
+    blocks = mask.row_blocks()
+    way = None if blocks is None else _way(blocks, q_len, cuts)
+    if way is not None:
+        keep = way.pieces <= MOST_KEPT and _is_hashable(mask)
+        yield (_kept if keep else _runs)(mask, way._replace(pieces=0), (q_len, kv_len), data)
+        return
+    for first in range(0, q_len, ROWS):
+        rows = np.arange(first, min(first + ROWS, q_len))
+        lo, hi = _disjoint(mask, rows, kv_len, data)
+        still = np.zeros_like(lo)
+        yield RowRuns(rows, np.ones_like(rows), 1, lo, hi, still, still)
+
+
+def _is_hashable(mask: Mask) -> bool:
+    try:
+        hash(mask)
+    except TypeError:  # it holds arrays
+        return False
+    return True
+
+
+class _Way(NamedTuple):
+    """Say how rows become runs: in how many pieces, which blocks are cut at, and in what steps."""
+
+    pieces: int
+    cut: tuple[RowBlocks, ...]
+    turns: tuple[int, ...]
+    step: int
+
+
+def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
+    """Choose how rows become runs, or None where every row may as well be one.
+
+    Small blocks are stepped over, in steps of their common multiple; at large ones runs are cut.
+    """
+    ordered = tuple(sorted(set(blocks)))
+    turns = tuple(turn for block in ordered for turn in block.turns if 0 < turn < q_len)
+    ways = []
+    for many in range(len(ordered) + 1):
+        step = lcm(*(block.size for block in ordered[:many]))
+        starts = sum(q_len // block.size for block in ordered[many:])
+        pieces = step * (1 + len(turns) + starts + cuts)
+        ways.append(_Way(pieces, ordered[many:], turns, step))
+    best = min(ways)
+    return best if best.pieces <= q_len else None
+
+
+def _runs(mask: Mask, way: _Way, lengths: tuple[int, int], data: bool) -> RowRuns:
+    (q_len, kv_len), step = lengths, way.step
+    starts = [np.arange(-b.phase % b.size, q_len, b.size) for b in way.cut]
+    edges = np.unique(np.concatenate([np.array([0, *way.turns, q_len]), *starts]))
+    start, end = (np.repeat(x, step) for x in (edges[:-1], edges[1:]))
+    first = start + np.tile(np.arange(step), len(edges) - 1)
+    first, end = first[first < end], end[first < end]
+    return _halved(mask, first, -((first - end) // step), step, kv_len, data)
+
+
+_kept = lru_cache(maxsize=8)(_runs)
+
+
+def _halved(mask: Mask, first: Rows, count: Rows, step: int, kv_len: int, data: bool) -> RowRuns:
+    """Halve runs until every end stands still or moves with the rows."""
+    done: list[tuple[np.ndarray, ...]] = []
+    while first.size or not done:
+        ends = _disjoint(mask, first, kv_len, data)
+        last = _disjoint(mask, first + (count - 1) * step, kv_len, data)
+        rises = [b - a for a, b in zip(ends, last, strict=True)]
+        steps = [np.where(rise > 0, step, 0) for rise in rises]
+        made = zip(rises, steps, strict=True)
+        even = np.all([rise == (count - 1)[:, None] * each for rise, each in made], axis=(0, 2))
+        done.append(tuple(x[even] for x in (first, count, *ends, *steps)))
+        first, count = first[~even], count[~even]
+        half = count // 2
+        first = np.concatenate([first, first + half * step])
+        count = np.concatenate([half, count - half])
+    first, count, *ends = (np.concatenate(x) for x in zip(*done, strict=True))
+    order = np.argsort(first, kind="stable")
+    first, count, *ends = (x[order] for x in (first, count, *ends))
+    return RowRuns(first, count, step, *ends)
+
+
+def _disjoint(mask: Mask, rows: Rows, kv_len: int, data: bool) -> tuple[Ends, Ends]:
+    """Give the intervals of some rows, sorted, clipped and without overlap."""
+    found = mask.intervals(rows, np, data)
+    if not found:
+        nothing = np.zeros((rows.size, 0), np.int64)
+        return nothing, nothing
+    lo, hi = (
+        np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64)
+        for ends in zip(*found, strict=True)
+    )
+    lo, hi = np.sort(np.minimum(lo, hi), axis=1), np.sort(hi, axis=1)
+    lo[:, 1:] = np.maximum(lo[:, 1:], hi[:, :-1])
+    return lo, hi

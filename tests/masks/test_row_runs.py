@@ -1,0 +1,103 @@
+"""Runs of rows: counts from them are those of a visit to every row, at any length, and quick."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.context_parallel.ring.zigzag import ChunkLayout
+from maxattn.masks import blocks, row_runs
+from tests.fuzz.mask_trees import Sizes, draw_tree
+
+LONG = 10_000_000
+PACKAGES = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"))
+HIDDEN = ~(M.KeyLimit(90) & ~M.KeyLimit(60))
+MASKS = {
+    "causal": M.Causal(),
+    "window": M.LocalWindow(4000, 300),
+    "block causal": M.BlockCausal(1560),
+    "small blocks": M.BlockSlidingWindow(3, 2) | M.KeyLimit(5),
+    "large blocks": M.BlockSlidingWindow(300_000, 2),
+    "many": HIDDEN & M.Causal() & ~M.BlockSlidingWindow(100, 3),
+    "video": M.VideoMask(625, 16_000, 3, window=3, sink=2, first_frame_alone=True),
+    "small video": M.VideoMask(LONG // 16, 16, 3, 2, 1) & ~M.BlockCausal(5),
+    "lengths": M.Causal() & M.KeyPadding(np.full(1, LONG - 5)).form(),
+}  # fmt: skip
+
+
+def _drawn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(seed)
+    t, s = rng.choice([50, 400, 1500, 2400, 4096]), rng.choice([77, 600, 3000])
+    s = t if rng.random() < 0.6 else s
+    mask = eval(draw_tree(rng, Sizes(1, t, s, 1, 1, 8), data=False).text(), {"M": M})
+    mask = mask.bind(t, s) if t <= s else M.Causal(3) & ~M.BlockCausal(7, 1)
+    grid = rng.choice([17, 64, 128, t]), rng.choice([5, 64, 100, s]), t, s
+    layout = ChunkLayout(rng.choice([1, 2, 3, 8]), rng.choice([1, 2]))
+    padded = tuple(-(-n // layout.chunks) * layout.chunks for n in (t, s))
+    counted = blocks.count(mask, *grid), blocks.tally(mask, *grid), blocks.pairs(mask, t, s)
+    work, hops = layout.work(mask, *padded), layout.hops(mask, *padded)
+    with monkeypatch.context() as every_row:
+        every_row.setattr(row_runs, "_way", lambda *_: None)
+        whole = blocks.count(mask, *grid)
+        chunks = blocks.count(mask, *(n // layout.chunks for n in padded), *padded)
+    np.testing.assert_array_equal(counted[0], whole, str(mask))
+    kinds = np.where(whole == 0, M.EMPTY, np.where(whole == blocks.areas(*grid), M.FULL, M.MIXED))
+    assert counted[1:] == (tuple(np.bincount(kinds.ravel(), minlength=3)), whole.sum()), mask
+    by_rank = layout._by_hop(chunks).sum(axis=(2, 3))
+    np.testing.assert_array_equal(work, by_rank, str(mask))
+    assert hops == tuple(h for h in range(layout.ring_size) if not h or by_rank[:, h].any()), mask
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_of_drawn_masks_count_as_rows_do(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(40):
+        _drawn(100 * seed + i, monkeypatch)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_few_rows_are_visited(name: str) -> None:
+    mask = MASKS[name].bind(LONG, LONG)
+    visited = sum(runs.first.size for runs in row_runs.row_runs(mask, LONG, LONG))
+    assert visited < LONG / 20
+
+
+def test_a_mask_that_says_nothing_of_its_blocks_is_visited_row_by_row() -> None:
+    @M.mask_type
+    class Odd(M.PositionMask):
+        offset: int | None = None
+
+        def seen(self, pos, xp):
+            return ((pos // 7 * 3, pos),)
+
+    mask = Odd() & M.Causal()
+    assert mask.row_blocks() is None
+    runs = list(row_runs.row_runs(mask.bind(50, 50), 50, 50))
+    assert [r.first.tolist() for r in runs] == [list(range(50))]
+
+
+@pytest.mark.parametrize("devices", [None, 64, 2048])
+@pytest.mark.parametrize("name", MASKS)
+def test_plans_of_ten_million_tokens_are_quick(name: str, devices: int | None) -> None:
+    """In seconds of this process: what others do on the machine counts for nothing."""
+    for kind in ("NVIDIA H200", "TPU v5p"):
+        target = ma.Target.named(kind, PACKAGES)
+        for strategy in ("auto", "ring", "ulysses_ring") if devices else ("auto",):
+            config = ma.AttentionConfig(context_parallel=strategy, fallback="warn")
+            call = ma.Call(1, LONG, LONG, 8, 8, 64, "bfloat16", mask=MASKS[name])
+            start = time.process_time()
+            ma.plan(call, config, {"context": devices} if devices else None, target).explain()
+            assert time.process_time() - start < 2, (kind, strategy)
+
+
+def test_lists_of_more_tiles_than_the_bound_are_not_made() -> None:
+    target = ma.Target.named("NVIDIA H200", PACKAGES)
+    for length, lists in ((131_072, True), (2_097_152, False)):
+        call = ma.Call(1, length, length, 8, 8, 64, "bfloat16", mask=M.BlockCausal(1560))
+        plan = ma.plan(call, ma.AttentionConfig(attention="flash"), None, target)
+        assert plan.to_dict()["kernel.lists"] is lists
+        assert any("block-sparse lists are of up to" in note for note in plan.notes) is not lists
