@@ -15,6 +15,7 @@ from maxattn.config import AttentionConfig
 from maxattn.jax_private.cudnn import CudnnMask, CudnnRows, cudnn_backward, cudnn_forward
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
+from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
 from maxattn.kernels.fused.masks import MaskTerms
 from maxattn.kernels.fused.pieces import pieces
@@ -59,11 +60,17 @@ class Cudnn(Fused):
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
-        qkv = inputs.q, inputs.k, inputs.v
-        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale))
+        return with_batch_folded(self._one_forward, inputs)
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
+        return with_batch_folded(self._one_backward, inputs, rows)
+
+    def _one_forward(self, inputs: PieceInputs) -> Result:
+        qkv = inputs.q, inputs.k, inputs.v
+        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale))
+
+    def _one_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         qkv, given = (inputs.q, inputs.k, inputs.v), CudnnRows(rows.out, rows.lse, rows.dout)
         return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale))
 

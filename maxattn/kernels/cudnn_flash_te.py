@@ -21,6 +21,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import masks as fused_masks
+from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
 from maxattn.kernels.fused.masks import MaskTerms
 from maxattn.kernels.fused.pieces import pieces
@@ -71,14 +72,20 @@ class CudnnFlashTe(Fused):
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
+        return with_batch_folded(self._one_forward, inputs)
+
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        """Return (dq, dk, dv) of one rectangle."""
+        return with_batch_folded(self._one_backward, inputs, rows)
+
+    def _one_forward(self, inputs: PieceInputs) -> Result:
         with _no_mesh_resource():
             operands = (inputs.q, inputs.k, inputs.v), None, None, _descriptor(inputs), None
             run = _te("cpp_extensions").fused_attn_fwd
             out, lse, _, _ = run(*operands, **_settings(inputs, self.scale))
         return Result(out, lse[..., 0])
 
-    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle."""
+    def _one_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         with _no_mesh_resource():
             given = rows.lse[..., None], _rng_state(), rows.out, rows.dout, _descriptor(inputs)
             run, qkv = _te("cpp_extensions").fused_attn_bwd, (inputs.q, inputs.k, inputs.v)

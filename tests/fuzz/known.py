@@ -30,8 +30,6 @@ class Known(NamedTuple):
 
 
 KNOWN: tuple[Known, ...] = (
-    Known("U", "transforms|modules", "flash_attn_varlen|batch_dim|Mismatched qkv batch", {},
-          "vmap over lengths in fa4-jax, and over what TransformerEngine cannot batch"),
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from maxattn.kernels.fa4.tile_sizes import (
     takes_lists,
 )
 from maxattn.kernels.fused import masks, rectangles
+from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.pieces import fits_shards
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -208,7 +210,8 @@ class Fa4(Fused):
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
         if _has_lengths_alone(inputs):
-            return primitives.fa4_forward_lengths(inputs, self.scale)
+            run = partial(primitives.fa4_forward_lengths, scale=self.scale)
+            return with_batch_folded(run, inputs)
         if _is_whole(inputs) and self._may_persist(q.shape[3], k.shape[1]):
             tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
             return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
@@ -222,7 +225,8 @@ class Fa4(Fused):
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale))
         if _has_lengths_alone(inputs):
-            return primitives.fa4_backward_lengths(inputs, rows, self.scale)
+            run = partial(primitives.fa4_backward_lengths, scale=self.scale)
+            return with_batch_folded(run, inputs, rows)
         if _is_whole(inputs) and self.launched:
             return split_queries.backward(inputs, rows, self.scale, self.sms)
         cut, window = windows.shortened(inputs)

@@ -1,0 +1,44 @@
+"""`vmap` over a call of a library: the axis that is mapped over becomes part of the batch.
+
+The libraries' own rules refuse some calls: fa4-jax lengths, cuDNN and TransformerEngine operands of
+which some are mapped and others are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+def with_batch_folded(run: Callable[..., Any], *operands: Any) -> Any:
+    """Return `run(*operands)`; under `vmap`, of one batch that holds the mapped axis too.
+
+    What is not mapped is repeated along the mapped axis. Nothing is added where nothing is mapped.
+
+    Args:
+        run: from arrays to arrays; it closes over no arrays.
+        operands: arrays, or trees of them; the first axis of every array, in and out, is the batch.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        return run(*operands)
+
+    @call.def_vmap
+    def _folded(size: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
+        every = jax.tree.map(lambda x, m: x if m else _repeated(x, size), operands, tuple(mapped))
+        batch = jax.tree.leaves(every)[0].shape[1]
+        flat = jax.tree.map(lambda x: x.reshape(size * batch, *x.shape[2:]), every)
+        found = with_batch_folded(run, *flat)
+        apart = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), found)
+        return apart, jax.tree.map(lambda _: True, apart)
+
+    return call(*operands)
+
+
+def _repeated(x: Array, size: int) -> Array:
+    return jnp.broadcast_to(x, (size, *x.shape))

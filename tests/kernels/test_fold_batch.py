@@ -1,0 +1,190 @@
+"""The rule of `vmap` around a library's call: mapped axes go into the batch, in one call.
+
+The library is a stand-in with the same contract: a dense kernel in plain JAX that, as the libraries
+do, takes operands of one batch alone. Those themselves are tested in tests/gpu/test_vmap_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks import Causal, Full, KeyPadding
+from tests.gpu.dense import DenseLibrary
+from tests.reference import attention64, error
+
+B, T, S, N, K, H, MANY = 2, 5, 7, 4, 2, 8, 3
+batches: list[int] = []
+
+
+@jax.custom_batching.custom_vmap
+def unbatched(x: Any) -> Any:
+    """Stand for an operand of a foreign call."""
+    return x
+
+
+@unbatched.def_vmap
+def _refuse(size: int, mapped: Any, x: Any) -> Any:
+    raise NotImplementedError("a foreign call has no rule for vmap")
+
+
+@dataclass(frozen=True)
+class Foreign(DenseLibrary):
+    """The dense library, which cannot be mapped, inside of the rule."""
+
+    name: ClassVar[str] = "foreign"
+
+    def piece_forward(self, inputs: PieceInputs) -> Result:
+        return with_batch_folded(self._one_forward, inputs)
+
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        return with_batch_folded(self._one_backward, inputs, rows)
+
+    def _one_forward(self, inputs: PieceInputs) -> Result:
+        batches.append(inputs.q.shape[0])
+        return super().piece_forward(jax.tree.map(unbatched, inputs))
+
+    def _one_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        return super().piece_backward(jax.tree.map(unbatched, inputs), rows)
+
+
+KERNEL = Foreign(0.3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return KERNEL.forward(_inputs(causal, q, k, v, lengths)).out
+
+
+def _forward(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    out, lse = KERNEL.forward(_inputs(causal, q, k, v, lengths))
+    return out, (q, k, v, lengths, out, lse)
+
+
+def _backward(causal: bool, saved: Any, dout: Any) -> Any:
+    q, k, v, lengths, out, lse = saved
+    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+    return (*KERNEL.backward(_inputs(causal, q, k, v, lengths), rows)[:3], None)
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _inputs(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Inputs:
+    mask = (Causal(2) if causal else Full()) & (Full() if lengths is None else KeyPadding(lengths))
+    return Inputs(q, k, v, mask=mask)
+
+
+def _drawn(axes: tuple[int | None, ...], many: tuple[int, ...] = (MANY,)) -> list[Any]:
+    rng = np.random.default_rng(5)
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+    made = []
+    for shape, axis in zip(shapes, (*axes[:3], 0), strict=True):
+        mapped = shape if axis is None else (*shape[:axis], *many, *shape[axis:])
+        made.append(jnp.asarray(rng.normal(size=mapped), jnp.float32))
+    ends = (B,) if axes[3] is None else (*many, B)
+    return [*made[:3], jnp.asarray(rng.integers(2, S + 1, ends), jnp.int32), made[3]]
+
+
+def _step(causal: bool, q: Any, k: Any, v: Any, lengths: Any, dout: Any) -> Any:
+    out, pull = jax.vjp(lambda *x: attend(causal, *x, lengths), q, k, v)
+    return out, *pull(dout)
+
+
+def _want(causal: bool, x: list[Any]) -> Any:
+    q, k, v, lengths, dout = x
+    pairs = np.arange(S)[None, None, None] < np.asarray(lengths)[:, None, None, None]
+    pairs = pairs & ((np.arange(S) <= np.arange(T)[:, None] + 2) | (not causal))
+    out, _, *grads = attention64(q, k, v, pairs, scale=0.3, dout=dout, dlse=np.zeros((B, N, T)))
+    return out, *grads
+
+
+AXES = [
+    (0, 0, 0, 0),
+    (None, None, None, 0),
+    (0, None, None, None),
+    (None, 1, None, 0),
+    (1, 2, 0, 0),
+]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("axes", AXES)
+def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: bool) -> None:
+    x = _drawn(axes)
+    run = jax.vmap(partial(_step, causal), in_axes=(*axes, 0))
+    got = (jax.jit(run) if jitted else run)(*x)
+    for i in range(MANY):
+        one = [y if a is None else jnp.take(y, i, a) for y, a in zip(x, (*axes, 0), strict=True)]
+        want = _want(causal, one)
+        assert max(error(g[i], w) for g, w in zip(got, want, strict=False)) < 2e-5
+
+
+def test_gradients_of_a_vmap() -> None:
+    """The gradient of what is not mapped is the sum over the examples."""
+    axes = (0, None, None, 0)
+    *operands, dout = _drawn(axes)
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        run = jax.vmap(lambda q, ends: attend(False, q, k, v, ends))
+        return (run(q, operands[3]) * dout).sum()
+
+    dq, dk, dv = jax.jit(jax.grad(total, (0, 1, 2)))(*operands[:3])
+    each = [
+        _want(False, [operands[0][i], operands[1], operands[2], operands[3][i], dout[i]])
+        for i in range(MANY)
+    ]
+    assert max(error(dq[i], each[i][1]) for i in range(MANY)) < 2e-5
+    assert error(dk, sum(x[2] for x in each)) < 2e-5
+    assert error(dv, sum(x[3] for x in each)) < 2e-5
+
+
+def test_nested_vmaps_are_one_call() -> None:
+    axes, many = (0, None, 0, 0), (MANY, 2)
+    x = _drawn(axes, many)
+    each = (*axes, 0)
+    batches.clear()
+    got = jax.vmap(jax.vmap(partial(_step, True), each), each)(*x)
+    assert batches[-1] == MANY * 2 * B
+    for i, j in np.ndindex(*many):
+        one = [y if a is None else y[i, j] for y, a in zip(x, each, strict=True)]
+        pairs = zip(got, _want(True, one), strict=False)
+        assert max(error(g[i, j], w) for g, w in pairs) < 2e-5
+
+
+def test_inside_shard_map() -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    axes = (0, 0, 0, 0)
+    x = _drawn(axes, (4,))
+    run = jax.vmap(partial(_step, False))
+    spec = P("data")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    for got, want in zip(jax.jit(sharded)(*x), run(*x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_added_where_nothing_is_mapped() -> None:
+    x = [y[0] for y in _drawn((0, 0, 0, 0))]
+    plain = DenseLibrary(0.3)
+
+    def text(kernel: Any) -> str:
+        def forward(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+            return kernel.forward(_inputs(True, q, k, v, lengths))
+
+        return jax.jit(forward).lower(*x[:4]).compile().as_text() or ""
+
+    def ops(text: str) -> list[str]:
+        return [line.split("metadata")[0] for line in text.splitlines() if " = " in line]
+
+    assert len(ops(text(KERNEL))) == len(ops(text(plain)))
