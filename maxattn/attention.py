@@ -25,6 +25,7 @@ from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.batched_alike import batched_alike
+from maxattn.jax_private.some_examples import some_examples
 from maxattn.jax_private.varying import vary_alike
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_level import Level, bias_level
@@ -369,6 +370,8 @@ def _layout(plan: Plan, mesh: Any) -> Layout:
 def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Array, Array]:
     q, *others = operands
     q = say_when_compiled(q, log_lines(plan.call.role, kernel.changes))
+    if kernel.needs_an_example:
+        q, *others = some_examples(kernel.name, (q, *others))
     inputs, f = _inputs(plan, q, *others), partial(_forward_on_shards, plan, kernel)
     letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
     out, lse = on_shards(f, _layout(plan, mesh), inputs, letters, specs, (specs[0], lse_spec))

@@ -124,6 +124,8 @@ class Kernel:
     """jax refuses a Pallas kernel inside of a `shard_map` that checks what varies over its axes."""
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
+    needs_an_example: ClassVar[bool] = False
+    """Whether `vmap` over no example is refused."""
     blocks: ClassVar[BlockSizes | None] = None
     """The tile sizes of a kernel that takes the user's."""
     changes: ClassVar[tuple[Change, ...]] = ()

@@ -7,6 +7,7 @@ the same softmax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
@@ -25,6 +26,7 @@ class Pair(Kernel):
         second: computes the backward.
     """
 
+    needs_an_example: ClassVar[bool] = True
     first: Kernel
     second: Kernel
 

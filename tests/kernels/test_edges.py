@@ -13,6 +13,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.errors import InputError
 from tests.reference import attention64, error
 
 RAGGED = ma.AttentionConfig(
@@ -68,3 +69,29 @@ def test_where_promotion_is_forbidden(config: ma.AttentionConfig) -> None:
             *qkv()
         )
     assert jnp.allclose(out, ma.attention(*qkv(), mask=M.Causal(), config=config), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (1, None)])
+def test_vmap_over_no_example_is_refused(axes, kernel: str) -> None:
+    """Under jit too, and where something is differentiated; plain JAX gives an empty result."""
+
+    def run(attention: str, differentiate: bool):
+        config = ma.AttentionConfig(attention=attention)
+
+        def call(q, k):
+            out = ma.attention(q, k, k, mask=M.Causal(), config=config)
+            return out.astype(jnp.float32).sum() if differentiate else out
+
+        one = jax.grad(call, (0, 1)) if differentiate else call
+        x = [jnp.ones((1, 16, 2, 16)) for _ in axes]
+        none = [
+            y if a is None else jnp.stack([y] * 2, a).take(jnp.array([], int), a)
+            for y, a in zip(x, axes, strict=True)
+        ]
+        return jax.vmap(jax.jit(one), in_axes=axes)(*none)
+
+    for differentiate in (False, True):
+        with pytest.raises(InputError, match=f"(?s)size 0.*{kernel} runs on one example or more"):
+            run(kernel, differentiate)
+        assert all(x.shape[0] == 0 for x in jax.tree.leaves(run("dot_product", differentiate)))

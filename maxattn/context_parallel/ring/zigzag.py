@@ -31,7 +31,7 @@ Moves = list[tuple[int, int]]
 """(from, to) of a permute, by device."""
 
 
-class _Visits(NamedTuple):
+class _HopRange(NamedTuple):
     """Say which rank computes how many pairs in each hop from `start` to `end`."""
 
     rank: np.ndarray
@@ -100,7 +100,7 @@ class ChunkLayout:
         work = ChunkLayout(n // many, self.chunks_per_rank).work(mask, q_len, kv_len)
         return np.repeat(work.max(axis=0) / many**2, many), float(work.sum())
 
-    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[_Visits]:
+    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[_HopRange]:
         """List in which hops ranks compute pairs: thousands of ranks have millions of chunks."""
         n, c = self.ring_size, self.chunks
         found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
@@ -112,7 +112,7 @@ class ChunkLayout:
             last = first + high - low
             for begin, stop in ((first, np.minimum(last, n)), (0 * first, last - n)):
                 some = (low < high) & (begin < stop)
-                yield _Visits(*(x[some] for x in (rank, begin, stop, found.pairs)))
+                yield _HopRange(*(x[some] for x in (rank, begin, stop, found.pairs)))
 
     def _by_hop(self, of_chunks: np.ndarray) -> np.ndarray:
         n, chunks = self.ring_size, self.chunks_per_rank

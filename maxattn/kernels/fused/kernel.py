@@ -41,6 +41,7 @@ class Fused(Kernel):
     """
 
     name: ClassVar[str]
+    needs_an_example: ClassVar[bool] = True
     scale: float
     lse_gradient: bool = False
 

@@ -54,6 +54,7 @@ class Splash(Kernel):
 
     name: ClassVar[str]
     is_pallas: ClassVar[bool] = True
+    needs_an_example: ClassVar[bool] = True
     scale: float
     blocks: BlockSizes
     interpret: bool = False
