@@ -19,6 +19,7 @@ from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.requirements import is_here, remedy, untested
+from maxattn.kernels.splash import list_bound
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
 from maxattn.kernels.splash.kernel import Splash, refusal
@@ -41,7 +42,8 @@ class Flash(Splash):
         """
         if target.platform == "gpu":
             return _refusal_on_gpu(call, target)
-        return untested("flash", "jax", target) or refusal("flash", call, target)
+        reason = untested("flash", "jax", target) or refusal("flash", call, target)
+        return reason or list_bound.refuse(call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -54,7 +56,7 @@ class Flash(Splash):
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
         if target.platform != "gpu":
-            return Flash.of(call, config, target)
+            return Flash.of(call, list_bound.fitting(call, config, target), target)
         if has_fa4(target):
             return Fa4.build(call, config, target)
         return CudnnForFlash(call.scale, call.return_lse, install(target))

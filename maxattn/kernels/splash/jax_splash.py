@@ -7,7 +7,9 @@ from typing import Any
 
 from jaxtyping import Array
 
+from maxattn.errors import Unsupported
 from maxattn.jax_private import splash as jax_splash
+from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.kernels.splash.mask_info import mask_info
 
@@ -45,4 +47,19 @@ class JaxSplash:
 
     def _launch(self, setup: Setup, blocks: Blocks, **order: bool) -> jax_splash.SplashLaunch:
         info = mask_info(setup.kinds, setup.codes, setup.padded[0], **order)
+        if not self.interpret and info.data_next is not None:
+            _check_lists(info.data_next, blocks)
         return jax_splash.SplashLaunch(info, setup.code, blocks, self.interpret)
+
+
+def _check_lists(listed: Array, blocks: Blocks) -> None:
+    """Refuse lists that scalar memory does not hold: a backward's can be longer than a forward's.
+
+    Raises:
+        Unsupported: naming the tile.
+    """
+    _, rows, columns = listed.shape
+    rule = scalar_memory.too_long(scalar_memory.list_bytes(rows, columns, listed.dtype.itemsize))
+    if rule is not None:
+        tile = f"{blocks[0]} queries x {blocks[1]} keys"
+        raise Unsupported("flash_block_sizes", tile, rule, scalar_memory.REMEDY)

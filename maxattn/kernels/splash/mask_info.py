@@ -16,6 +16,7 @@ from maxattn.jax_private import splash as jax_splash
 from maxattn.kernels.base import Offset
 from maxattn.kernels.mask_split import Kinds
 from maxattn.kernels.splash.mask_codes import Codes, encode
+from maxattn.kernels.splash.scalar_memory import column_type
 from maxattn.masks import EMPTY, FULL, Mask
 
 
@@ -43,9 +44,7 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
         order = xp.broadcast_to(xp.arange(columns), (rows, columns))
     runs = xp.take_along_axis(visited, order, axis=1)
     following = _next_that_runs(runs.reshape(-1), xp)
-    dtype = (
-        np.int8 if columns <= 128 else np.int16 if columns <= 2**15 else np.int32
-    )  # scalar memory is small
+    dtype = column_type(columns)  # scalar memory is small
     return order.reshape(-1)[following].reshape(order.shape).astype(dtype), runs.astype(np.int8)
 
 
