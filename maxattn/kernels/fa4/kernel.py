@@ -25,6 +25,7 @@ from maxattn.kernels.fa4 import (
     backward_steps,
     block_sparse,
     dq_accumulator,
+    int32_bounds,
     launch_lines,
     mask_inputs,
     primitives,
@@ -79,7 +80,9 @@ class Fa4(Fused):
         """Refuse float32, head dims over 256, a bias, tables of pairs; `flash` found fa4-jax."""
         most = target.device.family.fa4_head_dim
         reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
-        if reason is not None or masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None:
+        terms = masks.sort_terms(call.mask)
+        reason = reason or int32_bounds.refuse(call, terms)
+        if reason is not None or masks.refuse_mask("flash", terms) is None:
             return reason
         found = mask_split.split(call.mask)
         return found if isinstance(found, Reason) else None
