@@ -7,9 +7,12 @@ milliseconds; n * n comparisons of trees would take minutes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from copy import deepcopy
 from dataclasses import fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
 
 from maxattn.errors import InputError
 
@@ -70,6 +73,10 @@ class Normal:
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle the fields alone: an identity holds where the arrays stay the same."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the arrays; what masks are nested in is made anew, in no recursion of Python's."""
+        return jax.tree.map(lambda x: deepcopy(x, memo), self)
 
 
 def without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
