@@ -26,8 +26,6 @@ ROOT = Path(__file__).parents[1]
 # ---- no pickle, no code --------------------------------------------------------------------------
 
 UNPICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-# A job goes to a child process of ours through a pipe: no file is unpickled.
-A_PIPE = {"maxattn/tools/compile/job.py", "maxattn/tools/compile/child.py"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 UNSAFE = {"np.load", "numpy.load", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 
@@ -56,7 +54,7 @@ def test_nothing_unpickles_or_evaluates_a_file():
     files = [*(ROOT / "maxattn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert len(files) > 200
     trees = {str(f.relative_to(ROOT)): ast.parse(f.read_text(encoding="utf-8")) for f in files}
-    assert {path for path, tree in trees.items() if list(offences(tree))} == A_PIPE
+    assert not {path for path, tree in trees.items() if list(offences(tree))}
 
 
 class Runs:

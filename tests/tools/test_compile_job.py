@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from maxattn import masks
 from maxattn.config import AttentionConfig
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, Unsupported
+from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.job import (
     PYTHON_VARIABLE,
     CompileJob,
@@ -18,6 +21,7 @@ from maxattn.tools.compile.job import (
     read_outcome,
     run_in_child,
 )
+from maxattn.tools.compile.job_json import job_values, text_of
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
@@ -94,3 +98,35 @@ def test_an_outcome_is_read(tmp_path):
     path.write_text(json.dumps(WHOLE))
     assert read_outcome(path) == Outcome(**WHOLE)
     assert read_outcome(tmp_path / "nothing") is None
+
+
+CONFIGS = {
+    "plain": AttentionConfig(),
+    "ring": AttentionConfig(attention="ring", ici_context_parallelism=4),
+    "foreign spelling": AttentionConfig(attention="tokamax_ring"),
+    "gpu spelling": AttentionConfig(ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=2),
+    "sizes": AttentionConfig(flash_block_sizes={"block_q": 256, "use_fused_bwd_kernel": True}),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "video:4,16,2,2,1", "causal+window:5,5"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_job_goes_through_json_as_it_is(name, mask):
+    tree = read_mask(mask) | ~masks.KeyLimit(3)
+    for each in (read_mask(mask), tree):
+        shape = replace(read("1,64,64,4,64,2"), mask=each)
+        job = CompileJob("v5e:2x2", CONFIGS[name], shape, True, False, 3, 2)
+        found = CompileJob(**job_values(text_of(job)))
+        assert found == job and hash(found.config) == hash(job.config)
+        assert found.config.changed == job.config.changed
+
+
+def test_a_mask_that_a_child_cannot_know_is_refused():
+    @masks.mask_type
+    class Own(masks.PositionMask):
+        offset: int | None = None
+
+    for mask in (Own(), masks.Causal() & masks.KeyPadding([3])):
+        job = replace(JOB, shape=replace(JOB.shape, mask=mask))
+        with pytest.raises(Unsupported, match="goes to the compiler's process by name"):
+            text_of(job)

@@ -1,9 +1,9 @@
 """What FlashAttention-4 through fa4-jax 0.1.0 holds in 32 bits.
 
-cutejax 0.1.5 gives the kernels int32 sizes and int64 strides. So an operand may have more than 2**31
-elements: batch rows, heads and tokens are each an axis, and a plan refuses sequences of 2**29
-tokens. But a backward adds up dQ in one axis of tokens * channels, and under lengths, where batch
-rows stand behind each other, of all rows.
+cutejax 0.1.5 gives the kernels int32 sizes and int64 strides. So an operand may have more than
+2**31 elements: batch rows, heads and tokens are each an axis, and a plan refuses sequences of more
+than 2**29 tokens. But a backward adds up dQ in one axis of tokens * channels, and under lengths,
+where batch rows stand behind each other, of all rows.
 """
 
 from __future__ import annotations

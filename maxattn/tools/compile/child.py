@@ -1,6 +1,6 @@
 """Compile attention for a TPU topology, with libtpu and without a TPU, in a child process.
 
-`python -m maxattn.tools.compile.child FILE` reads a pickled `CompileJob` from stdin and writes an
+`python -m maxattn.tools.compile.child FILE` reads a `CompileJob` as JSON from stdin and writes an
 `Outcome` as JSON to FILE. `job.py` starts it.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, Outcome
+from maxattn.tools.compile.job_json import job_values
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -98,7 +98,7 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
 def main() -> None:
     """Read a job, compile it, write the outcome."""
     os.environ.update(ENVIRONMENT)
-    job = pickle.loads(sys.stdin.buffer.read())
+    job = CompileJob(**job_values(sys.stdin.read()))
     answer = Path(sys.argv[1])
     beside = answer.with_suffix(".partial")
     beside.write_text(json.dumps(asdict(outcome_of(job))), encoding="utf-8")

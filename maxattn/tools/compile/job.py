@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import finite
 from maxattn.config.plain_json import read_json
 from maxattn.errors import ConfigError, Unsupported
+from maxattn.tools.compile.job_json import text_of
 from maxattn.tools.model_shapes import Shape
 
 # What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
@@ -143,15 +143,15 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
         remedy = f'pip install "maxattn[tpu]", or {python}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
     with tempfile.TemporaryDirectory(prefix="maxattn-") as folder:
-        return _spawned(python, job, seconds, Path(folder))
+        return _spawned(python, text_of(job), seconds, Path(folder))
 
 
-def _spawned(python: str, job: CompileJob, seconds: float, folder: Path) -> Outcome:
+def _spawned(python: str, text: str, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
     with log.open("wb") as stderr:
         child = _start(python, answer, stderr)
         try:
-            child.communicate(pickle.dumps(job), timeout=seconds)
+            child.communicate(text.encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
             return Outcome("timeout", seconds=seconds, message=f"no result after {seconds:g} s")
         finally:
