@@ -29,8 +29,7 @@ class Known(NamedTuple):
     reason: str
 
 
-KNOWN: tuple[Known, ...] = (
-)  # fmt: skip
+KNOWN: tuple[Known, ...] = ()
 
 
 def letter_of(case: Case, what: str) -> str:
