@@ -33,6 +33,7 @@ def test_lengths_whose_lists_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
         _plan(10_000_000, M.Causal())
     assert _plan(10_000_000, M.Full()).kernel.name == "flash"  # no lists
+    assert _plan(10_000_000, ~M.LocalWindow(40, 20, 0)).kernel.name == "flash"  # none is skipped
     allowed = _plan(10_000_000, M.Causal(), fallback="warn")
     assert allowed.kernel.name == "memory_efficient" and allowed.fell_back
     assert _plan(10_000_000, M.Causal(), attention="auto").kernel.name == "memory_efficient"
