@@ -93,7 +93,8 @@ def _found(held: SafeTensors) -> tuple[str, dict[str, Any]] | None:
     """Return where metadata are and what they say: the header before a file beside it, which may be
     older.
     """
-    texts = sorted({text for header in held.headers() if (text := header.get(HEADER))})
+    said = (header.get(HEADER) for header in held.headers())
+    texts = sorted({text for text in said if text is not None})
     if len(texts) > 1:
         rule = f"the files of one LoRA say the same in {HEADER}"
         raise WeightsError(
@@ -101,7 +102,8 @@ def _found(held: SafeTensors) -> tuple[str, dict[str, Any]] | None:
         )
     if texts:
         where = f"{HEADER} of {held.path}"
-        return (where, said) if (said := _parsed(where, texts[0])) else None
+        settings = _parsed(where, texts[0])
+        return (where, settings) if settings else None
     config = _config(held.path)
     return (str(config), _parsed(str(config), config)) if config else None
 

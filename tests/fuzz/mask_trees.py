@@ -145,7 +145,9 @@ def _is_wide(dtype: str) -> bool:
 def _lengths(rng: Random, sizes: Sizes) -> Leaf:
     dtype = rng.choice([*SIGNED, *UNSIGNED, "int32", "int32", "uint64"])
     most = int(np.iinfo(dtype).max)
-    odd = [0, 1, sizes.s, min(sizes.s + 9, most), most] + ([-1] if dtype in SIGNED else [])
+    odd = [0, 1, min(sizes.s, most), min(sizes.s + 9, most), most] + (
+        [-1] if dtype in SIGNED else []
+    )
     counts = [
         rng.choice(odd) if rng.random() < 0.3 else min(rng.randint(1, sizes.s), most)
         for _ in range(rng.choice([sizes.b, sizes.b, 1]))

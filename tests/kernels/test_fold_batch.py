@@ -188,3 +188,26 @@ def test_nothing_is_added_where_nothing_is_mapped() -> None:
         return [line.split("metadata")[0] for line in text.splitlines() if " = " in line]
 
     assert len(ops(text(KERNEL))) == len(ops(text(plain)))
+
+
+def _weighed(x: Any, weights: Any) -> Any:
+    batches.append(x.shape[0])
+    return (unbatched(x) * unbatched(weights[0])).sum(1)
+
+
+@pytest.mark.parametrize("mapped", ["batch", "shared", "both"])
+def test_what_has_no_batch_is_shared_by_it(mapped: str) -> None:
+    """Where it is mapped itself, the calls follow each other."""
+    rng = np.random.default_rng(0)
+    x, weights = rng.normal(size=(MANY, B, T)), rng.normal(size=(MANY, T))
+    axes = {"batch": (0, None), "shared": (None, 0), "both": (0, 0)}[mapped]
+    given = tuple(y if a == 0 else y[0] for y, a in zip((x, weights), axes, strict=True))
+    batches.clear()
+    call = lambda x, w: with_batch_folded(_weighed, x, shared=(w,))  # noqa: E731
+    got = jax.vmap(call, axes)(*given)
+    each = [
+        tuple(y[i] if a == 0 else y for y, a in zip(given, axes, strict=True)) for i in range(MANY)
+    ]
+    want = np.stack([(x * w).sum(1) for x, w in each])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert set(batches[1:]) == ({MANY * B} if mapped == "batch" else {B})

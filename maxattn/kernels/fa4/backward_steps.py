@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import (
     BackwardOperands,
     BlockOperands,
     run_block,
     run_splits,
 )
-from maxattn.kernels.fa4.launch import library, split_launch
+from maxattn.kernels.fa4.launch import split_launch
 from maxattn.kernels.kv_block import KeyRange
 
 LAUNCHES = (

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
+from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
 from maxattn.kernels.fa4.launch_order import Order, order_of
@@ -56,7 +57,7 @@ def forward(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16, H a multiple of 8.
         tiles: that are visited.
     """
-    lib, launch = fa4_launch.library(), fa4_launch.forward_launch(_spec(q, k, tiles, forward=True))
+    lib, launch = library(), fa4_launch.forward_launch(_spec(q, k, tiles, forward=True))
     lists = () if tiles.lists is None else _on_device(tiles.lists)
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     return _call(
@@ -105,10 +106,10 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
     given = BackwardOperands(q, k, v, dout, *_before(made, out, rows.lse, dout), zeros_kv)
     dq, dk, dv = _run_backward(made, given, tiles)
     if shared:
-        lib = fa4_launch.library()
+        lib = library()
         dk = _after(lib._fa4_bwd_post_dk, made.dk, dk, k)
         dv = _after(lib._fa4_bwd_post_dv, made.dv, dv, v)
-    dq = _after(fa4_launch.library()._fa4_bwd_post, made.dq, dq, q)
+    dq = _after(library()._fa4_bwd_post, made.dq, dq, q)
     return Grads(*(x[..., :width] for x in (dq, dk, dv)))
 
 
@@ -117,7 +118,7 @@ def _run_backward(
 ) -> Any:
     """Return dq as float32 sums, and dk and dv; sums too where query heads share keys."""
     assert tiles.lists is not None
-    lib, shared = fa4_launch.library(), len(given.dkv)
+    lib, shared = library(), len(given.dkv)
     like = (given.dq, *(given.dkv or (given.k, given.v)))
     floats, kv_spec = 3 + shared, lib._F32_SPEC if shared else lib._QKV_SPEC
     return _call(
@@ -180,7 +181,7 @@ def _before(
 
     It reads the LSE in base 2, and the sum of out * dout.
     """
-    lib, (b, t, n, h) = fa4_launch.library(), out.shape
+    lib, (b, t, n, h) = library(), out.shape
     padded = -(-t // made.tile.queries) * made.tile.queries
     shapes = (b, n, padded), (b, n, padded), (b, n, padded * _wide(h))
     delta, lse2, zeros = _call(
@@ -197,7 +198,7 @@ def _before(
 
 def _after(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Array:
     """Return float32 sums in the shape and dtype of `like`."""
-    lib = fa4_launch.library()
+    lib = library()
     out, name = jax.ShapeDtypeStruct(like.shape, like.dtype), run.__name__.strip("_")
     specs = {"in_specs": [lib._F32_SPEC], "out_specs": lib._QKV_SPEC}
     return _call(run, out, made, sums, **specs, name=name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -46,7 +46,7 @@ from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.pieces import fits_shards
-from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
@@ -219,7 +219,16 @@ class Fa4(Fused):
             tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
             return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
         cut, window = windows.shortened(inputs)
-        return windows.lengthened(primitives.fa4_forward(cut, window, self.scale), q.shape[1])
+        found = with_batch_folded(
+            partial(self._pairs_forward, cut.piece, window), *_of_batch(cut), shared=_ends(cut)
+        )
+        return windows.lengthened(found, q.shape[1])
+
+    def _pairs_forward(self, piece: Any, window: Any, *operands: Any) -> Result:
+        return primitives.fa4_forward(_joined(piece, *operands), window, self.scale)
+
+    def _pairs_backward(self, piece: Any, window: Any, rows: Rows, *operands: Any) -> Grads:
+        return primitives.fa4_backward(_joined(piece, *operands), rows, window, self.scale)
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
@@ -234,8 +243,32 @@ class Fa4(Fused):
             return split_queries.backward(inputs, rows, self.scale, self.sms)
         cut, window = windows.shortened(inputs)
         rows = windows.shortened_rows(rows, cut.q.shape[1])
-        grads = primitives.fa4_backward(cut, rows, window, self.scale)
+        grads = with_batch_folded(
+            partial(self._pairs_backward, cut.piece, window),
+            *(rows, *_of_batch(cut)),
+            shared=_ends(cut),
+        )
         return windows.lengthened_grads(grads, inputs)
+
+
+def _of_batch(inputs: PieceInputs) -> tuple[Any, ...]:
+    """Return the arrays of a rectangle that have a batch: q, k, v and the ids of both."""
+    pairs = inputs.pairs
+    ids = () if pairs is None or pairs.q_ids is None else (pairs.q_ids, pairs.kv_ids)
+    return inputs.q, inputs.k, inputs.v, *ids
+
+
+def _ends(inputs: PieceInputs) -> tuple[Any, ...]:
+    """Return the intervals of keys, which all of the batch share."""
+    pairs = inputs.pairs
+    return () if pairs is None or pairs.lo is None else (pairs.lo, pairs.hi)
+
+
+def _joined(piece: Any, q: Any, k: Any, v: Any, *others: Any) -> PieceInputs:
+    """Put a rectangle together again, of `_of_batch` and `_ends`."""
+    *ids, ends = others
+    tested = Pairs(*(ends or (None, None)), *(ids or (None, None)))
+    return PieceInputs(q, k, v, tested if ids or ends else None, piece)
 
 
 def _is_whole(inputs: PieceInputs) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from maxattn.kernels.fa4.launch import Launch, library
+from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.launch import Launch
 
 
 class BackwardOperands(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
@@ -59,11 +59,6 @@ class LaunchSpec(NamedTuple):
     def operands(self) -> tuple[Any, int, int, int]:
         """What the library's kernels are first made from: dtype, head dims, group."""
         return _dtype(self.dtype), self.head_dim, self.head_dim, self.group
-
-
-def library() -> Any:
-    """Return fa4-jax's own module of launches."""
-    return import_module("fa4_jax.kernels")  # an extra: it may be missing when this file is read
 
 
 def _dtype(name: str) -> Any:

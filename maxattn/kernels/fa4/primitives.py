@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 
 Window = tuple[int | None, int | None]
@@ -22,6 +23,7 @@ TILE = 256
 
 
 def _fa4() -> Any:
+    library()  # before any kernel of it is made
     return import_module("fa4_jax.attention")  # an extra: it may be missing when this file is read
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def with_batch_folded(run: Callable[..., Any], *operands: Any) -> Any:
+def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = None) -> Any:
     """Return `run(*operands)`; under `vmap`, of one batch that holds the mapped axis too.
 
     What is not mapped is repeated along the mapped axis. Nothing is added where nothing is mapped.
@@ -22,22 +22,28 @@ def with_batch_folded(run: Callable[..., Any], *operands: Any) -> Any:
     Args:
         run: from arrays to arrays; it closes over no arrays.
         operands: arrays, or trees of them; the first axis of every array, in and out, is the batch.
+        shared: the last argument of `run`, where there is one: arrays without a batch. Where these
+            are mapped themselves, the calls follow each other.
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
-        return run(*operands)
+    def call(operands: Any, shared: Any) -> Any:
+        return run(*operands) if shared is None else run(*operands, shared)
 
     @call.def_vmap
-    def _folded(size: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
-        every = jax.tree.map(lambda x, m: x if m else _repeated(x, size), operands, tuple(mapped))
-        batch = jax.tree.leaves(every)[0].shape[1]
-        flat = jax.tree.map(lambda x: x.reshape(size * batch, *x.shape[2:]), every)
-        found = with_batch_folded(run, *flat)
-        apart = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), found)
+    def _folded(size: int, mapped: Any, operands: Any, shared: Any) -> tuple[Any, Any]:
+        every = jax.tree.map(lambda x, m: x if m else _repeated(x, size), operands, mapped[0])
+        if any(jax.tree.leaves(mapped[1])):
+            ends = jax.tree.map(lambda x, m: x if m else _repeated(x, size), shared, mapped[1])
+            apart = jax.lax.map(lambda x: with_batch_folded(run, *x[0], shared=x[1]), (every, ends))
+        else:
+            batch = jax.tree.leaves(every)[0].shape[1]
+            flat = jax.tree.map(lambda x: x.reshape(size * batch, *x.shape[2:]), every)
+            found = with_batch_folded(run, *flat, shared=shared)
+            apart = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), found)
         return apart, jax.tree.map(lambda _: True, apart)
 
-    return call(*operands)
+    return call(operands, shared)
 
 
 def _repeated(x: Array, size: int) -> Array:

@@ -52,7 +52,9 @@ def _check_of(files: dict[str, bytes]) -> Callable[[Names], None]:
                 f"{len(got)} examples, and the files hold {len(want)}", "print(len(source))"
             )
         for i, (one, other) in enumerate(zip(got, want, strict=True)):
-            if one.keys() != other.keys() or any((one[n] != other[n]).any() for n in one):
+            if one.keys() != other.keys() or any(
+                not np.array_equal(one[n], other[n], equal_nan=True) for n in one
+            ):
                 raise Wrong(f"example {i} is not what the file holds", f"print(source[{i}])")
 
     return check

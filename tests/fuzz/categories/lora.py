@@ -113,7 +113,11 @@ def _check_of(data: bytes, scale: float) -> Callable[[Names], None]:
     def check(names: Names) -> None:
         held = _read(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        said = json.loads(header.get("__metadata__", {}).get("lora_adapter_metadata", "{}"))
+        text = header.get("__metadata__", {}).get("lora_adapter_metadata", "{}")
+        try:
+            said = json.loads(text)
+        except ValueError as error:
+            raise Wrong(f"merged, and its metadata are no JSON: {text[:40]!r}") from error
         said = {key.rpartition(".")[2]: value for key, value in said.items()}
         if odd := [
             k for k in ("init_lora_weights", "use_qalora", "layer_replication") if said.get(k)
