@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.tools.model_shapes import SHAPES, read
-from tests.reference import attention64, error
+from tests.reference import Answer, attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
 
@@ -231,14 +232,21 @@ class Launches:
 SIZES = [(1, 700, 530, 12, 128), (2, 300, 400, 13, 64), (3, 700, 77, 5, 64), (2, 900, 257, 7, 8)]
 
 
+@cache
+def in_float64(sizes: tuple) -> tuple[tuple[jax.Array, ...], Answer]:
+    """Make operands in bfloat16, and what they give in float64."""
+    (b, t, s, n, h), rng = sizes, np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(b, x, n, h)), "bfloat16") for x in (t, s, s, t))
+    return (q, k, v, dout), attention64(q, k, v, dout=dout)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda x: "x".join(map(str, x)))
 @pytest.mark.parametrize("mapped", [False, True])
 def test_splits_of_a_backward_are_put_together(
     sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (b, t, s, n, h), rng, whole = sizes, np.random.default_rng(0), []
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(b, x, n, h)), "bfloat16") for x in (t, s, s, t))
-    want, tail = attention64(q, k, v, dout=dout), tail_for(q.shape, k.shape) or SplitTail(1, 2)
+    (q, k, v, dout), want = in_float64(sizes)
+    whole, tail = [], tail_for(q.shape, k.shape) or SplitTail(1, 2)
 
     def rows(x, scale):
         whole.append(x)
@@ -253,11 +261,11 @@ def test_splits_of_a_backward_are_put_together(
 
     def run(q, k, v, out, lse, dout):
         rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-        return split_queries.backward(PieceInputs.whole(q, k, v, None), rows, h**-0.5)[:3]
+        return split_queries.backward(PieceInputs.whole(q, k, v, None), rows, sizes[-1] ** -0.5)[:3]
 
     if mapped:
         several = (a if a is k else jnp.stack([jnp.zeros_like(a), a]) for a in x)
-        got = [g[1] for g in jax.vmap(run, (0, None, 0, 0, 0, 0))(*several)]
+        got = [g[1] for g in jax.jit(jax.vmap(run, (0, None, 0, 0, 0, 0)))(*several)]
     else:
         got = jax.jit(run)(*x)
     assert len(whole) == mapped, "several at once are whole rows of one launch"
