@@ -1,4 +1,6 @@
-"""The demo's whole model on meshes: output, loss and gradients as on one device."""
+"""The demo's whole model, with two of its blocks, on meshes: output, loss and gradients as on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from digits.flow import loss_of
 from digits.model import WanTransformer
-from digits.settings import Settings
+from digits.settings import ModelSettings, Settings
 from digits.text import encode
 
 MESHES = {
@@ -35,7 +37,7 @@ def settings(sizes: dict[str, int], attention: dict[str, Any] | None = None) -> 
     axes: dict[str, Any] = {
         f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()
     }
-    return Settings(**axes, **attention or {})
+    return Settings(**axes, **attention or {}, model=ModelSettings(layers=2))
 
 
 def results(config: Settings, mesh: jax.sharding.Mesh | None):
