@@ -7,6 +7,7 @@ causality that is lost on the way.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -65,29 +66,45 @@ def test_self_attention_sees_all_shards(
     context: int, strategy: str, heads: int, dim_head: int, tokens: int, norm: str | None
 ) -> None:
     c = config(context, context_parallel=strategy)
-    mesh, width = mesh_of(c), heads * dim_head
-    x = jax.random.normal(jax.random.key(1), (2, tokens, width))
-
-    def module(c: ma.AttentionConfig, mesh: jax.sharding.Mesh | None) -> ma.FlaxAttention:
-        return ma.FlaxAttention(
-            query_dim=width,
-            heads=heads,
-            dim_head=dim_head,
-            qk_norm=norm,
-            config=c,
-            mesh=mesh,
-            rngs=nnx.Rngs(0),
-        )
-
-    one, spread = module(ma.AttentionConfig(), None), module(c, mesh)
+    mesh = mesh_of(c)
+    x, want = on_one_device(heads, dim_head, tokens, norm)
+    spread = module(heads, dim_head, norm, c, mesh)
     place(spread, mesh)
-    want, got = one(x), nnx.jit(lambda m, x: m(x))(spread, x)
-    np.testing.assert_allclose(got, want, atol=2e-5 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(run(spread, x), want, atol=2e-5 * float(jnp.abs(want).max()))
     # Attention within a shard alone is something else: the test can tell.
-    shards = [one(part) for part in jnp.split(x, context, axis=1)]
+    one = module(heads, dim_head, norm, ma.AttentionConfig(), None)
+    shards = [run(one, part) for part in jnp.split(x, context, axis=1)]
     assert float(jnp.abs(jnp.concatenate(shards, axis=1) - want).max()) > 0.01 * float(
         jnp.abs(want).max()
     )
+
+
+def module(
+    heads: int, dim_head: int, norm: str | None, c: ma.AttentionConfig, mesh: Any
+) -> ma.FlaxAttention:
+    return ma.FlaxAttention(
+        query_dim=heads * dim_head,
+        heads=heads,
+        dim_head=dim_head,
+        qk_norm=norm,
+        config=c,
+        mesh=mesh,
+        rngs=nnx.Rngs(0),
+    )
+
+
+@nnx.jit
+def run(module: ma.FlaxAttention, x: jax.Array) -> jax.Array:
+    return module(x)
+
+
+@cache
+def on_one_device(
+    heads: int, dim_head: int, tokens: int, norm: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return an input, and what a module without a mesh makes of it."""
+    x = jax.random.normal(jax.random.key(1), (2, tokens, heads * dim_head))
+    return x, run(module(heads, dim_head, norm, ma.AttentionConfig(), None), x)
 
 
 @pytest.mark.parametrize(
