@@ -1,0 +1,194 @@
+"""The file of tuned sizes: what plans make of it, and of a damaged one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import maxattn as ma
+from maxattn import tuned
+from maxattn.target import Target, _with_tuned
+from maxattn.tools.model_shapes import read
+from tests.golden_text import check_golden
+from tests.kernel_of import blocks_of, memory_efficient
+from tests.tools.tune.small import CONFIG, plan_here
+
+
+def test_sizes_reach_a_plan_inside_its_target():
+    call, config = read("sdxl-64").call(), ma.AttentionConfig(attention="flash")
+    sizes = (("block_q", 1024), ("block_kv", 1024), ("block_kv_compute", 512))
+    entry = tuned.Tuned("flash", tuned.key_of(call), sizes, 1.5, False, "tuned.json")
+    target = Target.named("TPU v5p")
+    plain, fast = (
+        ma.plan(call, config, None, t) for t in (target, replace(target, tuned=(entry,)))
+    )
+    assert (blocks_of(plain.kernel).block_q, blocks_of(fast.kernel).block_q) == (512, 1024)
+    assert any(note.endswith("1.5 ms forward; from tuned.json") for note in fast.notes)
+    other = replace(target, tuned=(replace(entry, call="another"),))
+    assert ma.plan(call, config, None, other).kernel == plain.kernel
+    own = ma.plan(
+        call,
+        config.replace(flash_block_sizes={"block_q": 256}),
+        None,
+        replace(target, tuned=(entry,)),
+    )
+    assert blocks_of(own.kernel).block_q == 256
+
+
+def test_winners():
+    base = {
+        "device_kind": "TPU v5p",
+        "versions": "jax 1",
+        "kernel": "flash",
+        "call": "c",
+        "error": "",
+    }
+    times = [("a", 1.0, 9.0), ("b", 2.0, 5.0), ("c", 0.5, None), ("d", None, None)]
+    found = [base | {"sizes": {"n": n}, "forward_ms": f, "training_ms": t} for n, f, t in times]
+    others = [found[0] | {"device_kind": "TPU v4"}, found[0] | {"versions": "jax 2"}]
+    (best,) = tuned.winners([*found, *others], "TPU v5p", (("jax", "1"), ("tokamax", "2")), "x")
+    assert (best.sizes, best.milliseconds, best.training) == ((("n", "b"),), 5.0, True)
+    (best,) = tuned.winners(
+        [m | {"training_ms": None} for m in found], "TPU v5p", (("jax", "1"),), "x"
+    )
+    assert (best.sizes, best.training) == ((("n", "c"),), False)
+    assert tuned.winners(found[3:], "TPU v5p", (("jax", "1"),), "x") == ()
+    assert (
+        tuned.versions_of("tokamax_flash", (("jax", "1"), ("tokamax", "2"))) == "jax 1, tokamax 2"
+    )
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch):
+    monkeypatch.delenv(tuned.VARIABLE)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert tuned.table_of("cpu", ()) == ()
+
+
+def test_several_processes_take_none(monkeypatch):
+    entry = tuned.Tuned("flash", "c", (), 1.0, False, "x")
+    assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == (entry,)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == ()
+
+
+SOUND = {
+    "device_kind": "cpu",
+    "versions": "jax 1",
+    "kernel": tuned.CHUNKS,
+    "call": "c",
+    "sizes": {"query_chunk_size": 128, "key_chunk_size": 128},
+    "forward_ms": 1.0,
+    "training_ms": None,
+}
+NO_FILES = {
+    "empty": "",
+    "open": "{",
+    "list": "[]",
+    "text": '"measurements"',
+    "version": '{"version": 9, "measurements": []}',
+    "true_version": '{"version": true, "measurements": []}',
+    "no_list": '{"version": 1, "measurements": {"a": 1}}',
+    "deep": "[" * 100_000,
+    "deep_inside": '{"version": 1, "measurements": [' + "[" * 500 + "]" * 500 + "]}",
+    "digits": '{"version": ' + "9" * 5000 + "}",
+    "twice": '{"version": 1, "version": 1, "measurements": []}',
+    "bytes": "\ud800",
+}
+NO_MEASUREMENTS = [
+    [],
+    None,
+    {},
+    {"sizes": [1]},
+    {"sizes": {}},
+    {"sizes": {"query_chunk_size": 0}},
+    {"sizes": {"query_chunk_size": True}},
+    {"sizes": {"query_chunk_size": 1.0}},
+    {"sizes": {"query_chunk_size": "128"}},
+    {"sizes": {"query_chunk_size": [128]}},
+    {"sizes": {"query_chunk_size": 10**30}},
+    {"sizes": {"hardware": "tpu"}},
+    {"sizes": {"use_base2_exp": True}},
+    {"sizes": {"flash_block_sizes": {"block_q": 128}}},
+    {"kernel": "flash", "sizes": {"query_chunk_size": 128}},
+    {"kernel": "flash", "sizes": {"use_fused_bwd_kernel": 1}},
+    {"kernel": "dot_product"},
+    {"kernel": ["flash"]},
+    {"call": 3},
+    {"device_kind": None},
+    {"versions": {}},
+    {"forward_ms": "1"},
+    {"forward_ms": True},
+    {"forward_ms": -1.0},
+    {"forward_ms": float("nan")},
+    {"training_ms": float("inf")},
+    {"training_ms": [1]},
+    {"error": 3},
+]
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_a_damaged_file_is_said_once_and_ignored(cache, caplog, name):
+    before = plan_here()
+    cache.write_text(NO_FILES[name], encoding="utf-8", errors="surrogatepass")
+    assert [plan_here(), plan_here()] == [before, before]
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert (record.name, record.levelname) == ("maxattn", "WARNING")
+    assert said.count(str(cache)) == 1 and len(said) < 1000
+    check_golden(f"cli/tune/damaged_{name}", said.replace(str(cache), "tuned.json"))
+
+
+@pytest.mark.parametrize("wrong", NO_MEASUREMENTS, ids=str)
+def test_a_damaged_measurement_alone_is_ignored(cache, caplog, wrong):
+    here, q = Target.here(), ma.Call.of(*[jnp.zeros((1, 300, 2, 8))] * 2)
+    facts = {"versions": tuned.versions_of(tuned.CHUNKS, here.packages), "call": tuned.key_of(q)}
+    sound = SOUND | facts | {"device_kind": here.device_kind}
+    fast = sound | {"sizes": {"query_chunk_size": 1, "key_chunk_size": 1}, "forward_ms": 0.5}
+    wrong = fast | wrong if wrong and isinstance(wrong, dict) else wrong
+    cache.write_text(json.dumps({"version": 1, "measurements": [wrong, sound, wrong]}))
+    assert memory_efficient(plan_here().kernel).query_chunk == 128
+    (record,) = caplog.records
+    assert "2 of its 3 measurements" in record.getMessage()
+    x = jnp.ones((1, 300, 2, 8))
+    np.testing.assert_allclose(ma.attention(x, x, x, config=CONFIG), x, atol=1e-6)
+
+
+def test_what_is_no_file_is_ignored(cache):
+    os.mkfifo(cache)
+    plan_here()
+    cache.unlink()
+    cache.mkdir()
+    plan_here()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from([*SOUND, "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from([*SOUND, "error"]), JSON, max_size=3))
+def test_whatever_a_measurement_says_a_target_is_described(changes):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuned.VARIABLE, folder)
+        here = Target.here()
+        facts = {"versions": tuned.versions_of(tuned.CHUNKS, here.packages)}
+        text = json.dumps({"version": 1, "measurements": [SOUND | facts | changes]})
+        Path(folder, "tuned.json").write_text(text)
+        assert hash(Target.here())
+        plan_here()
