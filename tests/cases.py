@@ -94,6 +94,16 @@ MASKS: dict[str, MaskMaker] = {
     "rows empty": lambda b, n, t, s: ~M.Causal(offset=max(0, s - t)) & M.KeyLimit(max(1, s // 2)),
     "nothing": lambda b, n, t, s: M.KeyPadding(np.zeros(b, np.int32)),
 }
+# The kernels that XLA compiles, in several chunks at lengths of ten tokens.
+XLA_KERNELS = {
+    "dense": ma.AttentionConfig(attention="dot_product"),
+    "blockwise": ma.AttentionConfig(
+        attention="dot_product",
+        use_memory_efficient_attention=True,
+        query_chunk_size=5,
+        key_chunk_size=4,
+    ),
+}
 # "far": -1e9 on the first half of the keys, which are all that some rows of a mask may see.
 BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S", "far": "B11S"}
 

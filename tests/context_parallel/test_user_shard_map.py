@@ -13,16 +13,7 @@ from jax.sharding import PartitionSpec
 
 import maxattn as ma
 from maxattn import masks as M
-
-KERNELS = {
-    "dense": ma.AttentionConfig(attention="dot_product"),
-    "blockwise": ma.AttentionConfig(
-        attention="dot_product",
-        use_memory_efficient_attention=True,
-        query_chunk_size=5,
-        key_chunk_size=4,
-    ),
-}
+from tests.cases import XLA_KERNELS
 
 
 def operands() -> tuple[jax.Array, ...]:
@@ -37,7 +28,7 @@ def operands() -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize(
     "axes", [{"data"}, {"data", "context"}], ids=["context is left to us", "all are the user's"]
 )
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", XLA_KERNELS)
 def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
     q, k, v, bias = operands()
@@ -45,7 +36,9 @@ def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> No
     tile = (lambda x: x) if checked else (lambda x: jnp.concatenate([x, x]))
 
     def local(q, k, v, bias):
-        return ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS[kernel], mesh=mesh)
+        return ma.attention(
+            q, k, v, mask=M.Causal(), bias=bias, config=XLA_KERNELS[kernel], mesh=mesh
+        )
 
     # Unchecked, jax does not sum the gradient of what is shared: there every device has its own k
     # and v.
@@ -76,7 +69,7 @@ def without_a_mesh() -> tuple[jax.Array, tuple[jax.Array, ...]]:
     @partial(jax.value_and_grad, argnums=(0, 1, 2))
     def loss(q, k, v):
         k, v = (jnp.concatenate([x, x]) for x in (k, v))
-        out = ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=KERNELS["dense"])
+        out = ma.attention(q, k, v, mask=M.Causal(), bias=bias, config=XLA_KERNELS["dense"])
         return (out**2).sum()
 
     return loss(q, k, v)

@@ -14,17 +14,10 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
+from tests.cases import XLA_KERNELS
+from tests.pairwise import pairwise, product
 
-KERNELS = {
-    "dense": ma.AttentionConfig(attention="dot_product"),
-    "blockwise": ma.AttentionConfig(
-        attention="dot_product",
-        use_memory_efficient_attention=True,
-        query_chunk_size=4,
-        key_chunk_size=4,
-    ),
-    "flash": ma.AttentionConfig(attention="flash"),
-}
+KERNELS = XLA_KERNELS | {"flash": ma.AttentionConfig(attention="flash")}
 SMALL = ("int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 Q, K, V = (np.random.default_rng(i).normal(size=(2, 8, 1, 16)).astype("f") for i in range(3))
 
@@ -38,13 +31,14 @@ def wanted(allowed: Any) -> np.ndarray:
     return np.einsum("bts,bsnh->btnh", np.where(total > 0, p / np.where(total > 0, total, 1), 0), V)
 
 
-def check(make: Any, arrays: tuple[Any, ...], allowed: Any) -> None:
-    """Compare every kernel, with the arrays known and traced."""
+def check(make: Any, arrays: tuple[Any, ...], allowed: Any, kernels: Any = tuple(KERNELS)) -> None:
+    """Compare kernels, with the arrays known and traced."""
 
     def run(config: ma.AttentionConfig, arrays: Any) -> Any:
         return ma.attention(*map(jnp.asarray, (Q, K, V)), mask=make(*arrays), config=config)
 
-    for name, config in KERNELS.items():
+    for name in kernels:
+        config = KERNELS[name]
         known = run(config, arrays)
         np.testing.assert_allclose(known, wanted(allowed), atol=2e-5, err_msg=name)
         if all(isinstance(x, jax.Array) for x in arrays):
@@ -56,18 +50,35 @@ def dtype(name: str) -> Any:
     return getattr(ml_dtypes, name, None) or np.dtype(name)
 
 
-@pytest.mark.parametrize("xp", ["numpy", "jax", "jax x64"])
-@pytest.mark.parametrize("name", SMALL)
-def test_lengths_and_ids_of_every_dtype(name: str, xp: str) -> None:
+AXES = {"name": SMALL, "xp": ["numpy", "jax", "jax x64"], "kernel": list(KERNELS)}
+
+
+def legal(case: dict) -> bool:
+    """Every combination is."""
+    return True
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(c.values()))
+def test_lengths_and_ids_of_every_dtype(case: dict) -> None:
+    check_dtype(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(AXES, legal), ids=lambda c: "-".join(c.values()))
+def test_product_of_lengths_and_ids(case: dict) -> None:
+    check_dtype(**case)
+
+
+def check_dtype(name: str, xp: str, kernel: str) -> None:
     with jax.enable_x64(True) if "x64" in xp else nullcontext():
         lengths, ids = np.array([3, 6]), np.arange(16).reshape(2, 8) // 5
         ids = np.where(ids == 0, -1 if name.startswith("i") else 0, ids)
         make = np.array if xp == "numpy" else jnp.array
         lengths, own = (make(x.astype(dtype(name))) for x in (lengths, ids))
         keys = np.arange(8)[None, None] < np.array([3, 6])[:, None, None]
-        check(M.KeyPadding, (lengths,), keys)
+        check(M.KeyPadding, (lengths,), keys, [kernel])
         same = (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0)
-        check(M.Segments, (own, own), same)
+        check(M.Segments, (own, own), same, [kernel])
 
 
 BEYOND = {
