@@ -16,16 +16,25 @@ def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list
 
 
 def pairwise(
-    axes: Mapping[str, Sequence], legal: Callable[[dict], bool], seed: int = 0, tries: int = 60
+    axes: Mapping[str, Sequence],
+    legal: Callable[[dict], bool],
+    seed: int = 0,
+    tries: int = 60,
+    core: Sequence[str] | None = None,
 ) -> list[dict]:
     """Return legal cases that cover every pair which any legal case has, greedily, the same ones
     every time.
+
+    With `core`, only pairs of values of those axes, and every value of the others with every one
+    of the first of them: as many cases as the two longest axes of `core` ask for.
     """
+    core = list(axes) if core is None else core
     rng = random.Random(seed)
     names = list(axes)
     wanted = {
         ((a, i), (b, j))
         for a, b in itertools.combinations(names, 2)
+        if {a, b} <= set(core) or core[0] in (a, b)
         for i in range(len(axes[a]))
         for j in range(len(axes[b]))
     }

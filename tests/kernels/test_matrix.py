@@ -5,7 +5,6 @@ LSE.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 
@@ -45,10 +44,24 @@ def name(case: dict) -> str:
     return "-".join(str(v).replace(" ", "_") for v in case.values())
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=name)
+# What a kernel's code depends on; sizes and heads meet every kernel, and each other only in
+# test_all_pairs.
+CORE = ("kernel", "mask", "dtype", "bias")
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, legal, core=CORE), ids=name)
 def test_pairs(case: dict) -> None:
-    config = ma.AttentionConfig(**KERNELS[case["kernel"]])
-    judge(case, run_case(case, config))
+    judge_xla(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=name)
+def test_all_pairs(case: dict) -> None:
+    judge_xla(case)
+
+
+def judge_xla(case: dict) -> None:
+    judge(case, run_case(case, ma.AttentionConfig(**KERNELS[case["kernel"]])))
 
 
 # The issue's own list in full: kernels x masks x heads x dtypes at an odd length.
@@ -60,8 +73,7 @@ PRODUCT = product(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PRODUCT, ids=name)
 def test_product(case: dict) -> None:
-    config = ma.AttentionConfig(**KERNELS[case["kernel"]])
-    judge(case, run_case(case, config))
+    judge_xla(case)
 
 
 # Splash in interpret mode is slow, so each has a selection of its own, of what it does not refuse
@@ -111,20 +123,30 @@ def judge_splash(case: dict) -> None:
     judge(case, run_case(case, config, compiler_options={"xla_backend_optimization_level": 0}))
 
 
-@pytest.mark.parametrize("case", pairwise(FLASH_AXES, legal), ids=name)
+@pytest.mark.parametrize("case", pairwise(FLASH_AXES, legal, core=CORE), ids=name)
 def test_flash_pairs(case: dict) -> None:
     judge_splash(case)
 
 
-def half_slow(cases: list[dict]) -> list[Any]:
-    """Leave every second case to `make test-all`: splash's pairs and the fuzzer run beside them."""
-    marks = [pytest.mark.slow if i % 2 else () for i in range(len(cases))]
-    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
-
-
+# tokamax_flash has the masks of flash, whose pairs with dtypes run there: every mask twice.
 @needs_tokamax
-@pytest.mark.parametrize("case", half_slow(pairwise(TOKAMAX_AXES, legal)), ids=name)
+@pytest.mark.parametrize(
+    "case", pairwise(TOKAMAX_AXES, legal, core=("batch", "kernel", "dtype")), ids=name
+)
 def test_tokamax_pairs(case: dict) -> None:
+    judge_splash(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(FLASH_AXES, legal), ids=name)
+def test_all_flash_pairs(case: dict) -> None:
+    judge_splash(case)
+
+
+@pytest.mark.slow
+@needs_tokamax
+@pytest.mark.parametrize("case", pairwise(TOKAMAX_AXES, legal), ids=name)
+def test_all_tokamax_pairs(case: dict) -> None:
     judge_splash(case)
 
 
