@@ -37,10 +37,9 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Settings:
-    """A model of one narrow block, three steps of training, and a folder of its own."""
-    training = SHORT | {"output_dir": str(tmp_path / "run")}
+def small_settings(folder: Path) -> Settings:
+    """Describe a model of one narrow block, three steps of training, and a folder to write in."""
+    training = SHORT | {"output_dir": str(folder)}
     return Settings.model_validate(
         {
             "model": SMALL,
@@ -49,3 +48,9 @@ def small(tmp_path: Path) -> Settings:
             "sampling": {"num_inference_steps": 2},
         }
     )
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Settings:
+    """A small model, and a folder of its own."""
+    return small_settings(tmp_path / "run")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +26,7 @@ from train.progress import Progress, recent
 from train.state import State
 
 from maxattn.errors import ConfigError
-from tests.examples.conftest import HELD_OUT, SMALL
+from tests.examples.conftest import HELD_OUT, SMALL, small_settings
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,51 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     )
     train(settings)
     return settings
+
+
+class Ran(NamedTuple):
+    """A run of `small` settings: what training returned, printed and logged."""
+
+    settings: Settings
+    model: WanTransformer
+    losses: list[float]
+    printed: str
+    logged: set[str]
+
+
+class Listening(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.add(record.getMessage())
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Three steps from the start; tests may read the folder, not change it."""
+    settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
+    log, listening = logging.getLogger("maxattn"), Listening()
+    before = log.level
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        # A plan that another test has met would not be announced again.
+        patch.setattr(sys.modules["maxattn.announce"], "_announced", set())
+        log.setLevel(logging.INFO)
+        log.addHandler(listening)
+        model, losses = train(settings)
+        log.removeHandler(listening)
+        log.setLevel(before)
+    return Ran(settings, model, losses, out.getvalue(), listening.heard)
+
+
+@pytest.fixture
+def copied(ran: Ran, tmp_path: Path) -> Settings:
+    """The settings of a copy of that run, which a test may change."""
+    copy = shutil.copytree(ran.settings.training.output_dir, tmp_path / "run")
+    return with_training(ran.settings, output_dir=str(copy))
 
 
 def skip(steps: int) -> dict[str, int]:
@@ -64,29 +112,22 @@ def test_the_loss_goes_down(small: Settings):
     assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:3])
 
 
-def test_a_step_moves_parameters_and_their_average(small: Settings):
-    settings = with_training(small, steps=3)
+def test_a_step_moves_parameters_and_their_average(ran: Ran):
+    settings = ran.settings
     untrained = WanTransformer(settings, rngs=nnx.Rngs(settings.training.seed)).position[...]
-    model, _ = train(settings)
     state = last(settings)
     trained_now, average = state.trained["position"], state.average["position"]
     moved = np.abs(trained_now - untrained).max()
     assert moved > 1e-4
     assert 0.1 * moved < np.abs(average - untrained).max()
     assert np.abs(average - trained_now).max() > 0
-    np.testing.assert_array_equal(model.position[...], average)
+    np.testing.assert_array_equal(ran.model.position[...], average)
 
 
-def test_what_is_planned_is_what_runs(
-    small: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    # A plan that another test has met would not be announced again.
-    monkeypatch.setattr(sys.modules["maxattn.announce"], "_announced", set())
-    with caplog.at_level(logging.INFO, logger="maxattn"):
-        train(small)
-    announced = {record.getMessage() for record in caplog.records if record.name == "maxattn"}
-    task = DigitsTask(small)
-    assert announced == {plan.explain() for plan in task.plans(task.source().shapes, None).values()}
+def test_what_is_planned_is_what_runs(ran: Ran):
+    task = DigitsTask(ran.settings)
+    plans = task.plans(task.source().shapes, None)
+    assert ran.logged == {plan.explain() for plan in plans.values()}
 
 
 def test_a_complete_run_says_so_and_takes_no_step(
@@ -99,9 +140,8 @@ def test_a_complete_run_says_so_and_takes_no_step(
     assert (int(last(done).step), len(losses)) == (3, 3)
 
 
-def test_plans_are_told_before_the_first_step(small: Settings, capsys: pytest.CaptureFixture[str]):
-    train(small)
-    lines = capsys.readouterr().out.splitlines()
+def test_plans_are_told_before_the_first_step(ran: Ran):
+    lines = ran.printed.splitlines()
     heads = [
         i for i, line in enumerate(lines) if line.startswith(("self-attention", "cross-attention"))
     ]
@@ -179,10 +219,11 @@ def test_a_checkpoint_of_other_settings_is_refused(
     assert len(train(done)[1]) == 3, "nothing was lost"
 
 
-def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.CaptureFixture[str]):
-    _, first = train(small)
-    begun = "training 3 steps from the start"
-    assert begun in capsys.readouterr().out
+def test_starting_again_forgets_what_was_there(
+    ran: Ran, copied: Settings, capsys: pytest.CaptureFixture[str]
+):
+    small, begun = copied, "training 3 steps from the start"
+    assert begun in ran.printed
     left_over = Path(small.training.output_dir) / "checkpoints" / "2"
     assert left_over.is_dir()
     with Checkpoints(
@@ -191,7 +232,7 @@ def test_starting_again_forgets_what_was_there(small: Settings, capsys: pytest.C
         assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
     _, again = train(with_training(small, resume=False))
     assert begun in capsys.readouterr().out
-    assert again == first
+    assert again == ran.losses
     train(with_training(small, resume=False))
     assert begun in capsys.readouterr().out
 
@@ -202,13 +243,12 @@ def test_drawing_before_training_is_refused(small: Settings):
     assert not Path(small.training.output_dir).exists()
 
 
-def test_a_half_written_checkpoint_is_never_read(small: Settings):
-    train(small)
-    folder = Path(small.training.output_dir) / "checkpoints"
+def test_a_half_written_checkpoint_is_never_read(copied: Settings):
+    folder = Path(copied.training.output_dir) / "checkpoints"
     half = folder / "9.orbax-checkpoint-tmp"
     half.mkdir()
     (half / "state").write_text("half")
-    assert int(last(small).step) == 3
+    assert int(last(copied).step) == 3
 
 
 def test_a_profile_of_the_steps_asked_for(done: Settings):
@@ -216,9 +256,8 @@ def test_a_profile_of_the_steps_asked_for(done: Settings):
     assert list(profile.rglob("*.xplane.pb"))
 
 
-def test_no_profile_unless_asked(small: Settings):
-    train(small)
-    assert not (Path(small.training.output_dir) / "profile").exists()
+def test_no_profile_unless_asked(ran: Ran):
+    assert not (Path(ran.settings.training.output_dir) / "profile").exists()
 
 
 # ---- progress ------------------------------------------------------------------------------------
