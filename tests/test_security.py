@@ -315,29 +315,38 @@ def killed(write, folder, most, size):
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
-name, folder, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-write, read, most = WAYS[name]
-seen = []
-for size in range(0, 4000, step):
-    here = folder / str(size)
-    here.mkdir()
-    write(here, 1, most)
-    was_killed = killed(write, here, most, size)
-    seen.append((was_killed, sorted(read(here))))
-    write(here, 1 if name != "tuned" else 2, most)
-    read(here)
+folder, step = Path(sys.argv[1]), int(sys.argv[2])
+seen = {}
+for name, (write, read, most) in WAYS.items():
+    seen[name] = []
+    for size in range(0, 4000, step):
+        here = folder / name / str(size)
+        here.mkdir(parents=True)
+        write(here, 1, most)
+        was_killed = killed(write, here, most, size)
+        seen[name].append((was_killed, sorted(read(here))))
+        write(here, 1 if name != "tuned" else 2, most)
+        read(here)
 print(json.dumps(seen))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is killed at a byte by its limits")
-@pytest.mark.parametrize("way", ["single", "shards", "tuned", "text"])
-def test_a_writer_that_is_killed_at_a_byte_leaves_a_whole_file(way: str, tmp_path: Path):
-    words = [sys.executable, "-c", KILLED, way, str(tmp_path), "97"]
+@pytest.fixture(scope="module")
+def read_after_kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """Kill each writer at many bytes, all in one process; return what was read after each."""
+    words = [sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed")), "97"]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     child = subprocess.run(words, text=True, env=variables, capture_output=True, timeout=300)
     assert child.returncode == 0, child.stderr[-2000:]
-    seen = json.loads(child.stdout)
+    return json.loads(child.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is killed at a byte by its limits")
+@pytest.mark.parametrize("way", ["single", "shards", "tuned", "text"])
+def test_a_writer_that_is_killed_at_a_byte_leaves_a_whole_file(
+    way: str, read_after_kills: dict[str, list]
+):
+    seen = read_after_kills[way]
     assert all(values in ([1], [2]) for _, values in seen)
     assert all(values == [2] for killed, values in seen if not killed)
     assert sum(killed for killed, _ in seen) >= 3 and any(not killed for killed, _ in seen)
