@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list[dict]:
@@ -55,6 +57,32 @@ def pairwise(
         chosen.append({n: axes[n][best[n]] for n in names})
         wanted -= best_pairs
     return chosen
+
+
+def plainly(
+    cases: Sequence[dict], axis: str, plain: Any, legal: Callable[[dict], bool], core: Sequence[str]
+) -> list[dict]:
+    """Give an axis its plain value in every case where no pair of `core` is lost by it.
+
+    Of equal cases that this makes, one is left.
+    """
+    found, made = [_pairs(case, core) for case in cases], []
+    times = Counter(pair for pairs in found for pair in pairs)
+    for case, pairs in zip(cases, found, strict=True):
+        other = case | {axis: plain}
+        now = _pairs(other, core)
+        if legal(other) and all(times[pair] > 1 for pair in pairs - now):
+            times.subtract(pairs)
+            times.update(now)
+            case = other
+        made += [] if case in made else [case]
+    return made
+
+
+def _pairs(case: dict, core: Sequence[str]) -> set:
+    """Return the pairs of a case that `pairwise` covers with `core`."""
+    named = itertools.combinations(case.items(), 2)
+    return {(a, b) for a, b in named if {a[0], b[0]} <= set(core) or core[0] in (a[0], b[0])}
 
 
 def _impossible(pairs, axes, legal) -> set:

@@ -17,7 +17,7 @@ from maxattn.errors import MeshError, Unsupported
 from maxattn.sharding import batch_sharding, place
 from maxattn.tools.compile.hlo import transfers
 from tests.cases import BIASES, MASKS, judge, run_case
-from tests.pairwise import pairwise, product
+from tests.pairwise import pairwise, plainly, product
 
 MESHES = {
     "fsdp 8": {"fsdp": 8},
@@ -97,7 +97,11 @@ def runs(case: dict) -> bool:
     return spread == (case["strategy"] != "none") and not (rings and case["mesh"] == "context 8")
 
 
-@pytest.mark.parametrize("case", pairwise(RUNNING, runs, core=CORE), ids=name)
+# Chunks compile twice as long.
+PAIRS = plainly(pairwise(RUNNING, runs, core=CORE), "kernel", "dense", runs, CORE)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=name)
 def test_pairs(case: dict) -> None:
     check(case)
 
