@@ -29,7 +29,7 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 test: $(READY)  ## the tests, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: $(READY)  ## the tests and the full products of the matrices
+test-all: $(READY)  ## the tests, all pairs and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # Beside a GPU, with FUZZ_PYTHON a python of jax for CUDA, it draws the GPU's kernels; JAX_PLATFORMS=cpu keeps to the CPU.
