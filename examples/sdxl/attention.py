@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 from common.layers import on_mesh
+from common.scan import map_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -54,8 +55,7 @@ class Transformer(nnx.Module):
 
     def encode(self, text: Text) -> KV:
         """Compute the keys and values of a text for every block, with a leading axis of layers."""
-        every = nnx.scan(lambda block: block.attn2.compute_kv(text), in_axes=0, out_axes=0)
-        return every(self.transformer_blocks)
+        return map_layers(lambda block: block.attn2.compute_kv(text), self.transformer_blocks)
 
     def __call__(self, x: Image, text: Text | None, kv: KV | None = None) -> Image:
         """Attend to the image itself and to the text, given as states or as `encode`'s result."""
@@ -65,12 +65,11 @@ class Transformer(nnx.Module):
         x = sharding.constrain(x, self.mesh, "B...")
         tokens = self.proj_in(rearrange(self.norm(x).astype(x.dtype), "B H W C -> B (H W) C"))
         run = ma.remat(Block.__call__, self.config)
-        step = nnx.scan(
-            lambda tokens, block, kv: run(block, tokens, text, kv),
-            in_axes=(nnx.Carry, 0, 0),
-            out_axes=nnx.Carry,
-        )
-        tokens = step(tokens, self.transformer_blocks, kv)
+
+        def step(block: Block, tokens: Tokens, kv: KV | None) -> Tokens:
+            return run(block, tokens, text, kv)
+
+        tokens = run_layers(step, self.transformer_blocks, tokens, kv)
         y = rearrange(self.proj_out(tokens), "B (H W) C -> B H W C", H=x.shape[1])
         return x + sharding.constrain(y, self.mesh, "B...")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.scan import recomputed
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -32,13 +33,12 @@ def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.G
     return nnx.GroupNorm(channels, sizes.norm_num_groups, epsilon=eps, **how)
 
 
-@nnx.remat
 def activated(norm: nnx.GroupNorm, x: Image) -> Image:
     """Compute silu(norm(x)) in float32 and keep the dtype of x.
 
     The backward computes it again from x, which is cheaper than to keep it in float32.
     """
-    return nnx.silu(norm(x)).astype(x.dtype)
+    return recomputed(lambda norm, x: nnx.silu(norm(x)).astype(x.dtype), norm, x)
 
 
 class ResnetBlock(nnx.Module):

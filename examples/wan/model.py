@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from common.layers import FeedForward, gated, modulated, norm32
+from common.scan import map_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -140,8 +141,7 @@ class WanTransformer3D(nnx.Module):
         self._check_image(image)
         c = self.condition_embedder.text(text.astype(self.dtype))
         i = None if image is None else self.condition_embedder.image(image.astype(self.dtype))
-        every = nnx.scan(lambda block: block.attn2.compute_kv(c, i), in_axes=0, out_axes=0)
-        return every(self.blocks)
+        return map_layers(lambda block: block.attn2.compute_kv(c, i), self.blocks)
 
     def __call__(
         self,
@@ -167,12 +167,11 @@ class WanTransformer3D(nnx.Module):
         x = rearrange(self.patch_embedding(latents.astype(self.dtype)), "B F H W D -> B (F H W) D")
         x = sharding.constrain(x, self.mesh, "BT.")
         run = ma.remat(Block.__call__, self.config)
-        step = nnx.scan(
-            lambda x, block, kv: run(block, x, time.modulation, rotary, kv),
-            in_axes=(nnx.Carry, 0, 0),
-            out_axes=nnx.Carry,
-        )
-        return self._head(step(x, self.blocks, kv), time.embedding, grid)
+
+        def step(block: Block, x: Tokens, kv: KV) -> Tokens:
+            return run(block, x, time.modulation, rotary, kv)
+
+        return self._head(run_layers(step, self.blocks, x, kv), time.embedding, grid)
 
     def _head(self, x: Tokens, e: Float[Array, "B D"], grid: tuple[int, int, int]) -> Latents:
         table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, None]

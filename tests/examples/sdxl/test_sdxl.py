@@ -63,6 +63,14 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
 
 
+def test_jit_closes_over_the_unet() -> None:
+    theirs = fixture("sdxl_unet")
+    unet = loaded(theirs, ma.AttentionConfig(remat_policy="FULL"))
+    given = {name: jnp.asarray(x) for name, x in part(theirs, "in.").items()}
+    out = channels_second(jax.jit(lambda x: call(unet, x, given))(channels_last(theirs["in.x"])))
+    np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
+
+
 @pytest.mark.slow
 def test_on_a_mesh_it_is_the_same() -> None:
     config = ma.AttentionConfig(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from samplers import sample, start, step, unipc
 from wan.model import WanTransformer3D
 from wan.sizes import SIZES, Sizes
 
@@ -87,6 +88,21 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     np.testing.assert_allclose(
         np.moveaxis(np.asarray(out), -1, 1), theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max()
     )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_sampler_closes_over_the_model(config: str) -> None:
+    """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""
+    theirs = fixture("wan_t2v")
+    model, given = loaded("wan_t2v", theirs, CONFIGS[config]), part(theirs, "in.")
+    kv, noise = model.encode(jnp.asarray(given["text"])), channels_last(given["x"])
+    call = nnx.jit(lambda model, x, t: model(x, jnp.full((2,), t), kv=kv))
+    schedule = unipc.schedule(steps=3, shift=3.0)
+    state = start(schedule, noise)
+    for i in range(3):
+        state = step(schedule, i, state, lambda x, t: call(model, x, t))
+    drawn = sample(lambda x, t: model(x, jnp.full((2,), t), kv=kv), noise, schedule)
+    np.testing.assert_allclose(drawn, state.x, atol=1e-5 * float(jnp.abs(state.x).max()))
 
 
 @pytest.mark.parametrize(
