@@ -239,9 +239,22 @@ def check_dtype(name: str, dtype: str) -> None:
     Raises:
         InputError: naming it.
     """
+    check_not_torch(name, dtype)
     if dtype not in DTYPES:
         rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
         raise InputError(name, dtype, rule, f"cast it, e.g. {remedy}")
+
+
+def check_not_torch(name: str, dtype: str) -> None:
+    """Refuse a tensor of torch by the name of its dtype, with the way to an array.
+
+    Raises:
+        InputError: it is one.
+    """
+    if dtype.startswith("torch."):
+        whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # which numpy lacks
+        rule = "it is an array of jax or numpy, and this is a tensor of torch"
+        raise InputError(name, dtype, rule, f"pass jnp.asarray({whole}.numpy())")
 
 
 def _check_one(name: str, x: Any, axes: str) -> None:
@@ -276,6 +289,7 @@ def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, i
     if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
         found, remedy = f"shape {tuple(bias.shape)}", "give every axis its full size or 1"
         raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
+    check_not_torch("bias", str(bias.dtype))
     _check_bias_dtype(str(bias.dtype))
     return shape  # type: ignore[return-value]
 

@@ -19,6 +19,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import MaxattnError
 from tests.golden_text import check_golden
+from tests.torch_tensor import torch_tensor
 
 Q = jnp.zeros((2, 8, 4, 16))
 CPU = ma.Target.named("cpu")
@@ -101,6 +102,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "scale_of_400_digits": lambda: attend(scale=10**400),
     "scale_that_float32_rounds_to_0": lambda: attend(scale=1e-46),
     "k_without_values": lambda: attend(k=jax.ShapeDtypeStruct(Q.shape, Q.dtype)),
+    "q_of_torch": lambda: attend(q=torch_tensor(Q.shape)),
+    "v_of_torch_bfloat16": lambda: attend(v=torch_tensor(Q.shape, "bfloat16")),
+    "bias_of_torch": lambda: attend(bias=torch_tensor((8, 8))),
     "forward_mode": lambda: jax.jvp(attend_q, (Q,), (Q,)),
     "forward_mode_under_jit": lambda: jax.jit(jax.jacfwd(attend_q))(Q),
     "second_derivative": lambda: second_derivative(use_memory_efficient_attention=True),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.call import Call
+from maxattn.call import Call, check_not_torch
 from maxattn.config.asked import checked_config
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError
@@ -152,9 +152,10 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
         batch: what the batch must be, when something else fixed it.
     """
     rank_3(name, x)
-    if x.dtype.name not in DTYPES:
+    check_not_torch(name, dtype := str(x.dtype))
+    if dtype not in DTYPES:
         rule = f"dtype must be one of {', '.join(DTYPES)}"
-        raise InputError(name, x.dtype.name, rule, f"cast it: {name}.astype(jnp.float32)")
+        raise InputError(name, dtype, rule, f"cast it: {name}.astype(jnp.float32)")
     found, last = f"shape {tuple(x.shape)}", x.shape[-1]
     if last != width:
         build = f"build the module with {width_name}={last}"

@@ -15,6 +15,7 @@ from maxattn.errors import MaxattnError
 from maxattn.modules import KV, CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
 from maxattn.rope import rope_1d
 from tests.golden_text import check_golden
+from tests.torch_tensor import torch_tensor
 
 RNGS = nnx.Rngs(0)
 X = np.zeros((2, 5, 12), np.float32)
@@ -74,6 +75,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "states_list": lambda: attn()(X.tolist()),
     "states_width": lambda: attn()(X[..., :7]),
     "states_float64": lambda: attn()(X.astype(np.float64)),
+    "states_of_torch": lambda: attn()(torch_tensor(X.shape)),
+    "cross_states_of_torch": lambda: cross()(X, torch_tensor(TEXT.shape, "bfloat16")),
     "states_integer": lambda: attn()(X.astype(np.int32)),
     "dropout_without_rngs": lambda: attn(dropout=0.1)(X, deterministic=False),
     "rotary_odd_head": lambda: attn(dim_head=5)(X, rope_1d(4, 5)),
