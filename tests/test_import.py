@@ -17,7 +17,7 @@ done = time.process_time()
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a backend was initialised"
 import sys
-heavy = {"matplotlib", "rich", "optax", "orbax", "sklearn", "grain"}
+heavy = {"matplotlib", "rich", "optax", "orbax", "sklearn", "grain", "safetensors"}
 heavy = (heavy | {"transformer_engine", "tokamax"}) & set(sys.modules)
 assert not heavy - set(before), heavy
 print(done - base)
