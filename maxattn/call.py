@@ -15,6 +15,7 @@ import jax
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, brief
 from maxattn.masks import Full, Mask
+from maxattn.masks.foreign import check_not_torch
 from maxattn.masks.given import bind_mask
 
 Role = Literal["self", "cross"]
@@ -243,18 +244,6 @@ def check_dtype(name: str, dtype: str) -> None:
     if dtype not in DTYPES:
         rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
         raise InputError(name, dtype, rule, f"cast it, e.g. {remedy}")
-
-
-def check_not_torch(name: str, dtype: str) -> None:
-    """Refuse a tensor of torch by the name of its dtype, with the way to an array.
-
-    Raises:
-        InputError: it is one.
-    """
-    if dtype.startswith("torch."):
-        whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # which numpy lacks
-        rule = "it is an array of jax or numpy, and this is a tensor of torch"
-        raise InputError(name, dtype, rule, f"pass jnp.asarray({whole}.numpy())")
 
 
 def _check_one(name: str, x: Any, axes: str) -> None:

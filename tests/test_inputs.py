@@ -104,6 +104,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "k_without_values": lambda: attend(k=jax.ShapeDtypeStruct(Q.shape, Q.dtype)),
     "q_of_torch": lambda: attend(q=torch_tensor(Q.shape)),
     "v_of_torch_bfloat16": lambda: attend(v=torch_tensor(Q.shape, "bfloat16")),
+    "mask_of_torch": lambda: attend(mask=torch_tensor((8, 8), "bool")),
     "bias_of_torch": lambda: attend(bias=torch_tensor((8, 8))),
     "forward_mode": lambda: jax.jvp(attend_q, (Q,), (Q,)),
     "forward_mode_under_jit": lambda: jax.jit(jax.jacfwd(attend_q))(Q),

@@ -8,6 +8,7 @@ from maxattn.errors import InputError
 from maxattn.masks.algebra import Full
 from maxattn.masks.base import Mask
 from maxattn.masks.data import Dense
+from maxattn.masks.foreign import check_not_torch
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
@@ -45,6 +46,7 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         rule = "a mask is a mask of maxattn.masks or a boolean array"
         remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
         raise InputError("mask", found, rule, remedy)
+    check_not_torch("mask", str(mask.dtype))
     shape = tuple(mask.shape)
     if shape == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
         rule = "an array of two axes is [T, S], and this looks like [B, S]"

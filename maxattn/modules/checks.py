@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.call import Call, check_not_torch
+from maxattn.call import Call
 from maxattn.config.asked import checked_config
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError
+from maxattn.masks.foreign import check_not_torch
 
 DTYPES = ("float32", "bfloat16", "float16")
 
