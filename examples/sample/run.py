@@ -25,7 +25,6 @@ from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
 
 Mesh = jax.sharding.Mesh
-PREFIXES = ("{part}.", "base_model.model.")  # how diffusers and peft begin the names of LoRA
 
 
 class Start(NamedTuple):
@@ -72,7 +71,7 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> nnx.Module:
     """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any."""
     began = time.perf_counter()
     model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
-    prefix = _lora_prefix(paths.lora, task.part) if paths.lora else ""
+    prefix = weights.lora_prefix(model, paths.lora) if paths.lora else ""
     if paths.lora is not None:
         weights.check_lora(model, paths.lora, prefix=prefix)
     weights.load_diffusers(model, paths.weights_of(task.part), mesh=mesh)
@@ -153,20 +152,12 @@ def _sampled(
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
 
 
-def _lora_prefix(path: Path, part: str) -> str:
-    """Return what LoRA's names begin with, of the ways that diffusers and peft write them."""
-    names = list(weights.SafeTensors(path))
-    prefixes = (prefix.format(part=part) for prefix in PREFIXES)
-    return next((p for p in prefixes if any(name.startswith(p) for name in names)), "")
-
-
 def _passed_over(path: Path, prefix: str) -> str:
     others = [name for name in weights.SafeTensors(path) if not name.startswith(prefix)]
     if not others:
         return ""
-    return (
-        f"; {len(others)} tensors for other parts than {prefix[:-1]} are not, such as {others[0]}"
-    )
+    part = prefix.rstrip("._")
+    return f"; {len(others)} tensors for other parts than {part} are not, such as {others[0]}"
 
 
 def _check_finite(latents: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from math import isfinite, prod
@@ -11,33 +12,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from maxattn.errors import WeightsError, did_you_mean
-from maxattn.weights import checks
+from maxattn.errors import WeightsError
+from maxattn.weights import checks, lora_prefix
 from maxattn.weights.access import dtype_name, read_slice
 from maxattn.weights.checks import LISTED
 from maxattn.weights.lora_alphas import Strength, strength
-from maxattn.weights.names import Entry, entries
+from maxattn.weights.lora_change import Change, Difference, LowRank
+from maxattn.weights.lora_names import DIFFERENCES, LoraNames, LoraPair, named
+from maxattn.weights.names import Entry
+from maxattn.weights.naming.module_names import ModuleNames, names_of
 from maxattn.weights.patterns import OutOfReach
 
-DOWN, UP = ("lora_A", "lora.down", "lora_down"), ("lora_B", "lora.up", "lora_up")
-_NAMES = "|".join(map(re.escape, (*DOWN, *UP)))
-_PART = re.compile(rf"(?P<layer>.+)\.(?P<part>{_NAMES})(?:\.default)?\.weight")
+log = logging.getLogger("maxattn")
 _INTEGER = re.compile(r"u?int(8|16|32|64)")
-_ALPHA = re.compile(r"(?P<layer>.+)\.alpha")
-
-
-class LoraPair(NamedTuple):
-    """Name the two matrices of a layer: A [rank, in] and B [out, rank]."""
-
-    down: str
-    up: str
-
-
-class LoraNames(NamedTuple):
-    """Hold which tensors are the matrices of each layer, and which its alpha."""
-
-    layers: dict[str, LoraPair]
-    alphas: dict[str, str]
+_OTHER_MODEL = "give LoRA weights of this model"
 
 
 class Lora(NamedTuple):
@@ -45,132 +33,164 @@ class Lora(NamedTuple):
 
     Args:
         tensors: by name.
-        entries: the kernel of each layer of the module.
-        layers: the two tensors of each layer.
-        factors: what each product is multiplied by, before the caller's scale.
+        module: its names.
+        names: which tensors are for which layers.
+        factors: what each layer's product is multiplied by, before the caller's scale.
     """
 
     tensors: Mapping[str, Any]
-    entries: dict[str, Entry]
-    layers: dict[str, LoraPair]
+    module: ModuleNames
+    names: LoraNames
     factors: dict[str, float]
 
+    def layers(self) -> tuple[str, ...]:
+        """Return the layers that are changed, under diffusers' names."""
+        return tuple(self.names.written)
 
-def read_lora(module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str) -> Lora:
+    def changes(self, scale: float) -> list[tuple[Entry, Change]]:
+        """Read what is added to each parameter."""
+        found: list[tuple[Entry, Change]] = []
+        for layer, pair in self.names.pairs.items():
+            down, up = (_matrix(_whole(self.tensors, name)) for name in pair)
+            found.append(
+                (self.module.kernels[layer], LowRank(down, up, scale * self.factors[layer]))
+            )
+        for name, entry in _differences(self.names, self.module):
+            found.append((entry, Difference(_whole(self.tensors, name), scale)))
+        return found
+
+
+def read_lora(
+    module: nnx.Module,
+    tensors: Mapping[str, Any] | str | Path,
+    prefix: str | None,
+    strict: bool = True,
+) -> Lora:
     """Read LoRA weights and check all but their sums with the kernels.
 
     Args:
-        module, tensors, prefix: as for `merge_lora`.
+        module, tensors, prefix, strict: as for `merge_lora`.
 
     Raises:
         WeightsError: as `merge_lora` would, but for sums.
     """
-    checks.prefix(prefix)
-    every = {e.name.removesuffix(".weight"): e for e in entries(module) if e.axes == (1, 0)}
-    held = checks.tensors(tensors)
+    known, held = names_of(module), checks.tensors(tensors)
+    prefix = _prefix(prefix, held, known)
     said = strength(held, prefix)
     names = [name for name in held if name.startswith(prefix)]
-    layers, alphas = _named(names, prefix)
+    found = named(names, prefix, known)
     checks.arrays(names, held)
-    _check_layers(layers, every)
-    for layer, pair in layers.items():
-        _check_pair(layer, pair, every[layer], held)
-    checks.dtypes((name for pair in layers.values() for name in pair), held)
-    for name in alphas.values():
+    _check_layers(found, prefix, list(held), known, strict)
+    for layer, pair in found.pairs.items():
+        _check_pair(layer, pair, known.kernels[layer], held)
+    for name, entry in _differences(found, known):
+        _check_difference(name, entry, held)
+    used = [*(name for pair in found.pairs.values() for name in pair), *found.differences.values()]
+    checks.dtypes(used, held)
+    for name in found.alphas.values():
         _check_alpha(name, held)
-    return Lora(held, every, layers, _factors(layers, alphas, held, said))
+    return Lora(held, known, found, _factors(found, held, said))
 
 
-def whole(held: Mapping[str, Any], name: str) -> np.ndarray:
+def _prefix(prefix: str | None, held: Mapping[str, Any], known: ModuleNames) -> str:
+    """Return the prefix that was given, or find it and say which, where there are other parts."""
+    if prefix is not None:
+        checks.prefix(prefix)
+        return prefix
+    found = lora_prefix.find_prefix(held, known)
+    lora_prefix.say_which(found, held)
+    return found
+
+
+def _whole(held: Mapping[str, Any], name: str) -> np.ndarray:
     """Return a tensor on the host in float32."""
     with np.errstate(over="ignore"):
         return read_slice(held, name, (slice(None),) * len(held[name].shape)).astype(np.float32)
 
 
-def _factors(
-    layers: dict[str, LoraPair], alphas: dict[str, str], held: Mapping[str, Any], said: Strength
-) -> dict[str, float]:
-    """Return what each product is multiplied by; a layer's own alpha comes before the metadata."""
-    ranks = {layer: held[pair.down].shape[0] for layer, pair in layers.items()}
-    own = {layer: _alpha(held, name) for layer, name in alphas.items()}
+def _matrix(x: np.ndarray) -> np.ndarray:
+    return x.reshape(x.shape[0], -1)
+
+
+def _differences(names: LoraNames, module: ModuleNames) -> list[tuple[str, Entry]]:
+    """List the tensors that are added as they are, each with its parameter."""
+    every = (
+        (t, module.parameter(n, DIFFERENCES[kind])) for (n, kind), t in names.differences.items()
+    )
+    return [(tensor, entry) for tensor, entry in every if entry is not None]
+
+
+def _factors(names: LoraNames, held: Mapping[str, Any], said: Strength) -> dict[str, float]:
+    """Return what each product is multiplied by; a layer's own alpha comes before the metadata.
+
+    Metadata name layers as the file does.
+    """
+    ranks = {layer: held[pair.down].shape[0] for layer, pair in names.pairs.items()}
+    own = {layer: _alpha(held, name) for layer, name in names.alphas.items()}
     try:
-        return {n: own[n] / rank if n in own else said.of(n, rank) for n, rank in ranks.items()}
+        return {
+            n: own[n] / rank if n in own else said.of(names.written[n], rank)
+            for n, rank in ranks.items()
+        }
     except OutOfReach as error:
         remedy = "save the LoRA again with names of layers, or with an alpha for each layer"
         raise WeightsError("LoRA", "alpha_pattern", str(error), remedy) from error
 
 
-# ---- names ---------------------------------------------------------------------------------------
-
-
-def _named(names: list[str], prefix: str) -> LoraNames:
-    found: dict[str, dict[str, str]] = {}
-    alphas: dict[str, str] = {}
-    for name in names:
-        bare = name.removeprefix(prefix)
-        if part := _PART.fullmatch(bare):
-            side = "down" if part["part"] in DOWN else "up"
-            first = found.setdefault(part["layer"], {}).setdefault(side, name)
-            _check_once(part["layer"], first, name)
-        elif alpha := _ALPHA.fullmatch(bare):
-            alphas[alpha["layer"]] = name
-        else:
-            raise _no_lora(name)
-    _check_halves(found, alphas)
-    return LoraNames({layer: LoraPair(s["down"], s["up"]) for layer, s in found.items()}, alphas)
-
-
-def _no_lora(name: str) -> WeightsError:
-    rule = "LoRA weights are named <layer>.lora_A.weight, <layer>.lora_B.weight and <layer>.alpha"
-    return WeightsError("LoRA", name, rule, "save them with diffusers' save_lora_weights")
-
-
-def _check_once(layer: str, first: str, name: str) -> None:
-    if name != first:
-        rule = f"each layer has one pair of matrices, and {layer} has {first} too"
-        remedy = "keep one spelling: lora_A and lora_B, or lora.down and lora.up"
-        raise WeightsError("LoRA", name, rule, remedy)
-
-
-def _check_halves(found: dict[str, dict[str, str]], alphas: dict[str, str]) -> None:
-    if half := [layer for layer, sides in found.items() if len(sides) == 1]:
-        side = "up" if "down" in found[half[0]] else "down"
-        rule = f"each layer has two matrices, and the {side} one is missing"
-        raise WeightsError("LoRA", half[0], rule, "fetch the file again")
-    if lone := sorted(alphas.keys() - found.keys()):
-        rule = "an alpha belongs to two matrices, and there are none"
-        raise WeightsError("LoRA", alphas[lone[0]], rule, "remove it")
-
-
 # ---- layers and their matrices -------------------------------------------------------------------
 
 
-def _check_layers(layers: dict[str, LoraPair], every: dict[str, Entry]) -> None:
-    if not layers:
+def _check_layers(
+    found: LoraNames, prefix: str, names: list[str], known: ModuleNames, strict: bool
+) -> None:
+    """Refuse layers that the module does not have, or say that they are left out."""
+    unknown, count = found.unknown, len(found.unknown) + len(found.written)
+    if not count:
         rule = "it holds <layer>.lora_A.weight and <layer>.lora_B.weight"
         raise WeightsError("LoRA", "no weights", rule, "give the right file, or the right prefix")
-    if unknown := [layer for layer in layers if layer not in every]:
-        more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
-        count = f"{len(unknown)} of {len(layers)} are not"
-        rule = f"each name is a Linear layer of the module, and {count}"
-        other = "pass prefix= where all begin alike, or the module they are for"
-        remedy = did_you_mean(unknown[0], every) or other
-        raise WeightsError("LoRA", ", ".join(unknown[:LISTED]) + more, rule, remedy)
+    more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
+    listed = ", ".join(unknown[:LISTED]) + more
+    if unknown and (strict or not found.written):
+        not_there = f"{len(unknown)} of {count} are not"
+        rule = f"each name is a Linear or Conv layer of the module, and {not_there}"
+        raise WeightsError("LoRA", listed, rule, lora_prefix.remedy(unknown, prefix, names, known))
+    if unknown:
+        log.warning("LoRA: %d of %d layers are left out: %s", len(unknown), count, listed)
 
 
 def _check_pair(layer: str, pair: LoraPair, entry: Entry, held: Mapping[str, Any]) -> None:
     a, b = tuple(held[pair.down].shape), tuple(held[pair.up].shape)
-    shapes, (out_size, in_size) = f"{layer}: {a} and {b}", entry.shape
+    shapes, (out_size, *inner) = f"{layer}: {a} and {b}", entry.shape
     if a[:1] == (0,) or b[1:] == (0,):
         rule = "the rank is at least 1: with none, nothing changes"
         raise WeightsError("LoRA", shapes, rule, "leave this layer out")
-    if len(a) != 2 or len(b) != 2 or (b[0], a[1]) != entry.shape or a[0] != b[1]:
-        rule = f"lora_A is [rank, {in_size}] and lora_B [{out_size}, rank]"
-        raise WeightsError("LoRA", shapes, rule, "give LoRA weights of this model")
+    rank = a[0] if a else 0
+    if _trimmed(a) != _trimmed((rank, *inner)) or _trimmed(b) != (out_size, rank):
+        ones = ", 1" * (len(inner) - 1)
+        rule = f"lora_A is [rank, {', '.join(map(str, inner))}] and lora_B [{out_size}, rank{ones}]"
+        raise WeightsError("LoRA", shapes, rule, _OTHER_MODEL)
     for name in pair:
-        if not np.isfinite(whole(held, name)).all():
-            remedy = "fetch the file again, or train with less"
-            raise WeightsError("LoRA", name, "its numbers are finite", remedy)
+        _check_finite(name, held)
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out the axes of 1 at the end of a kernel's shape: a window of one pixel is none."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _check_difference(name: str, entry: Entry, held: Mapping[str, Any]) -> None:
+    if _trimmed(shape := tuple(held[name].shape)) != _trimmed(entry.shape):
+        rule = f"a difference has the shape of {entry.name}, {entry.shape}"
+        raise WeightsError("LoRA", f"{name}: {shape}", rule, _OTHER_MODEL)
+    _check_finite(name, held)
+
+
+def _check_finite(name: str, held: Mapping[str, Any]) -> None:
+    if not np.isfinite(_whole(held, name)).all():
+        remedy = "fetch the file again, or train with less"
+        raise WeightsError("LoRA", name, "its numbers are finite", remedy)
 
 
 def _check_alpha(name: str, held: Mapping[str, Any]) -> None:
@@ -186,4 +206,4 @@ def _check_alpha(name: str, held: Mapping[str, Any]) -> None:
 
 
 def _alpha(held: Mapping[str, Any], name: str) -> float:
-    return float(whole(held, name).reshape(()))
+    return float(_whole(held, name).reshape(()))

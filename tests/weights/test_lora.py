@@ -71,7 +71,7 @@ WRONG = {
     "alpha": {**lora(), "blocks.0.attn1.to_k.alpha": np.float32(1)},
     "nothing": {},
     "rank zero": shapes("blocks.0.attn1.to_q", (0, 16), (16, 0)),
-    "four axes": shapes("blocks.0.attn1.to_q", (2, 16, 1, 1), (16, 2, 1, 1)),  # type: ignore[arg-type]
+    "four axes": shapes("blocks.0.attn1.to_q", (2, 16, 3, 3), (16, 2, 1, 1)),  # type: ignore[arg-type]
     "three alphas": {**lora(), "blocks.1.attn1.to_q.alpha": np.ones(3, np.float32)},
     "infinite alpha": {**lora(), "blocks.1.attn1.to_q.alpha": np.float32(np.inf)},
     "two spellings": {**lora(), **lora(names=("lora.down", "lora.up"))},

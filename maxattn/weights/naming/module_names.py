@@ -1,0 +1,74 @@
+"""All names that a file may have for the layers of a module: its own, those of other codes, and
+both with underscores for dots, as kohya's sd-scripts write them.
+
+A name is looked up among those that the module's own layers have. Nothing is split at underscores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flax import nnx
+
+from maxattn.weights.access import variable_at
+from maxattn.weights.names import Entry, entries
+from maxattn.weights.naming import sgm, wan
+
+FAMILIES: Final = (wan.originals, sgm.originals)
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Hold a module's parameters, and every name of its layers.
+
+    Args:
+        entries: of its parameters, by diffusers' names.
+        kernels: of its Linear and Conv layers, by the names of the layers.
+        layers: diffusers' name of a layer, by each name that it may have.
+    """
+
+    entries: Mapping[str, Entry]
+    kernels: Mapping[str, Entry]
+    layers: Mapping[str, str]
+
+    def parameter(self, layer: str, end: str) -> Entry | None:
+        """Return a parameter of a layer; a weight may have the layer's name alone."""
+        found = self.entries.get(f"{layer}.{end}")
+        return self.entries.get(layer) if found is None and end == "weight" else found
+
+
+def names_of(module: nnx.Module) -> ModuleNames:
+    """List the names of a module's parameters and layers.
+
+    Args:
+        module: with arrays or, from `nnx.eval_shape`, without.
+    """
+    every = {entry.name: entry for entry in entries(module)}
+    kernels = {n.removesuffix(".weight"): e for n, e in every.items() if _is_kernel(module, e)}
+    layers = {_layer(name): None for name in every}
+    return ModuleNames(every, kernels, _all_names(list(layers)))
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias")
+
+
+def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
+    """Say whether it is [out, in] or [out, in, *window], of one group."""
+    if entry.axes[-2:] != (1, 0) or not entry.name.endswith(".weight"):
+        return False
+    owner: Any = variable_at(module, entry.path[:-1])
+    return getattr(owner, "feature_group_count", 1) == 1
+
+
+def _all_names(layers: list[str]) -> dict[str, str]:
+    """Map every name to its layer; one that two layers would have is none, but for their own."""
+    own = {layer: layer for layer in layers}
+    dotted = [pair for family in FAMILIES for pair in family(layers).items()] + [*own.items()]
+    meant: dict[str, set[str]] = {}
+    for layer, name in dotted:
+        for written in (name, name.replace(".", "_")):
+            meant.setdefault(written, set()).add(layer)
+    return {name: min(those) for name, those in meant.items() if len(those) == 1} | own

@@ -1,0 +1,239 @@
+"""Names of LoRA as files have them: what they begin with is found or said, other codes' names are
+translated, and what is left out was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from maxattn import weights
+from maxattn.errors import WeightsError
+from maxattn.weights.naming.module_names import names_of
+from tests.golden_text import check_golden
+from tests.weights.models import equal, model_of, values
+
+LAYERS = ("blocks.0.attn1.to_q", "blocks.1.attn1.to_out.0", "stacked.2.attn1.to_v")
+FLAT = {layer: layer.replace(".", "_") for layer in LAYERS}
+WAN = {"blocks.0.attn1.to_q": "blocks.0.self_attn.q"}
+WAN |= {"blocks.1.attn1.to_out.0": "blocks.1.self_attn.o"}
+
+
+def pair(
+    layer: str, down: str = "lora_A", up: str = "lora_B", a: Any = (2, 16), b: Any = (16, 2)
+) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(len(layer))
+    matrices = {f"{layer}.{down}.weight": a, f"{layer}.{up}.weight": b}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in matrices.items()}
+
+
+def file(begin: str = "", layers: Any = LAYERS, *spelling: str) -> dict[str, np.ndarray]:
+    """Write the same matrices under other names."""
+    names = layers if isinstance(layers, dict) else dict.fromkeys(layers)
+    found = {}
+    for layer, name in names.items():
+        known = pair(layer, *spelling)
+        found |= {begin + n.replace(layer, name or layer, 1): x for n, x in known.items()}
+    return found
+
+
+def plain() -> Any:
+    model = model_of(0)
+    weights.merge_lora(model, file(layers=LAYERS), prefix="")
+    return model
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "layers"),
+    [
+        ("", LAYERS),
+        ("transformer.", LAYERS),
+        ("unet.", LAYERS),
+        ("base_model.model.", LAYERS),
+        ("diffusion_model.", LAYERS),
+        ("diffusion_model.", {layer: WAN.get(layer) for layer in LAYERS}),
+        ("", {layer: WAN.get(layer) for layer in LAYERS}),
+        ("lora_unet_", FLAT),
+        ("lora_transformer_", FLAT),
+        ("lycoris_", {layer: WAN.get(layer, layer).replace(".", "_") for layer in LAYERS}),
+    ],
+)
+def test_the_prefix_is_found(begin: str, layers: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, given = model_of(0), file(begin, layers, "lora_down", "lora_up")
+    assert weights.lora_prefix(model, given) == begin
+    assert set(weights.merge_lora(model, given)) == set(LAYERS)
+    equal(model, plain())
+    assert not caplog.records
+
+
+def test_which_part_was_taken_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = model_of(0), pair("text_encoder.layers.0.mlp.fc1")
+    with caplog.at_level(logging.WARNING, "maxattn"):
+        weights.merge_lora(model, other | file("unet."))
+    equal(model, plain())
+    check_golden("weights/lora_part_taken", caplog.records[0].getMessage())
+
+
+def test_a_file_finds_its_metadata_without_a_prefix(tmp_path) -> None:
+    model, header = model_of(0), '{"transformer.lora_alpha": 4, "transformer.r": 2}'
+    save_file(file("transformer."), tmp_path / "x.safetensors", {"lora_adapter_metadata": header})
+    weights.merge_lora(model, tmp_path / "x.safetensors")
+    twice = model_of(0)
+    weights.merge_lora(twice, file(), 2.0)
+    equal(model, twice)
+
+
+def test_patterns_of_metadata_name_layers_as_the_file_does(tmp_path) -> None:
+    """As diffusion-pipe saves Wan: peft's settings beside the original code's names."""
+    folder, model, other = tmp_path / "lora", model_of(0), model_of(0)
+    folder.mkdir()
+    layers = {layer: WAN[layer] for layer in WAN}
+    save_file(file("diffusion_model.", layers), folder / "adapter_model.safetensors")
+    said = '{"peft_type": "LORA", "lora_alpha": 2, "r": 2, "alpha_pattern": {"self_attn.o": 6}}'
+    (folder / "adapter_config.json").write_text(said)
+    weights.merge_lora(model, folder)
+    weights.merge_lora(other, file(layers=("blocks.0.attn1.to_q",)))
+    weights.merge_lora(other, file(layers=("blocks.1.attn1.to_out.0",)), 3.0)
+    equal(model, other)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+FLUX = pair("diffusion_model.double_blocks.0.img_attn.qkv")
+Q = "blocks.0.attn1.to_q"
+WRONG: dict[str, tuple[Any, str | None]] = {
+    "given_prefix": (file("transformer."), ""),
+    "unknown_prefix": (file("my_model."), None),
+    "unknown_prefix_beside_others": (file("my_model.") | pair("text.fc1"), None),
+    "two_prefixes": (file("unet.") | file("lora_unet_", FLAT), None),
+    "another_code": (FLUX, None),
+    "another_code_flat": (pair("lora_unet_double_blocks_0_img_attn_qkv", "lora_down"), None),
+    "another_size": (pair("diffusion_model.blocks.7.self_attn.q"), None),
+    "text_encoder_alone": (pair("lora_te1_text_model_encoder_layers_0_mlp_fc1"), None),
+    "one_layer_twice": (file("", LAYERS) | file("", WAN), None),
+    "loha": ({f"lora_unet_{FLAT[Q]}.hada_w1_a": np.ones((16, 2))}, None),
+    "lokr": ({f"lycoris_{FLAT[Q]}.lokr_w1": np.ones((4, 4))}, None),
+    "dora_of_kohya": (
+        file("lora_unet_", FLAT) | {f"lora_unet_{FLAT[Q]}.dora_scale": np.ones(16)},
+        None,
+    ),
+    "three_matrices": ({f"lora_unet_{FLAT[Q]}.lora_mid.weight": np.ones((2, 2, 3, 3))}, None),
+    "difference_shape": ({f"{Q}.diff": np.ones((16, 15), np.float32)}, None),
+    "difference_and_pair": (pair(Q) | {f"{Q}.diff": np.ones((16, 16), np.float32)}, None),
+    "difference_of_nothing": ({"blocks.0.norm3.diff": np.ones(16, np.float32)}, None),
+    "difference_integers": ({f"{Q}.diff": np.ones((16, 16), np.int8)}, None),
+    "difference_infinite": ({f"{Q}.diff_b": np.full(16, np.inf, np.float32)}, None),
+    "window_of_another_size": (pair("patch", a=(2, 3, 1, 2, 2), b=(16, 2, 1, 1, 1)), None),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_names_that_do_not_fit(kind: str) -> None:
+    model, (given, prefix) = model_of(0), WRONG[kind]
+    before = values(model)
+    with pytest.raises(WeightsError) as error:
+        weights.merge_lora(model, given, prefix=prefix)
+    check_golden(f"weights/lora_names_{kind}", str(error.value))
+    for name, array in values(model).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_layers_are_left_out_where_that_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model, given = model_of(0), file("unet.") | pair("unet.blocks.9.attn1.to_q")
+    given |= {"unet.blocks.9.attn1.to_q.alpha": np.float32(1)}
+    with pytest.raises(WeightsError):
+        weights.merge_lora(model, given)
+    with caplog.at_level(logging.WARNING, "maxattn"):
+        assert set(weights.check_lora(model, given, strict=False)) == set(LAYERS)
+        assert set(weights.merge_lora(model, given, strict=False)) == set(LAYERS)
+    equal(model, plain())
+    check_golden("weights/lora_left_out", caplog.records[0].getMessage())
+
+
+def test_not_strict_still_refuses_what_is_wrong() -> None:
+    model = model_of(0)
+    for given in (FLUX, pair(Q, a=(2, 8)), {f"{Q}.hada_w1_a": np.ones((16, 2))}):
+        with pytest.raises(WeightsError):
+            weights.merge_lora(model, given, strict=False)
+
+
+class Two(nnx.Module):
+    """Two layers that are one name once dots are underscores."""
+
+    def __init__(self) -> None:
+        linear = lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0))  # noqa: E731
+        self.a, self.a_b = nnx.Dict(b_c=linear()), nnx.Dict(c=linear())
+
+
+def test_a_name_of_two_layers_is_not_guessed() -> None:
+    model = Two()
+    assert "a_b_c" not in names_of(model).layers
+    with pytest.raises(WeightsError, match="a_b_c"):
+        weights.merge_lora(model, pair("lora_unet_a_b_c"))
+    assert weights.merge_lora(model, pair("a_b.c")) == ("a_b.c",)
+
+
+# ---- what is added -------------------------------------------------------------------------------
+
+
+def test_differences_are_added_as_they_are() -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    rng = np.random.default_rng(3)
+    given = {
+        "blocks.0.self_attn.q.diff": (f"{Q}.weight", (16, 16)),
+        "blocks.0.self_attn.q.diff_b": (f"{Q}.bias", (16,)),
+        "blocks.1.self_attn.norm_q.diff": ("blocks.1.attn1.norm_q.weight", (16,)),
+        "blocks.1.modulation.diff": ("blocks.1.scale_shift_table", (1, 6, 16)),
+        "stacked.1.scale_shift_table.diff": ("stacked.1.scale_shift_table", (1, 6, 16)),
+        "patch.diff": ("patch.weight", (16, 3, 1, 2, 4)),
+    }
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, (_, shape) in given.items()}
+    changed = weights.merge_lora(model, {f"diffusion_model.{n}": x for n, x in arrays.items()}, 0.5)
+    assert set(changed) == {re.sub(r"\.(weight|bias)$", "", name) for name, _ in given.values()}
+    added = {given[name][0]: 0.5 * x.astype(np.float64) for name, x in arrays.items()}
+    for name, array in weights.to_diffusers(model).items():
+        want = before[name].astype(np.float64) + added.get(name, 0.0)
+        np.testing.assert_allclose(array, want, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0])
+def test_a_window_is_merged(alpha: float | None) -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    given = pair("patch", "lora_down", "lora_up", (2, 3, 1, 2, 4), (16, 2, 1, 1, 1))
+    down, up = (x.astype(np.float64) for x in given.values())
+    given |= {} if alpha is None else {"patch.alpha": np.float32(alpha)}
+    assert weights.merge_lora(model, given, 0.7) == ("patch",)
+    change = np.einsum("orabc,rithw->oithw", up, down) * 0.7 * (alpha or 2) / 2
+    want = before["patch.weight"].astype(np.float64) + change
+    got = weights.to_diffusers(model)
+    np.testing.assert_allclose(got["patch.weight"], want, rtol=1e-6, atol=1e-6)
+    for name in before.keys() - {"patch.weight"}:
+        np.testing.assert_array_equal(got[name], before[name], err_msg=name)
+
+
+def test_a_window_of_one_pixel_is_a_projection() -> None:
+    one, other = model_of(0), model_of(0)
+    weights.merge_lora(one, pair(Q, a=(2, 16, 1, 1), b=(16, 2, 1, 1)))
+    weights.merge_lora(other, pair(Q))
+    equal(one, other)
+
+
+class Grouped(nnx.Module):
+    """A convolution whose groups do not meet: its kernel is no B A."""
+
+    def __init__(self) -> None:
+        self.conv = nnx.Conv(4, 8, (3, 3), feature_group_count=2, rngs=nnx.Rngs(0))
+
+
+def test_groups_are_refused() -> None:
+    with pytest.raises(WeightsError):
+        weights.merge_lora(Grouped(), pair("conv", a=(2, 2, 3, 3), b=(8, 2, 1, 1)))
