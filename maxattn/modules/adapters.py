@@ -10,13 +10,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from maxattn import masks
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, Unsupported
 from maxattn.modules import checks
+from maxattn.modules.mha_rope import Rope, check_rope, turn
 
 log = logging.getLogger("maxattn")
 
@@ -26,6 +27,7 @@ def attention_fn(
     mesh: jax.sharding.Mesh | None = None,
     *,
     role: Literal["self", "cross"] = "self",
+    rope: Rope | None = None,
 ) -> AttentionFn:
     """Make the `attention_fn` of an `nnx.MultiHeadAttention`.
 
@@ -34,13 +36,16 @@ def attention_fn(
         mesh: devices to spread over; default none.
         role: which setting governs it, `attention` ("self", the default) or `cross_attention`
             ("cross").
+        rope: turns queries and keys first, as `nnx.dot_product_attention_with_rope` does: an
+            `nnx.RoPE` of flax >= 0.12.12, or any function of heads [..., T, H] and positions [T]
+            or None. Default none.
 
     Returns:
-        A function of `flax.nnx.dot_product_attention`'s arguments; two made of equal settings are
-        equal.
+        A function of `flax.nnx.dot_product_attention`'s arguments and `input_positions`; two made
+        of equal settings are equal.
 
     Raises:
-        ConfigError, MeshError, InputError: `config`, `mesh` or `role` is none.
+        ConfigError, MeshError, InputError: `config`, `mesh`, `role` or `rope` is none.
 
     >>> attend = ma.attention_fn(ma.AttentionConfig(attention="dot_product"))
     >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
@@ -50,7 +55,8 @@ def attention_fn(
     checks.config(config)
     checks.mesh(mesh)
     checks.role(role)
-    return AttentionFn(config, mesh, role)
+    check_rope(rope)
+    return AttentionFn(config, mesh, role, rope)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,13 @@ class AttentionFn:
     """Attend as `nnx.MultiHeadAttention` asks. A value, so that a module holding it is traced once.
 
     Args:
-        config, mesh, role: as in `attention_fn`.
+        config, mesh, role, rope: as in `attention_fn`.
     """
 
     config: AttentionConfig | None
     mesh: jax.sharding.Mesh | None
     role: Literal["self", "cross"]
+    rope: Rope | None = None
 
     def __call__(
         self,
@@ -80,6 +87,7 @@ class AttentionFn:
         precision: Any = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
+        input_positions: Num[Array, "*b T"] | None = None,
     ) -> Float[Array, "*b T N H"]:
         """Attend over any number of batch axes.
 
@@ -99,6 +107,8 @@ class AttentionFn:
             is_causal: no query sees a later key, query 0 standing at key 0 as in
                 `jax.nn.dot_product_attention`. A single query is one new token, which sees the
                 whole cache.
+            input_positions: [T], or broadcastable to [..., T]: where the tokens stand, for the
+                rope; default 0, 1, 2, ... Refused without a rope, and where T != S.
 
         Raises:
             Unsupported: for dropout on probabilities.
@@ -106,8 +116,9 @@ class AttentionFn:
         """
         if not deterministic:
             _refuse_dropout(dropout_rate)
+        batch = _batch_dims(query, key, value)
+        query, key = turn(self.rope, input_positions, query, key)
         q, k, v = _one_dtype(dtype, query, key, value)
-        batch = _batch_dims(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         where = _mask(mask, is_causal, q.shape[1], batch)
         bias = None if bias is None else _fold(bias, batch, "bias")

@@ -14,6 +14,7 @@ from maxattn.errors import InputError
 from maxattn.modules import checks
 from maxattn.modules.adapters import AttentionFn, attention_fn
 from maxattn.modules.base import AttentionBase
+from maxattn.modules.mha_rope import bound_rope, why_unread
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def swap(
 
     Parameters, their names and the model's own code stay as they are: only the function that
     attends is exchanged, so a checkpoint of the model loads before and after. Calling it again with
-    another config exchanges it again.
+    another config exchanges it again. The rope of `nnx.dot_product_attention_with_rope` is kept.
 
     Args:
         model: any NNX module; stacked layers (`nnx.scan`, `nnx.vmap`) too.
@@ -99,9 +100,13 @@ def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any)
         return Swapped(where, kind, False, reason)
     # Only the width of its keys says what a module attends to before it is called.
     role = "self" if module.in_features == module.in_kv_features else "cross"
-    module.attention_fn = attention_fn(config, mesh, role=role)
+    fn = module.attention_fn
+    rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)
+    module.attention_fn = attention_fn(config, mesh, role=role, rope=rope)
     key = "attention" if role == "self" else "cross_attention"
-    return Swapped(where, kind, True, f"{key}: {getattr(config or AttentionConfig(), key)}")
+    turned = "" if rope is None else ", after its rope"
+    governed = f"{key}: {getattr(config or AttentionConfig(), key)}{turned}"
+    return Swapped(where, kind, True, governed)
 
 
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -133,6 +138,6 @@ def _reason_to_leave(module: Any) -> str | None:
         remedy = "set 0.0, or deterministic=True"
         return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities ({remedy})"
     fn = module.attention_fn
-    if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn):
+    if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn) or bound_rope(fn) is not None:
         return None
-    return f"its attention_fn is {getattr(fn, '__name__', type(fn).__name__)}, not flax's"
+    return f"its attention_fn is {why_unread(fn)}"
