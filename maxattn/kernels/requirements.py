@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxattn.call import Reason
-from maxattn.jax_private.versions import TESTED
+from maxattn.jax_private.versions import TESTED, Versions
 from maxattn.kernels.table import EXTRAS, TABLE, KernelRow
 from maxattn.target import Target
 
@@ -46,7 +46,9 @@ def _no_package(row: KernelRow, target: Target) -> Reason | None:
     return Reason(row.name, "package", f"{row.package} {lacks}", remedy(row.package, target))
 
 
-def untested(kernel: str, package: str, target: Target) -> Reason | None:
+def untested(
+    kernel: str, package: str, target: Target, tested: Versions | None = None
+) -> Reason | None:
     """Refuse a version of a package that a kernel, which takes hold of its insides, was not tested
     with.
 
@@ -54,8 +56,9 @@ def untested(kernel: str, package: str, target: Target) -> Reason | None:
         kernel: its name.
         package: pip's name, one of `versions.TESTED`.
         target: whose version is judged; none that is not known there.
+        tested: the versions that will do; default those of `versions.TESTED`.
     """
-    version, tested = target.version(package), TESTED[package]
+    version, tested = target.version(package), tested or TESTED[package]
     if version is None or tested.hold(version):
         return None
     rule = f"it uses what {package} keeps private, was tested with {tested}, and this is {version}"

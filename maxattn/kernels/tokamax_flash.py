@@ -2,8 +2,7 @@
 
 Splash attention is like JAX's, with its own schedule, and its backward is one kernel.
 
-Source: tokamax, ops/experimental/tpu/splash_attention; Dao et al., FlashAttention-2 (arXiv
-2307.08691).
+Source: tokamax, splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.versions import TOKAMAX_ON_GPU
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU, TOKAMAX_SPLASH
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
 from maxattn.kernels.requirements import is_here, remedy, untested
@@ -48,7 +47,7 @@ class TokamaxFlash(Splash):
         """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
-        reason = untested("tokamax_flash", "tokamax", target)
+        reason = untested("tokamax_flash", "tokamax", target, TOKAMAX_SPLASH)
         return reason or refusal("tokamax_flash", call, target)
 
     @staticmethod

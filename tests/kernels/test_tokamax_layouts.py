@@ -1,0 +1,97 @@
+"""The two folders that tokamax has kept its splash attention in, and versions beyond them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn.errors import Unsupported
+from maxattn.jax_private.tokamax import FOLDERS, library
+from tests.golden_text import check_golden
+from tests.reference import attention64, error
+
+pytest.importorskip("tokamax")
+OLD, NEW = FOLDERS
+CONFIG = ma.AttentionConfig(attention="tokamax_flash")
+
+
+def in_the_folder_of_0_0_18(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the installed modules where 0.0.18's nightlies have them, and nothing in the old place.
+
+    Beside their names nothing of these modules differs between 0.0.17 and 0.0.18.dev20261026.
+    """
+    here = next(folder for folder in FOLDERS if _is_there(folder))
+    (source,) = import_module(here).__path__
+    shutil.copytree(source, at / "splash_attention", ignore=shutil.ignore_patterns("*_test.py"))
+    for file in (at / "splash_attention").glob("*.py"):
+        file.write_text(file.read_text().replace(here, NEW))
+    ops = import_module("tokamax._src.ops")
+    monkeypatch.setattr(ops, "__path__", [str(at), *ops.__path__])
+    _forget(monkeypatch, OLD)
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch, *gone: str) -> None:
+    """Forget what was imported from both folders, and let imports of `gone` fail."""
+    for name in [name for name in sys.modules if name.startswith(FOLDERS)]:
+        monkeypatch.delitem(sys.modules, name)
+    for folder in gone:
+        monkeypatch.setitem(sys.modules, folder, None)  # type: ignore[arg-type]
+
+
+def _is_there(folder: str) -> bool:
+    try:
+        import_module(folder)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.fixture
+def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = {name for name in sys.modules if name.startswith(NEW)}
+    in_the_folder_of_0_0_18(tmp_path, monkeypatch)
+    jax.clear_caches()
+    yield tmp_path
+    jax.clear_caches()
+    for name in [n for n in sys.modules if n.startswith(NEW) and n not in before]:
+        del sys.modules[name]
+
+
+def test_the_kernels_run_from_the_folder_of_0_0_18(moved: Path) -> None:
+    assert Path(library().__file__).is_relative_to(moved)
+    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 128, 2, 64)).astype("float32")
+    attend = jax.jit(lambda *x: ma.attention(*x, mask=ma.masks.Causal(), config=CONFIG))
+    out, vjp = jax.vjp(attend, *map(jnp.asarray, (q, k, v)))
+    want = attention64(q, k, v, np.tri(128, dtype=bool), dout=dout)
+    got = (out, *vjp(jnp.asarray(dout)))
+    errors = [error(a, b) for a, b in zip(got, (want.out, *want[2:5]), strict=True)]
+    assert max(errors) < 2e-5, errors
+
+
+def test_a_third_folder_is_a_refusal_and_no_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _forget(monkeypatch, *FOLDERS)
+    with pytest.raises(Unsupported) as caught:
+        library()
+    check_golden("refused/tokamax_moved", str(caught.value))
+
+
+@pytest.mark.parametrize("device", ["TPU v5p", "cpu", "NVIDIA H100"])
+def test_versions_that_are_too_new_are_refused_by_name(device: str) -> None:
+    q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    said = []
+    for version in ("0.0.17", "0.0.18.dev20261026", "0.0.19"):
+        target = ma.Target.named(device, (("tokamax", version),))
+        try:
+            ma.plan(ma.Call.of(q, q), CONFIG, target=target)
+            said.append(f"# {version}: runs")
+        except Unsupported as refused:
+            said.append(f"# {version}\n{refused}")
+    check_golden(f"refused/tokamax_versions_{device.split()[-1]}", "\n".join(said))
