@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import maxattn as ma
 
 PROBE = """
@@ -36,6 +38,18 @@ def import_seconds() -> float:
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return float(run.stdout)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [["-c", "import maxattn"], ["-m", "maxattn", "--version"]],
+    ids=["import", "command line"],
+)
+def test_nothing_warns(what: list[str]) -> None:
+    """Warnings of this Python, jax and flax are errors, and maxattn has none at its import."""
+    command = [sys.executable, "-W", "error", *what]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and not run.stderr, run.stderr
 
 
 def test_every_public_name_is_there_and_documented() -> None:
