@@ -160,7 +160,7 @@ class Mask(ForKernels, Normal):
 
         Raises:
             InputError: there are more queries than keys and no offset, or a leaf or `VideoMask`
-            does not fit.
+                does not fit.
         """
         lengths = Lengths(q_len, kv_len, batch, heads)
         return self.over_leaves(lambda mask: mask.bound_to(lengths)).canonical()

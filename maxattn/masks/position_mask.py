@@ -54,12 +54,12 @@ class PositionMask(Mask):
 
     @property
     def leaves_parts_empty(self) -> bool:
-        """Whether it forbids whole stretches of pairs: taken to, so that chunks are short."""
+        """Whether it forbids whole stretches of pairs. Taken as true, so that chunks are short."""
         return True
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions: taken to, so that a kernel's tiles fit."""
+        """Whether its test divides positions. Taken as true, so that a kernel's tiles fit."""
         return True
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:

@@ -31,7 +31,7 @@ class VideoMask(PositionMask):
 
     Raises:
         InputError: a number is out of range, or `sink` leaves no room in the budget for a query's
-        own block.
+            own block.
 
     >>> from maxattn import masks
     >>> print(masks.VideoMask(6, 1, window=3, sink=1).show(6, 6))

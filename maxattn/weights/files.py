@@ -35,7 +35,7 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
 
     Raises:
         WeightsError: nothing is there, a file of the index is missing or broken, or there are only
-        pickles.
+            pickles.
     """
 
     def __init__(self, path: str | Path) -> None:
