@@ -1,10 +1,12 @@
 """Read the pages: README.md and docs/, their fenced blocks, and the comments that mark blocks.
 
-A block is run (`python`, `sh`), loaded (`yaml`), or shown alone (`text`, `mermaid`). A comment on
-the line before its fence says what a block is:
+A block is run (`python`, `sh`, and the cells of notebooks), loaded (`yaml`), or shown alone
+(`text`, `mermaid`, and what the site's API is made of). A comment on the line before its fence says
+what a block is:
 
     <!-- needs: an NVIDIA GPU -->   it is not run here, and why
     <!-- output -->                 it is what the block before prints; `...` stands for any text
+    <!-- site: support -->          no block: a text of docs/building/ stands there in the site
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*|\{[\w-]+\})(?: ipython3)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"{code-cell}": "python"}
+BUILT = "_build"  # what `make docs` writes, not pages
 MARK = re.compile(r"<!-- (needs: .+|output) -->\n\Z")
 
 
@@ -45,8 +49,8 @@ class Block:
 
 def pages() -> tuple[str, ...]:
     """List README.md and every page of docs/, as paths from the root."""
-    docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-    return ("README.md", *docs)
+    found = (path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
+    return ("README.md", *sorted(str(path) for path in found if BUILT not in path.parts))
 
 
 def text_of(page: str) -> str:
@@ -61,7 +65,8 @@ def blocks(page: str) -> Iterator[Block]:
         before = text[: found.start()]
         mark = MARK.search(before)
         line = before.count("\n") + 1
-        yield Block(page, line, found[1], found[2], mark[1] if mark else "")
+        language = LANGUAGES.get(found[1], found[1])
+        yield Block(page, line, language, found[2], mark[1] if mark else "")
 
 
 def lines_outside_of_fences(page: str) -> Iterator[tuple[int, str]]:
