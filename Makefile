@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo test test-all test-diffusers test-gpu test-tpu-compile fuzz lint clean help
+.PHONY: demo docs test test-all test-diffusers test-gpu test-tpu-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -68,11 +68,21 @@ test-tpu-compile: $(READY) $(if $(MAXATTN_TPU_PYTHON),,$(TPU_READY))  ## compile
 	MAXATTN_TPU_PYTHON=$(or $(MAXATTN_TPU_PYTHON),$(CURDIR)/.venv-tpu/bin/python) \
 	$(BIN)/python -m pytest -n 0 -s -m "" tests/block_sizes/test_compiles.py $(ARGS)
 
+DOCS_READY := .venv-docs/.ready
+
+$(DOCS_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_READY)  ## the pages as a site, with the API and notebooks that run: docs/_build/html/index.html
+	.venv-docs/bin/python -m sphinx -W --keep-going -n -b html docs docs/_build/html $(ARGS)
+
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What the site has beside its pages: texts made of the code, and pages from outside of docs/."""
