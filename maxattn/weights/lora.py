@@ -38,7 +38,7 @@ def merge_lora(
         module: whose Linear and Conv layers the names mean.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up);
-            of a convolution [rank, in, *window] and [out, rank, 1, ...]. `<layer>.diff` and
+            of a convolution `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
             `<layer>.diff_b` are added to weight and bias as they are. Layers have diffusers' names,
             those of Wan's or Stability's own code, or any of them with underscores for dots.
             A layer's alpha is `<layer>.alpha`; else what the metadata say, alpha_pattern before
