@@ -11,8 +11,8 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from maxattn.devices import DEVICES, USUAL, Device, Platform, device_kind, device_of
-from maxattn.errors import ConfigError, did_you_mean
+from maxattn.config.target_names import read_target
+from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 
@@ -64,18 +64,14 @@ class Target:
         """Describe a machine that need not be there.
 
         Args:
-            kind: a name of `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu"), or a platform
-                ("tpu", "gpu").
+            kind: a name of `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu") or another
+                spelling of it ("v5p", "H200"), or a platform ("tpu", "gpu").
             packages: optional packages it has, as (name, version).
 
         Raises:
             ConfigError: for a name that is not known.
         """
-        kind = USUAL.get(kind, kind)
-        if kind not in DEVICES:
-            rule = f"it must be one of {', '.join(DEVICES)}"
-            remedy = did_you_mean(kind, DEVICES) or "take a name from that list"
-            raise ConfigError("target", kind, rule, remedy)
+        kind = read_target(kind).kind
         return Target(DEVICES[kind].platform, kind, packages)
 
     @contextmanager

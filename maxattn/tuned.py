@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
 from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
+from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
@@ -127,9 +128,19 @@ def with_sizes(
 
 
 def cache_path() -> Path:
-    """Return the file of measurements: tuned.json in $MAXATTN_CACHE, else in ~/.cache/maxattn."""
-    folder = os.environ.get(VARIABLE)
-    return (Path(folder) if folder else Path.home() / ".cache" / "maxattn") / "tuned.json"
+    """Return the file of measurements: tuned.json in $MAXATTN_CACHE, else in ~/.cache/maxattn.
+
+    Raises:
+        ConfigError: the variable is not set, and the user has no home folder.
+    """
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder) / "tuned.json"
+    try:
+        return Path.home() / ".cache" / "maxattn" / "tuned.json"
+    except RuntimeError:
+        rule = "measurements are kept in ~/.cache/maxattn, and this user has no home folder"
+        remedy = f"set {VARIABLE} to a folder that you may write to"
+        raise ConfigError(VARIABLE, "not set", rule, remedy) from None
 
 
 def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[Tuned, ...]:
@@ -140,7 +151,7 @@ def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[T
     try:
         path = cache_path()
         stamp = path.stat()
-    except (OSError, ValueError, RuntimeError):  # no file; no home to look in
+    except (OSError, ValueError):  # no file; ConfigError: no home to look in
         return ()
     if not S_ISREG(stamp.st_mode):  # to read a pipe would wait for its writer
         return ()

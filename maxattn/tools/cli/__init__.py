@@ -58,11 +58,15 @@ def overview() -> str:
 
 def _run(name: str, words: Sequence[str]) -> int:
     command = import_module(f"{__name__}.{name}")
+    parser = _parser(name, command)
     try:
         # Overrides may stand before, between and after options.
-        args = _parser(name, command).parse_intermixed_args(words)
+        args, unknown = parser.parse_known_intermixed_args(words)
     except SystemExit as end:
         return int(end.code or 0)
+    if unknown:
+        print("\n".join(_unknown(parser, word) for word in unknown), file=sys.stderr)
+        return 2
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         status = command.run(args)
@@ -77,6 +81,14 @@ def _run(name: str, words: Sequence[str]) -> int:
     except BrokenPipeError:  # `maxattn ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
+    """Say that there is no such option, and which one is meant."""
+    option = word.partition("=")[0]
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    guess = did_you_mean(option, known) or f"{parser.prog} --help lists them"
+    return f"{parser.prog}: no option '{option}': {guess}"
 
 
 def _parser(name: str, command: Any) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Validate a config; print what it sets, the plan of each shape, its memory, and advice.
 
   maxattn check configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross \\
-      --target "TPU v5p" --devices 8
+      --target "TPU v5p" --devices 8 --batch 2
   maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
 Wrong keys and values are reported all at once, with file and line; the exit status is then 1, as it
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the resolved config, then each shape."""
     source = read_source(args)
     lengths = _lengths(args.lengths)
-    packages_of(args)  # a wrong one is refused without a shape too
+    packages_of(args)  # a wrong one is refused without a shape too, and so is a wrong target
+    if args.target:
+        target_of(args, source.config)
     shapes = shapes_of(args, source) if args.shape or of_sections(source.sections) else ()
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
     for note in source.notes:

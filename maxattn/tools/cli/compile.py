@@ -20,15 +20,18 @@ from typing import Any
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import plain
 from maxattn.config.numbers import MOST_DEVICES, whole
+from maxattn.config.target_names import read_target
 from maxattn.context_parallel.base import readable
-from maxattn.devices import memory_of
-from maxattn.errors import MeshError
+from maxattn.devices import DEVICES, memory_of
+from maxattn.errors import ConfigError, MeshError
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.model_shapes import Shape
 
-_TARGET = "a topology: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1"
+_TARGET = (
+    "chips along each side: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1; default a host"
+)
 _SLICES = "so many of the topology, for dcn_*_parallelism"
 _MODULE = (
     "a whole FlaxAttention or CrossAttention as Wan has it: "
@@ -54,6 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile each shape and print what came of it."""
     source = read_source(args)
+    args.topology = topology_of(args.target)
     if whole(args.slices, most=MOST_DEVICES) is None or (args.slices > 1 and args.devices):
         rule = "there is at least one slice, and several are used whole"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
@@ -71,7 +75,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> CompileJob:
     how = args.train, args.module, args.devices, args.slices
-    return CompileJob(args.target, config, shape, *how)
+    return CompileJob(args.topology, config, shape, *how)
+
+
+def topology_of(target: str) -> str:
+    """Return libtpu's name of a target, one host of it where no chips are written.
+
+    Raises:
+        ConfigError: for a name that is not known, or of no TPU.
+    """
+    name = read_target(target)
+    if DEVICES[name.kind].platform != "tpu":
+        rule = f"compile has the compiler of TPUs, and {name.kind} is none"
+        remedy = "use explain or check, which need no compiler, or name a TPU, such as v5p:2x2x1"
+        raise ConfigError("target", target, rule, remedy)
+    return name.topology
 
 
 def fits(outcome: Outcome) -> bool:

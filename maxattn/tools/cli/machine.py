@@ -10,6 +10,7 @@ from typing import Any
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import plain
 from maxattn.config.numbers import MOST_DEVICES, whole, whole_in
+from maxattn.config.target_names import read_target
 from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
@@ -22,7 +23,8 @@ def machine_arguments(parser: argparse.ArgumentParser) -> None:
     package = f"an optional package that the named target has: {known}"
     mesh = "context=4,fsdp=2; default the parallelisms of the config"
     devices = "how many there are, for an ici_*_parallelism of -1"
-    add("--target", help='"TPU v5p", "NVIDIA H200", cpu, ...; default this machine')
+    target = "v5p, H200, Trillium, cpu, ...; v5p:2x2x1 is so many chips too; default this machine"
+    add("--target", help=target)
     several: dict[str, Any] = {"action": "append", "default": []}
     add("--with", **several, dest="packages", metavar="PACKAGE[=VERSION]", help=package)
     add("--mesh", **several, help=mesh)
@@ -33,6 +35,9 @@ def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
     """Return the named target, else the config's platform, else this machine.
 
     A name touches no backend.
+
+    Raises:
+        ConfigError: for a name that is not known.
     """
     packages = packages_of(args)
     if not args.target:
@@ -70,23 +75,36 @@ def _package(text: str) -> tuple[str, str]:
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
     """Return the axis sizes that --mesh names, else those of the config.
 
-    An open size, -1, is what --devices leaves, else 1.
+    An open size, -1, is what --devices leaves, or the chips of the target; else 1.
 
     Raises:
         MeshError: for a wrong spelling, no device, or devices that do not divide or are not those
             of --mesh.
     """
-    devices = args.devices
-    if devices is not None:
-        _check_count(devices)
+    if args.devices is not None:
+        _check_count(args.devices)
+    there = read_target(args.target).devices if args.target else None
     if not args.mesh:
-        return _mesh_of_config(config, devices)
+        return _mesh_of_config(config, _used(args, there))
     sizes = read_mesh(args.mesh)
-    if devices is not None and prod(sizes.values()) != devices:
+    if args.devices is not None and prod(sizes.values()) != args.devices:
         rule = f"--mesh {','.join(args.mesh)} says how many there are, {prod(sizes.values())}"
         remedy = "leave one of them out: --devices is for the config's own mesh"
-        raise MeshError("--devices", devices, rule, remedy)
+        raise MeshError("--devices", args.devices, rule, remedy)
+    if there is not None and prod(sizes.values()) > there:
+        rule = f"{args.target} has {there} devices, and these are {prod(sizes.values())}"
+        raise MeshError("--mesh", ",".join(args.mesh), rule, "name a larger topology")
     return sizes
+
+
+def _used(args: argparse.Namespace, there: int | None) -> int | None:
+    """Return the devices to use: --devices of those that the target has, else all of them."""
+    if there is None or args.devices is None:
+        return there if args.devices is None else args.devices
+    if args.devices > there:
+        rule = f"{args.target} has {there} devices"
+        raise MeshError("--devices", args.devices, rule, f"write --devices {there}, or more chips")
+    return args.devices
 
 
 def _check_count(devices: int) -> None:

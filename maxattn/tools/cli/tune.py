@@ -5,7 +5,8 @@
   maxattn tune configs/wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
 It prints the YAML of the fastest. Each measurement is kept at once in ~/.cache/maxattn (or
-$MAXATTN_CACHE): a killed command goes on where it was. Plans on this machine then take the fastest
+$MAXATTN_CACHE): a killed command goes on where it was. Where nothing can be written, nothing is
+kept, and it says so. Plans on this machine then take the fastest
 sizes where the config sets none. With a --target that is not this machine, nothing is timed or
 kept: the sizes are ranked by what they compute, padding included, and by their steps: an estimate.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from maxattn.call import Call
@@ -30,8 +32,8 @@ from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import Candidate, candidates
-from maxattn.tools.writable import check_writable
 from maxattn.tuned import (
+    VARIABLE,
     Sizes,
     Tuned,
     cache_path,
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Tune each shape."""
     if args.limit < 1:
         raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
-    source = read_source(args)
+    source, args.has_said_so = read_source(args), False
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     for number, shape in enumerate(shapes_of(args, source)):
         made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))
@@ -156,18 +158,29 @@ _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
 
 
 def _timed(args: argparse.Namespace, tuning: Tuning, found: tuple[Candidate, ...]) -> None:
-    path, count = cache_path(), len(found)
-    check_writable("MAXATTN_CACHE", path)
+    with store.writable_copy(cache_path()) as (path, problem):
+        _say_kept(path, "" if args.has_said_so else problem, len(found))
+        args.has_said_so = bool(problem)
+        say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
+        for number, candidate in enumerate(found, start=1):
+            say(f"  {number}/{len(found)}  {candidate}")
+            measured, old = _measured(args, tuning, candidate, path)
+            before = "  (measured before)" if old else ""
+            said = f"{number:>3}/{len(found)}  {_words(measured):<40}  {candidate}{before}"
+            print(f"  {said}", flush=True)
+        _say_winner(tuning, found[0], path, is_kept=not problem)
+
+
+def _say_kept(path: Path, problem: str, count: int) -> None:
+    """Say where measurements are kept, or once why they are not."""
+    if problem:
+        where = f"{cache_path()} cannot be written, so nothing is kept: {problem}"
+        print(f"  {where}; set {VARIABLE} to a folder that you may write to")
+    is_kept = path == cache_path()
     if aside := store.put_aside(path):
-        print(f"  {path} is damaged: {aside[0]}; a copy is kept as {aside[1].name}", flush=True)
-    print(f"  {count} candidates; measurements in {path}", flush=True)
-    say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
-    for number, candidate in enumerate(found, start=1):
-        say(f"  {number}/{count}  {candidate}")
-        measured, old = _measured(args, tuning, candidate)
-        before = "  (measured before)" if old else ""
-        print(f"  {number:>3}/{count}  {_words(measured):<40}  {candidate}{before}", flush=True)
-    _say_winner(tuning, found[0])
+        copied = f"; a copy is kept as {aside[1].name}" if is_kept else ""
+        print(f"  {cache_path()} is damaged: {aside[0]}{copied}")
+    print(f"  {count} candidates{f'; measurements in {path}' if is_kept else ''}", flush=True)
 
 
 def _words(measured: dict[str, Any]) -> str:
@@ -177,16 +190,16 @@ def _words(measured: dict[str, Any]) -> str:
 
 
 def _measured(
-    args: argparse.Namespace, tuning: Tuning, candidate: Candidate
+    args: argparse.Namespace, tuning: Tuning, candidate: Candidate, path: Path
 ) -> tuple[dict[str, Any], bool]:
     """Return a measurement, and whether it was there already."""
     identity, wanted = tuning.identity(candidate), _wanted(args)
-    old = store.find(cache_path(), identity)
+    old = store.find(path, identity)
     if old and not args.again and (old["error"] or all(old[key] is not None for key in wanted)):
         return old, True
     nothing: dict[str, Any] = {"forward_ms": None, "training_ms": None}
     measured = identity | nothing | (old or {}) | _times(tuning, candidate, wanted)
-    store.add(cache_path(), measured)
+    store.add(path, measured)
     return measured, False
 
 
@@ -216,8 +229,8 @@ def _time(built: Any, local: Call, training: bool) -> float:
     return milliseconds(built, local, training)
 
 
-def _say_winner(tuning: Tuning, default: Candidate) -> None:
-    path, kernel, target = cache_path(), tuning.kernel, tuning.target
+def _say_winner(tuning: Tuning, default: Candidate, path: Path, is_kept: bool) -> None:
+    kernel, target = tuning.kernel, tuning.target
     table = winners(read_kept(path).measurements, target.device_kind, target.packages, str(path))
     call = key_of(tuning.local)
     best = next((t for t in table if t.kernel == kernel and t.call == call), None)
@@ -226,7 +239,8 @@ def _say_winner(tuning: Tuning, default: Candidate) -> None:
         return
     before = store.find(path, tuning.identity(default))
     print(f"  fastest {best}{_gain(best, before)}")
-    print("  plans on this machine take it where the config sets none; to set it:")
+    kept = "plans on this machine take it where the config sets none; " if is_kept else ""
+    print(f"  {kept}to set it:")
     print(tuning.yaml(best.sizes))
 
 

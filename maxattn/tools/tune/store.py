@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from maxattn.config.measurements import VERSION, read_kept
+from maxattn.tools.writable import unwritable
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
 
@@ -29,6 +31,20 @@ def add(path: Path, measurement: dict[str, Any]) -> None:
         new = path.with_suffix(f".{os.getpid()}.new")
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
+
+
+@contextmanager
+def writable_copy(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the file, or a copy for this command alone where it cannot be written, and why."""
+    problem = unwritable("MAXATTN_CACHE", path)
+    if problem is None:
+        yield path, ""
+        return
+    with TemporaryDirectory(prefix="maxattn-tune-") as folder:
+        copy = Path(folder) / path.name
+        with suppress(OSError):  # there is none, or it may not be read
+            shutil.copyfile(path, copy)
+        yield copy, problem.rule
 
 
 def put_aside(path: Path) -> tuple[str, Path] | None:

@@ -131,7 +131,7 @@ def test_what_does_not_fit(capsys):
 
 @needs_libtpu
 def test_what_is_refused(capsys):
-    ran = run(capsys, "compile", "attention=auto", "--target", "v5q:2x2", "--shape", "sdxl-64")
+    ran = run(capsys, "compile", "attention=auto", "--target", "v5p:3x5x7", "--shape", "sdxl-64")
     assert ran.status == 1
     check_golden("cli/compile/unknown_topology", ran.out)
     ran = run(capsys, "compile", "attention=auto", "--target", "v5e:2x2", "--shape", "wan-cross")

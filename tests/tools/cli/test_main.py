@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import pytest
 
 from maxattn import __version__
 from maxattn.tools.cli import COMMANDS
+from tests.golden_text import check_golden
+from tests.pages import ROOT
 from tests.tools.cli.command import run
 
 
@@ -35,9 +38,40 @@ def test_each_command_has_help(capsys, name):
     assert ran.status == 0 and f"usage: maxattn {name}" in ran.out
 
 
+@pytest.mark.parametrize("name", ["explain", "check"])
+def test_the_examples_of_help_run(capsys, monkeypatch, name):
+    """Those of `compile`, `bench` and `tune` take minutes or hardware."""
+    monkeypatch.chdir(ROOT)
+    text = run(capsys, name, "--help").out.replace("\\\n", " ")
+    examples = [line.strip() for line in text.splitlines() if line.startswith("  maxattn ")]
+    assert len(examples) >= 2
+    for example in examples:
+        _, *words = shlex.split(example)
+        ran = run(capsys, *words)
+        missing = "base_wan_14b.yml" in example  # MaxDiffusion's own file
+        assert (ran.status, ran.err) == (0, "") or (missing and "base_wan_14b" in ran.err), example
+
+
 def test_a_wrong_option_is_wrong_usage(capsys):
     ran = run(capsys, "explain", "attention=auto", "--shap")
     assert ran.status == 2 and "--shap" in ran.err
+
+
+def test_mistyped_options_get_a_guess(capsys):
+    words = {
+        "explain": ["--shpe", "sdxl-64", "--taget=cpu", "--zzz"],
+        "check": ["--modle", "--batchs", "2"],
+        "compile": ["--target", "v5p", "--trian"],
+        "tune": ["--limits", "3"],
+        "bench": ["--shaep", "x"],
+        "convert": ["base.yml", "--outt"],
+    }
+    said = []
+    for command, options in words.items():
+        ran = run(capsys, command, *options)
+        assert (ran.status, ran.out) == (2, "")
+        said.append(ran.err.rstrip())
+    check_golden("cli/check/mistyped_options", "\n".join(said))
 
 
 @pytest.mark.parametrize("command", ["explain", "check"])

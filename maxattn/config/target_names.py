@@ -1,0 +1,119 @@
+"""How people write a target: "TPU v5p", "tpu7x", "H200", "Trillium", "v5p:2x2x1".
+
+`read_target` is the one reader of such names: of the command line's --target and of
+`Target.named`. Case, spaces, dashes and underscores do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from maxattn.devices import DEVICES, USUAL
+from maxattn.errors import ConfigError, did_you_mean
+
+# Names of the makers that are in no row's kind, as they are compared: without spaces and dashes.
+_TRADE_NAMES = {
+    "trillium": "TPU v6e",
+    "ironwood": "TPU v7x",
+    "v5litepod": "TPU v5e",
+    "mi300": "AMD Instinct MI300X",
+}
+# jax's names, and libtpu's where it has its own.
+_OTHERS = {
+    "TPU v5e": ("v5lite", "v5 lite"),
+    "TPU v5p": ("TPU v5",),
+    "TPU v6e": ("v6lite", "v6 lite"),
+    "TPU v7x": ("7x", "v7", "TPU 7"),
+}
+_LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation, where it is not the last word of ours
+_HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # chips; else 2 x 2
+_DEVICES_OF_A_CHIP = {"TPU v7x": 2}
+_SIDES = re.compile(r"\d{1,4}(x\d{1,4}){1,2}")
+
+
+class TargetName(NamedTuple):
+    """Hold what a name says.
+
+    Args:
+        kind: of `devices.DEVICES`.
+        sides: chips along each side of a TPU's topology; () where none is written.
+    """
+
+    kind: str
+    sides: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int | None:
+        """Return how many devices jax lists of the topology, None where none is written.
+
+        >>> read_target("v5p:2x2x1").devices, read_target("tpu7x:2x2x1").devices
+        (4, 8)
+        """
+        return prod(self.sides) * _DEVICES_OF_A_CHIP.get(self.kind, 1) if self.sides else None
+
+    @property
+    def topology(self) -> str:
+        """Return libtpu's name of the topology, of one host where none is written.
+
+        >>> read_target("Ironwood").topology
+        'tpu7x:2x2x1'
+        """
+        generation = _LIBTPU.get(self.kind, self.kind.rpartition(" ")[2])
+        return f"{generation}:{'x'.join(map(str, self.sides or _HOST.get(self.kind, (2, 2))))}"
+
+
+def read_target(text: str) -> TargetName:
+    """Read the name of a machine.
+
+    >>> read_target("tpu v6e").kind, read_target("h200").kind, read_target("v5p:2x2x1").sides
+    ('TPU v6e', 'NVIDIA H200', (2, 2, 1))
+
+    Raises:
+        ConfigError: for a name that is not known, or chips that are not written as 2x2 or 2x2x1.
+    """
+    name, colon, layout = str(text).partition(":")
+    kind = _SPELLINGS.get(_bare(name)) or USUAL.get(name)
+    if kind is None:
+        raise _unknown(str(text), name)
+    return TargetName(kind, _sides(str(text), kind, layout) if colon else ())
+
+
+def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
+    if DEVICES[kind].platform != "tpu":
+        rule = f"chips along each side are a TPU's, and {kind} is none"
+        raise ConfigError("target", text, rule, f"write {kind!r}, and --devices or --mesh")
+    sides = tuple(map(int, layout.split("x"))) if _SIDES.fullmatch(layout) else ()
+    if not sides or 0 in sides:
+        rule = "after the colon stand the chips along each side"
+        raise ConfigError("target", text, rule, f"write for example {TargetName(kind).topology}")
+    return sides
+
+
+def _unknown(text: str, name: str) -> ConfigError:
+    close = did_you_mean(_bare(name), _SPELLINGS)
+    guess = f"did you mean '{_SPELLINGS[close.split(chr(39))[1]]}'?" if close else ""
+    rule = f"it must be one of {', '.join(DEVICES)}"
+    return ConfigError("target", text, rule, guess or "take a name from that list")
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _spellings() -> dict[str, str]:
+    """Map every name without spaces to a device kind: with the maker's name or without it."""
+    found = dict(_TRADE_NAMES)
+    for kind in DEVICES:
+        short = kind.rpartition(" ")[2]
+        makers = kind.split(" ")[:-1]
+        for each in (kind, short, *_OTHERS.get(kind, ())):
+            found |= {_bare(f"{maker}{each}"): kind for maker in ("", *makers)}
+    # "TPU v6e" is "tpu6e" too: the generation without its v.
+    tpus = [_bare(kind) for kind, row in DEVICES.items() if row.platform == "tpu"]
+    found |= {name.replace("tpuv", "tpu"): found[name] for name in tpus}
+    return found
+
+
+_SPELLINGS = _spellings()
