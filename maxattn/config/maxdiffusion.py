@@ -24,6 +24,8 @@ from maxattn.config.maxdiffusion_keys import (
     BLOCK_SIZES,
     CUSTOM_SIZES,
     KERNELS,
+    LENGTHS_MATTER,
+    OF_ONE_ATTENTION,
     SAME,
     TAKEN,
     recognised,
@@ -168,6 +170,8 @@ def _notes(
 ) -> Iterator[str]:
     """Say what was read otherwise than it was written."""
     yield from _note_on_name(data.get("attention"))
+    yield from _note_on_gathered_keys(data)
+    yield from _notes_on_other_kernels(data)
     yield from _notes_on_sizes(data.get(BLOCK_SIZES), sizes)
     yield from _note_on_remat(data.get("remat_policy"))
     if data.get("hardware") == "gpu_multiprocess":
@@ -175,11 +179,39 @@ def _notes(
             "hardware: gpu_multiprocess is read as gpu; call jax.distributed.initialize() for many"
             " processes"
         )
-    if isinstance(least := values.get("flash_min_seq_length"), int) and least > 0:
+    yield from _note_on_short(data.get("attention"), values.get("flash_min_seq_length"))
+
+
+def _note_on_short(name: Any, least: Any) -> Iterator[str]:
+    """Say where short queries or keys run dot_product there and not here."""
+    if isinstance(least, int) and least > 0:
         yield (
             f"flash_min_seq_length: {least} looks at the queries alone here; there short keys run"
             " dot_product too"
         )
+    elif least is None and name in LENGTHS_MATTER:
+        yield (
+            "flash_min_seq_length is not set: its models take 4096 then (Flux.2: 512), and shorter"
+            f" queries or keys run dot_product there; here {KERNELS[name][0]} runs at every length"
+        )
+
+
+def _note_on_gathered_keys(data: Mapping[str, Any]) -> Iterator[str]:
+    """Say that one name is other transfers here, where the sequence is spread."""
+    name, spread = data.get("attention"), (f"{kind}_context_parallelism" for kind in ("ici", "dcn"))
+    if name in ("flash", "tokamax_flash") and any(data.get(key, 1) != 1 for key in spread):
+        yield (
+            f"attention: {name} gathers keys and values over the context axis there (its Linen"
+            " models, SD, SDXL and Flux.1, attend to each device's own alone); here"
+            " context_parallel: auto chooses all_gather, ring or Ulysses, over the whole sequence"
+        )
+
+
+def _notes_on_other_kernels(data: Mapping[str, Any]) -> Iterator[str]:
+    for key, what in OF_ONE_ATTENTION.items():
+        if data.get(key) is not None:
+            here = "give that module or call a config of its own"
+            yield f"{key}: {plain(data[key])} is for {what} alone there, and left out; here {here}"
 
 
 def _note_on_name(name: Any) -> Iterator[str]:

@@ -25,6 +25,22 @@ KERNELS: dict[str, tuple[str, str]] = {
     "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring"),
     "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring"),
 }
+# Names under which its code takes dot_product for short queries or keys, at 4096 where no file says
+# otherwise.
+LENGTHS_MATTER = (
+    "flash",
+    "tokamax_flash",
+    "ulysses",
+    "ulysses_custom",
+    "ulysses_custom_fixed_m",
+    "ulysses_ring",
+)
+# Kernels of one attention among several of a model: ours has a config for each module instead.
+OF_ONE_ATTENTION = {
+    "a2v_attention_kernel": "attention of the video to the audio",
+    "v2a_attention_kernel": "attention of the audio to the video",
+    "text_encoder_attention": "the text encoder's attention",
+}
 SAME = (
     "flash_min_seq_length",
     "mask_padding_tokens",
