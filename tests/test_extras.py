@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
 
 import pytest
 
@@ -78,18 +77,24 @@ def test_the_page_of_hardware_names_every_extra() -> None:
     assert EXTRAS.keys() - named == {"te"}, "TransformerEngine is compiled, and said below"
 
 
-@cache
-def no_index() -> str:
-    """Return pip's words where no package index can be reached, else nothing."""
-    run = resolve("3.12", ["einops>=0.8"])
-    return run.stderr.strip().splitlines()[-1] if run.returncode else ""
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the newest pip as a command: that of an old Python can search for hours."""
+    at = tmp_path_factory.mktemp("pip")
+    subprocess.run([sys.executable, "-m", "venv", str(at)], check=True)
+    command = [str(at / "bin" / "python"), "-m", "pip"]
+    asked = [*command, "install", "--quiet", "--upgrade", "pip"]
+    run = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    if run.returncode:
+        pytest.skip(f"no package index can be reached: {run.stderr.strip().splitlines()[-1]}")
+    return command
 
 
-def resolve(python: str, asked: list[str]) -> subprocess.CompletedProcess[str]:
+def resolve(pip: list[str], python: str, asked: list[str]) -> subprocess.CompletedProcess[str]:
     """Let pip resolve for a Python, from wheels alone; nothing is installed."""
     how = ["--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
     how += ["--python-version", python, "--only-binary=:all:", "--target", "/nonexistent"]
-    command = [sys.executable, "-m", "pip", "install", *how, *asked]
+    command = [*pip, "install", *how, *asked]
     return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
@@ -101,12 +106,10 @@ def resolve(python: str, asked: list[str]) -> subprocess.CompletedProcess[str]:
         *zip(["3.11", "3.13", "3.14"] * 2, [""] * 3 + ["cuda13"] * 3, strict=False),
     ],
 )
-def test_pip_resolves_what_the_page_names(python: str, extras: str) -> None:
-    if why := no_index():
-        pytest.skip(f"no package index can be reached: {why}")
+def test_pip_resolves_what_the_page_names(pip: list[str], python: str, extras: str) -> None:
     asked = requirements() + (requirements(*extras.split(",")) if extras else [])
     # Markers are read for the Python that runs pip, so those of another one are not asked for.
     if python == "3.11":
         asked = [each for each in asked if ">= '3.12'" not in each]
-    run = resolve(python, [each.partition(";")[0] for each in asked])
+    run = resolve(pip, python, [each.partition(";")[0] for each in asked])
     assert run.returncode == 0, run.stderr
