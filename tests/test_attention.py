@@ -5,6 +5,7 @@ logs.
 from __future__ import annotations
 
 import logging
+import sys
 import re
 from functools import partial
 from typing import Any
@@ -313,8 +314,13 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_a_mesh_that_is_not_there_is_said(
-    settings: dict, sizes: dict | None, golden: str | None, caplog: pytest.LogCaptureFixture
+    settings: dict,
+    sizes: dict | None,
+    golden: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_said", set())
     mesh = (
         ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4])
         if sizes
@@ -369,8 +375,10 @@ def _manual(config: ma.AttentionConfig) -> None:
     ],
 )
 def test_what_is_not_spread_is_said(
-    call: Any, settings: dict, golden: str | None, caplog: Any
+    call: Any, settings: dict, golden: str | None, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A text is said once a process, and another test may have met it.
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_said", set())
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
             call(ma.AttentionConfig(**settings))
