@@ -5,8 +5,8 @@ logs.
 from __future__ import annotations
 
 import logging
-import sys
 import re
+import sys
 from functools import partial
 from typing import Any
 
