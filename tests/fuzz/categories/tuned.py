@@ -65,7 +65,7 @@ def _measurement(rng: Random) -> dict[str, Any]:
 
 def _in_entry(rng: Random, whole: Any) -> None:
     entry = rng.choice([m for m in whole["measurements"] if isinstance(m, dict)])
-    entry[rng.choice(list(entry))] = rng.choice(ODD)
+    entry[rng.choice([*entry] or ["kernel"])] = rng.choice(ODD)
 
 
 def _in_sizes(rng: Random, whole: Any) -> None:
