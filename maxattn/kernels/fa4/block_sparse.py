@@ -8,6 +8,7 @@ blocks can gain (tile_sizes.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
+from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
@@ -74,26 +76,8 @@ def forward(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array
 
 
 def whole(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
-    """Return (out, lse) over all pairs, in one launch under `vmap` too.
-
-    An axis that is mapped over becomes part of the batch.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return forward(q, k, v, tiles)
-
-    @run.def_vmap
-    def _folded(size: int, mapped: tuple[bool, ...], *operands: Array) -> tuple[Any, Any]:
-        every = [
-            x if m else jnp.broadcast_to(x, (size, *x.shape))
-            for x, m in zip(operands, mapped, strict=True)
-        ]
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in every)
-        found = whole(q, k, v, tiles)
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True, True)
-
-    return run(q, k, v)
+    """Return (out, lse) over all pairs, in one launch under `vmap` too."""
+    return with_batch_folded(partial(forward, tiles=tiles), q, k, v)
 
 
 def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
