@@ -55,7 +55,7 @@ class Case:
         refused: the same, after one of maxattn's errors ended the source.
         facts: what `known.py` tells cases apart by.
         never_refused: whether a refusal is a failure too.
-        seconds: the most that the source may take.
+        seconds: of processor time, the most that the source may take.
     """
 
     category: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.fuzz.categories import CATEGORIES, draw
 from tests.fuzz.machine import describe
-from tests.fuzz.run import run
+from tests.fuzz.run import TimeIsUp, run, time_limit
 from tests.fuzz.table import table
 
 SEED = 19
@@ -28,3 +30,13 @@ def test_no_third_outcome(name: str, part: int) -> None:
     failed = [outcome.snippet for outcome in outcomes if outcome.kind == "failed"]
     assert not failed, "\n\n".join(failed)
     assert any(outcome.kind == "right" for outcome in outcomes)
+
+
+def test_only_what_a_case_computes_counts_as_its_time() -> None:
+    with time_limit(0.1):
+        time.sleep(0.3)
+    with pytest.raises(TimeIsUp), time_limit(0.1):
+        while True:
+            pass
+    with pytest.raises(TimeIsUp), time_limit(0.1, latest=0.3):
+        time.sleep(10)
