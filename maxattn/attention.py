@@ -157,12 +157,14 @@ class Prepared(NamedTuple):
         call: its structure.
         mask: bound to it.
         config, mesh: as for `attention`.
+        notes: what the plan says beside its own notes, such as how a module norms its queries.
     """
 
     call: Call
     mask: Mask
     config: AttentionConfig
     mesh: Any
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -201,9 +203,9 @@ def attend(
         MeshError: the mesh does not fit the call, or the devices that q is on.
         Unsupported: what the config names cannot compute this call here.
     """
-    call, mask, config, mesh = prepared
+    call, mask, config, mesh, notes = prepared
     check_devices(mesh, q)
-    decided = decide(call, config, mesh_shape(mesh), Target.here())
+    decided = decide(call, config, mesh_shape(mesh), Target.here()).with_notes(notes)
     if decided.kernel.is_pallas:
         check_unchecked(decided.kernel.name)
     announce(decided)

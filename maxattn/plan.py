@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,10 @@ class Plan:
         """The mesh axes over which the gradient of the bias is summed."""
         return bias_axes(self.call.bias, self.mesh, self.strategy)
 
+    def with_notes(self, notes: tuple[str, ...]) -> Plan:
+        """Return the plan with more notes."""
+        return _with_notes(self, notes) if notes else self
+
     def full_mask(self, mask: Mask) -> Mask:
         """Add to the caller's bound mask the limit that hides the keys which padding added."""
         return limit_keys(mask, self.call.kv_len, self.kv_len)
@@ -129,6 +134,11 @@ class Plan:
         keys = [*mine, *(k for k in theirs if k not in mine)]
         pairs = ((k, theirs.get(k), mine.get(k)) for k in keys)
         return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
+
+
+@lru_cache(maxsize=1024)
+def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 # Plans that were saved with older names: the old key -> that of `to_dict`.

@@ -20,7 +20,7 @@ from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
-from maxattn.modules.norm_rope import fused_row, norm_rotary, runs_here
+from maxattn.modules.norm_rope import fused_row, norm_rotary, path_here
 from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 
@@ -170,13 +170,22 @@ class AttentionBase(nnx.Module):
     def _project_norm_rope(self, x: Array, to: Projection, rotary: Rotary | None) -> Heads:
         """Project to queries or keys, norm and rotate them: in one kernel where there is one."""
         row = fused_row(self.qk_norm, to.norm, rotary, to.heads, self.dim_head)
-        if row is None or not runs_here(row, x, self.mesh, to.letters):
+        path = path_here(row, x, self.mesh, to.letters)
+        if row is None or not path.is_kernel:
             return self._rotate(self._project(x, to), rotary)
         with self._scope("to_qkv"):
             y, bias = without_bias(to.linear, x)
             y = checkpoint_name(y, to.name)
         with self._scope("norm_rope"):
-            return norm_rotary(row, y, bias, to.norm, rotary, self.mesh, to.letters)
+            return norm_rotary(row, y, bias, to.norm, rotary, self.mesh, to.letters, path.name)
+
+    def _noted(self, prepared: Prepared, x: Array, rotary: Rotary | None) -> Prepared:
+        """Let the plan say what norms and rotates the queries, where anything does."""
+        if self.norm_q is None and rotary is None:
+            return prepared
+        row = fused_row(self.qk_norm, self.norm_q, rotary, self.heads, self.dim_head)
+        note = path_here(row, x, self.mesh).note
+        return prepared._replace(notes=(note,)) if note else prepared
 
     def _project(self, x: Array, to: Projection) -> Heads:
         """Project to heads and norm them: across heads before the split, per head after it."""

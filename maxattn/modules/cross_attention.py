@@ -160,6 +160,7 @@ class CrossAttention(AttentionBase):
         self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         prepared = self._prepare_text(b, t, text, kv, mask, bias)
+        prepared = self._noted(prepared, hidden_states, rotary_q)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
         q = self._queries(hidden_states, rotary_q)
         out = self._run_attention(prepared, q, kv.k, kv.v, bias)

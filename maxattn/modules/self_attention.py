@@ -127,7 +127,7 @@ class FlaxAttention(AttentionBase):
         rotary_q = rotary_k = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         if rotary_emb_k is not None:
             rotary_k = self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
-        prepared = self._prepare(b, t, t, mask, bias)
+        prepared = self._noted(self._prepare(b, t, t, mask, bias), hidden_states, rotary_q)
         k, v = self._keys_values(sum_grads_in_order(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)
         return self._output(self._run_attention(prepared, q, k, v, bias), deterministic, rngs)

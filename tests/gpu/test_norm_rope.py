@@ -13,8 +13,11 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.modules import norm_rope
-from maxattn.modules.norm_rope_triton import NormRopeRow
+from maxattn.modules.norm_rope import NormRopeRow, fused
+from maxattn.modules.norm_rope.cute_threads import CuteThreads
+from maxattn.modules.norm_rope.fused import Work
+from maxattn.modules.norm_rope.triton_row import TritonRow
+from maxattn.target import Target
 from tests.gpu.requirements import skip_unless_available
 from tests.modules.test_norm_rope import CASES, error, float32, made
 
@@ -22,7 +25,9 @@ pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 
-def judged(row: NormRopeRow, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any) -> Any:
+def judged(
+    row: NormRopeRow, by: str, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any
+) -> Any:
     """Return the errors of the result and of all gradients."""
     x, dy, vectors, tables = (
         jnp.asarray(x, dtype),
@@ -30,12 +35,10 @@ def judged(row: NormRopeRow, dtype: Any, x: Any, dy: Any, vectors: Any, tables: 
         float32(vectors),
         float32(tables),
     )
-    got, pull = jax.vjp(lambda *of: norm_rope._on_shard(row, False, *of), x, vectors, tables)
+    got, pull = jax.vjp(lambda *of: fused.on_shard(Work(row, by), *of), x, vectors, tables)
     flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
     steps = jax.vjp(
-        lambda x, v: norm_rope._in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(
-            x.shape
-        ),
+        lambda x, v: fused.in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(x.shape),
         x.astype(jnp.float32),
         vectors,
     )
@@ -43,13 +46,28 @@ def judged(row: NormRopeRow, dtype: Any, x: Any, dy: Any, vectors: Any, tables: 
     return jax.tree.map(error, float32((got, *pull(dy)[:2])), wanted)
 
 
+CASES_OF_CUTE = {
+    "head-half-72": (5, 72, "head", "half", 2, 3, True, True),
+    "across-40": (16, 40, "across", "interleaved", 2, 3, False, True),
+}
+
+
+def takes(by: str, row: NormRopeRow) -> bool:
+    return TritonRow.of(row).fits() if by == "triton" else CuteThreads.of(row).fits()
+
+
+@pytest.mark.parametrize("by", ["triton", "cute"])
 @pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) -> None:
+@pytest.mark.parametrize("case", (CASES | CASES_OF_CUTE).values(), ids=CASES | CASES_OF_CUTE)
+def test_against_xla(case: tuple[Any, ...], dtype: str, by: str, record_property: Any) -> None:
     skip_unless_available("dot_product")
+    if by == "cute" and Target.here().version("fa4-jax") is None:
+        pytest.skip("needs fa4-jax, which brings CuTe")
     n, h, norm, style, b, _, own, bias = case
     row, arrays, vectors, tables = made((n, h, norm, style, b, 1023, own, bias))
-    errors = judged(row, dtype, arrays["x"], arrays["dy"], vectors, tables)
+    if not takes(by, row):
+        pytest.skip(f"{by} takes no rows of {n} x {h}")
+    errors = judged(row, by, dtype, arrays["x"], arrays["dy"], vectors, tables)
     record_property("errors", errors)
     assert all(e < LIMIT[dtype] for e in jax.tree.leaves(errors)), errors
 

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec
 import maxattn as ma
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.jax_private.triton import takes_triton, triton_there
-from maxattn.modules import norm_rope, norm_rope_triton
-from maxattn.modules.norm_rope_triton import NormRopeRow
+from maxattn.modules import norm_rope
+from maxattn.modules.norm_rope import NormRopePath, NormRopeRow, path, path_here, triton
+from maxattn.modules.norm_rope.fused import Work, _fused_fwd, on_shard
+from maxattn.modules.norm_rope.triton_row import TritonRow
 from maxattn.remat import remat_policy
 from tests.jaxprs import of_primitive
 
@@ -99,10 +101,10 @@ def float32(tree: Any) -> Any:
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     row, arrays, vectors, tables = made(case)
     # Few programs, so that one has several rows, and not all as many.
-    monkeypatch.setattr(NormRopeRow, "programs", max(2, len(arrays["x"][0]) - 1))
+    monkeypatch.setattr(TritonRow, "programs", max(2, len(arrays["x"][0]) - 1))
 
     def fused(x: Any, vectors: Any, tables: Any) -> Any:
-        return norm_rope._on_shard(row, True, x, vectors, tables)
+        return on_shard(Work(row, "interpreted"), x, vectors, tables)
 
     inputs, dy = (arrays["x"], vectors, tables), arrays["dy"]
     got, got_gradients = with_gradients(fused, float32(inputs), float32(dy))
@@ -117,8 +119,8 @@ def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyP
 def test_low_precision_is_rounded_once(dtype: Any) -> None:
     row, arrays, vectors, tables = made(CASES["across-interleaved-1536"])
     x, v, t = jnp.asarray(arrays["x"], dtype), float32(vectors), float32(tables)
-    y = norm_rope._on_shard(row, True, x, v, t)
-    whole = norm_rope._on_shard(row, True, x.astype(jnp.float32), v, t)
+    y = on_shard(Work(row, "interpreted"), x, v, t)
+    whole = on_shard(Work(row, "interpreted"), x.astype(jnp.float32), v, t)
     half = 0.5 * float(
         jnp.finfo(dtype).eps
     )  # of the distance to the next number, at most; two programs differ a little
@@ -137,7 +139,7 @@ def test_vectors_are_read_as_they_are(style: str) -> None:
     x, dy, t = float32((arrays["x"], arrays["dy"], tables))
 
     def fused(v: Any) -> Any:
-        return norm_rope._on_shard(row, True, x, v, t)
+        return on_shard(Work(row, "interpreted"), x, v, t)
 
     _, (got,) = with_gradients(fused, (given,), dy)
     with jax.enable_x64(True):
@@ -155,23 +157,20 @@ def test_the_forward_keeps_what_spans_heads(norm: str | None, kept: bool) -> Non
         NormRopeRow(4, 16, norm, EPS, None),
         jnp.asarray(RNG.standard_normal((6, 4, 16)), jnp.float32),
     )
-    _, r = norm_rope_triton.forward(row, x, {}, (), keep=True, interpret=True)
-    assert (
-        norm_rope_triton.forward(row, x, {}, (), interpret=True)[1] is None
-        and (r is not None) == kept
-    )
-    assert (norm_rope._fused_fwd(row, True, x, {}, ())[1][1] is not None) == kept
+    _, r = triton.forward(row, x, {}, (), keep=True, interpret=True)
+    assert triton.forward(row, x, {}, (), interpret=True)[1] is None and (r is not None) == kept
+    assert (_fused_fwd(Work(row, "interpreted"), x, {}, ())[1][1] is not None) == kept
     if r is not None:
         np.testing.assert_allclose(r, np.mean(np.asarray(x) ** 2, (1, 2)) ** -0.5, rtol=1e-5)
 
 
 def test_programs_are_not_more_than_rows() -> None:
     row, x = NormRopeRow(12, 128, "across", EPS, None), jnp.zeros((7, 12, 128))
-    jaxpr = jax.make_jaxpr(
-        lambda x, r: norm_rope_triton.backward(row, x, x, r, {}, (), interpret=True)
-    )(x, x[:, 0, 0])
+    jaxpr = jax.make_jaxpr(lambda x, r: triton.backward(row, x, x, r, {}, (), interpret=True))(
+        x, x[:, 0, 0]
+    )
     (call,) = of_primitive(jaxpr.jaxpr, "pallas_call")
-    assert call.params["grid_mapping"].grid == (7,) and row.programs > 7
+    assert call.params["grid_mapping"].grid == (7,) and TritonRow.of(row).programs > 7
 
 
 # ---- in modules ----------------------------------------------------------------------------------
@@ -186,10 +185,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def interpreted(row: NormRopeRow, *args: Any) -> Any:
         runs.append(row)
-        return norm_rope.norm_rotary(row, *args, interpret=True)
+        assert args[-1] == "triton"
+        return norm_rope.norm_rotary(row, *args[:-1], by="interpreted")
 
-    monkeypatch.setattr(norm_rope, "triton_there", lambda: True)
-    monkeypatch.setattr(norm_rope, "_devices", lambda: 1)
+    monkeypatch.setattr(path, "triton_there", lambda: True)
+    monkeypatch.setattr(path, "_devices", lambda: 1)
     monkeypatch.setattr("maxattn.modules.base.norm_rotary", interpreted)
     with ma.Target.named("NVIDIA H200").assumed():
         yield runs
@@ -287,17 +287,16 @@ def test_where_it_is_not_used(on_gpu: list[NormRopeRow]) -> None:
     row = norm_rope.fused_row(
         "rms_norm_across_heads", module("rms_norm_across_heads").norm_q, ROTARY, 4, 32
     )
-    assert row is not None and norm_rope.runs_here(row, X, None)
-    assert not norm_rope.runs_here(row, X, mesh)  # the statistic spans devices
-    assert not norm_rope.runs_here(row, X.astype(jnp.int32), None)
     by_token = auto_mesh(np.array(jax.devices()), ("context",))
-    assert norm_rope.runs_here(row, X, by_token) and not norm_rope.runs_here(
-        row, X[:, :7], by_token
-    )
+    assert row is not None
+    assert path_here(row, X, None) == path_here(row, X, by_token) == NormRopePath("triton")
+    assert "heads of several devices" in path_here(row, X, mesh).because
+    assert "this is int32" in path_here(row, X.astype(jnp.int32), None).because
+    assert "axis T does not divide" in path_here(row, X[:, :7], by_token).because
+    assert "RMS norms" in path_here(None, X, None).because
     with ma.Target.named("TPU v5p").assumed():
-        assert not norm_rope.runs_here(row, X, None)
+        assert path_here(row, X, None) == NormRopePath("xla")
     assert norm_rope.fused_row("layer_norm", module("layer_norm").norm_q, ROTARY, 4, 32) is None
-    assert norm_rope.fused_row(None, None, ROTARY, 4, 80) is None
     assert norm_rope.fused_row(None, None, None, 4, 32) is None
 
     class Doubled(nnx.RMSNorm):
@@ -306,12 +305,52 @@ def test_where_it_is_not_used(on_gpu: list[NormRopeRow]) -> None:
     assert norm_rope.fused_row("rms_norm", Doubled(32, rngs=nnx.Rngs(0)), ROTARY, 4, 32) is None
 
 
+WIDE, ODD = NormRopeRow(30, 64, "across", EPS, "half"), NormRopeRow(4, 72, "head", EPS, "half")
+FA4 = (("fa4-jax", "0.1.0"),)
+
+
+@pytest.mark.parametrize("row", [WIDE, ODD], ids=["wide", "no_power_of_two"])
+@pytest.mark.parametrize("capability", ["9.0", "7.5"])
+def test_cute_takes_rows_that_triton_does_not(
+    row: NormRopeRow, capability: str, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fa4-jax, on a GPU that such kernels are compiled for."""
+
+    class Gpu:
+        compute_capability = capability
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu()])
+    found = path_here(row, X, None)
+    assert not found.is_kernel and f"rows of {row.heads} x {row.head_dim}" in found.because
+    with ma.Target.named("NVIDIA H200", FA4).assumed():
+        assert path_here(row, X, None).name == ("cute" if capability == "9.0" else "xla")
+    with ma.Target.named("NVIDIA H200", (("fa4-jax", "0.2.0"),)).assumed():
+        assert path_here(row, X, None).name == "xla"  # a version that was not tested
+
+
+def test_cute_takes_over_where_triton_is_gone(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "triton_there", lambda: False)
+    row = NormRopeRow(12, 128, "across", EPS, "interleaved")
+    assert path_here(row, X, None).name == "xla"
+    with ma.Target.named("NVIDIA H200", FA4).assumed():
+        assert path_here(row, X, None) == NormRopePath("cute")
+
+
+def test_the_plan_says_which_path_runs(on_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="maxattn"):
+        module("rms_norm")(X, rotary_emb=ROTARY)
+        module("layer_norm")(X, rotary_emb=ROTARY)
+    fused, steps = (record.message for record in caplog.records)
+    assert "norm and rotary embedding in one kernel, written in Pallas for Triton" in fused
+    assert "norm and rotary embedding by XLA, step by step: the kernels take RMS norms" in steps
+
+
 def test_without_a_mesh_on_several_devices_xla_does_it(
     on_gpu: list[NormRopeRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs may be spread over them: XLA would gather what the kernel reads."""
     one = module("rms_norm", ma.AttentionConfig().make_mesh(jax.devices()[:1]))
-    monkeypatch.setattr(norm_rope, "_devices", lambda: 2)
+    monkeypatch.setattr(path, "_devices", lambda: 2)
     module("rms_norm")(X, rotary_emb=ROTARY)
     assert not on_gpu
     one(X, rotary_emb=ROTARY)
@@ -325,7 +364,7 @@ def test_without_a_mesh_on_several_devices_xla_does_it(
 def test_rows_that_leave_too_much_to_a_thread_are_left(
     heads: int, head_dim: int, fits: bool
 ) -> None:
-    assert NormRopeRow(heads, head_dim, "across", EPS, "interleaved").fits() == fits
+    assert TritonRow(heads, head_dim, "across", EPS, "interleaved").fits() == fits
 
 
 def test_gpus_that_triton_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

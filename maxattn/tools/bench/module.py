@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,9 +32,11 @@ from jaxtyping import Array
 from maxattn.attention import attention
 from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
+from maxattn.modules.norm_rope.path import kernels_here, only
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
+from maxattn.tools.bench.norm_rope import norm_rope_jobs, row_of_shape
 from maxattn.tools.bench.report import as_kernels
 from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
 from maxattn.tools.bench.timing import measure
@@ -55,6 +58,8 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
+    Where there are kernels of norm and rotary embedding, the module with each of them too.
+
     Args:
         shape: from `maxattn.tools.model_shapes`; its channels are N H.
         kernel: of the attention.
@@ -65,7 +70,13 @@ def bench_module(
         alone: the module without its parts.
     """
     jobs = _module(shape, kernel, param_dtype)
-    jobs += [] if alone else _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)
+    parts = (
+        _attention(shape, kernel),
+        _matmuls(shape),
+        _both(shape, kernel),
+        norm_rope_jobs(shape),
+    )
+    jobs += [] if alone else [job for part in parts for job in part] + _by_path(jobs, shape)
     timed = measure([job.work for job in jobs], budget, options=options, profiled=profiled)
     rows = [row_of(job, t, None) for job, t in zip(jobs, timed, strict=True)]
     if profiled:
@@ -94,6 +105,16 @@ def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> 
     if not all(parts):
         return None
     return sum(parts) + 1e3 * SLACK * elementwise_bytes(shape, bool(which), param_dtype) / MEMORY
+
+
+def _by_path(module: list[BenchJob], shape: Shape) -> list[BenchJob]:
+    """Return the module with each kernel of norm and rotary embedding, and with none."""
+    found = []
+    for names in [(name,) for name in kernels_here(row_of_shape(shape))] + [()]:
+        who = f"module, {' '.join(names) or 'no'} norm-rope kernel"
+        around = partial(only, *names)
+        found += [replace(job, row=replace(job.row, who=who), around=around) for job in module]
+    return found if len(found) > len(module) else []
 
 
 # ---- what is measured ----------------------------------------------------------------------------

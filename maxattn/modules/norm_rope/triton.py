@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxattn.jax_private.triton import triton_params
-from maxattn.modules.norm_rope_row import (
+from maxattn.modules.norm_rope.row import NormRopeRow
+from maxattn.modules.norm_rope.triton_row import (
     ROOMY,
-    NormRopeRow,
     Pair,
     Parts,
+    TritonRow,
     angles_of,
     as_float32,
     load_vectors,
@@ -44,7 +45,7 @@ from maxattn.modules.norm_rope_row import (
 
 
 def forward(
-    row: NormRopeRow,
+    of: NormRopeRow,
     x: Float[Array, "M N H"],
     vectors: dict[str, Array],
     tables: tuple[Array, ...],
@@ -54,7 +55,7 @@ def forward(
     """Run the forward kernel.
 
     Args:
-        row: what is done.
+        of: what is done to each row.
         x: the projection's rows.
         vectors: "bias" and "scale" [N, H], or [1, H] for all heads, those that there are.
         tables: cosines and sines [L, H/2] in float32, L dividing M: row m has angle m % L; or none.
@@ -63,7 +64,7 @@ def forward(
     """
     from jax.experimental import pallas as pl
 
-    tokens = len(x)
+    row, tokens = TritonRow.of(of), len(x)
     r = jax.ShapeDtypeStruct((tokens,), jnp.float32) if keep and row.norm == "across" else None
     return pl.pallas_call(
         partial(_forward_kernel, row),
@@ -76,7 +77,7 @@ def forward(
 
 
 def backward(
-    row: NormRopeRow,
+    of: NormRopeRow,
     dy: Float[Array, "M N H"],
     x: Float[Array, "M N H"],
     r: Float[Array, " M"] | None,
@@ -87,6 +88,7 @@ def backward(
     """Run the backward kernel: dx, and the gradients of `vectors` in float32, head by head."""
     from jax.experimental import pallas as pl
 
+    row = TritonRow.of(of)
     programs = min(row.programs, len(x))
     sums = jax.ShapeDtypeStruct((programs, row.heads, row.head_dim), jnp.float32)
     dx, sums = pl.pallas_call(
@@ -104,7 +106,7 @@ def backward(
 
 
 def _forward_kernel(
-    row: NormRopeRow, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any
+    row: TritonRow, x_ref: Any, refs: dict[str, Any], tables: Any, y_ref: Any, r_ref: Any
 ) -> None:
     from jax.experimental import pallas as pl
 
@@ -120,7 +122,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    row: NormRopeRow,
+    row: TritonRow,
     programs: int,
     dy_ref: Any,
     x_ref: Any,
@@ -159,7 +161,7 @@ def _backward_kernel(
 
 
 def _pull_back(
-    row: NormRopeRow,
+    row: TritonRow,
     raw: Any,
     kept: Array | None,
     angles: Pair | None,
@@ -180,7 +182,7 @@ def _pull_back(
     return dx, {name: sums[name] for name in vectors}
 
 
-def _through_norm(row: NormRopeRow, g: list[Pair], z: list[Pair], r: list[Any]) -> list[Pair]:
+def _through_norm(row: TritonRow, g: list[Pair], z: list[Pair], r: list[Any]) -> list[Pair]:
     # The mean of g * z rather than of g * n: it need not wait for r.
     mean = _mean(row, [_product(*each) for each in zip(g, z, strict=True)])
     slopes = [m * s * s for m, s in zip(mean, r, strict=True)]
@@ -193,14 +195,14 @@ def _through_norm(row: NormRopeRow, g: list[Pair], z: list[Pair], r: list[Any]) 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _over_root(row: NormRopeRow, z: list[Parts]) -> list[Any]:
+def _over_root(row: TritonRow, z: list[Parts]) -> list[Any]:
     """Return r, by which the norm multiplies each chunk."""
     if row.norm is None:
         return [1.0] * row.chunks
     return [jax.lax.rsqrt(m + row.eps) for m in _mean(row, [_product(each, each) for each in z])]
 
 
-def _mean(row: NormRopeRow, values: list[Parts]) -> list[Array]:
+def _mean(row: TritonRow, values: list[Parts]) -> list[Array]:
     """Take the mean over a token's channels, or over each head's: one array a chunk."""
     sums = [sum(parts[1:], parts[0]) for parts in values]
     if row.norm == "head":

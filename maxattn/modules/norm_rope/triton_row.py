@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from maxattn.devices import SMS
 from maxattn.jax_private.triton import triton_split
+from maxattn.modules.norm_rope.row import NormRopeRow
 
 CHUNK = 1024  # channels
 MAX_CHUNKS = 32
@@ -30,22 +31,13 @@ Pair = Parts  # a and b
 
 
 @dataclass(frozen=True)
-class NormRopeRow:
-    """Say what is done to a row.
+class TritonRow(NormRopeRow):
+    """Say how Triton's programs share a row; H is a power of two, at least 16."""
 
-    Args:
-        heads: N.
-        head_dim: H, a power of two, at least 16.
-        norm: "across" all channels of a token, "head" by head, or None.
-        eps: of the norm.
-        style: of the rotary embedding, "interleaved" or "half", or None for none.
-    """
-
-    heads: int
-    head_dim: int
-    norm: str | None
-    eps: float
-    style: str | None
+    @staticmethod
+    def of(row: NormRopeRow) -> TritonRow:
+        """Return how a row is shared."""
+        return TritonRow(row.heads, row.head_dim, row.norm, row.eps, row.style)
 
     @property
     def chunk(self) -> int:
@@ -85,7 +77,7 @@ class NormRopeRow:
         return self.channels <= MOST_CHANNELS
 
 
-def angles_of(row: NormRopeRow, tables: Any, token: Any) -> Pair | None:
+def angles_of(row: TritonRow, tables: Any, token: Any) -> Pair | None:
     """Load the cosines and sines of a token: [heads, H/2]."""
     if not tables:
         return None
@@ -96,7 +88,7 @@ def angles_of(row: NormRopeRow, tables: Any, token: Any) -> Pair | None:
     return cos, sin
 
 
-def pairs(row: NormRopeRow, parts: Parts) -> Pair:
+def pairs(row: TritonRow, parts: Parts) -> Pair:
     """Return the two halves of a chunk's pairs, twice [heads, H/2]."""
     if row.style != "interleaved":
         return parts[0], parts[1]
@@ -106,14 +98,14 @@ def pairs(row: NormRopeRow, parts: Parts) -> Pair:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def read_row(row: NormRopeRow, ref: Any, token: Any) -> list[Parts]:
+def read_row(row: TritonRow, ref: Any, token: Any) -> list[Parts]:
     """Load a row as it stands in memory, chunk by chunk."""
     return [
         tuple(ref[token, _heads(row, c), part] for part in _parts(row)) for c in range(row.chunks)
     ]
 
 
-def vector_pairs(row: NormRopeRow, refs: dict[str, Any]) -> dict[str, list[Pair]]:
+def vector_pairs(row: TritonRow, refs: dict[str, Any]) -> dict[str, list[Pair]]:
     """Load bias and scale, chunk by chunk, each as the two halves of its pairs."""
     return {
         name: [pairs(row, parts) for parts in each]
@@ -121,20 +113,20 @@ def vector_pairs(row: NormRopeRow, refs: dict[str, Any]) -> dict[str, list[Pair]
     }
 
 
-def load_vectors(row: NormRopeRow, refs: dict[str, Any]) -> dict[str, list[Parts]]:
+def load_vectors(row: TritonRow, refs: dict[str, Any]) -> dict[str, list[Parts]]:
     """Load bias and scale, those that there are, chunk by chunk."""
     return {
         name: [_load_vector(row, ref, c) for c in range(row.chunks)] for name, ref in refs.items()
     }
 
 
-def _load_vector(row: NormRopeRow, ref: Any, c: int) -> Parts:
+def _load_vector(row: TritonRow, ref: Any, c: int) -> Parts:
     if ref.shape[0] == row.heads:
         return as_float32(tuple(ref[_heads(row, c), part] for part in _parts(row)))
     return as_float32(tuple(_repeated(row, ref, part) for part in _parts(row)))
 
 
-def _repeated(row: NormRopeRow, ref: Any, part: Any) -> Float[Array, "heads H"]:
+def _repeated(row: TritonRow, ref: Any, part: Any) -> Float[Array, "heads H"]:
     """Load what all heads share, in the shape of a chunk."""
     channel = part.start + jax.lax.broadcasted_iota(jnp.int32, (row.chunk, part.size), 1)
     return ref[jnp.zeros_like(channel), channel]
@@ -144,7 +136,7 @@ def as_float32(raw: Parts) -> Parts:
     return tuple(each.astype(jnp.float32) for each in raw)
 
 
-def store(row: NormRopeRow, ref: Any, index: Any, c: int, x: Pair) -> None:
+def store(row: TritonRow, ref: Any, index: Any, c: int, x: Pair) -> None:
     """Store a chunk of a token's row, or of a program's sums."""
     a, b = (each.astype(ref.dtype) for each in x)
     if row.style == "interleaved":
@@ -154,13 +146,13 @@ def store(row: NormRopeRow, ref: Any, index: Any, c: int, x: Pair) -> None:
         ref[index, _heads(row, c), part] = each
 
 
-def _heads(row: NormRopeRow, c: int) -> Any:
+def _heads(row: TritonRow, c: int) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.ds(c * row.chunk, row.chunk)
 
 
-def _parts(row: NormRopeRow) -> list[Any]:
+def _parts(row: TritonRow) -> list[Any]:
     """Return the channels of a head that are loaded together: all, or each half of the pairs."""
     from jax.experimental import pallas as pl
 
