@@ -273,3 +273,32 @@ def test_a_replicated_table_of_several_hosts_is_read_and_a_split_one_gives_nan()
     assert np.isnan(apply_rotary(x, (part, part))).all()
     right = OnOtherHosts(np.repeat(wrong[:, :4], 2, axis=1), True)
     assert np.isfinite(apply_rotary(x, (right, right))).all()
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_heads_may_have_angles_of_their_own(style: str) -> None:
+    x, angles = heads(2, 7, 3, 8), RNG.uniform(0, 6, (2, 7, 3, 4))
+    y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(np.cos(angles), np.sin(angles), style)))
+    want = as_complex(x, style) * np.exp(1j * angles)
+    np.testing.assert_allclose(as_complex(y, style), want, atol=1e-6)
+
+
+def test_as_many_tokens_as_heads_are_not_taken_for_heads() -> None:
+    """[B, 1, T, D] is of tokens, also where N = T; [B, T, N, D] of one token is of heads."""
+    x, angles = heads(1, 3, 3, 8), RNG.uniform(0, 6, (1, 1, 3, 4))
+    y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(np.cos(angles), np.sin(angles))))
+    want = as_complex(x, "interleaved") * np.exp(1j * angles.reshape(1, 3, 1, 4))
+    np.testing.assert_allclose(as_complex(y, "interleaved"), want, atol=1e-6)
+    y = np.asarray(apply_rotary(jnp.asarray(x[:, :1]), Rotary(np.cos(angles), np.sin(angles))))
+    want = as_complex(x[:, :1], "interleaved") * np.exp(1j * angles)
+    np.testing.assert_allclose(as_complex(y, "interleaved"), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_part_of_a_head_may_be_rotated(style: str) -> None:
+    """The pairs are those of a head that ends where the table does."""
+    x = heads(2, 7, 3, 16)
+    whole = rope_1d(12, 7, style=style)
+    y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(whole.cos, whole.sin, style, partial=True)))
+    np.testing.assert_array_equal(y[..., 12:], x[..., 12:])
+    np.testing.assert_array_equal(y[..., :12], apply_rotary(jnp.asarray(x[..., :12]), whole))

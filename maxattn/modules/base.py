@@ -52,6 +52,8 @@ class Options(NamedTuple):
     qk_norm: str | None
     eps: float
     scale: float | None
+    out_proj: bool = True
+    gate: str | None = None
 
 
 class Build(NamedTuple):
@@ -102,8 +104,9 @@ class AttentionBase(nnx.Module):
         mesh: jax.sharding.Mesh | None,
     ) -> None:
         self.query_dim, kv_dim, self.heads, kv_heads, self.dim_head, out_dim = sizes
-        self.out_dim = self.query_dim if out_dim is None else out_dim
         self.kv_heads = self.heads if kv_heads is None else kv_heads
+        self.out_proj, self.gate = options.out_proj, options.gate
+        self.out_dim = self._out_dim(out_dim)
         self.qk_norm, self.eps = options.qk_norm, options.eps
         self.scale = checks.scale(options.scale)
         self.config, self.mesh = config, mesh
@@ -119,7 +122,21 @@ class AttentionBase(nnx.Module):
         self.to_q: nnx.Linear = linear_on_mesh(self.query_dim, inner, bias, IN, build)
         self.to_k: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
         self.to_v: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
-        self.to_out: nnx.Linear = linear_on_mesh(inner, self.out_dim, out_bias, OUT, build)
+        if self.out_proj:
+            self.to_out: nnx.Linear = linear_on_mesh(inner, self.out_dim, out_bias, OUT, build)
+        if self.gate == "per_head":
+            self.to_gate_logits = linear_on_mesh(self.query_dim, self.heads, True, IN, build)
+        if self.gate == "per_channel":
+            self.to_gate = linear_on_mesh(self.query_dim, inner, bias, IN, build)
+
+    def _out_dim(self, given: int | None) -> int:
+        """Return the channels of the output: those of all heads without an output projection."""
+        if self.out_proj:
+            return self.query_dim if given is None else given
+        for setting in ("heads", "dim_head"):
+            checks.positive(setting, getattr(self, setting))
+        checks.channels_of_heads(given, self.heads * self.dim_head)
+        return self.heads * self.dim_head
 
     def _check(self, dropout: float, build: Build) -> None:
         for setting in ("query_dim", "dim_head", "out_dim"):
@@ -130,6 +147,8 @@ class AttentionBase(nnx.Module):
         checks.config(self.config)
         checks.mesh(self.mesh)
         check_qk_norm(self.qk_norm)
+        checks.gate(self.gate)
+        checks.flag("out_proj", self.out_proj)
         checks.dtype("dtype", build.dtype, optional=True)
         checks.dtype("param_dtype", build.param_dtype)
         checks.precision(build.precision)
@@ -156,10 +175,13 @@ class AttentionBase(nnx.Module):
         # The dtype is known once the projections have run: `_run_attention` sees to it.
         return jax.ShapeDtypeStruct((batch, length, heads, self.dim_head), jnp.float32)
 
-    def _check_rotary(self, rotary: Any, batch: int, length: int, name: str) -> Rotary | None:
+    def _check_rotary(
+        self, rotary: Any, batch: int, length: int, name: str, heads: int = 0
+    ) -> Rotary | None:
+        """Read a rotary table, and check that it fits queries; or so many heads of keys."""
         if rotary is None:
             return None
-        return as_rotary(rotary, (batch, length, self.heads, self.dim_head), name)
+        return as_rotary(rotary, (batch, length, heads or self.heads, self.dim_head), name)
 
     # ---- the steps of a call ---------------------------------------------------------------------
 
@@ -216,11 +238,25 @@ class AttentionBase(nnx.Module):
         return attend(prepared._replace(call=call), q, k, v, bias)[0]
 
     def _output(
-        self, out: Heads, deterministic: bool | None, rngs: Any
+        self, out: Heads, x: Array, deterministic: bool | None, rngs: Any
     ) -> Float[Array, "B T out_dim"]:
-        with self._scope("to_out"):
-            y = self.to_out(checkpoint_name(merge_heads(out), "attn_output"))
-        return self.dropout(self._on_mesh(y, "BT."), deterministic=deterministic, rngs=rngs)
+        """Gate the heads by the input x, and project them back."""
+        out = self._gated(checkpoint_name(merge_heads(out), "attn_output"), x)
+        if self.out_proj:
+            with self._scope("to_out"):
+                out = self.to_out(out)
+        y = self._on_mesh(out, "BT." if self.out_proj else "BTN")
+        return self.dropout(y, deterministic=deterministic, rngs=rngs)
+
+    def _gated(self, out: Float[Array, "B T NH"], x: Array) -> Float[Array, "B T NH"]:
+        if self.gate is None:
+            return out
+        with self._scope("to_gate"):
+            if self.gate == "per_channel":
+                return out * jax.nn.sigmoid(self.to_gate(x))
+            gates = 2.0 * jax.nn.sigmoid(self.to_gate_logits(x))
+            # [B, T, N, H] * [B, T, N, 1]
+            return merge_heads(split_heads(out, self.heads) * gates[..., None])
 
 
 def linear_on_mesh(

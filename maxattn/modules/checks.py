@@ -14,10 +14,11 @@ from maxattn import sharding
 from maxattn.call import Call
 from maxattn.config.asked import checked_config
 from maxattn.config.numbers import is_number
-from maxattn.errors import InputError, MeshError
+from maxattn.errors import InputError, MeshError, did_you_mean
 from maxattn.masks.foreign import check_not_torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+GATES = ("per_head", "per_channel")
 
 
 def positive(setting: str, value: Any) -> None:
@@ -65,6 +66,26 @@ def mesh(value: Any) -> None:
         rule = "a module runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", dict(value), rule, "pass config.make_mesh()")
     sharding.check_mesh(value)
+
+
+def flag(setting: str, value: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise InputError(setting, repr(value), "it is True or False", f"pass {setting}=True")
+
+
+def channels_of_heads(out_dim: Any, channels: int) -> None:
+    """Refuse another number of output channels where no projection makes them."""
+    if out_dim is not None and out_dim != channels:
+        rule = f"without an output projection the output has the {channels} channels of all heads"
+        raise InputError("out_dim", out_dim, rule, "leave out_dim out, or pass out_proj=True")
+
+
+def gate(value: Any) -> None:
+    """Refuse a gate that no module has."""
+    if value not in (None, *GATES):
+        remedy = did_you_mean(str(value), GATES) or "leave it out for no gate"
+        raise InputError("gate", repr(value), f"a gate is one of {', '.join(GATES)}", remedy)
 
 
 def role(value: Any) -> None:

@@ -53,8 +53,8 @@ class CrossAttention(AttentionBase):
     Args:
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
-        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim: as in
-            `FlaxAttention`.
+        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
+            out_proj, gate: as in `FlaxAttention`.
         added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its
             own softmax, and the two results summed; default no image.
         config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
@@ -90,6 +90,8 @@ class CrossAttention(AttentionBase):
         scale: float | None = None,
         out_dim: int | None = None,
         *,
+        out_proj: bool = True,
+        gate: str | None = None,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -103,7 +105,7 @@ class CrossAttention(AttentionBase):
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
         sizes = ModuleSizes(query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
         self.norm_added_k: QKNorm | None = nnx.data(None)
@@ -166,7 +168,7 @@ class CrossAttention(AttentionBase):
         out = self._run_attention(prepared, q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
             out = out + self._attend_image(q, kv.image_k, kv.image_v)
-        return self._output(out, deterministic, rngs)
+        return self._output(out, hidden_states, deterministic, rngs)
 
     def _prepare_text(
         self, batch: int, length: int, text: Any, kv: KV | None, mask: Any, bias: Any
@@ -202,7 +204,7 @@ class CrossAttention(AttentionBase):
         )
         b, s, _ = text.shape
         self._check_image(image, b)
-        rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k")
+        rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k", self.kv_heads)
         k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k, rotary_k)
         if image is None:
             return KV(k, v)

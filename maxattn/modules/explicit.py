@@ -95,9 +95,12 @@ def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Partitio
 
 def like_both(
     module: Any, hidden_states: Any, encoder_hidden_states: Any, *_: Any, **__: Any
-) -> tuple[PartitionSpec, PartitionSpec]:
+) -> tuple[PartitionSpec, PartitionSpec | None]:
     """Place the outputs of a picture and a text as the states of each."""
-    return like_states(module, hidden_states), _spec(encoder_hidden_states)
+    picture, text = like_states(module, hidden_states), _spec(encoder_hidden_states)
+    if not module.text_out:
+        return picture, None
+    return picture, text if module.out_proj else PartitionSpec(*text[:2], None)
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:

@@ -45,6 +45,10 @@ class JointAttention(FlaxAttention):
             as in `FlaxAttention`. The dropout is on the picture's output alone, as in diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
+        out_proj: whether there are output projections; default True. False leaves the heads of both
+            joined: [B, T, N*H], [B, S, N*H].
+        text_out: whether the text has an output; default True. The last block of a model that reads
+            the picture alone has none: no to_add_out, and None in its place.
         config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
             `FlaxAttention`.
 
@@ -75,6 +79,8 @@ class JointAttention(FlaxAttention):
         scale: float | None = None,
         out_dim: int | None = None,
         *,
+        out_proj: bool = True,
+        text_out: bool = True,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -86,7 +92,9 @@ class JointAttention(FlaxAttention):
     ) -> None:
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj)
+        checks.flag("text_out", text_out)
+        self.text_out = text_out
         AttentionBase.__init__(self, sizes, options, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
@@ -98,7 +106,8 @@ class JointAttention(FlaxAttention):
         self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
         self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
         self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
-        self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, OUT, build)
+        if self.out_proj and self.text_out:
+            self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, OUT, build)
         self.norm_added_q = self._norm(self.heads, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 
@@ -112,7 +121,7 @@ class JointAttention(FlaxAttention):
         bias: Float[Array, "#B #N #ST #ST"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
-    ) -> tuple[Float[Array, "B T out_dim"], Float[Array, "B S added_kv_proj_dim"]]:
+    ) -> tuple[Float[Array, "B T out_dim"], Float[Array, "B S added_kv_proj_dim"] | None]:
         """Attend within both sequences together.
 
         Args:
@@ -127,7 +136,7 @@ class JointAttention(FlaxAttention):
             rngs: source of the dropout, needed only then.
 
         Returns:
-            The picture's output, then the text's.
+            The picture's output, then the text's; None for a text without one.
 
         Raises:
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
@@ -147,7 +156,8 @@ class JointAttention(FlaxAttention):
             for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
         )
         out = self._run_attention(prepared, q, k, v, bias)
-        return self._output(out[:, s:], deterministic, rngs), self._text_output(out[:, :s])
+        picture = self._output(out[:, s:], x, deterministic, rngs)
+        return picture, self._text_output(out[:, :s])
 
     def _joint_heads(self, text: Array, x: Array) -> tuple[Array, Array, Array]:
         both = sum_grads_in_order(text), sum_grads_in_order(x)
@@ -170,8 +180,12 @@ class JointAttention(FlaxAttention):
         own = added._replace(linear=linear, norm=norm)
         return jnp.concatenate((self._project(text, added), self._project(x, own)), axis=1)
 
-    def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"]:
-        with self._scope("to_add_out"):
-            y = self.to_add_out(merge_heads(out))
+    def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
+        if not self.text_out:
+            return None
+        y = merge_heads(out)
+        if self.out_proj:
+            with self._scope("to_add_out"):
+                y = self.to_add_out(y)
         # A text is short: its length stays whole.
-        return self._on_mesh(y, "B..")
+        return self._on_mesh(y, "B.." if self.out_proj else "B.N")

@@ -44,6 +44,10 @@ class FlaxAttention(AttentionBase):
         eps: of both norms; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.
+        out_proj: whether there is an output projection; default True. False leaves the heads
+            joined, [B, T, N*H], for models that project them with other channels.
+        gate: None, "per_head" (heads times 2 sigmoid(to_gate_logits x)) or "per_channel" (channels
+            times sigmoid(to_gate x)), before to_out; default None.
         config: which kernel and parallelism; default `AttentionConfig()`.
         mesh: devices to spread over; default none.
         dtype: of the computation; default that of input and parameters together.
@@ -79,6 +83,8 @@ class FlaxAttention(AttentionBase):
         scale: float | None = None,
         out_dim: int | None = None,
         *,
+        out_proj: bool = True,
+        gate: str | None = None,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -89,7 +95,7 @@ class FlaxAttention(AttentionBase):
         rngs: nnx.Rngs,
     ) -> None:
         sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale)
+        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
 
@@ -124,13 +130,14 @@ class FlaxAttention(AttentionBase):
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         b, t, _ = hidden_states.shape
-        rotary_q = rotary_k = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        if rotary_emb_k is not None:
-            rotary_k = self._check_rotary(rotary_emb_k, b, t, "rotary_emb_k")
+        rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
+        of_keys = rotary_emb if rotary_emb_k is None else rotary_emb_k
+        rotary_k = self._check_rotary(of_keys, b, t, "rotary_emb_k", self.kv_heads)
         prepared = self._noted(self._prepare(b, t, t, mask, bias), hidden_states, rotary_q)
         k, v = self._keys_values(sum_grads_in_order(hidden_states), rotary_k)
         q = self._queries(hidden_states, rotary_q)
-        return self._output(self._run_attention(prepared, q, k, v, bias), deterministic, rngs)
+        out = self._run_attention(prepared, q, k, v, bias)
+        return self._output(out, hidden_states, deterministic, rngs)
 
     def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         to_k = Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k, "BSKH")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,11 +25,12 @@ def apply_rotary(
     Args:
         x: queries or keys [B, T, N, H].
         rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the
-            interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D], B
-            possibly 1. D is H/2; in a pair also H, with each number twice: (c0, c0, c1, c1, ...).
-            A pair of width H in another order is refused where its numbers can be read. They
-            cannot where it is traced, as an argument of a function under `jit`, or split over
-            several hosts: there the result is NaN.
+            interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D], [B, 1, T, D], or with
+            angles of each head [B, T, N, D], B possibly 1. D is H/2, or less in a partial `Rotary`;
+            in a pair also H, with each number twice: (c0, c0, c1, c1, ...). A pair of width H in
+            another order is refused where its numbers can be read. They cannot where it is traced,
+            as an argument of a function under `jit`, or split over several hosts: there the result
+            is NaN.
         name: what the argument is called in errors.
 
     Raises:
@@ -39,17 +41,21 @@ def apply_rotary(
     (1, 16, 2, 8)
     """
     table = as_rotary(rotary, x.shape, name)
-    # [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D] -> [B, T, 1, D], B possibly 1
+    # [T, D] or [B, T, D] -> [B, T, 1, D]; [B, T, N, D] as it is
     cos, sin = (
-        jnp.asarray(a, jnp.float32).reshape(-1, x.shape[1], 1, a.shape[-1])
-        for a in (table.cos, table.sin)
+        a if a.ndim == 4 else a.reshape(-1, x.shape[1], 1, a.shape[-1])
+        for a in (jnp.asarray(part, jnp.float32) for part in (table.cos, table.sin))
     )
     rotate = _rotate_half if table.style == "half" else _rotate_interleaved
-    return rotate(jnp.asarray(x, jnp.float32), cos, sin).astype(x.dtype)
+    turned = 2 * cos.shape[-1]
+    y = rotate(jnp.asarray(x[..., :turned], jnp.float32), cos, sin).astype(x.dtype)
+    return y if turned == x.shape[-1] else jnp.concatenate((y, x[..., turned:]), axis=-1)
 
 
 def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rotary:
     """Read a `Rotary` off what models pass around, and check that it fits.
+
+    Its arrays are then [T, D], [B, T, D], or with angles of each head [B, T, N, D].
 
     Args:
         value: as in `apply_rotary`.
@@ -63,9 +69,8 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
         rule = f"{name} turns channels in pairs: it must be even"
         raise InputError("dim_head", shape[-1], rule, "use an even dim_head")
     table = _read(value, shape[-1], name)
-    for part in (table.cos, table.sin):
-        _check_fit(part, shape, name)
-    return table
+    cos, sin = (_fitting(part, shape, name, table.partial) for part in (table.cos, table.sin))
+    return replace(table, cos=cos, sin=sin)
 
 
 def _read(value: Any, head_dim: int, name: str) -> Rotary:
@@ -117,18 +122,20 @@ def _or_nan(part: Array) -> Array:
     return jnp.where(jnp.all(once == again), once, jnp.nan)
 
 
-def _check_fit(part: Any, shape: Sequence[int], name: str) -> None:
-    b, t, _, h = shape
-    dims = tuple(part.shape)
-    if len(dims) == 2:
-        dims = (1, *dims)
-    elif len(dims) == 4 and 1 in dims[1:3]:
-        dims = (dims[0], dims[1] * dims[2], dims[3])
-    if len(dims) != 3 or dims[0] not in (1, b) or dims[1:] != (t, h // 2):
-        fits = f"[{t}, {h // 2}] or [{b}, {t}, {h // 2}], or with 1 for heads"
-        rule = f"for {t} tokens and head dim {h} it is {fits}"
-        remedy = "make it for these tokens and this head dim, or slice it to them"
-        raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
+def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
+    """Return a table without an axis of 1 for heads, and refuse what does not fit."""
+    b, t, n, h = shape
+    if part.ndim == 4 and 1 in (of := part.shape[1:3]) and (of != (t, n) or n == 1):
+        part = part.reshape(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
+    *dims, width = part.shape or (0,)
+    wide = width == h // 2 if not partial else 0 < 2 * width < h
+    if wide and tuple(dims) in ((t,), (1, t), (b, t), (1, t, n), (b, t, n)):
+        return part
+    d = f"fewer than {h // 2}" if partial else f"{h // 2}"
+    fits = f"[{t}, {d}] or [{b}, {t}, {d}], with 1 for heads or [{b}, {t}, {n}, {d}]"
+    rule = f"for {t} tokens and head dim {h} it is {fits}"
+    remedy = "make it for these tokens and this head dim, or slice it to them"
+    raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
 
 
 def _rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:

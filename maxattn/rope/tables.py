@@ -27,18 +27,27 @@ class Rotary:
     A pair (a, b) of channels is rotated by its angle: (a cos - b sin, a sin + b cos).
 
     Args:
-        cos: [T, H/2], or [B, T, H/2] when examples have different positions; float32.
+        cos: [T, H/2], or [B, T, H/2] when examples have different positions, or [B, T, N, H/2] when
+            heads have different angles; float32.
         sin: the same shape.
         style: which channels are a pair. "interleaved" (Wan, Flux): 2i and 2i + 1. "half" (LLaMA):
             i and i + H/2.
+        partial: whether the table is of the first R channels of a head alone, R/2 wide: the others
+            pass as they are, and pairs of the half style are i and i + R/2; default False.
 
     Raises:
         InputError: for an unknown style.
+
+    >>> first_8 = ma.rope_1d(8, length=16)
+    >>> table = ma.Rotary(first_8.cos, first_8.sin, partial=True)
+    >>> ma.apply_rotary(jnp.ones((1, 16, 2, 12)), table).shape
+    (1, 16, 2, 12)
     """
 
     cos: Any
     sin: Any
     style: str = field(default="interleaved", metadata={"static": True})
+    partial: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxattn.errors import MaxattnError
 from maxattn.modules import KV, CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
-from maxattn.rope import rope_1d
+from maxattn.rope import Rotary, rope_1d
 from tests.golden_text import check_golden
 from tests.torch_tensor import torch_tensor
 
@@ -67,6 +67,11 @@ BAD: dict[str, Callable[[], Any]] = {
     "dropout": lambda: attn(dropout=1.0),
     "eps": lambda: attn(eps=0.0),
     "qk_norm": lambda: attn(qk_norm="rms_norm_across_head"),
+    "gate": lambda: attn(gate="per_heads"),
+    "gate_true": lambda: cross(gate=True),
+    "out_proj": lambda: attn(out_proj="no"),
+    "out_dim_without_projection": lambda: cross(out_proj=False, out_dim=12),
+    "text_out": lambda: joint(text_out=None),
     "dtype": lambda: attn(dtype=np.float64),
     "param_dtype": lambda: attn(param_dtype=jnp.int8),
     "config": lambda: attn(config={"attention": "dot_product"}),
@@ -81,6 +86,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "dropout_without_rngs": lambda: attn(dropout=0.1)(X, deterministic=False),
     "rotary_odd_head": lambda: attn(dim_head=5)(X, rope_1d(4, 5)),
     "rotary_length": lambda: attn()(X, rope_1d(4, 6)),
+    "rotary_of_other_heads": lambda: attn()(X, Rotary(*np.ones((2, 1, 5, 3, 2)))),
+    "rotary_of_query_heads": lambda: attn(kv_heads=1)(X, Rotary(*np.ones((2, 1, 5, 2, 2)))),
+    "rotary_partial_of_all": lambda: attn()(X, Rotary(*np.ones((2, 5, 2)), partial=True)),
     "rotary_k_width": lambda: attn()(X, rope_1d(4, 5), rotary_emb_k=rope_1d(6, 5)),
     "mask_shape": lambda: attn()(X, mask=np.ones((4, 4), bool)),
     "mask_float": lambda: attn()(X, mask=np.ones((5, 5), np.float32)),

@@ -298,6 +298,10 @@ def test_where_it_is_not_used(on_gpu: list[NormRopeRow]) -> None:
         assert path_here(row, X, None) == NormRopePath("xla")
     assert norm_rope.fused_row("layer_norm", module("layer_norm").norm_q, ROTARY, 4, 32) is None
     assert norm_rope.fused_row(None, None, None, 4, 32) is None
+    of_heads = ma.Rotary(*np.ones((2, 1, 8, 4, 16), np.float32))
+    of_a_part = ma.Rotary(*np.ones((2, 8, 12), np.float32), partial=True)
+    assert norm_rope.fused_row(None, None, of_heads, 4, 32) is None
+    assert norm_rope.fused_row(None, None, of_a_part, 4, 32) is None
 
     class Doubled(nnx.RMSNorm):
         pass

@@ -77,7 +77,7 @@ def path_here(
 def _no_kernel(row: NormRopeRow | None, x: Array, mesh: Any, letters: str) -> str:
     """Say why no kernel may run, whatever it is written in; empty where one may."""
     if row is None:
-        return "the kernels take RMS norms"
+        return "the kernels take RMS norms, and angles that all heads share, of all channels"
     if x.dtype.name not in DTYPES:
         return f"the kernels take {', '.join(DTYPES)}, and this is {x.dtype.name}"
     if _checked():

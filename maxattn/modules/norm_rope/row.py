@@ -49,11 +49,13 @@ def fused_row(
     Args:
         qk_norm: the kind of the norm; the kernels take RMS norms and None.
         norm: of the queries or keys.
-        rotary: its table, checked against the heads.
+        rotary: its table, checked against the heads; the kernels turn whole heads, all alike.
         heads: N.
         head_dim: H.
     """
     nothing = norm is None and rotary is None
+    if rotary is not None and (rotary.partial or rotary.cos.ndim == 4):
+        return None
     plain = type(norm) in (nnx.RMSNorm, type(None))  # a class made of RMSNorm may do something else
     if nothing or not plain or qk_norm not in KINDS:
         return None
