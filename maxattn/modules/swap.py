@@ -13,6 +13,7 @@ from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.modules import checks
 from maxattn.modules.adapters import AttentionFn, attention_fn
+from maxattn.modules.attention_op import exchange, is_attention_op, why_op_stays
 from maxattn.modules.base import AttentionBase
 from maxattn.modules.mha_rope import bound_rope, why_unread
 
@@ -62,11 +63,13 @@ class SwapTable:
 def swap(
     model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> SwapTable:
-    """Let every `nnx.MultiHeadAttention` of a model attend with maxattn, in place.
+    """Let every `nnx.MultiHeadAttention` and every MaxDiffusion module attend with maxattn.
 
     Parameters, their names and the model's own code stay as they are: only the function that
     attends is exchanged, so a checkpoint of the model loads before and after. Calling it again with
     another config exchanges it again. The rope of `nnx.dot_product_attention_with_rope` is kept.
+    Of MaxDiffusion's NNX modules it exchanges `apply_attention` of their `NNXAttentionOp`, which
+    it knows by its name and attributes.
 
     Args:
         model: any NNX module; stacked layers (`nnx.scan`, `nnx.vmap`) too.
@@ -90,31 +93,43 @@ def swap(
     if not isinstance(model, nnx.Module):
         rule = "swap takes an NNX module"
         raise InputError("model", type(model).__name__, rule, "pass an nnx.Module")
-    found = [_swap_one(path, module, config, mesh) for path, module in _attentions(model)]
+    found = [_swap_one(*each, config, mesh) for each in _attentions(model)]
     return SwapTable(tuple(found))
 
 
-def _swap_one(path: str, module: Any, config: AttentionConfig | None, mesh: Any) -> Swapped:
-    where, kind = path or "the model itself", type(module).__name__
-    if reason := _reason_to_leave(module):
+def _swap_one(
+    path: str, module: Any, holder: Any, config: AttentionConfig | None, mesh: Any
+) -> Swapped:
+    where, kind, is_op = path or "the model itself", type(module).__name__, is_attention_op(module)
+    if reason := why_op_stays(module, holder) if is_op else _reason_to_leave(module):
         return Swapped(where, kind, False, reason)
+    role, more = (
+        exchange(module, holder, config, mesh) if is_op else _exchange_fn(module, config, mesh)
+    )
+    key = "attention" if role == "self" else "cross_attention"
+    return Swapped(where, kind, True, f"{key}: {getattr(config or AttentionConfig(), key)}{more}")
+
+
+def _exchange_fn(module: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
     # Only the width of its keys says what a module attends to before it is called.
     role = "self" if module.in_features == module.in_kv_features else "cross"
     fn = module.attention_fn
     rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)
     module.attention_fn = attention_fn(config, mesh, role=role, rope=rope)
-    key = "attention" if role == "self" else "cross_attention"
-    turned = "" if rope is None else ", after its rope"
-    governed = f"{key}: {getattr(config or AttentionConfig(), key)}{turned}"
-    return Swapped(where, kind, True, governed)
+    return role, "" if rope is None else ", after its rope"
 
 
-def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of all that looks like attention, parents before children."""
+def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, module, its holder) of all that looks like attention, parents first."""
     found = sorted(nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]])
+    at = dict(found)
     for path, module in found:
-        if isinstance(module, nnx.MultiHeadAttention | AttentionBase) or _named_attention(module):
-            yield ".".join(map(str, path)), module
+        if _is_attention(module) or _named_attention(module):
+            yield ".".join(map(str, path)), module, at.get(path[:-1]) if path else None
+
+
+def _is_attention(module: Any) -> bool:
+    return isinstance(module, nnx.MultiHeadAttention | AttentionBase) or is_attention_op(module)
 
 
 def _order(part: Any) -> tuple[bool, Any]:
@@ -126,7 +141,7 @@ def _named_attention(module: nnx.Module) -> bool:
     if "attention" not in type(module).__name__.lower():
         return False
     inner = (child for path, child in nnx.iter_modules(module) if path)
-    return not any(isinstance(each, nnx.MultiHeadAttention | AttentionBase) for each in inner)
+    return not any(_is_attention(each) for each in inner)
 
 
 def _reason_to_leave(module: Any) -> str | None:

@@ -1,0 +1,153 @@
+"""MaxDiffusion's attention op, told by its name and its attributes: MaxDiffusion is not imported.
+
+Its NNX modules (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate by themselves, and hand
+queries, keys and values to `apply_attention` of a module `NNXAttentionOp`, which has no parameters.
+`swap` shadows that method on the instance: all parameters stay where they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn import masks
+from maxattn.attention import attention
+from maxattn.config import AttentionConfig
+from maxattn.config.numbers import is_number
+from maxattn.modules.heads import merge_heads, split_heads
+
+NAME, METHOD = "NNXAttentionOp", "apply_attention"
+NEEDED = ("heads", "dim_head", "scale", "dtype")
+ARGUMENTS = ("query", "key", "value", "attention_mask")
+# Kernel, tiles and layout, which the config decides here, and what changes no number there.
+DECIDED_HERE = {
+    "attention_kernel", "axis_names_kv", "axis_names_q", "dpa_layer", "flash_block_sizes",
+    "flash_min_seq_length", "float32_qk_product", "mask_padding_tokens", "mesh", "quant",
+    "residual_checkpoint_name", "split_head_dim", "ulysses_attention_chunks", "ulysses_shards",
+    "use_base2_exp", "use_experimental_scheduler", "use_memory_efficient_attention",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpAttention:
+    """Attend as the op's `apply_attention`. A value, so that a module holding it is traced once.
+
+    Args:
+        config, mesh, role: as in `maxattn.attention`.
+        heads: N.
+        scale: multiplies the scores.
+        dtype: name of the dtype that the op computes in; wider values widen it.
+    """
+
+    config: AttentionConfig | None
+    mesh: jax.sharding.Mesh | None
+    role: Literal["self", "cross"]
+    heads: int
+    scale: float
+    dtype: str
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, attention_mask: Array | None = None
+    ) -> Float[Array, "B T NH"]:
+        """Attend over heads that are an axis or lie side by side.
+
+        Args:
+            query: [B, T, N*H] or [B, N, T, H].
+            key, value: [B, S, N*H] or [B, N, S, H].
+            attention_mask: [B, S], nonzero for a key that is not padding.
+
+        Raises:
+            InputError: for operands that do not fit together.
+        """
+        dtype = jnp.promote_types(self.dtype, value.dtype)
+        q, k, v = (self._split(x).astype(dtype) for x in (query, key, value))
+        mask = None if attention_mask is None else masks.KeyPadding(attention_mask.astype(bool))
+        how: dict[str, Any] = {"config": self.config, "mesh": self.mesh, "role": self.role}
+        return merge_heads(attention(q, k, v, mask=mask, scale=self.scale, **how))
+
+    def _split(self, x: Array) -> Float[Array, "B L N H"]:
+        return x.swapaxes(1, 2) if x.ndim == 4 else split_heads(x, self.heads)
+
+
+def is_attention_op(module: nnx.Module) -> bool:
+    """Tell whether a module is, or extends, the attention op, by its name and its method."""
+    named = any(kind.__name__ == NAME for kind in type(module).__mro__)
+    return named and callable(getattr(type(module), METHOD, None))
+
+
+def why_op_stays(op: Any, holder: Any) -> str | None:
+    """Say which setting of an op, or of the module that holds it, has no equal here.
+
+    Returns:
+        The reason, or None where the op can be exchanged.
+    """
+    settings = {name: value for name, value in vars(op).items() if not name.startswith("_")}
+    if lacking := [name for name in NEEDED if name not in settings]:
+        return f"it has no {', '.join(lacking)}, which an {NAME} of MaxDiffusion has"
+    if reason := _odd_size(op) or _odd_argument(op):
+        return reason
+    for name in sorted(settings.keys() - {*NEEDED, *DECIDED_HERE, METHOD}):
+        if settings[name] is not None and settings[name] is not False:
+            return f"{name}={settings[name]!r}: maxattn knows no such setting of it"
+    return _attends_itself(holder)
+
+
+def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
+    """Let an op attend with maxattn.
+
+    Returns:
+        The role of its calls, and what else its row in the table says.
+    """
+    role = "cross" if any("cross" in str(name) for name in _axis_names(op)) else "self"
+    dtype = jnp.dtype(op.dtype).name
+    setattr(op, METHOD, OpAttention(config, mesh, role, op.heads, float(op.scale), dtype))
+    kept = getattr(op, "residual_checkpoint_name", None)
+    remat = f", and remat names attn_out and attn_lse in place of {kept}" if kept else ""
+    return role, _from_length(holder) + remat
+
+
+def _odd_size(op: Any) -> str | None:
+    for name in ("heads", "dim_head"):
+        value = getattr(op, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: it is a number of at least 1"
+    if not is_number(op.scale) or op.scale <= 0:
+        return f"scale={op.scale!r}: it is a positive number"
+    return None
+
+
+def _odd_argument(op: Any) -> str | None:
+    method = getattr(type(op), METHOD)
+    odd = [name for name in list(inspect.signature(method).parameters)[1:] if name not in ARGUMENTS]
+    return f"its {METHOD} takes {odd[0]}, which maxattn does not know" if odd else None
+
+
+def _axis_names(op: Any) -> tuple[Any, ...]:
+    return getattr(op, "axis_names_q", None) or ()
+
+
+def _own_rule(holder: Any) -> tuple[str, int] | None:
+    """Return the kernel and the least length of a holder that attends by itself below it."""
+    kernel = getattr(holder, "attention_kernel", None)
+    least = getattr(holder, "flash_min_seq_length", None)
+    return None if kernel is None or least is None else (kernel, least)
+
+
+def _attends_itself(holder: Any) -> str | None:
+    rule, kind = _own_rule(holder), type(holder).__name__
+    if rule is None or rule[0] != "dot_product":
+        return None
+    return f"{kind} attends by itself where its attention_kernel is dot_product: make it with flash"
+
+
+def _from_length(holder: Any) -> str:
+    rule = _own_rule(holder)
+    if rule is None or not rule[1]:
+        return ""
+    return f", from flash_min_seq_length={rule[1]} tokens on"

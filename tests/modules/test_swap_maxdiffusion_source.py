@@ -1,0 +1,250 @@
+"""swap in MaxDiffusion's own modules: outputs and gradients as before, the same parameters.
+
+Its source is no part of maxattn. Where it is, the tests run:
+
+    git clone https://github.com/AI-Hypercomputer/maxdiffusion
+    git -C maxdiffusion checkout 7cfb8801d41d
+    MAXATTN_MAXDIFFUSION=maxdiffusion/src python -m pytest -n 0 -s
+    tests/modules/test_swap_maxdiffusion_source.py
+
+What its modules import beside maxattn[dev]: aqtp, chex, google-cloud-storage, huggingface_hub,
+msgpack, regex, requests, tensorboardX and torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax import linen, nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import maxattn as ma
+
+HEADS, HEAD_DIM, BATCH, TOKENS = 4, 16, 4, 24
+WIDTH = HEADS * HEAD_DIM
+AXES = ("data", "fsdp", "context", "tensor")
+CONFIGS = {
+    "dense": ma.AttentionConfig(attention="dot_product", cross_attention="dot_product"),
+    "blockwise": ma.AttentionConfig(
+        use_memory_efficient_attention=True, query_chunk_size=8, key_chunk_size=8
+    ),
+    "auto": ma.AttentionConfig(),
+}
+Made = tuple[nnx.Module, Callable[[Any], Any], int]
+
+
+@pytest.fixture(autouse=True)
+def source(monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = os.environ.get("MAXATTN_MAXDIFFUSION")
+    if folder is None:
+        pytest.skip("MAXATTN_MAXDIFFUSION names no folder of MaxDiffusion's source")
+    monkeypatch.syspath_prepend(folder)
+    return Path(folder)
+
+
+def of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"maxdiffusion.models.{module}"), name)
+
+
+def numbers(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def wan_attention(mesh: Any = None, **more: Any) -> Any:
+    attention = of("attention_flax", "FlaxWanAttention")
+    sizes = {"query_dim": WIDTH, "heads": HEADS, "dim_head": HEAD_DIM, "mesh": mesh}
+    return attention(nnx.Rngs(0), **sizes, attention_kernel="dot_product", **more)
+
+
+def angles() -> jax.Array:
+    return jnp.exp(1j * numbers(5, 1, 1, TOKENS, HEAD_DIM // 2))
+
+
+def wan_self(mesh: Any = None) -> Made:
+    x = numbers(1, BATCH, TOKENS, WIDTH)
+    return wan_attention(mesh), lambda m: m(x, rotary_emb=angles()), 1
+
+
+def wan_cross(mesh: Any = None) -> Made:
+    x, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 10, WIDTH)
+    return wan_attention(mesh, is_self_attention=False), lambda m: m(x, text), 1
+
+
+def wan_cached(mesh: Any = None) -> Made:
+    x, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 10, WIDTH)
+    module = wan_attention(mesh, is_self_attention=False)
+    return module, lambda m: m(x, text, cached_kv=m.compute_kv(text)), 1
+
+
+def wan_image(mesh: Any = None) -> Made:
+    """Image-to-video: 128 places for 20 image tokens, the rest of them padding, then the text."""
+    x, keys = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 128 + 10, WIDTH)
+    module = wan_attention(mesh, is_self_attention=False, added_kv_proj_dim=WIDTH, image_seq_len=20)
+    keep = jnp.broadcast_to((jnp.arange(138) < 20) | (jnp.arange(138) >= 128), (BATCH, 138))
+    return module, lambda m: m(x, keys, encoder_attention_mask=keep.astype(jnp.int32)), 1
+
+
+def ltx2(mesh: Any = None) -> Made:
+    module = of("ltx2.attention_ltx2", "LTX2Attention")(
+        WIDTH, HEADS, HEAD_DIM, rngs=nnx.Rngs(0), mesh=mesh, attention_kernel="dot_product",
+        rope_type="split", gated_attn=True,
+    )  # fmt: skip
+    x, turn = numbers(1, BATCH, TOKENS, WIDTH), numbers(3, BATCH, HEADS, TOKENS, HEAD_DIM // 2)
+    keep = jnp.arange(TOKENS)[None] < jnp.array([[TOKENS], [5], [20], [TOKENS]])
+    rotary = (jnp.cos(turn), jnp.sin(turn))
+    return module, lambda m: m(x, attention_mask=keep, rotary_emb=rotary), 1
+
+
+def flux2(mesh: Any = None) -> Made:
+    module = of("flux.transformers.transformer_flux_flax", "NNXFluxAttention")(
+        nnx.Rngs(0), WIDTH, heads=HEADS, dim_head=HEAD_DIM, mesh=mesh
+    )
+    picture, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 8, WIDTH)
+    return module, lambda m: jnp.concatenate(m(picture, text), axis=1), 1
+
+
+def wan_model(mesh: Any = None) -> Made:
+    """The whole model, its layers scanned."""
+    model = of("wan.transformers.transformer_wan", "WanModel")(
+        nnx.Rngs(0), num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, in_channels=4,
+        out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, mesh=mesh,
+        attention="dot_product", scan_layers=True,
+    )  # fmt: skip
+    video, text = numbers(1, BATCH, 4, 2, 4, 6), numbers(2, BATCH, 10, 16)
+    time = jnp.arange(BATCH) * 100
+    return model, lambda m: m(video, time, text, return_dict=False)[0], 2
+
+
+MODULES = (wan_self, wan_cross, wan_cached, wan_image, ltx2, flux2)
+IN_A_MESH = (wan_self, wan_cross, wan_image, ltx2, wan_model)  # the model runs in none without
+
+
+def both(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that gives the output of a module and the gradients of all parameters."""
+
+    def loss(module: Any) -> Any:
+        out = call(module)
+        return jnp.sum(jnp.sin(out)), out
+
+    @nnx.jit
+    def run(module: Any) -> Any:
+        (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(module)
+        return out, jax.tree.leaves(nnx.to_pure_dict(grads))
+
+    return run
+
+
+def check_same(got: Any, want: Any) -> None:
+    """Hold outputs and gradients to float32 rounding, each of its own scale."""
+    (out, grads), (wanted, wanted_grads) = got, want
+    np.testing.assert_allclose(out, wanted, atol=2e-5 * float(np.abs(wanted).max()))
+    scale = max(float(np.abs(grad).max()) for grad in wanted_grads)
+    for ours, theirs in zip(grads, wanted_grads, strict=True):
+        atol = 1e-4 * max(float(np.abs(theirs).max()), 1e-2 * scale)
+        np.testing.assert_allclose(ours, theirs, atol=atol)
+
+
+def parameters(module: Any) -> list[int]:
+    return [id(leaf) for _, leaf in nnx.iter_graph(module) if isinstance(leaf, nnx.Param)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
+def test_same_outputs_gradients_and_parameters(make: Callable[..., Made], config: str) -> None:
+    module, call, ops = make()
+    before, params = both(call)(module), parameters(module)
+    table = ma.swap(module, CONFIGS[config])
+    print(table)
+    assert len(table.swapped) == ops and not table.left
+    assert parameters(module) == params and params
+    check_same(both(call)(module), before)
+
+
+@contextmanager
+def in_their_mesh(source: Path, shape: tuple[int, ...]) -> Iterator[Mesh]:
+    """Enter eight devices as MaxDiffusion has them, with the axis rules of its Wan YAML."""
+    file = source / "maxdiffusion" / "configs" / "base_wan_14b.yml"
+    rules = yaml.safe_load(file.read_text())["logical_axis_rules"]
+    as_tuples = [(name, tuple(to) if isinstance(to, list) else to) for name, to in rules]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), AXES)
+    with ExitStack() as stack:
+        stack.enter_context(mesh)
+        stack.enter_context(linen.logical_axis_rules(as_tuples))
+        yield mesh
+
+
+def lay_out(module: nnx.Module, mesh: Mesh) -> None:
+    """Spread parameters over the mesh by the names that MaxDiffusion gave their axes."""
+    state = nnx.state(module, nnx.Param)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, _of_the_mesh(spec)),
+        nnx.get_partition_spec(state),
+        is_leaf=is_spec,
+    )
+    nnx.update(module, jax.device_put(state, places))
+
+
+def _of_the_mesh(spec: PartitionSpec) -> PartitionSpec:
+    """Leave out names that are no axis: that of the stacked layers has no rule."""
+    return PartitionSpec(
+        *(None if isinstance(part, str) and part not in AXES else part for part in spec)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("shape", [(1, 2, 4, 1), (2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("make", IN_A_MESH, ids=lambda make: make.__name__)
+def test_on_eight_devices(
+    make: Callable[..., Made], shape: tuple[int, ...], strategy: str, source: Path
+) -> None:
+    with in_their_mesh(source, shape) as mesh:
+        module, call, ops = make(mesh)
+        lay_out(module, mesh)
+        before = both(call)(module)
+        sizes = dict(zip(AXES, shape, strict=True))
+        config = ma.AttentionConfig(context_parallel=strategy, **{
+            f"ici_{axis}_parallelism": size for axis, size in sizes.items()
+        })  # fmt: skip
+        assert len(ma.swap(module, config, mesh=mesh).swapped) == ops
+        check_same(both(call)(module), before)
+
+
+def test_a_module_that_attends_by_itself_is_left(source: Path) -> None:
+    kind = of("z_image.transformer_z_image", "ZImageAttention")
+    module = kind(nnx.Rngs(0), WIDTH, HEADS)
+    (row,) = ma.swap(module).left
+    assert "ZImageAttention attends by itself" in row.why
+
+
+def test_heads_as_an_axis_and_padding(source: Path) -> None:
+    """Z-Image past its shortest length for flash: [B, N, T, H], and flags of keys."""
+    kind = of("z_image.transformer_z_image", "ZImageAttention")
+    dense = kind(nnx.Rngs(0), WIDTH, HEADS)
+    flash = kind(nnx.Rngs(0), WIDTH, HEADS, attention_kernel="flash", flash_min_seq_length=8)
+    assert "from flash_min_seq_length=8 tokens on" in str(ma.swap(flash, CONFIGS["dense"]))
+    x, turn = numbers(1, BATCH, TOKENS, WIDTH), numbers(3, BATCH, TOKENS, HEAD_DIM // 2)
+    keep = jnp.arange(TOKENS)[None] < jnp.array([[TOKENS], [5], [20], [TOKENS]])
+    call = lambda m: m(x, (jnp.cos(turn), jnp.sin(turn)), attention_mask=keep)  # noqa: E731
+    check_same(both(call)(flash), both(call)(dense))
+
+
+def test_parameters_laid_out_over_a_mesh_stay_there(source: Path) -> None:
+    with in_their_mesh(source, (1, 2, 2, 2)) as mesh:
+        module, _, _ = wan_image(mesh)
+        lay_out(module, mesh)
+        before = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+        ma.swap(module, mesh=mesh)
+        after = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+        assert after == before
+        assert any("tensor" in str(each.spec) for each in after)
