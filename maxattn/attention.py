@@ -108,7 +108,8 @@ def attention(
         k, v: keys and values [B, S, K, H], K divides N: query heads n*N/K ... share key head n.
             Hidden keys must be finite too: 0 * NaN is NaN (`check_finite` of the config names it).
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
-            axis full or 1, True = attend.
+            axis full or 1, True = attend. Where T = B > 1, [T, S] is written as [1, T, S]: it may
+            be meant as flags [B, S], which are `masks.KeyPadding(flags)`.
         bias: added to the scores, broadcasts to [B, N, T, S]; differentiable.
         scale: a number; default H ** -0.5.
         config: default `AttentionConfig()`.

@@ -5,6 +5,7 @@ from within.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,6 +105,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "k_without_values": lambda: attend(k=jax.ShapeDtypeStruct(Q.shape, Q.dtype)),
     "q_of_torch": lambda: attend(q=torch_tensor(Q.shape)),
     "v_of_torch_bfloat16": lambda: attend(v=torch_tensor(Q.shape, "bfloat16")),
+    "mask_of_queries_or_examples": lambda: attend(q=Q[:, :2], mask=jnp.ones((2, 8), bool)),
     "mask_of_torch": lambda: attend(mask=torch_tensor((8, 8), "bool")),
     "bias_of_torch": lambda: attend(bias=torch_tensor((8, 8))),
     "forward_mode": lambda: jax.jvp(attend_q, (Q,), (Q,)),
@@ -145,6 +147,28 @@ def test_refused(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         REFUSED[name]()
     check_golden(f"inputs/{name}", f"{type(caught.value).__name__}\n{caught.value}")
+
+
+def test_a_mask_of_as_many_queries_as_examples_is_taken_as_it_is_written() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, 3, 2, 4)) for i in range(3))
+    table = jnp.tri(3, dtype=bool)
+    bias = jnp.where(table, 0.0, -1e9)
+    attend = partial(ma.attention, q, k, v)
+    by_query, by_example = attend(bias=bias[None]), attend(bias=bias[:, None, None])
+    assert not jnp.allclose(by_query, by_example, atol=0.1)
+    for mask in (table[None], table[None, None], M.Dense(table)):
+        np.testing.assert_allclose(attend(mask=mask), by_query, atol=1e-5)
+    for mask in (table[:, None, None], M.KeyPadding(table)):
+        np.testing.assert_allclose(attend(mask=mask), by_example, atol=1e-5)
+
+
+def test_one_row_is_a_mask_of_keys_either_way() -> None:
+    q = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
+    flags = jnp.array([[True, False, True]])
+    want = ma.attention(q, q, q, mask=M.KeyPadding(flags))
+    np.testing.assert_allclose(ma.attention(q, q, q, mask=flags), want, atol=1e-6)
+    one = ma.attention(q[:, :1], q, q, mask=flags)
+    np.testing.assert_allclose(one, want[:, :1], atol=1e-6)
 
 
 def test_axes_of_others_are_taken_by_a_shard_map_around() -> None:

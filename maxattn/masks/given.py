@@ -47,9 +47,22 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
         raise InputError("mask", found, rule, remedy)
     check_not_torch("mask", str(mask.dtype))
-    shape = tuple(mask.shape)
-    if shape == (q.shape[0], k.shape[1]) and q.shape[0] != q.shape[1]:
-        rule = "an array of two axes is [T, S], and this looks like [B, S]"
-        remedy = "say masks.KeyPadding(mask) for keys that are padding"
-        raise InputError("mask", f"shape {shape}", rule, remedy)
+    _check_not_flags(tuple(mask.shape), q.shape[0], q.shape[1], k.shape[1])
     return Dense(mask)
+
+
+def _check_not_flags(shape: tuple[int, ...], b: int, t: int, s: int) -> None:
+    """Refuse an array of two axes that is, or may be, flags of each example's keys.
+
+    One row means the same either way.
+    """
+    if shape != (b, s) or b == 1:
+        return
+    rule, remedy = (
+        "an array of two axes is [T, S], and this looks like [B, S]",
+        "say masks.KeyPadding(mask) for keys that are padding",
+    )
+    if b == t:
+        rule = f"an array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
+        remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
+    raise InputError("mask", f"shape {shape}", rule, remedy)
