@@ -19,6 +19,7 @@ from common.pipeline_folder import absent, config_of
 from common.writable import unwritable
 from sample import files, media
 from sample.checks import Needs, without_torch
+from sample.torch_device import device_errors
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -45,6 +46,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     """Yield what cannot work."""
     missing = list(absent(found.folder, "folder"))
     yield from missing or without_torch("folder", "decoding latents", found.folder, NEEDS)
+    yield from device_errors("--torch-device", found.torch_device)
     if (problem := unwritable("--out", found.out, folder=True)) is not None:
         yield problem
     if kind and kind not in AXES:

@@ -26,6 +26,7 @@ from common.pipeline_folder import PIPELINES, absent, index_of
 from common.writable import unwritable
 from sample import files
 from sample.checks import Needs, without_torch
+from sample.torch_device import device_errors
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -81,6 +82,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     if found.image is not None:
         needs = Needs(("vae",), "diffusers", INSTEAD)
         yield from without_torch("--image", "encoding an image", found.folder, needs)
+    yield from device_errors("--torch-device", found.torch_device)
 
 
 def _option_errors(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:

@@ -13,7 +13,7 @@ OF_EXTRA = {
         *("maxattn", "jax", "flax", "optax", "orbax", "grain", "rich", "tensorboardX"),
         *("matplotlib", "sklearn", "PIL"),
     ),
-    "torch": ("torch", "diffusers", "transformers", "accelerate", "ftfy", "imageio"),
+    "torch": ("torch", "diffusers", "transformers", "accelerate", "ftfy", "imageio_ffmpeg"),
 }
 """What is imported, by the extra that installs it."""
 

@@ -18,6 +18,7 @@ from maxattn.errors import ConfigError, MaxattnError
 from . import files
 from .paths import Paths
 from .task import SamplingTask
+from .torch_device import device_errors
 
 INSTALL = 'pip install "maxattn[torch]"'
 
@@ -37,6 +38,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *_output_errors(paths),
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
         *_file_errors(task, paths),
+        *_device_errors(task, paths),
     ]
     if problems:
         raise ConfigErrors([problem for error in problems for problem in _flat(error)])
@@ -65,6 +67,12 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
             read()
         except MaxattnError as error:
             yield error
+
+
+def _device_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield why torch cannot encode or decode where it is told to, if it does either."""
+    if paths.embeddings is None or paths.out is not None:
+        yield from device_errors("sampling.torch_device", task.settings.sampling.torch_device)
 
 
 def _flat(error: MaxattnError) -> Iterable[ConfigError]:

@@ -14,7 +14,12 @@ from common.requirements import OF_EXTRA, missing
 from tests.golden_text import check_golden
 
 ROOT = Path(__file__).parents[2]
-IMPORTED_AS = {"orbax-checkpoint": "orbax", "scikit-learn": "sklearn", "pillow": "PIL"}
+IMPORTED_AS = {
+    "orbax-checkpoint": "orbax",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+    "imageio-ffmpeg": "imageio_ffmpeg",
+}
 RUN = """
 import runpy, sys
 package, script, *arguments = sys.argv[1:]
