@@ -45,3 +45,16 @@ def test_commands_say_it_among_all_else(script: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
         program.main(found)
     assert "--torch-device" in {error.setting for error in caught.value.problems}
+
+
+def test_generate_says_it_before_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from .pipelines import draw, pipeline, sizes_of
+
+    pipeline(tmp_path, "wan", "unipc")
+    monkeypatch.chdir(tmp_path)
+    where = ("--model", ".", "--out", "out", "sampling.torch_device=gpu:9")
+    with pytest.raises(ConfigErrors) as caught:
+        draw("wan", *sizes_of("wan"), "--prompt", "a fox", *where)
+    assert "sampling.torch_device" in {error.setting for error in caught.value.problems}
+    assert not (tmp_path / "out").exists()
