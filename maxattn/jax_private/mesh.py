@@ -43,12 +43,16 @@ def ambient_mesh() -> Any:
 
 
 def _entered_mesh() -> Mesh | None:
-    """Return the mesh of a `with mesh:`, which jax has no public name for any more."""
-    from jax._src import mesh as private
+    """Return the mesh of a `with mesh:`, which jax has no public name for any more.
 
-    resources = getattr(private, "thread_resources", None)
-    mesh = None if resources is None else resources.env.physical_mesh
-    return None if mesh is None or mesh.empty else mesh
+    None too in a jax that keeps it elsewhere: the mesh can be passed.
+    """
+    try:
+        from jax._src.mesh import thread_resources
+    except ImportError:
+        return None
+    mesh = thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
 
 
 def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
@@ -60,11 +64,13 @@ def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
 def mapped_axes() -> frozenset[str]:
     """Name the Explicit mesh axes that a surrounding `vmap` has taken: its operands lie over them.
 
-    jax has no public name for them.
+    jax has no public name for them; in a jax that keeps them elsewhere no axis counts as taken.
     """
-    from jax._src import core
-
-    return frozenset(core.get_axis_env().explicit_mesh_axis_names)
+    try:
+        from jax._src.core import get_axis_env
+    except ImportError:
+        return frozenset()
+    return frozenset(getattr(get_axis_env(), "explicit_mesh_axis_names", ()))
 
 
 def is_tracer(x: object) -> bool:
