@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,12 +17,63 @@ import pytest
 import maxattn as ma
 from tests.pages import ROOT, blocks
 
+PYTHON = "Programming Language :: Python :: "
 BUILT = ("egg-info", "PKG-INFO", "setup.cfg")  # what setuptools adds to an sdist
+# Weights are written and read without an extra.
+WEIGHTS = """
+import maxattn as ma
+from flax import nnx
+attn = ma.FlaxAttention(4, heads=1, dim_head=4, rngs=nnx.Rngs(0))
+ma.weights.save_diffusers(attn, "saved")
+ma.weights.load_diffusers(attn, "saved")
+print(list(attn.to_q.kernel.shape))
+"""
 
 
 def test_the_citation_names_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {ma.__version__}\n" in text and text.startswith("cff-version: 1.2.0\n")
+
+
+OPTIONAL = {"matplotlib", "torch"}  # of extras; what kernels need is in their rows
+IMPORTED_AS = {"PyYAML": "yaml"}
+
+
+def test_what_the_package_imports_is_installed_with_it() -> None:
+    """A command needs no extra but those that it names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[\[><=]", line)[0] for line in project["dependencies"]]
+    installed = {IMPORTED_AS.get(name, name) for name in names}
+    come_along = {"numpy", "ml_dtypes", "pydantic_core", "annotated_types"}  # of jax and pydantic
+    found = {
+        name.partition(".")[0]
+        for path in (ROOT / "maxattn").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _imported(node)
+    }
+    others = found - sys.stdlib_module_names - {"maxattn"}
+    assert others - OPTIONAL <= installed | come_along
+    assert "safetensors" in others & installed
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""] if node.level == 0 else []
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    said = {each for each in project["classifiers"] if each.startswith(PYTHON)}
+    versions = {each.removeprefix(PYTHON) for each in said if "." in each.removeprefix(PYTHON)}
+    oldest = project["requires-python"].removeprefix(">=")
+    assert min(versions, key=_minor) == oldest
+    first, last = _minor(oldest), max(map(_minor, versions))
+    assert versions == {f"3.{minor}" for minor in range(first, last + 1)} and last >= 13
+
+
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2])
 
 
 def run(*command: object, at: Path) -> str:
@@ -83,5 +137,7 @@ def test_the_wheel_alone_runs_the_first_screen(built: tuple[Path, Path], tmp_pat
     (tmp_path / "first.py").write_text(program.text)
     printed = run(python, "-W", "error", "first.py", at=tmp_path)
     assert printed.splitlines()[0] == shown.text.splitlines()[0]
+    (tmp_path / "weights.py").write_text(WEIGHTS)
+    assert run(python, "-W", "error", "weights.py", at=tmp_path) == "[4, 4]\n"
     command = [python, "-m", "maxattn", "explain", "attention=auto", "--shape", "wan-1.3b-480p"]
     assert "runs    " in run(*command, "--target", "NVIDIA H200", at=tmp_path)
