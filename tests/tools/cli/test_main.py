@@ -113,3 +113,15 @@ def test_a_closed_pipe_is_no_crash():
     pipe.stdout.close()
     assert "Traceback" not in pipe.stderr.read()
     pipe.wait()
+
+
+def test_the_overview_imports_no_command():
+    program = (
+        "import sys; from maxattn.tools.cli import main; main(['--help']); print(*sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    imported = set(run.stdout.splitlines()[-1].split())
+    assert "maxattn.tools.cli" in imported
+    assert not imported & {f"maxattn.tools.cli.{name}" for name in COMMANDS}
