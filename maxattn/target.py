@@ -13,6 +13,9 @@ from typing import Any
 
 from maxattn.config.target_names import read_target
 from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
+from maxattn.devices.families import read_capability
+from maxattn.jax_private.aiter import aiter_in_jax
+from maxattn.jax_private.versions import CUDNN
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 
@@ -35,10 +38,12 @@ class Target:
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
-        packages: (name, version) of the optional packages that are there.
+        packages: (name, version) of the optional packages that are there, of cuDNN and of AITER.
         env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels
             more memory, or say how a ring's blocks travel.
         tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
+        capability: the compute capability that jax gives of an NVIDIA GPU, for example "10.3"; ""
+            where the device kind's own is taken.
     """
 
     platform: Platform
@@ -46,6 +51,7 @@ class Target:
     packages: Pairs = ()
     env: Pairs = ()
     tuned: tuple[Tuned, ...] = ()
+    capability: str = ""
 
     @staticmethod
     def here() -> Target:
@@ -86,7 +92,8 @@ class Target:
     @property
     def device(self) -> Device:
         """Return the facts of its device kind."""
-        return device_of(self.device_kind, self.platform)
+        capability = read_capability(self.capability)
+        return device_of(self.device_kind, self.platform, capability)
 
     def version(self, package: str) -> str | None:
         """Return the version of an optional package, or None where it is not installed."""
@@ -116,8 +123,10 @@ _PLATFORMS: dict[str, Platform] = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "
 def _here(env: Pairs, packages: Pairs) -> Target:
     import jax
 
-    platform = _PLATFORMS.get(jax.default_backend(), "cpu")
-    return Target(platform, _kind_of(jax.devices()[0]), packages, env)
+    platform, device = _PLATFORMS.get(jax.default_backend(), "cpu"), jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    known = capability if platform == "gpu" and read_capability(capability) else ""
+    return Target(platform, _kind_of(device), packages, env, capability=known)
 
 
 def _kind_of(device: Any) -> str:
@@ -130,10 +139,10 @@ def _kind_of(device: Any) -> str:
 
 
 def installed() -> Pairs:
-    """List jax and the packages that kernels call, those that are installed here, with their
-    versions.
+    """List jax, cuDNN, AITER and the packages that kernels call, those that are installed here,
+    with their versions.
     """
-    return _installed(("jax", *table.packages()))
+    return _installed(("jax", *table.packages(), *CUDNN))
 
 
 @lru_cache(maxsize=8)
@@ -144,4 +153,4 @@ def _installed(names: tuple[str, ...]) -> Pairs:
             found.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return tuple(found)
+    return (*found, *aiter_in_jax())

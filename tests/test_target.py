@@ -16,10 +16,13 @@ import pytest
 import maxattn as ma
 from maxattn import devices
 from maxattn.block_sizes.chips import CHIPS
-from maxattn.devices import DEVICES, GIB, device_of, machine_of, memory_of
+from maxattn.config import target_names
+from maxattn.devices import DEVICES, GIB, device_of, families, machine_of, memory_of
 from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
 from maxattn.kernels.auto import choose
+from maxattn.kernels.fa4 import capabilities
+from maxattn.kernels.fused import cudnn_limits
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from maxattn.target import _kind_of as kind_of
@@ -110,23 +113,78 @@ def test_jax_s_names_of_devices_are_known(spelling: str, name: str) -> None:
         ("NVIDIA H20", "hopper", 78, 256, 256),
         ("NVIDIA GH200 480GB", "hopper", 132, 256, 256),
         ("NVIDIA H800-PCIe", "hopper", 114, 256, 256),
-        ("NVIDIA GB200", "blackwell", 148, 256, 128),
+        ("NVIDIA B200", "blackwell", 148, 128, 128),
+        ("NVIDIA GB200", "blackwell", 152, 128, 128),
+        ("NVIDIA B300 SXM6 AC", "blackwell-ultra", 148, 128, 128),
+        ("NVIDIA GB300", "blackwell-ultra", 152, 128, 128),
+        ("NVIDIA GeForce RTX 5090", "blackwell-rtx", 170, 128, 256),
+        ("NVIDIA GeForce RTX 5060 Ti", "blackwell-rtx", 170, 128, 256),
+        ("NVIDIA GB10", "blackwell-rtx", 170, 128, 256),
         ("NVIDIA A100-SXM4-80GB", "ampere", 108, 128, 256),
+        ("NVIDIA A30", "ampere", 56, 128, 256),
         ("NVIDIA A10G", "before-hopper", 132, 128, 256),
         ("NVIDIA L40S", "before-hopper", 132, 128, 256),
         ("NVIDIA GeForce RTX 4090", "before-hopper", 132, 128, 256),
-        ("NVIDIA X", "nvidia", 132, 256, 256),
-        ("AMD Instinct MI325X", "amd-cdna3", 304, 256, 256),
-        ("AMD Instinct MI300A", "amd-cdna3", 228, 256, 256),
-        ("AMD Radeon RX 7900 XTX", "amd", 132, 256, 256),
+        ("NVIDIA RTX 5000 Ada Generation", "before-hopper", 132, 128, 256),
+        ("Tesla T4", "before-ampere", 72, 128, 128),
+        ("NVIDIA X", "nvidia", 132, 128, 128),
+        ("AMD Instinct MI325X", "amd-cdna3", 304, 128, 128),
+        ("AMD Instinct MI300A", "amd-cdna3", 228, 128, 128),
+        ("AMD Radeon RX 7900 XTX", "amd", 132, 128, 128),
     ],
 )
-def test_a_gpu_without_figures_has_its_family(
+def test_a_gpu_has_the_facts_of_its_family(
     kind: str, family: str, sms: int, cudnn: int, fa4: int
 ) -> None:
     its = device_of(kind)
     assert (its.family.name, its.sms) == (family, sms)
-    assert (its.family.cudnn_head_dim, its.family.fa4_head_dim) == (cudnn, fa4)
+    assert (cudnn_limits.head_limit(its), capabilities.head_limit(its)) == (cudnn, fa4)
+
+
+# developer.nvidia.com/cuda-gpus.
+CAPABILITIES = {
+    "NVIDIA A100": "8.0", "NVIDIA H100": "9.0", "NVIDIA H200": "9.0", "NVIDIA B200": "10.0",
+    "NVIDIA GB200": "10.0", "NVIDIA B300": "10.3", "NVIDIA GB300": "10.3",
+    "NVIDIA GeForce RTX 5090": "12.0", "NVIDIA GeForce RTX 5080": "12.0",
+    "NVIDIA GeForce RTX 5070 Ti": "12.0", "NVIDIA GeForce RTX 5070": "12.0",
+    "NVIDIA RTX PRO 6000 Blackwell": "12.0",
+}  # fmt: skip
+
+
+def test_nvidia_gpus_have_their_compute_capability() -> None:
+    known = {kind: d.capability_text for kind, d in DEVICES.items() if d.capability is not None}
+    assert known == CAPABILITIES
+    nvidia = {kind for kind, device in DEVICES.items() if device.vendor == "NVIDIA"}
+    assert nvidia == CAPABILITIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "family", "fa4"),
+    [
+        ("NVIDIA Graphics Device", "10.3", "blackwell-ultra", 128),
+        ("NVIDIA Graphics Device", "9.0", "hopper", 256),
+        ("NVIDIA L4", "8.9", "before-hopper", 256),
+        ("NVIDIA Thor", "11.0", "nvidia", 128),
+        ("NVIDIA B200", "", "blackwell", 128),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "amd", 128),
+    ],
+)
+def test_what_jax_says_of_a_gpu_comes_before_its_name(
+    kind: str, capability: str, family: str, fa4: int
+) -> None:
+    device = Target("gpu", kind, capability=capability).device
+    assert (device.family.name, capabilities.head_limit(device)) == (family, fa4)
+    assert device.capability_text == (capability if "." in capability else device.capability_text)
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 5090 D",
+             "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"],
+)  # fmt: skip
+def test_another_card_of_a_similar_name_has_no_figures_of_the_first(kind: str) -> None:
+    assert device_of(kind).kind == kind and device_of(kind).peak is None
+    assert device_of(kind).capability == (12, 0)
+    assert device_of("NVIDIA GeForce RTX 5070 Ti").kind == "NVIDIA GeForce RTX 5070 Ti"
 
 
 def test_a_device_that_nobody_knows_has_the_usual_figures_of_its_platform() -> None:
@@ -157,7 +215,9 @@ def test_a_gpu_that_rocm_runs_on_is_amd_s() -> None:
     assert device_of(kind_of(device("Graphics", "cuda 12090"))).vendor == "NVIDIA"
 
 
-@pytest.mark.parametrize("module", [devices, versions, choose], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [families, devices, target_names, versions, choose], ids=lambda m: m.__name__
+)
 def test_examples_run(module: Any) -> None:
     ran = doctest.testmod(module)
     assert ran.attempted > 0 and ran.failed == 0

@@ -19,6 +19,8 @@ _TRADE_NAMES = {
     "ironwood": "TPU v7x",
     "v5litepod": "TPU v5e",
     "mi300": "AMD Instinct MI300X",
+    "gb200nvl72": "NVIDIA GB200",
+    "gb300nvl72": "NVIDIA GB300",
 }
 # jax's names, and libtpu's where it has its own.
 _OTHERS = {
@@ -26,6 +28,7 @@ _OTHERS = {
     "TPU v5p": ("TPU v5",),
     "TPU v6e": ("v6lite", "v6 lite"),
     "TPU v7x": ("7x", "v7", "TPU 7"),
+    "NVIDIA RTX PRO 6000 Blackwell": ("RTX PRO 6000", "PRO 6000"),
 }
 _LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation, where it is not the last word of ours
 _HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # chips; else 2 x 2
@@ -106,14 +109,24 @@ def _spellings() -> dict[str, str]:
     """Map every name without spaces to a device kind: with the maker's name or without it."""
     found = dict(_TRADE_NAMES)
     for kind in DEVICES:
-        short = kind.rpartition(" ")[2]
-        makers = kind.split(" ")[:-1]
-        for each in (kind, short, *_OTHERS.get(kind, ())):
-            found |= {_bare(f"{maker}{each}"): kind for maker in ("", *makers)}
+        maker = kind.partition(" ")[0]
+        for each in (*_ends(kind), *_OTHERS.get(kind, ())):
+            found |= {_bare(f"{first}{each}"): kind for first in ("", maker)}
     # "TPU v6e" is "tpu6e" too: the generation without its v.
     tpus = [_bare(kind) for kind, row in DEVICES.items() if row.platform == "tpu"]
     found |= {name.replace("tpuv", "tpu"): found[name] for name in tpus}
     return found
+
+
+def _ends(kind: str) -> list[str]:
+    """Return a kind without its first words, as far as a number is left.
+
+    >>> _ends("NVIDIA GeForce RTX 5070 Ti")[2:]
+    ['RTX 5070 Ti', '5070 Ti']
+    """
+    words = kind.split(" ")
+    ends = (" ".join(words[i:]) for i in range(len(words)))
+    return [end for end in ends if end == kind or re.search(r"\d", end)]
 
 
 _SPELLINGS = _spellings()

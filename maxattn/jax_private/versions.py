@@ -41,6 +41,7 @@ TESTED = {
     "transformer-engine-jax": Versions("2.20", "2.21"),
 }
 FA4_LAUNCHES = "0.1."  # how a version of fa4-jax begins whose kernels maxattn launches itself
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
 TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # its kernels of TPUs: 0.0.18 only moves them
 TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs
 

@@ -14,6 +14,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.cudnn import CudnnMask, CudnnRows, cudnn_backward, cudnn_forward
 from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.fused import cudnn_limits
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
@@ -34,10 +35,9 @@ class Cudnn(Fused):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
         terms = fused_masks.sort_terms(call.mask)
-        most = target.device.family.cudnn_head_dim
         return (
             untested("cudnn", "jax", target)
-            or fused_masks.refuse_call("cudnn", call, most)
+            or cudnn_limits.refuse("cudnn", call, target)
             or fused_masks.refuse_mask("cudnn", terms)
             or refuse_shards("cudnn", terms, call)
             or _refuse_window(terms, call)

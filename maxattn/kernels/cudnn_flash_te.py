@@ -20,6 +20,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.fused import cudnn_limits
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
@@ -45,10 +46,9 @@ class CudnnFlashTe(Fused):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
         terms = fused_masks.sort_terms(call.mask)
-        most = target.device.family.cudnn_head_dim
         return (
             untested("cudnn_flash_te", "transformer-engine-jax", target)
-            or fused_masks.refuse_call("cudnn_flash_te", call, most)
+            or cudnn_limits.refuse("cudnn_flash_te", call, target)
             or fused_masks.refuse_mask("cudnn_flash_te", terms)
             or refuse_shards("cudnn_flash_te", terms, call)
             or _refuse_window(terms, call)

@@ -17,6 +17,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
+from maxattn.kernels.fa4 import capabilities
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.requirements import is_here, remedy, untested
 from maxattn.kernels.splash import list_bound
@@ -59,7 +60,7 @@ class Flash(Splash):
             return Flash.of(call, list_bound.fitting(call, config, target), target)
         if has_fa4(target):
             return Fa4.build(call, config, target)
-        return CudnnForFlash(call.scale, call.return_lse, install(target))
+        return CudnnForFlash(call.scale, call.return_lse, _without_fa4(target))
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:
@@ -83,24 +84,31 @@ class Flash(Splash):
 
 @dataclass(frozen=True)
 class CudnnForFlash(Cudnn):
-    """Run cuDNN under the name of flash on a GPU without fa4-jax, and say what is lost by it.
+    """Run cuDNN under the name of flash where FlashAttention-4 cannot be called, and say why.
 
     Args:
-        remedy: what would bring fa4-jax.
+        why: fa4-jax is not called, and what would be gained by it.
     """
 
-    remedy: str = INSTALL
+    why: str = ""
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
-        gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200)"
-        lost = f"fa4-jax is not installed; {gain}: {self.remedy}"
-        return super().lines(call)._replace(runs=f"flash (cuDNN through jax: {lost})")
+        return super().lines(call)._replace(runs=f"flash (cuDNN through jax: {self.why})")
 
 
 def has_fa4(target: Target) -> bool:
-    """Tell whether FlashAttention-4 can be called."""
-    return target.version("fa4-jax") is not None
+    """Tell whether FlashAttention-4 can be called: fa4-jax is there, and for this GPU."""
+    return target.version("fa4-jax") is not None and capabilities.has_kernels(target.device)
+
+
+def _without_fa4(target: Target) -> str:
+    """Say why FlashAttention-4 is not called, and what would bring it; the gain was measured."""
+    if not capabilities.has_kernels(target.device):
+        return capabilities.lack(target.device)
+    gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200): "
+    gain = gain if target.device.is_a("hopper") else ""
+    return f"fa4-jax is not installed; {gain}{install(target)}"
 
 
 def install(target: Target) -> str:
@@ -109,11 +117,14 @@ def install(target: Target) -> str:
 
 
 def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
-    """Ask FlashAttention-4 where it is installed, else cuDNN."""
+    """Ask FlashAttention-4 where it can be called, else cuDNN."""
     if has_fa4(target):
         return Fa4.supports(call, target)
     reason = Cudnn.supports(call, target)
     if reason is None:
         return None
+    if not capabilities.has_kernels(target.device):
+        rule = f"{capabilities.lack(target.device)}, and cuDNN in its place: {reason.rule}"
+        return replace(reason, who="flash", rule=rule)
     rule = f"fa4-jax is not installed, and cuDNN in its place: {reason.rule}"
     return replace(reason, who="flash", rule=rule, remedy=f"{install(target)}; or {reason.remedy}")

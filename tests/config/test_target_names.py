@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import maxattn as ma
-from maxattn.config.target_names import _spellings, read_target
+from maxattn.config.target_names import _ends, _spellings, read_target
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
@@ -22,6 +22,14 @@ SPELT = {
     "NVIDIA H100": ("H100", "gpu"),
     "NVIDIA H200": ("NVIDIA H200", "H200", "h200", "Nvidia H200"),
     "NVIDIA B200": ("b200",),
+    "NVIDIA GB200": ("GB200", "gb200 nvl72", "nvidia gb200"),
+    "NVIDIA B300": ("B300",),
+    "NVIDIA GB300": ("gb300", "GB300-NVL72"),
+    "NVIDIA GeForce RTX 5090": ("RTX 5090", "rtx5090", "5090", "GeForce RTX 5090", "NVIDIA 5090"),
+    "NVIDIA GeForce RTX 5080": ("RTX 5080", "5080"),
+    "NVIDIA GeForce RTX 5070 Ti": ("RTX 5070 Ti", "rtx 5070ti", "5070ti", "NVIDIA RTX 5070 Ti"),
+    "NVIDIA GeForce RTX 5070": ("RTX 5070", "5070"),
+    "NVIDIA RTX PRO 6000 Blackwell": ("RTX PRO 6000", "RTX PRO 6000 Blackwell", "pro 6000"),
     "AMD Instinct MI300X": ("MI300X", "AMD MI300X", "Instinct MI300X", "mi300"),
 }
 TOPOLOGIES = {
@@ -47,8 +55,8 @@ def test_every_spelling_of_a_kind(kind: str) -> None:
 def test_no_spelling_names_two_kinds() -> None:
     """A later row must not take a name from an earlier one."""
     assert all(_spellings()[name] == kind for kind in DEVICES for name in [_bare(kind)])
-    shorts = [kind.rpartition(" ")[2] for kind in DEVICES]
-    assert len(set(shorts)) == len(shorts)
+    ends = [_bare(end) for kind in DEVICES for end in _ends(kind)]
+    assert len(set(ends)) == len(ends)
 
 
 def _bare(kind: str) -> str:
@@ -71,7 +79,7 @@ def test_names_that_are_none_get_a_guess() -> None:
 
 
 @pytest.mark.parametrize("command", ["explain", "check", "tune"])
-@pytest.mark.parametrize("text", ["tpu7x", "tpu v6e", "H200", "Trillium"])
+@pytest.mark.parametrize("text", ["tpu7x", "tpu v6e", "H200", "Trillium", "GB300", "RTX 5090"])
 def test_commands_take_the_same_names(capsys, command: str, text: str) -> None:
     words = [command, "attention=auto", "--shape", "1,512,512,4,64", "--target"]
     short = run(capsys, *words, text)

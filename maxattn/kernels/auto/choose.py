@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxattn.call import Call, Reason
+from maxattn.jax_private.aiter import AITER
 from maxattn.kernels import refusal
 from maxattn.target import Target
 
@@ -79,12 +80,21 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         call: the call that one device computes.
         target: the machine.
     """
-    is_nvidia = target.device.vendor == "NVIDIA"
-    if is_nvidia and call.dtype != "float32" and call.bias is None:
+    vendor = target.device.vendor
+    if vendor == "NVIDIA" and call.dtype != "float32" and call.bias is None:
         from maxattn.kernels.auto import gpu
 
         return gpu.order(call, target)
-    return _plain(call, target)
+    names, because = _plain(call, target)
+    return names, (_no_fused(target) if vendor == "AMD" else "") + because
+
+
+def _no_fused(target: Target) -> str:
+    """Say why plain JAX runs on an AMD GPU, and what its own jax has that is not called."""
+    why = "plain JAX, since the fused kernels here are for NVIDIA GPUs"
+    has_aiter = target.version(AITER) is not None
+    own = "; this jax has AITER's attention (jax._src.aiter), which maxattn does not call"
+    return f"{why}{own if has_aiter else ''}; "
 
 
 def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:

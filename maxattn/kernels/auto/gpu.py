@@ -3,8 +3,11 @@ bench --write-table`.
 
 A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the
 nearest head dim, then of the least distance in doublings of T, S and B x N. Forward and backward
-are chosen apart. Hopper GPUs without entries take those of the H200. Other GPUs take cuDNN, which
-the plan calls a rule.
+are chosen apart. Hopper GPUs without entries take those of the H200. Other GPUs take what
+published.py holds of them, and cuDNN elsewhere, which the plan calls a rule.
+
+Under "measured_on" a table names each kind of device, as jax calls it, that its entries were
+measured on, with the files of the runs: the plan of such a device says that they were.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from math import log2
 from typing import Any
 
 from maxattn.call import Call
+from maxattn.devices import device_of
 from maxattn.kernels import KERNELS, refusal
+from maxattn.kernels.auto import published
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.target import Target
 
@@ -76,7 +81,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """
     device = _measured_device(target)
     if device is None:
-        return _by_rule(call, target), "a rule, not measured on this GPU: cuDNN first"
+        return _unmeasured(call, target)
     entry = _as_launched(nearest(call, read_tables()[device]), call, target)
     forward, backward = (_first_usable(times, call, target) for times in _both_ways(entry))
     if forward is None or backward is None:
@@ -93,6 +98,24 @@ def _measured_device(target: Target) -> str | None:
     if target.device.kind in tables:
         return target.device.kind
     return USUAL if USUAL in tables and target.device.is_a("hopper") else None
+
+
+def is_measured_on(target: Target) -> bool:
+    """Tell whether the entries that hold for a target were measured on its kind of device; a name
+    of ours, such as "NVIDIA H100", is that of the card that was measured.
+    """
+    device = _measured_device(target)
+    kinds = () if device is None else measured_on()[device]
+    return any(target.device_kind in (kind, device_of(kind).kind) for kind in kinds)
+
+
+def _unmeasured(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return what others published to be fastest, or the rule."""
+    names = _by_rule(call, target)
+    row = published.row_for(call, target)
+    if row is None or not all(_usable(name, call, target) for name in row.first.split("/")):
+        return names, "a rule, not measured on this GPU: cuDNN first"
+    return tuple(dict.fromkeys((row.first, *names))), row.because
 
 
 def _by_rule(call: Call, target: Target) -> tuple[str, ...]:
@@ -129,9 +152,10 @@ def _faster(entry: MeasuredShape, forward: str, backward: str) -> tuple[str, ...
 
 def _because(entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...]) -> str:
     first = "the fastest that can run" if faster else "fastest"
-    here = "" if device == target.device_kind else f", and this is {target.device_kind}"
     mask = "" if entry.mask == FULL else f" mask {entry.mask}"
-    return f"{first} at {entry.text}{mask}, the nearest shape measured on an {device}{here}"
+    on = target.device_kind if is_measured_on(target) else device
+    here = "" if on == target.device_kind else f", and this is {target.device_kind}"
+    return f"{first} at {entry.text}{mask}, the nearest shape measured on an {on}{here}"
 
 
 def _lost(faster: tuple[str, ...], target: Target) -> str:
@@ -184,6 +208,15 @@ def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
     """Read the committed tables, by device kind."""
     return {
         device: tuple(_entry(row) for row in rows["entries"])
+        for device, rows in json.loads(TABLE.read_text()).items()
+    }
+
+
+@cache
+def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Read which kinds of device the entries of each table were measured on, and by which runs."""
+    return {
+        device: {kind: tuple(files) for kind, files in rows.get("measured_on", {}).items()}
         for device, rows in json.loads(TABLE.read_text()).items()
     }
 

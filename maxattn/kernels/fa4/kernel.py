@@ -24,6 +24,7 @@ from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import (
     backward_steps,
     block_sparse,
+    capabilities,
     dq_accumulator,
     int32_bounds,
     launch_lines,
@@ -77,9 +78,8 @@ class Fa4(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, head dims over 256, a bias, tables of pairs; `flash` found fa4-jax."""
-        most = target.device.family.fa4_head_dim
-        reason = untested("flash", "fa4-jax", target) or masks.refuse_call("flash", call, most)
+        """Refuse float32, long head dims, a bias, tables of pairs; `flash` found fa4-jax."""
+        reason = untested("flash", "fa4-jax", target) or capabilities.refuse(call, target.device)
         terms = masks.sort_terms(call.mask)
         reason = reason or int32_bounds.refuse(call, terms)
         if reason is not None or masks.refuse_mask("flash", terms) is None:
@@ -128,10 +128,12 @@ class Fa4(Fused):
         return Lines(runs, blocks, backward if backward != blocks else "")
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say where a mask gets no lists although the kernel takes them."""
+        """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
         forbids = self.tests_pairs and not mask_inputs.positions(call.mask).is_full
-        if not (forbids and self.launched) or self.lists:
+        if not forbids or self.lists:
             return ()
+        if not self.launched:
+            return (launch_lines.band_line(call),)
         most = f"block-sparse lists are of up to {MOST_TILES} tiles, and the call has more"
         return (f"{most}: empty tiles of the band around the mask are computed too",)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxattn.call import Call
-from maxattn.kernels.fa4 import block_sparse, mask_inputs, split_queries
+from maxattn.kernels.fa4 import band, block_sparse, mask_inputs, split_queries
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.masks import Full
 
@@ -37,6 +37,16 @@ def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
     tail = split_queries.tail_for(*shapes_of(call), sms)
     return OWN if tail is None else f"{OWN}; {tail.line}"
+
+
+def band_line(call: Call) -> str:
+    """Say what is computed of a mask without block-sparse lists, and what it allows of that."""
+    computed, allowed = (f"{100 * share:.3g}%" for share in band.shares(call))
+    of_band = f"the narrowest band around the mask, {computed} of all pairs"
+    return (
+        "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it computes and"
+        f" tests {'all pairs' if call.sharded else of_band}, and the mask allows {allowed}"
+    )
 
 
 def shapes_of(call: Call) -> tuple[Dims, Dims]:

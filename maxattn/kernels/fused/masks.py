@@ -93,13 +93,21 @@ def _refuse_flags(who: str) -> Reason:
     return Reason(who, "mask KeyPadding & positions", rule, remedy)
 
 
-def refuse_call(who: str, call: Call, head_limit: int) -> Reason | None:
-    """Return why no fused kernel of this limit can compute a call: dtype, head dim, scale, bias."""
+def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
+    """Return why no fused kernel of this limit can compute a call: dtype, head dim, scale, bias.
+
+    Args:
+        who: the kernel.
+        call: of one device.
+        head_limit: the largest head dim.
+        where: the devices that have this limit, if others have a larger one.
+    """
     if call.dtype == "float32":
         rule = "it takes bfloat16 and float16, and the operands are float32"
         return Reason(who, "dtype float32", rule, f"cast q, k and v to bfloat16, or {REMEDY}")
     if call.head_dim > head_limit:
-        rule = f"it takes head dims up to {head_limit}, and this is {call.head_dim}"
+        rule = f"{where and f'on {where} '}it takes head dims up to {head_limit}"
+        rule = f"{rule}, and this is {call.head_dim}"
         return Reason(who, f"head dim {call.head_dim}", rule, REMEDY)
     if call.scale < 0:  # it takes the largest product for the largest score, and gives NaN
         rule = f"it takes scales above 0, and this is {call.scale:.3g}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxattn.config.plain_json import read_json
+from maxattn.devices import device_of
 from maxattn.errors import ConfigError
 from maxattn.kernels.auto.gpu import TABLE, UNSPLIT, mask_kind
 from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
@@ -80,17 +81,18 @@ def write(device: str, made_by: dict[str, Any], found: list[dict[str, Any]], pat
     """Replace a device's entries and keep those of other devices.
 
     Args:
-        device: its kind.
+        device: its kind, as jax calls it.
         made_by: versions, the day, the command.
         found: from `entries`.
         path: the table to write; where it is missing, it begins as the one that `auto` reads.
     """
     table = read_table(path) if path.exists() else json.loads(TABLE.read_text())
+    kind = device_of(device).kind  # of "NVIDIA H100 80GB HBM3" the NVIDIA H100, which auto looks up
     # `bench` launches this backward with split queries alone: its time without them is kept.
-    old = table.get(device, {}).get("entries", [])
+    old = table.get(kind, {}).get("entries", [])
     kept = {tuple(e["shape"]): e[UNSPLIT] for e in old if UNSPLIT in e}
     measured = [e | _unsplit(kept, tuple(e["shape"])) for e in found]
-    table[device] = {"made_by": made_by, "entries": measured}
+    table[kind] = {"measured_on": {device: []}, "made_by": made_by, "entries": measured}
     write_whole(path, json.dumps(table, indent=1) + "\n")
 
 

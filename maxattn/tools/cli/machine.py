@@ -12,18 +12,23 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import MOST_DEVICES, whole, whole_in
 from maxattn.config.target_names import read_target
 from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
+from maxattn.jax_private.aiter import AITER
+from maxattn.jax_private.versions import CUDNN
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
+
+# What a kernel's choice can depend on beside jax.
+NAMED = (*EXTRAS, *CUDNN, AITER)
 
 
 def machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the machine that plans are for."""
     add = parser.add_argument
     known = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
-    package = f"an optional package that the named target has: {known}"
+    package = f"a package that the named target has: {known}, {', '.join(NAMED[len(EXTRAS) :])}"
     mesh = "context=4,fsdp=2; default the parallelisms of the config"
     devices = "how many there are, for an ici_*_parallelism of -1"
-    target = "v5p, H200, Trillium, cpu, ...; v5p:2x2x1 is so many chips too; default this machine"
+    target = "v5p, GB200, RTX 5090, cpu, ...; v5p:2x2x1 is so many chips too; default this machine"
     add("--target", help=target)
     several: dict[str, Any] = {"action": "append", "default": []}
     add("--with", **several, dest="packages", metavar="PACKAGE[=VERSION]", help=package)
@@ -62,9 +67,9 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def _package(text: str) -> tuple[str, str]:
     name, _, version = text.replace("==", "=").partition("=")
-    if name not in EXTRAS:
-        rule = f"the packages that kernels can call are {', '.join(EXTRAS)}"
-        remedy = did_you_mean(name, EXTRAS) or "name one of them, or leave it out"
+    if name not in NAMED:
+        rule = f"the packages that plans ask for are {', '.join(NAMED)}"
+        remedy = did_you_mean(name, NAMED) or "name one of them, or leave it out"
         raise InputError("--with", text, rule, remedy)
     return name, version or "?"
 

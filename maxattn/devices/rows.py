@@ -1,21 +1,17 @@
-"""Every device that maxattn knows: one row a kind, and the one function that finds a row by name.
+"""Every device that maxattn knows: one row a kind.
 
-All figures are of one device as jax lists it: of a TPU v7x that is half a chip. No other file tests
-a part of a device's name; they ask a row for its family, its vendor or its figures.
+All figures are of one device as jax lists it: of a TPU v7x that is half a chip.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from maxattn.target import Target
+from maxattn.devices.families import FAMILIES, Capability, Family, Platform
 
-Platform = Literal["cpu", "gpu", "tpu"]
 Link = Literal["torus", "switch", "mesh"]
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Machine(NamedTuple):
@@ -75,65 +71,6 @@ measured by us.
 """
 
 
-# ---- families ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Family:
-    """Hold what the devices of one generation share.
-
-    Args:
-        name: for example "hopper" or "tpu-v5p".
-        platform, vendor: for example "gpu" and "NVIDIA".
-        words: parts of jax's names by which a device without a row of its own is recognised.
-        cudnn_head_dim, fa4_head_dim: the largest head dim of cuDNN's and of FlashAttention-4's
-            kernels.
-        sms: streaming multiprocessors of its usual device; AMD's compute units.
-        shared_memory: bytes that one of them gives a thread block; 0 where that is not known.
-    """
-
-    name: str
-    platform: Platform
-    vendor: str
-    words: tuple[str, ...] = ()
-    cudnn_head_dim: int = 256
-    fa4_head_dim: int = 256
-    sms: int = 132
-    shared_memory: int = 0
-
-
-def _nvidia(name: str, words: tuple[str, ...], **facts: int) -> Family:
-    return Family(name, "gpu", "NVIDIA", words, **facts)
-
-
-# The first whose word is part of the name is taken. Shared memory: NVIDIA's CUDA programming guide,
-# compute capabilities 8.0, 9.0 and 10.0; AMD's LDS.
-GPU_FAMILIES = (
-    Family("amd-cdna3", "gpu", "AMD", ("MI300", "MI325"), sms=304, shared_memory=64 * KIB),
-    Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon")),
-    _nvidia("hopper", ("H100", "H200", "H800", "H20"), shared_memory=227 * KIB),
-    _nvidia("blackwell", ("B100", "B200", "B300"), fa4_head_dim=128, sms=148,
-            shared_memory=227 * KIB),
-    _nvidia("ampere", ("NVIDIA A100",), cudnn_head_dim=128, sms=108, shared_memory=163 * KIB),
-    _nvidia("before-hopper", ("NVIDIA A10", "NVIDIA A30", "NVIDIA A40", "NVIDIA L4", "NVIDIA RTX",
-                              "NVIDIA GeForce"), cudnn_head_dim=128),
-)  # fmt: skip
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("cpu", "cpu", ""),
-        Family("tpu", "tpu", "Google"),
-        *(Family(f"tpu-{n}", "tpu", "Google") for n in ("v4", "v5e", "v5p", "v6e", "v7x")),
-        *GPU_FAMILIES,
-        _nvidia("nvidia", ()),
-    )
-}
-_UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
-# Devices that have fewer multiprocessors (AMD: compute units) than their family's usual one. PCIe:
-# the H100 and H800 of that form.
-_FEWER_SMS = {"hopper": {"H20": 78, "PCIe": 114}, "amd-cdna3": {"MI300A": 228}}
-
-
 # ---- devices -------------------------------------------------------------------------------------
 
 
@@ -148,6 +85,7 @@ class Device:
         peak: dense bfloat16 FLOP/s, as the maker gives them; None where that is not known.
         machine: what the cost model of context parallelism takes; None where that is not known.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
+        capability: the compute capability of an NVIDIA GPU; None where that is not known.
     """
 
     kind: str
@@ -156,6 +94,7 @@ class Device:
     peak: float | None = None
     machine: Machine | None = None
     vmem: int = 0
+    capability: Capability | None = None
 
     @property
     def platform(self) -> Platform:
@@ -171,6 +110,11 @@ class Device:
     def memory(self) -> float | None:
         """Return bytes of HBM that a program may use, None where that is not known."""
         return self.machine.memory if self.machine and self.platform != "cpu" else None
+
+    @property
+    def capability_text(self) -> str:
+        """Spell its compute capability, for example "10.3"; "" where there is none."""
+        return ".".join(map(str, self.capability or ()))
 
     def is_a(self, *families: str) -> bool:
         """Tell whether it is of one of the families."""
@@ -192,10 +136,12 @@ def _tpu(
     return Device(f"TPU {version}", FAMILIES[f"tpu-{version}"], 0, peak, machine, vmem)
 
 
-def _gpu(kind: str, family: str, peak: float, memory: float, hbm: float, link: float) -> Device:
-    rate = 0.75 * link
+def _gpu(
+    kind: str, family: str, peak: float, memory: float, hbm: float, link: float, sms: int = 0
+) -> Device:
+    rate, its = 0.75 * link, FAMILIES[family]
     machine = Machine(0.6 * peak, memory, hbm, "switch", rate, rate, rate, _GPU, _NCCL)
-    return Device(kind, FAMILIES[family], FAMILIES[family].sms, peak, machine)
+    return Device(f"NVIDIA {kind}", its, sms or its.sms, peak, machine, 0, its.capability)
 
 
 def _measured_h200() -> Device:
@@ -207,7 +153,8 @@ def _measured_h200() -> Device:
     # 1.2 ms.
     source = "measured on 4 H200s"
     machine = Machine(6.2e14, 141e9, 3.1e12, "switch", 212e9, 380e9, 270e9, source, _NCCL)
-    return Device("NVIDIA H200", FAMILIES["hopper"], 132, 989e12, machine)
+    hopper = FAMILIES["hopper"]
+    return Device("NVIDIA H200", hopper, 132, 989e12, machine, 0, hopper.capability)
 
 
 def _mi300x() -> Device:
@@ -229,10 +176,16 @@ def _cpu() -> Device:
 # libtpu lists each of its two cores as a device, with half of the products, of the memory and of
 # the memory's rate. (Of v4 and v5p a program's device is a whole chip, though a bare topology of v4
 # lists two cores.)
+# B200: DGX B200's 36 PFLOP/s and 1.44 TB over eight, without sparsity; B300 the same products, and
+# 270 GB as MLPerf's systems name it. GB200, GB300: an NVL72's 180 PFLOP/s over 72; 186 and 288 GB
+# (MLPerf's systems). RTX: NVIDIA RTX Blackwell architecture, bfloat16 summed in float32, which
+# GeForce does at half the rate of RTX PRO.
 # Memory: bytes that a program may use. TPUs: what libtpu 0.0.42 says when a program needs more
 # ("exceeds available HBM (95.74G)"). GPUs: the card's memory as its maker sells it.
-# Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU. A ring through both
-# halves of each v7x chip crosses a chip's link once.
+# Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU, of an RTX card's 16
+# lanes of PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink
+# joins 8 GPUs of a B200 or B300 host, and 72 of 18 hosts of GB200 or GB300: within them all reach
+# all at the full rate.
 # VMEM: what libtpu 0.0.42 states in the message of a kernel that needs more.
 DEVICES: dict[str, Device] = {
     device.kind: device
@@ -244,93 +197,22 @@ DEVICES: dict[str, Device] = {
         _tpu("v5p",  459e12,  95.74 * GIB,   2.77e12,   90e9, 16 * MIB),
         _tpu("v6e",  918e12,  31.25 * GIB,   1.64e12,   90e9, 32 * MIB),
         _tpu("v7x", 1153e12,  94.75 * GIB,    3.7e12,   90e9, 32 * MIB, f"half of {_TPU}"),
-        _gpu("NVIDIA A100", "ampere",    312e12,  80e9,  2.0e12, 300e9),
-        _gpu("NVIDIA H100", "hopper",    989e12,  80e9, 3.35e12, 450e9),
+        #    kind    family          peak FLOP/s  memory   HBM B/s  link B/s  SMs
+        _gpu("A100",  "ampere",           312e12,  80e9,  2.0e12, 300e9),
+        _gpu("H100",  "hopper",           989e12,  80e9, 3.35e12, 450e9),
         _measured_h200(),
-        _gpu("NVIDIA B200", "blackwell", 2250e12, 180e9, 8.0e12, 900e9),
+        _gpu("B200",  "blackwell",       2250e12, 180e9,  8.0e12, 900e9),
+        _gpu("GB200", "blackwell",       2500e12, 186e9,  8.0e12, 900e9, 152),
+        _gpu("B300",  "blackwell-ultra", 2250e12, 270e9,  8.0e12, 900e9),
+        _gpu("GB300", "blackwell-ultra", 2500e12, 288e9,  8.0e12, 900e9, 152),
+        _gpu("GeForce RTX 5090",    "blackwell-rtx", 209.5e12, 32e9, 1.792e12, 64e9, 170),
+        _gpu("GeForce RTX 5080",    "blackwell-rtx", 112.6e12, 16e9, 0.960e12, 64e9, 84),
+        _gpu("GeForce RTX 5070 Ti", "blackwell-rtx",  87.9e12, 16e9, 0.896e12, 64e9, 70),
+        _gpu("GeForce RTX 5070",    "blackwell-rtx",  61.7e12, 12e9, 0.672e12, 64e9, 48),
+        _gpu("RTX PRO 6000 Blackwell", "blackwell-rtx", 503.8e12, 96e9, 1.6e12, 64e9, 188),
         _mi300x(),
     )
 }  # fmt: skip
 # The device whose figures stand for a platform, and for a kind that has none of its own.
 USUAL = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
 SMS = DEVICES["NVIDIA H200"].sms  # of the GPU that launches are tuned for
-# jax's spellings that do not begin with ours.
-_ALIASES = {
-    "TPU v5 lite": "TPU v5e",
-    "TPU v5": "TPU v5p",
-    "TPU v6 lite": "TPU v6e",
-    "TPU7x": "TPU v7x",
-}
-
-
-# ---- finding a row -------------------------------------------------------------------------------
-
-
-def device_kind(spelling: str) -> str:
-    """Return our name of what jax calls a device."""
-    return _ALIASES.get(spelling, spelling)
-
-
-@lru_cache(maxsize=64)
-def device_of(kind: str, platform: Platform = "gpu") -> Device:
-    """Return the row of a device kind; of a kind without one, its family's facts and no figures.
-
-    >>> device_of("NVIDIA H100 80GB HBM3").kind
-    'NVIDIA H100'
-    >>> device_of("NVIDIA H20").family.name, device_of("NVIDIA H20").sms
-    ('hopper', 78)
-
-    Args:
-        kind: jax's name of it, or ours.
-        platform: of a kind that is not known at all.
-    """
-    kind = device_kind(kind)
-    row = next((d for d in DEVICES.values() if _names(d.kind, kind)), None)
-    if row is None:
-        family = _family_of(kind, platform)
-        row = Device(kind, family, family.sms if family.platform == "gpu" else 0)
-    return replace(row, sms=_sms(row, kind))
-
-
-def _names(row: str, kind: str) -> bool:
-    """Tell whether a kind is a row's, for example "NVIDIA H100 80GB HBM3" the H100's."""
-    return kind == row or kind.startswith((f"{row} ", f"{row}-"))
-
-
-def _family_of(kind: str, platform: Platform) -> Family:
-    families = GPU_FAMILIES if platform == "gpu" else ()
-    found = (family for family in families if any(word in kind for word in family.words))
-    return next(found, FAMILIES[_UNKNOWN[platform]])
-
-
-def _sms(row: Device, kind: str) -> int:
-    fewer = _FEWER_SMS.get(row.family.name, {})
-    words = kind.replace("-", " ").split()
-    return next((n for name, n in fewer.items() if name in words), row.sms)
-
-
-# ---- figures -------------------------------------------------------------------------------------
-
-
-def machine_of(target: Target) -> Machine:
-    """Return the figures of a target, those of the usual device of its platform where it has
-    none.
-    """
-    device = target.device
-    usual = "AMD Instinct MI300X" if device.vendor == "AMD" else USUAL[device.platform]
-    machine = device.machine or DEVICES[usual].machine
-    assert machine is not None, usual
-    return machine
-
-
-def memory_of(kind: str) -> float | None:
-    """Return bytes of HBM that a program may use, None for other spellings than a row's.
-
-    A longer name can be of a card with another memory, such as "NVIDIA A100-SXM4-40GB".
-    """
-    return DEVICES[kind].memory if kind in DEVICES else None
-
-
-def peak_flops(kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of a device kind, None where they are not known."""
-    return device_of(kind).peak

@@ -1,0 +1,93 @@
+"""Families of devices: what the devices of one generation share.
+
+The family of an NVIDIA GPU follows from its compute capability where jax gives it, and from its
+name elsewhere (`devices.device_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Platform = Literal["cpu", "gpu", "tpu"]
+Capability = tuple[int, int]
+"""The compute capability of an NVIDIA GPU: (10, 3) is 10.3."""
+KIB = 2**10
+
+
+@dataclass(frozen=True)
+class Family:
+    """Hold what the devices of one generation share.
+
+    Args:
+        name: for example "hopper" or "tpu-v5p".
+        platform, vendor: for example "gpu" and "NVIDIA".
+        words: parts of jax's names by which a device without a row of its own is recognised.
+        capability: compute capability of its usual device; None where that is not known.
+        sms: streaming multiprocessors of its usual device; AMD's compute units.
+        shared_memory: bytes that one of them gives a thread block; 0 where that is not known.
+    """
+
+    name: str
+    platform: Platform
+    vendor: str
+    words: tuple[str, ...] = ()
+    capability: Capability | None = None
+    sms: int = 132
+    shared_memory: int = 0
+
+
+def _nvidia(
+    name: str, capability: Capability, words: tuple[str, ...], sms: int, shared_memory: int
+) -> Family:
+    return Family(name, "gpu", "NVIDIA", words, capability, sms, shared_memory * KIB)
+
+
+# The first whose word is part of the name is taken. Compute capability: developer.nvidia.com's list
+# of CUDA GPUs; other devices of a family may have another, such as 8.9 of "before-hopper", which
+# jax gives. Shared memory: NVIDIA's CUDA programming guide; AMD's LDS.
+GPU_FAMILIES = (
+    Family("amd-cdna3", "gpu", "AMD", ("MI300", "MI325"), None, 304, 64 * KIB),
+    Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon")),
+    _nvidia("hopper", (9, 0), ("H100", "H200", "H800", "H20"), 132, 227),
+    _nvidia("blackwell-ultra", (10, 3), ("B300",), 148, 227),
+    _nvidia("blackwell", (10, 0), ("B100", "B200"), 148, 227),
+    _nvidia("blackwell-rtx", (12, 0), ("GeForce RTX 50", "RTX PRO", "NVIDIA GB10"), 170, 99),
+    _nvidia("ampere", (8, 0), ("NVIDIA A100", "NVIDIA A30"), 108, 163),
+    _nvidia("before-ampere", (7, 5), ("Tesla", "Quadro", "TITAN", "GeForce GTX",
+                                      "GeForce RTX 20"), 72, 64),
+    _nvidia("before-hopper", (8, 6), ("NVIDIA A10", "NVIDIA A40", "NVIDIA L4", "NVIDIA RTX",
+                                      "NVIDIA GeForce"), 132, 99),
+)  # fmt: skip
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("cpu", "cpu", ""),
+        Family("tpu", "tpu", "Google"),
+        *(Family(f"tpu-{n}", "tpu", "Google") for n in ("v4", "v5e", "v5p", "v6e", "v7x")),
+        *GPU_FAMILIES,
+        Family("nvidia", "gpu", "NVIDIA"),
+    )
+}
+UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
+"""The family of a device that nothing is known of but its platform."""
+
+# Compute capabilities whose GPUs have the facts of another's family.
+_ALIKE = {(7, 0): (7, 5), (8, 7): (8, 0), (8, 9): (8, 6), (12, 1): (12, 0)}
+
+
+def read_capability(text: str) -> Capability | None:
+    """Read what jax calls a compute capability; None of AMD's, such as "gfx942".
+
+    >>> read_capability("10.3"), read_capability("gfx942")
+    ((10, 3), None)
+    """
+    major, dot, minor = text.partition(".")
+    return (int(major), int(minor)) if dot and f"{major}{minor}".isdecimal() else None
+
+
+def with_capability(capability: Capability) -> Family:
+    """Return the family of NVIDIA GPUs of a compute capability; "nvidia" of one without."""
+    alike = _ALIKE.get(capability, capability)
+    found = (family for family in GPU_FAMILIES if family.capability == alike)
+    return next(found, FAMILIES["nvidia"])
