@@ -42,7 +42,8 @@ def _refuse_device(who: str, target: Target) -> Reason | None:
         return None
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
-        rule = f"it needs compute capability {least} or newer, and {_named(target)} is older"
+        has = target.device.capability_text
+        rule = f"it needs compute capability {least} or newer, and {target.device_kind} has {has}"
         return Reason(who, "device", rule, masks.REMEDY)
     least, there = LEAST_CUDNN.get(capability), version(target)
     if least is None or there is None or not numbers(there) or numbers(there) >= numbers(least):

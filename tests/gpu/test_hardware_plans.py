@@ -1,0 +1,108 @@
+"""Plans on each generation of GPUs, made anywhere: what runs, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import maxattn as ma
+from maxattn.errors import Unsupported
+from maxattn.jax_private.aiter import aiter_in_jax
+from maxattn.kernels import KERNELS, refusal
+from maxattn.kernels.auto.choose import choose_kernel
+from maxattn.tools.model_shapes import SHAPES
+from tests.golden_text import check_golden
+
+FA4 = (("fa4-jax", "0.1.0"),)
+WAN, WINDOW = SHAPES["wan-14b-480p"].call(), SHAPES["swba-1560x7"].call()
+HEADS_256 = ma.Call(2, 4096, 4096, 8, 8, 256, "bfloat16")
+
+
+def named(kind: str, *packages: tuple[str, str]) -> ma.Target:
+    return ma.Target.named(kind, packages)
+
+
+def plan(asked: str, target: ma.Target, call: ma.Call, mesh: Any = None, **settings: Any) -> str:
+    config = ma.AttentionConfig(attention=asked, **settings)
+    try:
+        return ma.plan(call, config, mesh, target).explain()
+    except Unsupported as refused:
+        return str(refused)
+
+
+KINDS = ("A100", "H100", "B200", "GB200", "B300", "GB300", "RTX 5090", "RTX PRO 6000")
+UNKNOWN = {
+    "compute capability 11": ma.Target("gpu", "NVIDIA Thor", FA4, capability="11.0"),
+    "Tesla T4": ma.Target("gpu", "Tesla T4", FA4),
+}
+MACHINES = {kind: named(kind, *FA4) for kind in KINDS} | UNKNOWN
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+def test_plans_of_a_machine(kind: str) -> None:
+    """Wan's attention, a block window and heads of 256, by `auto` and by `flash`."""
+    target = MACHINES[kind]
+    asked = [(a, call) for call in (WAN, WINDOW, HEADS_256) for a in ("auto", "flash")]
+    text = "\n".join(plan(name, target, call) for name, call in asked)
+    check_golden(f"hardware/{kind.replace(' ', '_')}", text)
+
+
+OTHERS = {
+    "b200_old_cudnn": lambda: plan("auto", named("B200", *FA4, CUDNN_913), WAN),
+    "b200_old_cudnn_no_fa4": lambda: plan("auto", named("B200", CUDNN_913), WAN),
+    "b200_no_fa4_flash": lambda: plan("flash", named("B200"), WAN),
+    "b200_block_window_ring": lambda: plan(
+        "flash", named("B200", *FA4), WINDOW, {"context": 4}, context_parallel="ring"
+    ),
+    "b300_old_cudnn": lambda: plan("cudnn", named("B300", ("nvidia-cudnn-cu13", "9.10.2")), WAN),
+    "b200_head_dim_256_te": lambda: plan("cudnn_flash_te", named("B200", TE), HEADS_256),
+    "amd_aiter": lambda: plan("auto", named("MI300X", ("aiter", "in jax")), WAN),
+}
+CUDNN_913 = ("nvidia-cudnn-cu12", "9.13.1")
+TE = ("transformer-engine-jax", "2.20.2")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_plans(name: str) -> None:
+    check_golden(f"hardware/{name}", OTHERS[name]())
+
+
+# ---- AMD -----------------------------------------------------------------------------------------
+
+
+def chosen(target: ma.Target, call: ma.Call = WAN) -> tuple[str, str]:
+    choice = choose_kernel(call, target)
+    return choice.name, choice.because
+
+
+NVIDIA_S = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
+CALLS = (WAN, WINDOW, HEADS_256, replace(WAN, dtype="float32"), replace(WAN, kv_len=77))
+
+
+@pytest.mark.parametrize("kind", ["AMD Instinct MI300X", "AMD Radeon RX 7900 XTX", "AMD Graphics"])
+def test_amd_gpus_run_plain_jax_and_the_plan_says_so(kind: str) -> None:
+    target = ma.Target("gpu", kind, (*FA4, TE, ("tokamax", "0.0.17")))
+    assert {*NVIDIA_S} | {"dot_product", "memory_efficient"} == {*KERNELS}
+    for call in CALLS:
+        for kernel in NVIDIA_S:
+            reason = refusal(kernel, call, target)
+            assert reason is not None and reason.feature == "platform" and kind in reason.rule
+        name, because = chosen(target, call)
+        assert name in ("dot_product", "memory_efficient")
+        assert because.startswith("plain JAX, since the fused kernels here are for NVIDIA GPUs")
+        assert "AITER" not in because
+        with_aiter = replace(target, packages=(*target.packages, ("aiter", "in jax")))
+        assert "AITER" in chosen(with_aiter, call)[1]
+
+
+def test_aiter_is_found_where_jax_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert aiter_in_jax() == ()  # jax's own builds do not have it
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter" / "__init__.py").touch()
+    inside = import_module("jax._src")
+    monkeypatch.setattr(inside, "__path__", [*inside.__path__, str(tmp_path)])
+    assert aiter_in_jax() == (("aiter", "in jax"),)
