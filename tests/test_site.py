@@ -134,6 +134,15 @@ def test_the_matrix_has_a_tab_for_each_machine_and_a_reason_for_each_no():
     assert wanted == set(ids) and len(ids) == len(set(ids))
 
 
+def test_a_gpu_that_was_not_measured_is_marked():
+    machines = {name: support.target_of(kind) for name, kind in support.HARDWARE.items()}
+    said = {name: support.measured(target) for name, target in machines.items()}
+    gpus = {name for name, target in machines.items() if target.platform == "gpu"}
+    unmeasured = {name for name, text in said.items() if text.startswith("Not measured")}
+    assert unmeasured == gpus - {"H200"} and "measured on this GPU" in said["H200"]
+    assert not any(said[name] for name in machines.keys() - gpus)
+
+
 # ---- pages ---------------------------------------------------------------------------------------
 
 

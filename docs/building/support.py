@@ -13,6 +13,7 @@ import numpy as np
 import maxattn as ma
 from maxattn import masks as m
 from maxattn.kernels import KERNELS, build, refusal
+from maxattn.kernels.auto import gpu
 from maxattn.kernels.table import EXTRAS, TABLE
 
 LENGTH, BLOCK = 4096, 256
@@ -23,7 +24,9 @@ HARDWARE = {
     "A100": "NVIDIA A100",
     "H100": "NVIDIA H100",
     "H200": "NVIDIA H200",
-    "B200": "NVIDIA B200",
+    "B200, GB200": "NVIDIA B200",
+    "B300, GB300": "NVIDIA B300",
+    "RTX 50, RTX PRO": "NVIDIA GeForce RTX 5090",
     "MI300X": "AMD Instinct MI300X",
     "TPU v5p": "TPU v5p",
     "TPU v6e": "TPU v6e",
@@ -108,6 +111,18 @@ def runs_as(kernel: str, target: ma.Target) -> str:
     if (reason := refusal(kernel, PLAIN, target)) is not None:
         return f"{kernel}: {reason.rule}"
     return build(kernel, PLAIN, ma.AttentionConfig(), target).lines(PLAIN).runs
+
+
+def measured(target: ma.Target) -> str:
+    """Say of a GPU whether `auto` goes by times that were measured on it; nothing elsewhere."""
+    if target.platform != "gpu":
+        return ""
+    if gpu.is_measured_on(target):
+        return "`auto` goes by times that were measured on this GPU."
+    return (
+        "Not measured on this GPU: a yes follows from the limits that the libraries state and from"
+        " the kernels' own checks."
+    )
 
 
 def title(kernel: str) -> str:

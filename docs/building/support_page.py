@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
-from docs.building.support import HARDWARE, Asked, Cell, cells, rows, runs_as, target_of, title
+from docs.building.support import (
+    HARDWARE,
+    Asked,
+    Cell,
+    cells,
+    measured,
+    rows,
+    runs_as,
+    target_of,
+    title,
+)
 from maxattn import Reason, Target
 from maxattn.kernels import KERNELS
 from maxattn.kernels.table import EXTRAS
@@ -24,7 +35,17 @@ def tab(name: str, kind: str) -> str:
     target, notes = target_of(kind), Notes(name)
     table = "\n".join(_table(target, notes))
     runs = (f"- {runs_as(kernel, target)}" for kernel in KERNELS)
-    return "\n".join([*runs, "", f'<div class="support">\n{table}\n</div>', "", notes.html()])
+    return "\n".join(
+        [
+            *runs,
+            "",
+            measured(target),
+            "",
+            f'<div class="support">\n{table}\n</div>',
+            "",
+            notes.html(),
+        ]
+    )
 
 
 class Notes:
@@ -35,7 +56,7 @@ class Notes:
     """
 
     def __init__(self, name: str) -> None:
-        self.anchor = "support-" + name.lower().replace(" ", "-")
+        self.anchor = "support-" + "-".join(re.findall(r"\w+", name.lower()))
         self.numbers: dict[str, int] = {}
 
     def link(self, reason: Reason) -> str:

@@ -51,6 +51,7 @@ OPTIONS = {
         "TPU v5p",
         "NVIDIA H200",
         "NVIDIA B200",
+        "RTX 5090",
         "AMD Instinct MI300X",
         "cpu",
         "gpu",

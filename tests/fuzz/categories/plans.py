@@ -15,9 +15,13 @@ from tests.fuzz.plan_checks import check_of
 
 TARGETS = (
     "NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA A100", "AMD Instinct MI300X",
+    "NVIDIA GB200", "NVIDIA B300", "NVIDIA GB300", "RTX 5090", "RTX 5070 Ti", "RTX PRO 6000",
     "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x", "cpu", "gpu", "tpu",
 )  # fmt: skip
-PACKAGES = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"))
+PACKAGES = (
+    ("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"),
+    ("nvidia-cudnn-cu12", "9.13.1"), ("aiter", "in jax"),
+)  # fmt: skip
 KERNELS = ("auto", "flash", "tokamax_flash", "cudnn", "cudnn_flash_te", "dot_product")
 DTYPES, ROLES = ("bfloat16", "bfloat16", "float32", "float16"), ("self", "self", "self", "cross")
 LENGTHS = (1, 77, 512, 1000, 4096, 32_760, 75_600, 131_072, 1_048_576, 2_097_152, 10_000_000)
