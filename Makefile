@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo docs test test-all test-diffusers test-gpu test-tpu-compile fuzz lint clean help
+.PHONY: demo docs test test-all test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -68,6 +68,17 @@ test-tpu-compile: $(READY) $(if $(MAXATTN_TPU_PYTHON),,$(TPU_READY))  ## compile
 	MAXATTN_TPU_PYTHON=$(or $(MAXATTN_TPU_PYTHON),$(CURDIR)/.venv-tpu/bin/python) \
 	$(BIN)/python -m pytest -n 0 -s -m "" tests/block_sizes/test_compiles.py $(ARGS)
 
+# So does FlashAttention-4's need no GPU; MAXATTN_FA4_PYTHON names a python of 3.12 or newer that has fa4-jax.
+FA4_READY := .venv-fa4/.ready
+
+$(FA4_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-fa4
+	.venv-fa4/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,fa4]"
+	@touch $@
+
+test-fa4-compile: $(if $(MAXATTN_FA4_PYTHON),,$(FA4_READY))  ## what fa4-jax takes on every GPU, and that its kernels compile as maxattn calls them (half an hour)
+	$(or $(MAXATTN_FA4_PYTHON),.venv-fa4/bin/python) -m pytest -n 0 -s -m "" tests/gpu/test_fa4_capabilities.py tests/gpu/test_fa4_compiles.py $(ARGS)
+
 DOCS_READY := .venv-docs/.ready
 
 $(DOCS_READY): pyproject.toml
@@ -84,5 +95,5 @@ lint: $(READY)  ## style and types
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-fa4 docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

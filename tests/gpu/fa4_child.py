@@ -1,0 +1,129 @@
+"""Compile FlashAttention-4's kernels for a GPU that is not there, as maxattn calls them.
+
+Needs fa4-jax, and no GPU or driver. Usage: `CUTE_DSL_ARCH=sm_103a python -m tests.gpu.fa4_child
+[CASE ...]`; prints a JSON line a case: its name, the compiler's message ("" where it compiled) and
+the seconds, or the rule by which maxattn refuses it. A case compiles forward and backward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+import cutlass.utils
+import fa4_jax.kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.kernels.base import Inputs, Rows
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.kv_block import KeyRange, pack
+
+ARCH = int(re.sub(r"\D", "", os.environ["CUTE_DSL_ARCH"]))
+CAPABILITY = f"{ARCH // 10}.{ARCH % 10}"
+LENGTH = 512
+TARGET = ma.Target("gpu", "NVIDIA X", (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
+IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
+
+
+class Hardware:
+    """Answer what the kernels ask the driver for: how many thread blocks run at a time."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def get_device_multiprocessor_count(self) -> int:
+        return 148
+
+    def get_max_active_clusters(self, cluster: int) -> int:
+        return 148 // cluster
+
+
+class CompileCase(NamedTuple):
+    """Hold what a case asks for, beside two batch rows and four query heads."""
+
+    mask: M.Mask = FULL
+    head_dim: int = 64
+    kv_heads: int = 4
+
+    @property
+    def call(self) -> ma.Call:
+        """Return the structure of the call."""
+        sizes = 2, LENGTH, LENGTH, 4, self.kv_heads, self.head_dim
+        return ma.Call(*sizes, "bfloat16", mask=self.bound)
+
+    @property
+    def bound(self) -> M.Mask:
+        """Return the mask with its arrays."""
+        return self.mask.bind(LENGTH, LENGTH)
+
+
+CASES = {
+    "full": CompileCase(),
+    "causal": CompileCase(M.Causal(), 128),
+    "window": CompileCase(M.LocalWindow(64, 32)),
+    "lengths": CompileCase(M.KeyPadding(np.array([200, 500])), 128),
+    "segments": CompileCase(M.Segments(IDS, IDS)),
+    "block window": CompileCase(M.BlockSlidingWindow(64, 2), 128),
+    "shared heads": CompileCase(head_dim=128, kv_heads=2),
+    "head dim 40": CompileCase(head_dim=40),
+    "head dim 72, block causal": CompileCase(M.BlockCausal(64), 72),
+    "head dim 80": CompileCase(head_dim=80),
+    "head dim 96": CompileCase(head_dim=96),
+    "head dim 192": CompileCase(head_dim=192),
+    "head dim 256": CompileCase(head_dim=256),
+    "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),
+    "ring": CompileCase(head_dim=128),
+}
+
+
+def both_passes(asked: CompileCase, is_ring: bool) -> Any:
+    """Return a function of (q, k, v, out, lse, dout) that launches all kernels of a call."""
+    kernel = Fa4.build(asked.call, ma.AttentionConfig(), TARGET)
+
+    def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
+        inputs, rows = Inputs(q, k, v, mask=asked.bound), Rows(out, lse, dout, jnp.zeros_like(lse))
+        forward = kernel.forward(inputs)
+        if not is_ring:
+            return forward, kernel.backward(inputs, rows)
+        sums = kernel.accumulator(inputs, rows)
+        keys = pack(k, v)
+        grads = sums.add(keys, KeyRange(0, LENGTH // 2))
+        return forward, sums.add(keys, KeyRange(LENGTH // 2), grads), sums.dq()
+
+    return run
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """Compile a case, or say why not."""
+    asked, start = CASES[name], time.time()
+    q = jax.ShapeDtypeStruct((2, LENGTH, 4, asked.head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, LENGTH, asked.kv_heads, asked.head_dim), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((2, 4, LENGTH), jnp.float32)
+    try:
+        traced = jax.jit(both_passes(asked, name == "ring")).trace(q, k, k, q, lse, q)
+        traced.lower(lowering_platforms=("cuda",))
+        message = ""
+    except Exception as error:  # any, of a compiler
+        message = f"{type(error).__name__}: {error}"[-600:]
+    return {"case": name, "message": message, "seconds": round(time.time() - start, 1)}
+
+
+def main(names: list[str]) -> None:
+    """Compile the named cases, or all that maxattn does not refuse."""
+    cutlass.utils.HardwareInfo = Hardware  # type: ignore
+    fa4_jax.kernels._device_arch = lambda: ARCH
+    for name in names or CASES:
+        reason = Fa4.supports(CASES[name].call, TARGET)
+        result = compiled(name) if reason is None else {"case": name, "refused": reason.rule}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""FlashAttention-4's own compiler takes what maxattn calls, for GPUs that nobody here has.
+
+The compiler needs fa4-jax and no GPU. MAXATTN_FA4_PYTHON may name the python of another environment
+that has it; `make test-fa4-compile` runs all of it. Compiling is no measurement: nothing ran on
+these GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("MAXATTN_FA4_PYTHON") or (
+    sys.executable if importlib.util.find_spec("fa4_jax") else None
+)
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+TAKES_256 = {"sm_80", "sm_90a", "sm_120a"}
+
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="fa4-jax is not installed")
+
+
+def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
+    """Return the answers of a child process, case by case."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "CUTE_DSL_ARCH": architecture}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    words = ["nice", str(PYTHON), "-W", "ignore", "-m", "tests.gpu.fa4_child", *cases]
+    ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_both_passes_compile(architecture: str) -> None:
+    answers = compiled(architecture)
+    assert len(answers) == 15
+    refused = {answer["case"] for answer in answers if "refused" in answer}
+    long = {"head dim 192", "head dim 256", "head dim 256, block window"}
+    assert refused == (set() if architecture in TAKES_256 else long)
+    assert not [answer for answer in answers if answer.get("message")]
+
+
+@pytest.mark.slow
+def test_the_compiler_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target whose instructions the kernels need more of than it has."""
+    (answer,) = compiled("sm_100", "full")
+    assert answer["message"]
