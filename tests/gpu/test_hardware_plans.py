@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import maxattn as ma
@@ -16,6 +17,7 @@ from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.tools.model_shapes import SHAPES
 from tests.golden_text import check_golden
+from tests.gpu.requirements import skip_unless_available
 
 FA4 = (("fa4-jax", "0.1.0"),)
 WAN, WINDOW = SHAPES["wan-14b-480p"].call(), SHAPES["swba-1560x7"].call()
@@ -69,6 +71,14 @@ TE = ("transformer-engine-jax", "2.20.2")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_plans(name: str) -> None:
     check_golden(f"hardware/{name}", OTHERS[name]())
+
+
+@pytest.mark.gpu
+def test_the_compute_capability_is_what_jax_says() -> None:
+    skip_unless_available("cudnn")
+    here = ma.Target.here()
+    assert here.capability == here.device.capability_text == jax.devices()[0].compute_capability
+    assert here.device == ma.Target("gpu", here.device_kind).device
 
 
 # ---- AMD -----------------------------------------------------------------------------------------

@@ -109,6 +109,13 @@ def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
     assert all(found[device] == installed[device] for device in found)
 
 
+def test_auto_finds_the_table_of_a_device_whatever_jax_calls_it(tmp_path: Path) -> None:
+    path, jax_s_name = tmp_path / "table.json", "NVIDIA H100 80GB HBM3"
+    write(jax_s_name, {}, [], path)
+    found = json.loads(path.read_text())
+    assert found[Target("gpu", jax_s_name).device.kind]["measured_on"] == {jax_s_name: []}
+
+
 def test_the_time_without_split_queries_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     old = {"shape": [1, 256, 256, 2, 64], UNSPLIT: 0.7}
