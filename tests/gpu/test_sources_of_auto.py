@@ -51,6 +51,7 @@ def test_what_others_published_is_said_to_be_theirs() -> None:
     [
         replace(WAN, head_dim=64, scale=0.0),
         replace(WAN, kv_len=512),
+        replace(WAN, dtype="float16"),
         replace(WAN, mask=M.Causal().bind(WAN.q_len, WAN.kv_len)),
         replace(WAN, mask=M.KeyPadding(np.array([9]))),
     ],

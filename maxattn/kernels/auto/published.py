@@ -18,7 +18,7 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """Hold one comparison of kernels over all pairs.
+    """Hold one comparison of kernels over all pairs, in bfloat16.
 
     Args:
         capability: of the GPU.
@@ -49,7 +49,7 @@ class PublishedRow:
         is_there = self.cudnn.hold(there) if numbers(there) else self.cudnn.below == NEWEST
         sizes = min(call.q_len, call.kv_len) >= self.least and call.head_dim in self.head_dims
         is_gpu = target.device.capability == self.capability
-        return is_gpu and is_there and sizes and call.mask.is_full
+        return is_gpu and is_there and sizes and call.dtype == "bfloat16" and call.mask.is_full
 
 
 NEWEST = "10"  # cuDNN's first number to come: rows up to there hold for the newest
