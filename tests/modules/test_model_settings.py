@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import maxattn as ma
+from maxattn.sharding import place
 from tests.modules.reference import attend, linear, params_of, randomise
 
 RNG = np.random.default_rng(21)
@@ -138,7 +139,7 @@ def test_on_a_mesh(name: str, mesh: str) -> None:
         how = how | {"kv_heads": None}
     one = built(how)
     placed = built(how, mesh=devices)
-    ma.sharding.place(placed, devices)
+    place(placed, devices)
     batch = "fsdp" if "fsdp" in sizes else "data"
     x = jax.device_put(X, NamedSharding(devices, PartitionSpec(batch)))
     y = jax.jit(lambda x: placed(x, rotary_emb=rotary))(x)
@@ -161,7 +162,7 @@ def test_joint_attention(how: dict[str, Any], kind: AxisType) -> None:
         np.testing.assert_allclose(whole.to_out(picture), want, atol=1e-5)
         np.testing.assert_allclose(whole.to_add_out(text), want_text, atol=1e-5)
     devices = jax.make_mesh((2, 4), ("data", "tensor"), (kind,) * 2)
-    ma.sharding.place(module, devices)
+    place(module, devices)
     x, t = (jax.device_put(a, NamedSharding(devices, PartitionSpec("data"))) for a in (X, TEXT))
     with jax.set_mesh(devices):
         spread = jax.jit(lambda x, t: module(x, t))(x, t)
