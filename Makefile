@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo docs test test-all test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
+.PHONY: demo docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -28,6 +28,10 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 
 test: $(READY)  ## the tests, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# NEWEST_PYTHON names the python of an environment that has all packages already.
+test-newest:  ## a part of the tests on the newest Python found here, with the newest jax, flax and tokamax
+	MAXATTN_NEWEST_PYTHON=$(NEWEST_PYTHON) $(PYTHON) -m tests.newest $(ARGS)
 
 test-all: $(READY)  ## the tests, all pairs and the full products of the matrices
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
@@ -95,5 +99,5 @@ lint: $(READY)  ## style and types
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-fa4 docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -94,6 +94,9 @@ MASKS: dict[str, MaskMaker] = {
     "rows empty": lambda b, n, t, s: ~M.Causal(offset=max(0, s - t)) & M.KeyLimit(max(1, s // 2)),
     "nothing": lambda b, n, t, s: M.KeyPadding(np.zeros(b, np.int32)),
 }
+# One mask of each kind: everything, one interval that moves, one in steps, arrays of lengths and of
+# ids, a table, and a complement. What is not the code of masks meets these in `make test`.
+KINDS = ("full", "causal", "block window", "lengths", "segments", "dense heads", "not segments")
 # The kernels that XLA compiles, in several chunks at lengths of ten tokens.
 XLA_KERNELS = {
     "dense": ma.AttentionConfig(attention="dot_product"),

@@ -102,8 +102,8 @@ def resolve(pip: list[str], python: str, asked: list[str]) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("python", "extras"),
     [
-        *(("3.12", each) for each in largest()),
-        *zip(["3.11", "3.13", "3.14"] * 2, [""] * 3 + ["cuda13"] * 3, strict=False),
+        *((python, each) for python in ("3.12", "3.13") for each in largest()),
+        *((python, each) for python in ("3.11", "3.14") for each in ("", "cuda13")),
     ],
 )
 def test_pip_resolves_what_the_page_names(pip: list[str], python: str, extras: str) -> None:

@@ -104,8 +104,13 @@ def root_of_pages(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+def slow_if_notebook(page):
+    """Leave notebooks, which `make docs` runs as well, to `make test-all`."""
+    return pytest.param(page, marks=pytest.mark.slow) if "notebooks" in str(page) else page
+
+
 @pytest.mark.usefixtures("root_of_pages")
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", [slow_if_notebook(page) for page in pages()])
 def test_the_blocks_of_a_page_run(page):
     run_page(page)
 

@@ -16,7 +16,7 @@ import maxattn as ma
 from maxattn.errors import MeshError, Unsupported
 from maxattn.sharding import batch_sharding, place
 from maxattn.tools.compile.hlo import transfers
-from tests.cases import BIASES, MASKS, judge, run_case
+from tests.cases import BIASES, KINDS, MASKS, judge, run_case
 from tests.pairwise import pairwise, plainly, product
 
 MESHES = {
@@ -85,7 +85,7 @@ def check(case: dict) -> None:
 # What the code of a strategy depends on; meshes, heads and lengths meet every strategy, and each
 # other only in test_all_pairs.
 CORE = ("strategy", "kernel", "mask", "bias")
-RUNNING = AXES | {"strategy": [*STRATEGIES, "none"]}
+RUNNING = AXES | {"mask": list(KINDS), "strategy": [*STRATEGIES, "none"]}
 
 
 def runs(case: dict) -> bool:
@@ -99,6 +99,13 @@ def runs(case: dict) -> bool:
 
 # Chunks compile twice as long.
 PAIRS = plainly(pairwise(RUNNING, runs, core=CORE), "kernel", "dense", runs, CORE)
+# A ring meets every mask; what gathers keys or heads sees positions as one device does.
+RINGS = AXES | {
+    "mask": [m for m in MASKS if m not in KINDS],
+    "strategy": ["ring"],
+    "bias": ["none"],
+}
+PAIRS += pairwise(RINGS, runs, core=("strategy", "kernel"))
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=name)

@@ -180,7 +180,13 @@ FEW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", pairwise(AXES | FEW, legal), ids=name)
+def few(case: dict) -> bool:
+    """Every mask meets a bias of each row, and causal all; two intervals compile long."""
+    plain = ("none",) if case["mask"] == "window | sink" else ("none", "full")
+    return case["mask"] == "causal" or case["bias"] in plain
+
+
+@pytest.mark.parametrize("case", pairwise(AXES | FEW, few, core=("mask", "strategy")), ids=name)
 def test_against_one_device_in_float64(case: dict, free_permutes: None) -> None:
     check(case)
 
@@ -215,8 +221,8 @@ ZIGZAG_TERMS: dict[str, tuple[Any, tuple[int, ...] | None]] = {
 def test_the_plan_names_every_permute_and_its_bytes(
     terms: str, dtype: str, free_permutes: None
 ) -> None:
-    asked = config(8)
-    mesh, rng = asked.make_mesh(), np.random.default_rng(0)
+    asked = config(4).replace(ici_data_parallelism=1)
+    mesh, rng = asked.make_mesh(jax.devices()[:4]), np.random.default_rng(0)
     q, k, v = (jnp.ones((1, 64, 4, 16), dtype) for _ in range(3))
     make, shape = ZIGZAG_TERMS[terms]
     mask = make(jnp.asarray(np.sort(rng.integers(0, 3, (1, 64)), 1), jnp.int32))

@@ -13,9 +13,9 @@ from tests.fuzz.table import table
 
 SEED = 19
 CASES = {
-    "attention": 30, "meshes": 12, "transforms": 16, "modules": 8, "plans": 60, "commands": 60,
+    "attention": 14, "meshes": 6, "transforms": 8, "modules": 4, "plans": 60, "commands": 60,
     "yaml": 80, "weights": 60, "lora": 60, "latents": 30,
-    "checkpoints": 6, "tuned": 25,
+    "checkpoints": 6, "tuned": 10,
 }  # fmt: skip
 PARTS = 2  # of the categories that compile, so that both cores have work
 

@@ -26,7 +26,13 @@ needs_tokamax = pytest.mark.skipif(
 KERNELS = ["flash", pytest.param("tokamax_flash", marks=needs_tokamax)]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+# Beside the others: as long as a tile or a few, a token more, and several tiles.
+MORE = (226, 300, 600, 1000)
+
+
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in LENGTHS]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forward_and_gradients(kernel: str, length: int) -> None:
     """77 queries of a text of `length` tokens, of which the second row of the batch has two

@@ -55,14 +55,18 @@ def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> 
     assert max(errors) < 2e-5, errors
 
 
+WINDOW = M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32))
+
+
 @pytest.mark.parametrize(
-    ("mask", "base2"),
+    ("mask", "base2", "ranks"),
     [
-        pytest.param(M.Full(), False, marks=pytest.mark.slow),
-        (M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32)), True),
+        pytest.param(M.Full(), False, 8, marks=pytest.mark.slow),
+        pytest.param(WINDOW, True, 8, marks=pytest.mark.slow),
+        (WINDOW, True, 4),
     ],
 )
-def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
+def test_a_ring(mask: M.Mask, base2: bool, ranks: int) -> None:
     """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and
     gradients.
     """
@@ -71,7 +75,7 @@ def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
         attention_kernel="tokamax_flash",
         use_base2_exp=base2,
         ici_data_parallelism=1,
-        ici_context_parallelism=8,
+        ici_context_parallelism=ranks,
     )
     rng, n = np.random.default_rng(2), 300
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(4))
@@ -79,7 +83,7 @@ def test_a_ring_of_eight(mask: M.Mask, base2: bool) -> None:
     ok = np.asarray(mask.bind(n, n).allowed(np.arange(n), np.arange(n)))
     dlse = jnp.where(np.broadcast_to(ok, (2, 1, n, n)).any(-1), dlse, 0.0)
 
-    mesh = config.make_mesh()
+    mesh = config.make_mesh(jax.devices()[:ranks])
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def both(q, k, v):

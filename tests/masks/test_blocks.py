@@ -36,7 +36,7 @@ def _kind(block: np.ndarray) -> int:
     return M.FULL if block.all() else M.MIXED if block.any() else M.EMPTY
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.integers(1, 45), st.integers(1, 45))
 def test_exact_for_positions(case: tuple[Spec, int, int], block_q: int, block_kv: int) -> None:
     spec, q_len, kv_len = case
@@ -58,7 +58,7 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
     return masks[kind]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     cases(20),
     st.sampled_from(["lengths", "flags", "segments", "dense"]),

@@ -121,7 +121,7 @@ def test_picture(name: str) -> None:
     np.testing.assert_array_equal(np.broadcast_to(got, (1, 1, *want.shape))[0, 0], want)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
@@ -132,7 +132,7 @@ def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_allowed_of_a_part_is_the_part(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
@@ -142,7 +142,7 @@ def test_allowed_of_a_part_is_the_part(case: tuple[Spec, int, int]) -> None:
     np.testing.assert_array_equal(np.broadcast_to(part[0, 0], want.shape), want)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case

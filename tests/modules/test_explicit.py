@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,26 @@ def both(built: list[Any], x: Any, text: Any) -> Any:
     return nnx.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(built, x, text)
 
 
-WANT = jax.tree.leaves(both(modules(), X, TEXT))
+@pytest.fixture(scope="module")
+def one_device() -> list[Any]:
+    """What modules give on one device: outputs and gradients."""
+    return jax.tree.leaves(nnx.jit(both)(modules(), X, TEXT))
 
 
-@pytest.mark.parametrize("axes", list(KINDS))
-@pytest.mark.parametrize("how", ["passed", "ambient", "none"])
-def test_modules_equal_one_device(axes: str, how: str) -> None:
+WAYS = ("passed", "ambient", "none")
+# Every way under Explicit axes, and every kind of mesh in one way.
+FEW = {*(("explicit", how) for how in WAYS), ("mixed", "ambient"), ("context alone", "none"),
+       ("auto", "passed")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    [
+        pytest.param(*x, marks=[] if x in FEW else pytest.mark.slow)
+        for x in itertools.product(KINDS, WAYS)
+    ],
+)
+def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) -> None:
     mesh = mesh_of(KINDS[axes])
     with jax.set_mesh(mesh if how == "ambient" else None):
         built = modules()
@@ -67,7 +82,7 @@ def test_modules_equal_one_device(axes: str, how: str) -> None:
     (_, (picture, words)), _ = got
     assert jax.typeof(picture) == jax.typeof(x)
     assert jax.typeof(words) == jax.typeof(text)
-    for g, want in zip(jax.tree.leaves(got), WANT, strict=True):
+    for g, want in zip(jax.tree.leaves(got), one_device, strict=True):
         assert error(g, np.asarray(want)) < 2e-5
 
 

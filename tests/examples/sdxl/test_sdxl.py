@@ -63,6 +63,7 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
 
 
+@pytest.mark.slow
 def test_jit_closes_over_the_unet() -> None:
     theirs = fixture("sdxl_unet")
     unet = loaded(theirs, ma.AttentionConfig(remat_policy="FULL"))

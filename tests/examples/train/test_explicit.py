@@ -17,7 +17,9 @@ def into(settings: Settings, folder: Path) -> Settings:
     return settings.replace(training=settings.training.replace(output_dir=str(folder)))
 
 
-@pytest.mark.parametrize("how", ["passed", "ambient", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["ambient", *(pytest.param(x, marks=pytest.mark.slow) for x in ("passed", "both"))]
+)
 def test_the_losses_are_those_of_one_device(how: str, small: Settings, tmp_path: Path) -> None:
     _, alone = train(into(small, tmp_path / "alone"))
     mesh = jax.make_mesh((2, 2), ("fsdp", "context"), devices=jax.devices()[:4])

@@ -114,6 +114,7 @@ SPREAD = ("ici_data_parallelism=1", "ici_fsdp_parallelism=2", "ici_context_paral
 HOW = {"steps": STEPS, "checkpoint_every": 10, "warmup_steps": 50}
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(tmp_path: Path):
     alone, two = (config(tmp_path / name, **HOW) for name in ("alone", "two"))
     # The one process is this one, which has eight devices as well.

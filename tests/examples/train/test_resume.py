@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from .runs import arrays, config, finish, start
 
 STEPS = 30
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path):
     whole = config(tmp_path / "whole", steps=STEPS, checkpoint_every=STEPS)
     killed = config(tmp_path / "killed", steps=STEPS, checkpoint_every=3)
