@@ -22,6 +22,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 for _flag in _FLAGS:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
+# The float64 reference: threads of numpy's would wait for each other beside another test's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["MAXATTN_CACHE"] = (
     os.devnull
 )  # sizes that were tuned on this machine would change the plans
@@ -38,7 +40,10 @@ def pytest_collection_finish() -> None:
 
 
 # They wait for processes of their own; at the end of a run one core would idle beside them.
-_FIRST = ("test_two_processes_learn_what_one_learns", "test_a_killed_run_ends_with_the_same_bits")
+_FIRST = (
+    "test_two_processes_learn_what_one_learns",
+    "test_a_killed_run_ends_with_the_same_bits",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

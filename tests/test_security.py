@@ -245,6 +245,7 @@ def _loras(folder: Path) -> Iterator[tuple[str, str]]:
         yield "lora", str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB on Linux")
 def test_a_file_of_a_megabyte_takes_seconds_and_some_memory(tmp_path: Path):
     """The limits leave room for a busy machine; slowest are expressions, at about 3 s."""

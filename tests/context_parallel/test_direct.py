@@ -237,7 +237,7 @@ def test_a_ring_of_four_has_spare_keys_for_wan_at_480p() -> None:
     assert split_keys(18900, 128, 40, 4, 132) == kv_block.KeySplit(69 * 128)
 
 
-@pytest.mark.parametrize("ring_size", [2, 4, 8])
+@pytest.mark.parametrize("ring_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("middle, spare_keys", [(7, 0), (5, 1), (3, 1)])
 def test_spare_keys_do_not_change_what_is_computed(
     ring_size: int, middle: int, spare_keys: int, monkeypatch: pytest.MonkeyPatch

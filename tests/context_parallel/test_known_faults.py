@@ -55,8 +55,14 @@ def test_padded_keys_are_not_attended_to(strategy: str, length: int, shift: floa
     assert abs(float(jnp.abs(got).mean()) / np.abs(want).mean() - 1) < 1e-3
 
 
-@pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("strategy", ["auto", "all_gather", "ring"])
+@pytest.mark.parametrize(
+    ("strategy", "context"),
+    [
+        *((strategy, 2) for strategy in ("auto", "all_gather", "ring")),
+        ("ring", 4),
+        *(pytest.param(strategy, 4, marks=pytest.mark.slow) for strategy in ("auto", "all_gather")),
+    ],
+)
 @pytest.mark.parametrize(
     ("heads", "dim_head", "tokens", "norm"),
     [(4, 64, 256, None), (4, 128, 64 + 256, "rms_norm")],

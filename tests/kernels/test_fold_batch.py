@@ -118,9 +118,15 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize(
+    ("axes", "jitted"),
+    [
+        *((axes, True) for axes in AXES),
+        (AXES[0], False),
+        *(pytest.param(axes, False, marks=pytest.mark.slow) for axes in AXES[1:]),
+    ],
+)
 def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: bool) -> None:
     x = _drawn(axes)
     run = jax.vmap(partial(_step, causal), in_axes=(*axes, 0))

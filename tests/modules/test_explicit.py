@@ -137,7 +137,9 @@ def test_flax_attention_equals_one_device(axes: str, how: str) -> None:
     assert error(got, want) < 2e-5
 
 
-@pytest.mark.parametrize("names", [("fsdp", "context"), ("data", "model")])
+@pytest.mark.parametrize(
+    "names", [("fsdp", "context"), pytest.param(("data", "model"), marks=pytest.mark.slow)]
+)
 def test_modules_are_made_under_a_mesh_without_some_of_their_axes(names: tuple[str, str]) -> None:
     mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
