@@ -58,6 +58,15 @@ def _segments(b: int, t: int, s: int) -> M.Mask:
     return M.Segments(q_ids, kv_ids)
 
 
+def _packed(t: int, s: int) -> M.Mask:
+    """Four segments, of lengths that are known; some may have no query, or no key."""
+    rng = _rng(1, t, s)
+    ends = (np.sort(rng.integers(0, n + 1, 3)) for n in (t, s))
+    return M.Segments.of_lengths(
+        *(np.diff([0, *cut, n]) for cut, n in zip(ends, (t, s), strict=True))
+    )
+
+
 def _table(b: int, n: int, t: int, s: int) -> np.ndarray:
     return _rng(b, t, s).random((b, n, t, s)) < 0.5
 
@@ -84,6 +93,7 @@ MASKS: dict[str, MaskMaker] = {
     "lengths": lambda b, n, t, s: M.KeyPadding(_lengths(b, t, s)),
     "flags": lambda b, n, t, s: M.KeyPadding(_flags(b, t, s)),
     "segments": lambda b, n, t, s: _segments(b, t, s),
+    "packed": lambda b, n, t, s: _packed(t, s),
     "dense": lambda b, n, t, s: M.Dense(_table(1, 1, t, s)),
     "dense heads": lambda b, n, t, s: M.Dense(_table(b, n, t, s)),
     "causal & lengths": lambda b, n, t, s: (

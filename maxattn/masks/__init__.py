@@ -7,6 +7,7 @@ from maxattn.masks.base import BIG, Mask
 from maxattn.masks.blocks import EMPTY, FULL, MIXED
 from maxattn.masks.data import Dense, KeyPadding, Segments
 from maxattn.masks.for_kernels import Band
+from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.position_mask import PositionMask
 from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
 from maxattn.masks.tree import mask_type
@@ -32,6 +33,7 @@ __all__ = [
     "Not",
     "Or",
     "PositionMask",
+    "SegmentLengths",
     "Segments",
     "VideoMask",
     "mask_type",

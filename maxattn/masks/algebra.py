@@ -12,6 +12,7 @@ from maxattn.masks.base import Mask, Spots
 from maxattn.masks.normal_form import check_size, mark_normal, without_absorbed
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import MOST_SPANS, WHOLE, Span, Spans, complement, intersection, union
+from maxattn.masks.tiles import TileBounds, Tiles
 from maxattn.masks.tree import leaf, mask_type
 
 
@@ -79,6 +80,19 @@ class _Joined(Mask):
         """Apply a change below this connective."""
         return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
 
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Join the bounds; masks of positions are bounded together, which is exact."""
+        known = tuple(arg for arg in self.args if not arg.has_data)
+        found = [type(self)(known)] if known else []  # pyright: ignore[reportCallIssue]
+        bounds = [arg.on_tiles(tiles) for arg in self.args if arg.has_data]
+        bounds += [tiles.of_positions(mask.canonical()) for mask in found]
+        return reduce(self._on_tiles, bounds)
+
+    @staticmethod
+    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
+        """Join the bounds of two masks."""
+        raise NotImplementedError
+
     def _repr(self, sign: str) -> str:
         return f" {sign} ".join(
             f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args
@@ -112,6 +126,10 @@ class And(_Joined):
     def at(self, spots: Spots) -> Any:
         """Join with `&`."""
         return reduce(lambda a, b: a & b, (arg.at(spots) for arg in self.args))
+
+    @staticmethod
+    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
+        return a.both(b)
 
     def terms(self) -> tuple[Mask, ...]:
         """List the masks that must all allow a pair."""
@@ -154,6 +172,10 @@ class Or(_Joined):
         """Join with `|`."""
         return reduce(lambda a, b: a | b, (arg.at(spots) for arg in self.args))
 
+    @staticmethod
+    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
+        return a.either(b)
+
     def __repr__(self) -> str:
         """Write the masks joined by `|`."""
         return self._repr("|")
@@ -193,6 +215,10 @@ class Not(Mask):
     def at(self, spots: Spots) -> Any:
         """Negate."""
         return ~self.arg.at(spots)
+
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Exchange what is empty and what is full."""
+        return self.arg.on_tiles(tiles).inverse()
 
     def __repr__(self) -> str:
         """Write `~` before the mask."""

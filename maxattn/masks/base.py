@@ -21,6 +21,7 @@ from maxattn.masks import blocks
 from maxattn.masks.for_kernels import ForKernels
 from maxattn.masks.normal_form import Normal
 from maxattn.masks.spans import BIG, Span
+from maxattn.masks.tiles import TileBounds, Tiles
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -90,6 +91,10 @@ class Mask(ForKernels, Normal):
     def axes(self) -> tuple[str, ...]:
         """Name the dims of this mask's own array leaves, in their order."""
         return ()
+
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Bound what tiles of pairs hold, by arithmetic on the device."""
+        return tiles.of_positions(self)
 
     def parts(self) -> tuple[Mask, ...]:
         """List the masks that this one is directly built of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
@@ -22,10 +23,14 @@ from maxattn.masks.arrays import (
     reshaped,
 )
 from maxattn.masks.base import Lengths, Mask, Span, Spots, text
+from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.row_runs import RowBlocks
+from maxattn.masks.tiles import TileBounds, Tiles, of_ids, unknown
 from maxattn.masks.tree import leaf, mask_type
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxtyping import Array, Bool, Int
 
 
@@ -39,6 +44,10 @@ class DataMask(Mask):
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Never jump: the bounds are the same for every query."""
         return ()
+
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Say nothing of any tile."""
+        return unknown()
 
 
 @mask_type
@@ -99,6 +108,20 @@ class KeyPadding(DataMask):
         """Name the batch, and the keys of flags."""
         return (name_dims(self.keys, "BS" if is_bool(self.keys) else "B", "B"),)
 
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Compare the ends of tiles with lengths, or count their flags."""
+        if is_bool(self.keys):
+            flags = tiles.cut(self.keys, 1)[:, None]
+            return TileBounds(flags.any(axis=-1), flags.all(axis=-1))
+        lengths = jnp.asarray(self.keys).reshape(-1, 1, 1)
+        start, end = (x[None, None] for x in tiles.key_ends())
+        return TileBounds(start < lengths, end <= lengths)
+
+    @property
+    def bounds_tiles(self) -> bool:
+        """Whether its array says of tiles that they are empty."""
+        return True
+
     @property
     def is_key_padding(self) -> bool:
         """Whether it marks the padding of each batch row."""
@@ -134,6 +157,35 @@ class Segments(DataMask):
     q_ids: Int[Array, "B T"] | np.ndarray = leaf()
     kv_ids: Int[Array, "B S"] | np.ndarray = leaf()
 
+    @staticmethod
+    def of_lengths(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None) -> Mask:
+        """Allow pairs of the same segment, of segments whose lengths are known when tracing.
+
+        The segments lie one after the other, alike in every batch row. That is a mask of positions:
+        kernels skip what lies between segments, and other lengths recompile.
+
+        Args:
+            lengths: queries of each segment, all queries of the call together.
+            kv_lengths: keys of each segment, all keys of the call together; None where they are as
+                many as the queries.
+
+        Raises:
+            InputError: they are no whole numbers from 0, or too many; once the mask meets a call,
+                that they are not all of its tokens.
+
+        >>> from maxattn import masks
+        >>> print(masks.Segments.of_lengths((2, 1, 3)).show(6, 6))
+        Segments.of_lengths((2, 1, 3))
+        6 queries down, 6 keys across
+        █ █ · · · ·
+        █ █ · · · ·
+        · · █ · · ·
+        · · · █ █ █
+        · · · █ █ █
+        · · · █ █ █
+        """
+        return SegmentLengths(lengths, kv_lengths)  # pyright: ignore[reportArgumentType]
+
     def __post_init__(self) -> None:
         """Check that both are tables of whole numbers."""
         for name, dims in (("q_ids", "[B, T]"), ("kv_ids", "[B, S]")):
@@ -168,6 +220,20 @@ class Segments(DataMask):
     def axes(self) -> tuple[str, ...]:
         """Name batch, queries and keys."""
         return name_dims(self.q_ids, "BT", "B"), name_dims(self.kv_ids, "BS", "B")
+
+    def on_tiles(self, tiles: Tiles) -> TileBounds:
+        """Compare the ranges of ids."""
+        return of_ids(tiles.cut(self.q_ids, 0), tiles.cut(self.kv_ids, 1))
+
+    @property
+    def bounds_tiles(self) -> bool:
+        """Whether its arrays say of tiles that they are empty."""
+        return True
+
+    @property
+    def leaves_parts_empty(self) -> bool:
+        """Whether it forbids whole stretches of pairs: all between two segments."""
+        return True
 
     def segment_ids(self) -> tuple[Any, Any]:
         """Give both arrays."""

@@ -44,6 +44,16 @@ class ForKernels:
         return any(part.divides_positions for part in self.parts())
 
     @property
+    def looked_up(self) -> int:
+        """How many numbers its test looks up, which a kernel goes through one by one."""
+        return sum(part.looked_up for part in self.parts())
+
+    @property
+    def bounds_tiles(self) -> bool:
+        """Whether arrays in it say of tiles that they are empty, so that these can be skipped."""
+        return any(part.bounds_tiles for part in self.parts())
+
+    @property
     def is_key_padding(self) -> bool:
         """Whether it marks the padding of each batch row by an array."""
         return False

@@ -81,6 +81,12 @@ def _video(
     return theirs in seen
 
 
+def _segments(q: int, k: int, shift: int, lengths: list[int], kv_lengths: list[int]) -> bool:
+    of_query = [i for i, n in enumerate(lengths) for _ in range(n)]
+    of_key = [i for i, n in enumerate(kv_lengths) for _ in range(n)]
+    return of_query[q] == of_key[k]
+
+
 LEAVES = {
     "full": lambda q, k, shift: True,
     "empty": lambda q, k, shift: False,
@@ -90,6 +96,7 @@ LEAVES = {
     "block_causal": _block_causal,
     "block_window": _block_window,
     "video": _video,
+    "segments": _segments,
 }
 MAKERS = {
     "full": M.Full,
@@ -100,6 +107,7 @@ MAKERS = {
     "block_causal": M.BlockCausal,
     "block_window": M.BlockSlidingWindow,
     "video": M.VideoMask,
+    "segments": M.Segments.of_lengths,
 }
 
 
@@ -136,7 +144,16 @@ def leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
         st.tuples(st.just("block_causal"), block, offset | st.integers(-10, -1)),
         st.tuples(st.just("block_window"), block, st.integers(1, 5), offset | st.integers(-10, -1)),
     ]
-    return st.one_of(*kinds, *_videos(kv_len, offset))
+    return st.one_of(*kinds, _packed(q_len, kv_len), *_videos(kv_len, offset))
+
+
+@st.composite
+def _packed(draw: st.DrawFn, q_len: int, kv_len: int) -> Spec:
+    """Segments of all queries and of all keys, some of them empty."""
+    count = draw(st.integers(1, 6))
+    cuts = st.lists(st.integers(0, 1000), min_size=count - 1, max_size=count - 1)
+    both = (np.diff([0, *sorted(n * c // 1000 for c in draw(cuts)), n]) for n in (q_len, kv_len))
+    return ("segments", *(tuple(lengths.tolist()) for lengths in both))
 
 
 def _videos(kv_len: int, offset: st.SearchStrategy[int | None]) -> list[st.SearchStrategy[Spec]]:

@@ -47,6 +47,17 @@ BAD: dict[str, Callable[[], object]] = {
     "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(
         6, 4
     ),
+    "packed_float": lambda: M.Segments.of_lengths((4096, 0.5)),  # pyright: ignore[reportArgumentType]
+    "packed_negative": lambda: M.Segments.of_lengths((4096, -512)),
+    "packed_traced": lambda: jax.jit(lambda n: M.Segments.of_lengths(n).show(4, 4))(
+        jnp.array([2, 2])
+    ),
+    "packed_too_many": lambda: M.Segments.of_lengths((1,) * (2**16 + 1)),
+    "packed_too_long": lambda: M.Segments.of_lengths((2**29,) * 3),
+    "packed_other_count": lambda: M.Segments.of_lengths((4, 4), (8,)),
+    "packed_too_short": lambda: M.Segments.of_lengths((4096, 512)).bind(8192, 8192),
+    "packed_past_the_end": lambda: M.Segments.of_lengths((4096, 512)).bind(4000, 4000),
+    "packed_of_other_keys": lambda: M.Segments.of_lengths((10, 20), (7, 8)).bind(30, 77),
     "dense_float": lambda: M.Dense(jnp.zeros((4, 6))),
     "dense_integers": lambda: M.Dense(np.ones((4, 6), int)),
     "dense_1d": lambda: M.Dense(np.ones(6, bool)),

@@ -50,8 +50,8 @@ class BlockSparseTiles(NamedTuple):
 def listed(inputs: Inputs) -> PieceInputs:
     """Return all pairs as one rectangle, with block-sparse lists of its tiles.
 
-    Known positions are tested in the kernel, from the mask itself; of traced ones it gets each
-    query's intervals.
+    Known positions are tested in the kernel, from the mask itself. Of traced ones, and of a mask
+    that looks numbers up, it gets each query's intervals.
     """
     mask, ids, head_dim = positions(inputs.mask), _ids(inputs), inputs.q.shape[3]
     lengths, tests_all = _lengths(inputs), ids is not None
@@ -73,6 +73,9 @@ def _test(inputs: Inputs, mask: Mask, has_ids: bool) -> tuple[Any, Any, PairTest
         return lo, hi, PairTest(intervals=lo.shape[0], has_ids=has_ids), False
     lo, hi = _ends(mask, lengths, offsets, np)
     see = not has_ids and bool((lo < hi).any(axis=0).all())
+    if mask.looked_up:
+        test = PairTest(intervals=lo.shape[0], has_ids=has_ids)
+        return jnp.asarray(lo, jnp.int32), jnp.asarray(hi, jnp.int32), test, see
     return None, None, PairTest(mask, int(offsets[0]), int(offsets[1]), 0, has_ids), see
 
 

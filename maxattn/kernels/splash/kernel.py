@@ -35,6 +35,7 @@ from maxattn.tuned import tuned_config, tuned_note
 # The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
 # at all.
 NOTHING_SEEN = -1e37
+SEGMENTS_REMEDY = "give ids to masks.Segments, or " + mask_split.REMEDY
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,9 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     parts = mask_split.split(call.mask)
     if isinstance(parts, Reason):
         return replace(parts, who=name)
+    rule = mask_codes.too_many_steps(parts.positions, call.kv_len)
+    if rule is not None:
+        return Reason(name, "mask SegmentLengths", rule, SEGMENTS_REMEDY)
     return _refuse_length(name, call, parts.positions)
 
 

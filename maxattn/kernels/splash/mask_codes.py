@@ -28,6 +28,7 @@ from maxattn.masks import Mask
 
 WORD = 32
 POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
+MOST_STEPS = 64  # segments, which are one comparison each: the kernel's code grows with them
 MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
 REMEDY = (
     "set context_parallel: ulysses or all_gather, or attention: dot_product with"
@@ -172,6 +173,21 @@ def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
     if keys > MOST_SHARDS * shard:
         return f"{packs}: up to {MOST_SHARDS} shards, and the keys have {-(-keys // shard)}"
     return None
+
+
+def too_many_steps(mask: Mask, shard: int) -> str | None:
+    """Return why a kernel cannot evaluate a mask, or None where it can.
+
+    Args:
+        mask: bound, without array leaves.
+        shard: keys of one shard.
+    """
+    if mask.looked_up <= MOST_STEPS or one_interval(mask, shard) is not None:
+        return None
+    return (
+        f"of {mask} it packs each query's keys into an int32, which they do not fit, or goes"
+        f" through up to {MOST_STEPS} segments a query"
+    )
 
 
 def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:

@@ -10,12 +10,20 @@ from maxattn.config.numbers import LARGEST, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import Mask
 
+MOST_LENGTHS = 4096
+
+
+def _segments(*lengths: int) -> Mask:
+    return masks.Segments.of_lengths(lengths)
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
     "full": (masks.Full, "full", (0, 0)),
     "causal": (masks.Causal, "causal", (0, 0)),
     "window": (masks.LocalWindow, "window:LEFT,RIGHT", (2, 2)),
     "block-window": (masks.BlockSlidingWindow, "block-window:BLOCK,WINDOW", (2, 2)),
     "block-causal": (masks.BlockCausal, "block-causal:BLOCK", (1, 1)),
+    "segments": (_segments, "segments:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
     "video": (masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", (2, 5)),
 }
 MOST_MASKS = 16  # that are joined: the work of an `and` grows with them

@@ -18,7 +18,7 @@ _SHAPE = (
 )  # fmt: skip
 _MASK = (
     "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
-    "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
+    "segments:LENGTH,LENGTH,..., video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
 )
 
 

@@ -21,7 +21,7 @@ KINDS: dict[str, Any] = {
     for kind in (
         *(masks.Full, masks.Empty, masks.Causal, masks.LocalWindow, masks.BlockCausal),
         *(masks.BlockSlidingWindow, masks.VideoMask, masks.KeyLimit, masks.And, masks.Or),
-        masks.Not,
+        *(masks.Not, masks.SegmentLengths),
     )
 }
 
@@ -61,7 +61,7 @@ def _mask_values(mask: Mask) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, Mask):
         return _mask_values(value)
-    return [_mask_values(part) for part in value] if isinstance(value, tuple) else value
+    return [_value(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _mask_of(values: dict[str, Any]) -> Mask:
@@ -72,4 +72,4 @@ def _mask_of(values: dict[str, Any]) -> Mask:
 def _read(value: Any) -> Any:
     if isinstance(value, dict):
         return _mask_of(value)
-    return tuple(map(_mask_of, value)) if isinstance(value, list) else value
+    return tuple(map(_read, value)) if isinstance(value, list) else value

@@ -1,0 +1,228 @@
+"""Sequences packed one after the other, whose lengths are known when tracing."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from itertools import groupby
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+from maxattn.errors import InputError
+from maxattn.masks.algebra import Full
+from maxattn.masks.base import BIG, Lengths, Mask, Span, text
+from maxattn.masks.position_mask import PositionMask
+from maxattn.masks.positions import BlockSlidingWindow
+from maxattn.masks.row_runs import RowBlocks
+from maxattn.masks.tree import mask_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jaxtyping import Int
+
+MOST_SEGMENTS = 2**16
+SHOWN = 8  # runs of equal lengths that are written out
+
+
+class Packing(tuple[int, ...]):
+    """Hold lengths; hashing thousands of them for every call would take longer than the rest."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        """Hash once."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the numbers, unless it is the same object."""
+        return self is other or super().__eq__(other)
+
+    def __repr__(self) -> str:
+        """Write runs of equal lengths as `512 x 8`; of many, the first ones and what they make."""
+        runs = [(length, len(list(same))) for length, same in groupby(self)]
+        said = [f"{length} x {many}" if many > 1 else str(length) for length, many in runs[:SHOWN]]
+        if len(runs) > SHOWN:
+            said.append(f"... {len(self)} segments of {sum(self)} tokens")
+        return f"({', '.join(said)}{',' * (len(said) == 1)})"
+
+
+class _Ends(NamedTuple):
+    """Hold where segments end.
+
+    Args:
+        q: [2**n - 1], the last query of each segment and one; filled with `BIG`.
+        kv: [2**n + 1], the first key of each segment, and the end of the last.
+    """
+
+    q: Int[np.ndarray, " M"]
+    kv: Int[np.ndarray, " M2"]
+
+
+@mask_type
+class SegmentLengths(PositionMask):
+    """Allow pairs of the same segment, of segments that lie one after the other.
+
+    `Segments.of_lengths` makes it. The lengths are part of its structure, so kernels skip what lies
+    between segments, as for every mask of positions.
+
+    Args:
+        lengths: queries of each segment.
+        kv_lengths: keys of each segment; None where they are the same.
+
+    >>> from maxattn import masks
+    >>> print(masks.Segments.of_lengths((3, 1, 2), (2, 2, 1)).show(6, 5))
+    Segments.of_lengths((3, 1, 2), (2 x 2, 1))
+    6 queries down, 5 keys across
+    █ █ · · ·
+    █ █ · · ·
+    █ █ · · ·
+    · · █ █ ·
+    · · · · █
+    · · · · █
+    """
+
+    offset: ClassVar[int] = 0
+    lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the lengths, and drop segments without a query and a key."""
+        q = _checked("lengths", self.lengths)
+        kv = q if self.kv_lengths is None else _checked("kv_lengths", self.kv_lengths)
+        if len(q) != len(kv):
+            rule = f"each segment has a length of queries and one of keys, and lengths has {len(q)}"
+            raise InputError("kv_lengths", f"{len(kv)} lengths", rule, f"give {len(q)} lengths")
+        some = [(a, b) for a, b in zip(q, kv, strict=True) if a or b] or [(0, 0)]
+        q, kv = (Packing(x) for x in zip(*some, strict=True))
+        object.__setattr__(self, "lengths", q)
+        object.__setattr__(self, "kv_lengths", None if q == kv else kv)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys of each segment."""
+        return self.lengths if self.kv_lengths is None else self.kv_lengths
+
+    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
+        """See one's own segment: looked up in a table, or by a step a segment inside a kernel."""
+        ends = _ends(self.lengths, self.keys)
+        if not hasattr(xp, "searchsorted"):
+            return (_stepped(ends, len(self.lengths), pos, xp),)
+        q, kv = (xp.asarray(x, dtype=xp.int32) for x in ends)
+        at = xp.zeros_like(pos)
+        step = (ends.q.size + 1) // 2
+        while step:  # the segments that end at or before the query, bit by bit
+            at = xp.where(q[at + (step - 1)] <= pos, at + step, at)
+            step //= 2
+        return ((kv[at], kv[at + 1]),)
+
+    def bound_to(self, lengths: Lengths) -> Mask:
+        """Check that the segments are all tokens, and be a simpler mask that allows the same."""
+        _check_sum("lengths", self.lengths, "queries", lengths.q_len)
+        name = "lengths" if self.kv_lengths is None else "kv_lengths"
+        _check_sum(name, self.keys, "keys", lengths.kv_len)
+        if len(self.lengths) < 2:
+            return Full()
+        block = self.lengths[0]
+        even = self.kv_lengths is None and set(self.lengths[:-1]) == {block}
+        return BlockSlidingWindow(block, 1, 0) if even and self.lengths[-1] <= block else self
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """Jump where a segment begins, at no distance that repeats."""
+        ends = _ends(self.lengths, self.keys).q[: len(self.lengths)]
+        return (RowBlocks(BIG, 0, tuple(ends.tolist())),)
+
+    def most_keys(self) -> int:
+        """Count the keys of the longest segment."""
+        return max(self.keys, default=0)
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether its test divides positions."""
+        return False
+
+    @property
+    def looked_up(self) -> int:
+        """How many numbers its test goes through."""
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        """Write the call that makes it."""
+        kv = "" if self.kv_lengths is None else f", {self.kv_lengths}"
+        return f"Segments.of_lengths({self.lengths}{kv})"
+
+
+def _stepped(ends: _Ends, segments: int, pos: Any, xp: Any) -> Span:
+    """Find a query's keys by arithmetic alone."""
+    lo, hi = pos * 0, pos * 0 + int(ends.kv[1])
+    for i in range(segments):
+        past = pos >= int(ends.q[i])
+        lo = xp.where(past, int(ends.kv[i + 1]), lo)
+        hi = xp.where(past, int(ends.kv[i + 2]), hi)
+    return lo, hi
+
+
+@lru_cache(maxsize=64)
+def _ends(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> _Ends:
+    room = 2 ** len(lengths).bit_length()
+    q, kv = np.full(room - 1, BIG, np.int32), np.zeros(room + 1, np.int32)
+    q[: len(lengths)] = np.cumsum(lengths)
+    kv[1:] = sum(kv_lengths)
+    kv[1 : len(lengths) + 1] = np.cumsum(kv_lengths)
+    return _Ends(q, kv)
+
+
+def _checked(name: str, given: Any) -> Packing:
+    """Return lengths as ints.
+
+    Raises:
+        InputError: they are no row of whole numbers, too many or too long.
+    """
+    if isinstance(given, Packing):
+        return given
+    found = _ints(given)
+    if found is None:
+        rule = "lengths of segments are whole numbers, known before tracing"
+        remedy = "give a tuple of Python ints; traced ones go into Segments as ids"
+        raise InputError(name, text(given)[:80], rule, remedy)
+    if len(found) > MOST_SEGMENTS:
+        rule = f"at most {MOST_SEGMENTS} segments"
+        raise InputError(name, f"{len(found)} lengths", rule, "give ids to masks.Segments")
+    if min(found, default=0) < 0:
+        at = next(i for i, length in enumerate(found) if length < 0)
+        rule = "a segment has 0 tokens or more"
+        raise InputError(f"{name}[{at}]", found[at], rule, "give how many tokens it has")
+    if sum(found) > BIG:
+        raise InputError(name, f"{sum(found)} tokens", f"at most {BIG} together", "give fewer")
+    return Packing(found)
+
+
+def _ints(given: Any) -> list[int] | None:
+    try:
+        values: Iterable[Any] = given.tolist() if isinstance(given, np.ndarray) else given
+        return None if _has_bool(values := list(values)) else [index(x) for x in values]
+    except (TypeError, jax.errors.JAXTypeError):
+        return None
+
+
+def _has_bool(values: list[Any]) -> bool:
+    return any(isinstance(x, (bool, np.bool_)) for x in values)
+
+
+def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> None:
+    """Refuse segments that are not all tokens of a call: one too few is a mistake as often."""
+    found = sum(lengths)
+    if found == wanted:
+        return
+    rule = f"together they are all {wanted} {what}"
+    remedy = "give the lengths of this call"
+    if found < wanted:
+        remedy = (
+            f"give the rest, {wanted - found}, as one more length; where it is padding, join"
+            f" & masks.KeyLimit({found})"
+        )
+    raise InputError(name, f"{found} tokens in {len(lengths)} segments", rule, remedy)
