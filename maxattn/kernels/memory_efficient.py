@@ -29,10 +29,17 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.blockwise.by_row import by_row, differs_by_row, has_own_rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import ChunkedInputs, cut, for_visits, join
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note
+
+SORT = (
+    "chunks are skipped where the ranges of their ids do not meet: tokens in the order of their"
+    " ids (jnp.argsort(ids, axis=1)) skip most; lengths known when tracing go into"
+    " masks.Segments.of_lengths, which every kernel skips by"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class MemoryEfficient(Kernel):
         query_chunk: queries a chunk (B_r).
         key_chunk: keys a chunk (B_c).
         float32_qk_product: cast q and k to float32 before their product.
+        by_row: compute batch row by batch row where arrays of the mask leave each other chunks
+            empty.
     """
 
     name: ClassVar[str] = "memory_efficient"
@@ -51,6 +60,7 @@ class MemoryEfficient(Kernel):
     query_chunk: int
     key_chunk: int
     float32_qk_product: bool = False
+    by_row: bool = False
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -67,19 +77,43 @@ class MemoryEfficient(Kernel):
         """Choose the chunk sizes: the config's, else by length and mask."""
         config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
-        return MemoryEfficient(call.scale, *chunks, config.float32_qk_product)
+        # One row of a batch leaves most of a GPU idle; there, rows share what any of them visits.
+        by_row = target.platform != "gpu" and differs_by_row(call.mask)
+        return MemoryEfficient(call.scale, *chunks, config.float32_qk_product, by_row)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where measured sizes are from."""
-        return tuned_note(config, self.name, call, target)
+        sort = (SORT,) if self._skips(call) and call.mask.has_ids else ()
+        return (*sort, *tuned_note(config, self.name, call, target))
+
+    def _skips(self, call: Call) -> bool:
+        """Tell whether chunks are skipped by what the mask's arrays hold."""
+        return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
+        if self._skips(call):
+            rows = ", for each batch row" if self.by_row else ""
+            blocks += f"; chunks that the mask's arrays leave empty are skipped{rows}"
+        elif call.mask.has_exact_intervals and not (call.mask.is_full or call.sharded):
+            blocks += self._count(call)
         return Lines("dot_product, memory-efficient (blockwise online softmax in JAX)", blocks)
+
+    def _count(self, call: Call) -> str:
+        """Say how many pairs of chunks are visited."""
+        sizes = self.query_chunk, self.key_chunk, call.q_len, call.kv_len
+        empty, full, mixed = call.mask.block_tally(*sizes)
+        total = empty + full + mixed
+        return f"; of {total} pairs of chunks {full} full, {mixed} mixed, {empty} skipped"
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        if self.by_row and has_own_rows(inputs):
+            return by_row(self._forward, inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Result:
         tiles, length = self._tiles(inputs), inputs.q.shape[1]
 
         def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -98,6 +132,11 @@ class MemoryEfficient(Kernel):
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, dbias) from a given LSE and output."""
+        if self.by_row and has_own_rows(inputs):
+            return by_row(self._backward, inputs, rows)
+        return self._backward(inputs, rows)
+
+    def _backward(self, inputs: Inputs, rows: Rows) -> Grads:
         q, k = inputs.q, inputs.k
         tiles = self._tiles(inputs)
 

@@ -71,6 +71,11 @@ class ForKernels:
         """Give ids `[B, T]` and `[B, S]` that are equal where a query may attend, or None."""
         return None
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether pairs are compared by ids in it, anywhere below its connectives."""
+        return self.segment_ids() is not None or any(part.has_ids for part in self.parts())
+
     def band(self) -> Band | None:
         """Give the mask as a band round the diagonal, or None where it is none."""
         return None

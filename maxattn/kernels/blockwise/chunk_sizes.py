@@ -10,6 +10,8 @@ LEAST_QUERY_CHUNK = 128  # below this a matmul's overhead shows, measured on a C
 KEY_CHUNK = 16384
 SPARSE_CHUNK = 512  # chunks of a mask that leaves parts empty: small enough to skip them
 LARGEST_PERIOD_CHUNK = 1024
+# Chunks of keys whose padding is skipped: an eighth of them, so that little else is computed.
+PADDED_KEYS, LARGEST_PADDED_CHUNK = 8, 2048
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
@@ -17,12 +19,19 @@ def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) ->
 
     A mask that lets every query see everything: max(T // 64, 128) queries by 16,384 keys. A mask
     that leaves parts of the square empty: the longest divisor of its period (a frame block) up to
-    1,024, so that chunks and blocks line up, else 512 by 512.
+    1,024, so that chunks and blocks line up, else 512 by 512. Padding of keys alone: an eighth of
+    the keys, from 128 to 2,048.
     """
     sparse = _sparse_chunk(call.mask)
     q = query_chunk or sparse or max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK)
-    kv = key_chunk or sparse or KEY_CHUNK
+    kv = key_chunk or sparse or _key_chunk(call)
     return min(q, call.q_len), min(kv, call.kv_len)
+
+
+def _key_chunk(call: Call) -> int:
+    if not call.mask.bounds_tiles:
+        return KEY_CHUNK
+    return min(max(call.kv_len // PADDED_KEYS, LEAST_QUERY_CHUNK), LARGEST_PADDED_CHUNK)
 
 
 def _sparse_chunk(mask: Mask) -> int | None:

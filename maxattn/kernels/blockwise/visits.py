@@ -1,8 +1,8 @@
 """Which key chunks each query chunk visits: the lists by which empty chunks are skipped.
 
-From a mask's intervals alone, so no T x S array is made. With numpy offsets the lists are
-constants; with traced offsets (a shard's position inside `shard_map`) the same arithmetic runs on
-the device.
+From a mask's intervals, and from what its arrays say of whole chunks, so no T x S array is made.
+With numpy offsets and no arrays the lists are constants; with traced offsets (a shard's position
+inside `shard_map`) and with arrays the same arithmetic runs on the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from maxattn.kernels.mask_split import chunk_kinds
-from maxattn.masks import EMPTY, MIXED, Mask
+from maxattn.masks import EMPTY, FULL, MIXED, Mask
+from maxattn.masks.tiles import TileBounds, Tiles
 
 
 class Visits(NamedTuple):
@@ -57,12 +59,38 @@ def visits(
     """
     if mask.is_full:  # wherever the tokens are
         q_offset = kv_offset = 0
-    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
+    sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
+    by_arrays = mask.bounds_tiles and kv_len > block_kv  # else there is no chunk to leave out
+    kinds = (_by_arrays if by_arrays else _by_positions)(mask, *sizes)
+    traced = isinstance(kinds, jax.Array)
     xp: Any = jnp if traced else np
-    kinds = chunk_kinds(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, xp)
     visited = kinds != EMPTY
     count = visited.sum(axis=1).astype(np.int32)
     order = xp.argsort(~visited, axis=1, stable=True).astype(np.int32)
     most = order.shape[1] if traced else max(1, int(count.max()))
     index = order[:, :most]
     return Visits(index, xp.take_along_axis(kinds == MIXED, index, axis=1), count)
+
+
+def _by_positions(
+    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
+) -> Any:
+    """Classify chunks by intervals; numpy where the offsets are."""
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in offsets) else np
+    return chunk_kinds(mask, *blocks, *lengths, *offsets, xp)
+
+
+def _by_arrays(
+    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
+) -> Array:
+    """Classify chunks by arrays too: what some batch row sees, and what all see whole."""
+
+    def of_positions(part: Mask) -> TileBounds:
+        kinds = jnp.asarray(_by_positions(part, blocks, lengths, offsets))[None]
+        return TileBounds(kinds != EMPTY, kinds == FULL)
+
+    found = mask.on_tiles(Tiles(blocks, lengths, offsets[1], of_positions))
+    shape = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
+    some, every = found.some.any(axis=0), found.every.all(axis=0)
+    kinds = jnp.where(every, FULL, jnp.where(some, MIXED, EMPTY)).astype(jnp.int8)
+    return jnp.broadcast_to(kinds, shape)
