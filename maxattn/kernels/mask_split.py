@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int8
 
 from maxattn.call import Reason
 from maxattn.kernels.base import Offset
 from maxattn.masks import EMPTY, FULL, MIXED, Full, Mask
 from maxattn.masks.spans import MOST_SPANS
+from maxattn.masks.tiles import TileBounds, Tiles
 
 Kinds = Any  # int8 [query tiles, key tiles], numpy or traced
 QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
@@ -158,6 +159,39 @@ def chunk_kinds(
     some = _any_overlap(mask.intervals(q_pos, xp), *span, tiles, xp)
     full = _all_inside(mask.intervals_lower(q_pos, xp), *span, tiles, xp)
     return xp.where(full, FULL, xp.where(some, MIXED, EMPTY)).astype(np.int8)
+
+
+def known_kinds(
+    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
+) -> Any:
+    """Classify chunks by positions alone: numpy where the offsets are, else traced."""
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in offsets) else np
+    return chunk_kinds(mask, *blocks, *lengths, *offsets, xp)
+
+
+def kinds_by_arrays(
+    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
+) -> Int8[Array, "B QB KB"]:
+    """Classify chunks by the arrays of a mask too, on the device.
+
+    Args:
+        mask: bound.
+        blocks: queries and keys of a chunk; the last ones may be ragged.
+        lengths: local queries and keys.
+        offsets: positions of the first local query and key; ints or traced.
+
+    Returns:
+        EMPTY, FULL or MIXED for each batch row; the batch is 1 where all rows are alike.
+    """
+
+    def of_positions(part: Mask) -> TileBounds:
+        kinds = jnp.asarray(known_kinds(part, blocks, lengths, offsets))[None]
+        return TileBounds(kinds != EMPTY, kinds == FULL)
+
+    some, every = mask.on_tiles(Tiles(blocks, lengths, offsets[1], of_positions))
+    kinds = jnp.where(every, FULL, jnp.where(some, MIXED, EMPTY)).astype(jnp.int8)
+    shape = (-(-n // block) for n, block in zip(lengths, blocks, strict=True))
+    return jnp.broadcast_to(kinds, (kinds.shape[0], *shape))
 
 
 def _any_overlap(intervals: Any, start: Any, end: Any, tiles: tuple[int, int], xp: Any) -> Any:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.mask_split import chunk_kinds
-from maxattn.masks import EMPTY, FULL, MIXED, Mask
-from maxattn.masks.tiles import TileBounds, Tiles
+from maxattn.kernels.mask_split import kinds_by_arrays, known_kinds
+from maxattn.masks import EMPTY, MIXED, Mask
 
 
 class Visits(NamedTuple):
@@ -61,7 +60,7 @@ def visits(
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
     by_arrays = mask.bounds_tiles and kv_len > block_kv  # else there is no chunk to leave out
-    kinds = (_by_arrays if by_arrays else _by_positions)(mask, *sizes)
+    kinds = _of_all_rows(kinds_by_arrays(mask, *sizes)) if by_arrays else known_kinds(mask, *sizes)
     traced = isinstance(kinds, jax.Array)
     xp: Any = jnp if traced else np
     visited = kinds != EMPTY
@@ -72,25 +71,7 @@ def visits(
     return Visits(index, xp.take_along_axis(kinds == MIXED, index, axis=1), count)
 
 
-def _by_positions(
-    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
-) -> Any:
-    """Classify chunks by intervals; numpy where the offsets are."""
-    xp: Any = jnp if any(isinstance(x, jax.Array) for x in offsets) else np
-    return chunk_kinds(mask, *blocks, *lengths, *offsets, xp)
-
-
-def _by_arrays(
-    mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
-) -> Array:
-    """Classify chunks by arrays too: what some batch row sees, and what all see whole."""
-
-    def of_positions(part: Mask) -> TileBounds:
-        kinds = jnp.asarray(_by_positions(part, blocks, lengths, offsets))[None]
-        return TileBounds(kinds != EMPTY, kinds == FULL)
-
-    found = mask.on_tiles(Tiles(blocks, lengths, offsets[1], of_positions))
-    shape = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
-    some, every = found.some.any(axis=0), found.every.all(axis=0)
-    kinds = jnp.where(every, FULL, jnp.where(some, MIXED, EMPTY)).astype(jnp.int8)
-    return jnp.broadcast_to(kinds, shape)
+def _of_all_rows(kinds: Array) -> Array:
+    """Classify a chunk for all batch rows: EMPTY or FULL where it is so in each of them."""
+    alike = (kinds == kinds[:1]).all(axis=0)
+    return jnp.where(alike, kinds[0], MIXED)

@@ -100,11 +100,11 @@ def tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
 def _tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
     mask, lengths, tiles = spec.mask, spec.lengths, (spec.forward, spec.backward)
     forward, backward = (tile_kinds(mask, *tile, *lengths, *offsets) for tile in tiles)
-    by_keys = _tested_past(backward.T, lengths[1] // spec.backward[1])
+    by_keys = tested_past(backward.T, lengths[1] // spec.backward[1])
     return Tiling(lists_of(forward, spec.tests_all), lists_of(by_keys, spec.tests_all))
 
 
-def _tested_past(kinds: Any, whole: int) -> Any:
+def tested_past(kinds: Any, whole: int) -> Any:
     """Have what goes past the last key tested: the backward takes full tiles without a test.
 
     Args:
