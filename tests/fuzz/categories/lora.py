@@ -113,7 +113,7 @@ def _check_of(data: bytes, scale: float) -> Callable[[Names], None]:
     def check(names: Names) -> None:
         held = _read(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        text = header.get("__metadata__", {}).get("lora_adapter_metadata", "{}")
+        text = (header.get("__metadata__") or {}).get("lora_adapter_metadata", "{}")
         try:
             said = json.loads(text)
         except ValueError as error:
