@@ -19,13 +19,13 @@ from maxattn.devices.families import (
     Platform,
     with_capability,
 )
-from maxattn.devices.rows import DEVICES, GIB, MIB, SMS, START, USUAL, Device, Machine
+from maxattn.devices.rows import DEVICES, GIB, MIB, SMS, START, USUAL, Device, Machine, TensorCore
 
 if TYPE_CHECKING:
     from maxattn.target import Target
 
 __all__ = ["DEVICES", "GIB", "MIB", "SMS", "START", "USUAL", "Capability", "Device", "Machine",
-           "Platform", "device_kind", "device_of", "machine_of", "memory_of",
+           "Platform", "TensorCore", "device_kind", "device_of", "machine_of", "memory_of",
            "peak_flops"]  # fmt: skip
 # jax's spellings that do not begin with ours.
 _ALIASES = {

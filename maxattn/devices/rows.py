@@ -63,6 +63,29 @@ class Machine(NamedTuple):
         return self.neighbour * (min(n, HOST) - 1)
 
 
+class TensorCore(NamedTuple):
+    """Hold what a TPU's schedule is priced with.
+
+    Args:
+        clock: cycles a second.
+        units: matrix units of a core.
+        side: rows and columns of products that a matrix unit holds.
+        rows: bfloat16 rows that a matrix unit takes in a cycle.
+        cores: cores of a device, over which a kernel divides the parallel axes of its grid.
+    """
+
+    clock: float
+    units: int
+    side: int
+    rows: int
+    cores: int
+
+    @property
+    def peak(self) -> float:
+        """Return bfloat16 FLOP/s of a device."""
+        return 2.0 * self.clock * self.units * self.side**2 * self.rows * self.cores
+
+
 HOST = 8
 """Devices of a host whose devices are a mesh."""
 START = 1e-5
@@ -86,6 +109,7 @@ class Device:
         machine: what the cost model of context parallelism takes; None where that is not known.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
         capability: the compute capability of an NVIDIA GPU; None where that is not known.
+        core: clock and matrix units of a TPU; None where they are not known.
     """
 
     kind: str
@@ -95,6 +119,7 @@ class Device:
     machine: Machine | None = None
     vmem: int = 0
     capability: Capability | None = None
+    core: TensorCore | None = None
 
     @property
     def platform(self) -> Platform:
@@ -128,12 +153,25 @@ _GPU = "published figures, not measured by us; 60% of the peak FLOP/s and 75% of
 _NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 
+# Matrix units and their sides as Google gives them for v4 to v6e. Clock, and rows a cycle: what
+# makes them the published peak; v6e's rows show in its compiler's schedules too.
+_CORES = {
+    #               clock, units, side, rows, cores
+    "v4":  TensorCore(1.05e9, 4, 128, 1, 2),
+    "v5e": TensorCore(1.5e9,  4, 128, 1, 1),
+    "v5p": TensorCore(1.75e9, 4, 128, 1, 2),
+    "v6e": TensorCore(1.75e9, 2, 256, 2, 1),
+    "v7x": TensorCore(2.2e9,  2, 256, 2, 1),
+}  # fmt: skip
+
+
 def _tpu(
     version: str, peak: float, memory: float, hbm: float, link: float, vmem: int,
     source: str = _TPU,
 ) -> Device:  # fmt: skip
     machine = Machine(0.6 * peak, memory, hbm, "torus", link, 2 * link, 0.0, source)
-    return Device(f"TPU {version}", FAMILIES[f"tpu-{version}"], 0, peak, machine, vmem)
+    family, core = FAMILIES[f"tpu-{version}"], _CORES[version]
+    return Device(f"TPU {version}", family, 0, peak, machine, vmem, core=core)
 
 
 def _gpu(

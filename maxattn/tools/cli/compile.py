@@ -6,7 +6,11 @@
       --shape wan-14b-480p --train --module
 
 Needs libtpu (pip install "maxattn[tpu]"), no TPU. Each shape is compiled in a process of its own.
-Exit status 0: all of them compile and fit; 1: one does not.
+Exit status 0: all of them compile and fit; 1: one does not, or its estimate was refused.
+
+  maxattn compile attention=flash --target v6e --devices 1 --shape wan-1.3b-480p --estimate
+
+prices every Pallas kernel, and the whole program, by the schedule that libtpu made. Nothing runs.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from maxattn.config.target_names import read_target
 from maxattn.context_parallel.base import readable
 from maxattn.devices import DEVICES, memory_of
 from maxattn.errors import ConfigError, MeshError
+from maxattn.tools.cli.estimates import estimate_lines, is_refused
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
@@ -37,6 +42,7 @@ _MODULE = (
     "a whole FlaxAttention or CrossAttention as Wan has it: "
     "projections with bias, norms across heads, RoPE"
 )
+_ESTIMATE = "price each kernel, and the whole, by the schedule that libtpu makes; nothing runs"
 _LIMIT = "seconds a compile; default 600"
 
 
@@ -50,6 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--slices", type=int, default=1, metavar="N", help=_SLICES)
     add("--train", action="store_true", help="forward and backward; default forward")
     add("--module", action="store_true", help=_MODULE)
+    add("--estimate", action="store_true", help=_ESTIMATE)
     add("--time-limit", type=float, default=600.0, metavar="S", help=_LIMIT)
     add("--json", action="store_true", help="print everything as JSON")
 
@@ -70,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
             print(blank + report(job, outcomes[-1]), flush=True)
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
-    return int(not all(fits(outcome) for outcome in outcomes))
+    return int(not all(fits(one) and not is_refused(one.estimate) for one in outcomes))
 
 
 def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> CompileJob:
-    how = args.train, args.module, args.devices, args.slices
+    how = args.train, args.module, args.devices, args.slices, args.estimate
     return CompileJob(args.topology, config, shape, *how)
 
 
@@ -113,6 +120,7 @@ def report(job: CompileJob, outcome: Outcome) -> str:
 
 def _compiled(job: CompileJob, outcome: Outcome) -> str:
     lines = [f"  compiled in {outcome.seconds:.1f} s", _memory(outcome), *_transfers(job, outcome)]
+    lines += estimate_lines(outcome)
     return "\n".join((*lines, "fits" if fits(outcome) else _TOO_MUCH))
 
 

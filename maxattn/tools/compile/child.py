@@ -1,7 +1,8 @@
 """Compile attention for a TPU topology, with libtpu and without a TPU, in a child process.
 
 `python -m maxattn.tools.compile.child FILE` reads a `CompileJob` as JSON from stdin and writes an
-`Outcome` as JSON to FILE. `job.py` starts it.
+`Outcome` as JSON to FILE. `job.py` starts it. Where an estimate is asked for, the compiler writes
+its schedules beside FILE, in a folder that the parent deletes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, Outcome
 from maxattn.tools.compile.job_json import job_values
 
+FLAGS = "LIBTPU_INIT_ARGS"
+
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -24,8 +27,13 @@ if TYPE_CHECKING:
     from maxattn.target import Target
 
 
-def outcome_of(job: CompileJob) -> Outcome:
-    """Plan and compile one job; what goes wrong stands in the outcome."""
+def outcome_of(job: CompileJob, folder: Path) -> Outcome:
+    """Plan and compile one job; what goes wrong stands in the outcome.
+
+    Args:
+        job: what to compile.
+        folder: where the compiler writes its schedules, if an estimate is asked for.
+    """
     from maxattn.errors import MaxattnError
     from maxattn.plan import plan
     from maxattn.tools.compile.topology import devices_of
@@ -35,7 +43,8 @@ def outcome_of(job: CompileJob) -> Outcome:
         mesh = job.config.make_mesh(devices)
         target = _target(str(devices[0].device_kind))
         with target.assumed():
-            return _compiled(job, plan(job.shape.call(), job.config, mesh, target), mesh)
+            decided = plan(job.shape.call(), job.config, mesh, target)
+            return _compiled(job, decided, mesh, folder)
     except MaxattnError as error:
         return Outcome("refused", message=str(error))
 
@@ -47,7 +56,7 @@ def _target(kind: str) -> Target:
     return Target("tpu", device_kind(kind), installed())
 
 
-def _compiled(job: CompileJob, decided: Plan, mesh: Mesh) -> Outcome:
+def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outcome:
     import jax
 
     from maxattn.tools.compile.programs import program_of
@@ -63,6 +72,8 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh) -> Outcome:
         return Outcome("failed", seconds=took, message=message, **facts)
     took = time.perf_counter() - started
     made = {"memory": _memory(compiled), "found": _found(compiled, mesh)}
+    if job.estimate:
+        made["estimate"] = _estimate(job, decided, compiled, folder)
     return Outcome("compiled", seconds=took, **made, **facts)
 
 
@@ -95,13 +106,38 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
     ]
 
 
+def _estimate(job: CompileJob, decided: Plan, compiled: Any, folder: Path) -> dict[str, Any]:
+    """Price what was compiled; a schedule that is not understood is refused under `refused`."""
+    from maxattn.errors import Unsupported
+    from maxattn.tools.estimate.program import estimate_of
+    from maxattn.tools.estimate.tiles import tiles_of
+
+    tiles = tiles_of(decided, job.training)
+    try:
+        return estimate_of(compiled.as_text(), folder, decided.target.device, tiles)
+    except Unsupported as error:
+        return {"refused": str(error)}
+
+
+def _dump_into(folder: Path) -> None:
+    """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
+    from maxattn.tools.estimate.program import dump_flags
+
+    folder.mkdir()
+    given = os.environ.get(FLAGS, "")
+    os.environ[FLAGS] = f"{given} {dump_flags(folder)}".strip()
+
+
 def main() -> None:
     """Read a job, compile it, write the outcome."""
     os.environ.update(ENVIRONMENT)
     job = CompileJob(**job_values(sys.stdin.read()))
     answer = Path(sys.argv[1])
+    folder = answer.with_name("schedules")
+    if job.estimate:
+        _dump_into(folder)
     beside = answer.with_suffix(".partial")
-    beside.write_text(json.dumps(asdict(outcome_of(job))), encoding="utf-8")
+    beside.write_text(json.dumps(asdict(outcome_of(job, folder))), encoding="utf-8")
     beside.replace(answer)  # a child that is killed leaves a whole one or none
 
 

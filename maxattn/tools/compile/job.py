@@ -50,6 +50,7 @@ class CompileJob:
         module: a whole attention module with its projections; else attention alone.
         devices: how many of the topology's to use, from the first; None for all.
         slices: how many such topologies, joined by the data centre's network.
+        estimate: price the kernels by the schedule that the compiler makes.
     """
 
     topology: str
@@ -59,6 +60,7 @@ class CompileJob:
     module: bool = False
     devices: int | None = None
     slices: int = 1
+    estimate: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Outcome:
     memory: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     message: str = ""
+    estimate: dict[str, Any] = field(default_factory=dict)
 
     @property
     def needed(self) -> int:
@@ -110,7 +113,7 @@ def read_outcome(path: Path) -> Outcome | None:
 
 _FORMS: dict[str, Any] = {
     **dict.fromkeys(("ending", "device_kind", "plan", "message"), str),
-    **dict.fromkeys(("mesh", "memory"), dict),
+    **dict.fromkeys(("mesh", "memory", "estimate"), dict),
     **dict.fromkeys(("named", "found"), list),
     "seconds": (int, float),
 }

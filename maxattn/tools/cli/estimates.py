@@ -1,0 +1,120 @@
+"""What `maxattn compile --estimate` prints: every line says that nothing ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from maxattn.context_parallel.base import readable
+from maxattn.devices import device_of
+from maxattn.tools.compile.job import Outcome
+from maxattn.tools.estimate.kernel import KernelEstimate
+from maxattn.tools.estimate.links import Passage, passage_of
+
+FULLEST = 3  # slots that a line names
+_MOVES = ("VLOAD:FILL", "VSTORE:SPILL")  # parts of VLOAD and VSTORE
+
+
+def estimate_lines(outcome: Outcome) -> list[str]:
+    """Write the estimate of an outcome, one line a statement; none where none was made."""
+    made = outcome.estimate
+    if not made or "refused" in made:
+        return made.get("refused", "").splitlines()
+    kernels = [_read(values) for values in made["kernels"]]
+    lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
+    lines += [_link(passage, kernels) for passage in _passages(outcome)]
+    words = f"estimated by libtpu {made['libtpu']}'s schedule, not run"
+    return [f"  {line}; {words}" for line in (*lines, _whole(kernels, made["xla_seconds"]))]
+
+
+def _read(values: dict[str, Any]) -> KernelEstimate:
+    """Read what the compiler's process wrote as JSON, which has lists for tuples."""
+    return KernelEstimate(**{key: _tuples(value) for key, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _alike(kernels: list[KernelEstimate]) -> list[tuple[KernelEstimate, int]]:
+    """Pair kernels with the number of their calls; those that differ in nothing printed are one."""
+    found: dict[KernelEstimate, int] = {}
+    for kernel in kernels:
+        name = kernel.name.rpartition(".")[0] if kernel.name[-1].isdecimal() else kernel.name
+        one = kernel._replace(name=name, calls=1)
+        found[one] = found.get(one, 0) + kernel.calls
+    return list(found.items())
+
+
+def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
+    runs = f" a call, {calls} calls" if calls > 1 else ""
+    yield f"kernel  {kernel.name}: {_span(kernel.seconds)} ms{runs}{_rate(kernel)}"
+    cores = "" if kernel.cores == 1 else f" on {kernel.cores} cores"
+    cycles = f"{kernel.cycles[0]:.0f} to {kernel.cycles[1]:.0f} cycles each"
+    yield f"steps   {kernel.steps}{_tiles(kernel)}{cores}, {cycles}"
+    yield f"binds   {_slots(kernel)}; a step spills {kernel.spills} registers{_hbm(kernel)}"
+
+
+def _rate(kernel: KernelEstimate) -> str:
+    if not kernel.flops:
+        return ""
+    fast, slow = (kernel.flops / seconds for seconds in kernel.seconds)
+    shares = f"{100 * slow / kernel.peak:.0f} to {100 * fast / kernel.peak:.0f}% of the peak"
+    return f", {slow / 1e12:.0f} to {fast / 1e12:.0f} TFLOP/s, {shares}"
+
+
+def _tiles(kernel: KernelEstimate) -> str:
+    if not kernel.block:
+        return ", every one priced whole"
+    block = " of {} x {}".format(*kernel.block)
+    if kernel.is_bound:
+        return f"{block}, every one priced with the mask: which are visited is not known"
+    skipped = max(0.0, 1 - kernel.full - kernel.masked)
+    shares = {"full": kernel.full, "masked": kernel.masked, "skipped": skipped}
+    return f"{block}: " + ", ".join(f"{share:.0%} {what}" for what, share in shares.items())
+
+
+def _slots(kernel: KernelEstimate) -> str:
+    own = {name: share for name, share in kernel.slots if name not in _MOVES}
+    order = sorted(own, key=lambda name: -own[name])[:FULLEST]
+    return ", ".join(f"{name} {own[name]:.0%}" for name in order)
+
+
+def _hbm(kernel: KernelEstimate) -> str:
+    if not kernel.hbm:
+        return ""
+    share = kernel.hbm / kernel.hbm_rate / kernel.seconds[0]
+    return f"; HBM {readable(kernel.hbm)} a call, {share:.0%} of its rate"
+
+
+def _passages(outcome: Outcome) -> list[Passage]:
+    """Price the transfers, the longest of each kind and axes."""
+    machine = device_of(outcome.device_kind, "tpu").machine
+    assert machine is not None, outcome.device_kind
+    every = [passage_of(found, machine, outcome.mesh) for found in outcome.found]
+    every.sort(key=lambda p: p.seconds)
+    return list({(p.kind, p.axes): p for p in every}.values())
+
+
+def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
+    beside = sum(k.seconds[0] for k in kernels if k.name in passage.kernels)
+    what = f"link    {passage.kind} over {'+'.join(passage.axes)}: {1e3 * passage.seconds:.3g} ms"
+    covered = "at least as long" if beside >= passage.seconds else "shorter"
+    kernel = f", the kernel beside it {1e3 * beside:.3g} ms: {covered}" if beside else ""
+    return f"{what} for the longest at the published rate{kernel}"
+
+
+def _whole(kernels: list[KernelEstimate], xla: float) -> str:
+    ends = (sum(k.calls * k.seconds[end] for k in kernels) for end in (0, 1))
+    fast, slow = ends
+    parts = f"kernels {_span((fast, slow))}, XLA's own operations {1e3 * xla:.3g}"
+    return f"whole   {_span((fast + xla, slow + xla))} ms: {parts}; transfers are not in it"
+
+
+def _span(seconds: tuple[float, float]) -> str:
+    return " to ".join(f"{1e3 * each:.3g}" for each in seconds)
+
+
+def is_refused(estimate: dict[str, Any]) -> bool:
+    """Tell whether an estimate was asked for and could not be made."""
+    return "refused" in estimate

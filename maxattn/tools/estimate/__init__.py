@@ -1,0 +1,1 @@
+"""Price a TPU's kernels by the schedule that its compiler made; nothing runs."""

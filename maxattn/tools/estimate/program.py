@@ -1,0 +1,142 @@
+"""A compiled program's kernels, priced, and the cycles that XLA expects of its own operations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxattn.devices import Device
+from maxattn.tools.compile.hlo_text import HloProgram
+from maxattn.tools.estimate.bundles import unknown
+from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
+from maxattn.tools.estimate.tiles import Phase, Tiles
+
+_PALLAS = 'custom_call_target="tpu_custom_call"'
+_BODY = re.compile(r'"body":"([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_BUNDLES = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+_SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt")
+
+
+def dump_flags(folder: Path) -> str:
+    """Return what makes libtpu write the final bundles of all that it compiles into a folder."""
+    final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
+    return f"--xla_jf_dump_to={folder} {final}"
+
+
+def estimate_of(
+    text: str, folder: Path, device: Device, tiles: Mapping[Phase, Tiles]
+) -> dict[str, Any]:
+    """Price a compiled program.
+
+    Args:
+        text: `compiled.as_text()`.
+        folder: where libtpu wrote its dumps.
+        device: what the program is for.
+        tiles: what each kernel computes.
+
+    Returns:
+        plain values: `libtpu`, its version; `kernels`, a `KernelEstimate` each; `xla_seconds`, what
+        XLA's own operations take.
+
+    Raises:
+        Unsupported: the dumps are not understood, or the device's figures are not public.
+    """
+    program, version = HloProgram.read(text), metadata.version("libtpu")
+    core, kernels = core_of(device), list[KernelEstimate]()
+    dumps = Dumps.of(folder, version)
+    for call in _pallas_calls(program):
+        dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
+        phase = dump.phase
+        kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
+    seconds = _xla_cycles(program) / core.clock
+    listed = [kernel._asdict() for kernel in kernels]
+    return {"libtpu": version, "kernels": listed, "xla_seconds": seconds}
+
+
+class PallasCall(NamedTuple):
+    """Hold one call of a Pallas kernel.
+
+    Args:
+        name: the instruction's.
+        times: how often the program runs it.
+        twins: it and the others with the same kernel; libtpu writes the schedule of one of them.
+    """
+
+    name: str
+    times: int
+    twins: tuple[str, ...]
+
+
+def _pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
+    found = [
+        (one.name, program.times(name), _BODY.search(one.rest))
+        for name, body in program.computations.items()
+        for one in body
+        if one.opcode == "custom-call" and _PALLAS in one.rest
+    ]
+    kernels = {name: body.group(1) if body else name for name, _, body in found}
+    for name, times, _ in found:
+        others = (other for other, body in kernels.items() if body == kernels[name])
+        yield PallasCall(name, times, (name, *(other for other in others if other != name)))
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """Hold the files that libtpu wrote, by the instruction that they are of.
+
+    Args:
+        bundles, slots: the last file of each, where it was compiled more than once.
+        libtpu: its version.
+    """
+
+    bundles: Mapping[str, Path]
+    slots: Mapping[str, Path]
+    libtpu: str
+
+    @staticmethod
+    def of(folder: Path, libtpu: str) -> Dumps:
+        """List a folder."""
+        paths = sorted(folder.glob("*.txt"))
+        return Dumps(*(_named(paths, form) for form in (_BUNDLES, _SLOTS)), libtpu)
+
+    def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
+        """Return the bundles and the table of slots of the first of the names that has both.
+
+        Raises:
+            Unsupported: none has.
+        """
+        for name in names:
+            if name in self.bundles and name in self.slots:
+                return _text(self.bundles[name]), _text(self.slots[name])
+        rule = f"it has no file ...-final_bundles.txt of the kernel {names[0]}"
+        raise unknown(f"libtpu {self.libtpu}'s dump", rule)
+
+
+def _named(paths: list[Path], form: re.Pattern[str]) -> dict[str, Path]:
+    return {found.group(1): path for path in paths if (found := form.fullmatch(path.name))}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _xla_cycles(program: HloProgram) -> float:
+    """Add up the cycles that XLA expects of its own operations; its kernels' insides count once."""
+    fused = {
+        name
+        for body in program.computations.values()
+        for i in body
+        if i.opcode == "fusion"
+        for name in i.called
+    }
+    total = 0
+    for name, body in program.computations.items():
+        if name not in fused:
+            found = (int(n) for i in body for n in _CYCLES.findall(i.rest))
+            total += program.times(name) * sum(found)
+    return float(total)

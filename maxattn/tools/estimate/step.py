@@ -1,0 +1,156 @@
+"""What one step of a kernel's grid costs: which of its bundles run how often.
+
+A step runs a body of products where a tile is visited, and skips it elsewhere. Of two bodies the
+shorter is for tiles without a mask. What is skipped and has no products begins or ends a row of
+tiles, and runs once a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from maxattn.devices import TensorCore
+from maxattn.tools.estimate.bundles import Bundles, Loop, Span, unknown
+from maxattn.tools.estimate.matrix_unit import busy_cycles, products, waits
+from maxattn.tools.estimate.slots import SlotTable
+
+BODIES = 2  # at most: of tiles without a mask, and of those with one
+
+
+class Shares(NamedTuple):
+    """Hold of which steps run a body.
+
+    Args:
+        full, masked: the share of steps whose tile is computed without and with the mask.
+        row: how many steps a row of tiles has.
+    """
+
+    full: float
+    masked: float
+    row: float
+
+
+class Cycles(NamedTuple):
+    """Hold what a step costs.
+
+    Args:
+        fast: its bundles, or what keeps the matrix units busy where that is longer.
+        slow: its bundles, and the waits of products that no unit queues.
+    """
+
+    fast: float
+    slow: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the loop over a kernel's grid.
+
+    Args:
+        bundles, slots: of the kernel.
+        core: what its products are priced with.
+    """
+
+    bundles: Bundles
+    slots: SlotTable
+    core: TensorCore
+
+    @cached_property
+    def loop(self) -> Loop:
+        """The loop over the grid.
+
+        Raises:
+            Unsupported: the kernel has none, or several, or one inside it.
+        """
+        if len(self.bundles.loops) != 1:
+            rule = f"it has {len(self.bundles.loops)} loops, and one over the grid is understood"
+            raise unknown(self.bundles.who, rule)
+        return self.bundles.loops[0]
+
+    @cached_property
+    def _skipped(self) -> tuple[Span, ...]:
+        """What is skipped in a step and holds no other such span."""
+        inside = [s for s in self.bundles.skips if self.loop.span.holds(s)]
+        return tuple(s for s in inside if not any(s.holds(other) for other in inside))
+
+    @cached_property
+    def bodies(self) -> tuple[Span, ...]:
+        """Skipped spans with products, the shortest first.
+
+        Raises:
+            Unsupported: there are more than two.
+        """
+        found = [s for s in self._skipped if self._multiplies(s)]
+        if len(found) > BODIES:
+            rule = f"a step chooses among {len(found)} bodies, and {BODIES} are understood"
+            raise unknown(self.bundles.who, rule)
+        return tuple(sorted(found, key=lambda s: s.end - s.start))
+
+    @cached_property
+    def _always(self) -> list[int]:
+        """The bundles of the loop that every step runs."""
+        skipped = {i for s in self._skipped for i in range(*s)}
+        return [i for i in range(*self.loop.span) if i not in skipped]
+
+    def cycles(self, shares: Shares) -> Cycles:
+        """Return what a step costs on average."""
+        edges = (s for s in self._skipped if s not in self.bodies)
+        issued = len(self._always) + sum(s.end - s.start for s in edges) / shares.row
+        issued += sum(share * (body.end - body.start) for body, share in self._weights(shares))
+        waited, busy = (
+            sum(share * price(self.bundles, path, self.core) for path, share in self._paths(shares))
+            for price in (waits, busy_cycles)
+        )
+        return Cycles(max(issued, busy), issued + waited)
+
+    def use(self, shares: Shares) -> dict[str, float]:
+        """Return the share of each unit's slots that the products' part of a step fills."""
+        rows = self._products_part(shares)
+        used = self.slots.used(rows)
+        filled = {name: used[name] / n / len(rows) for name, n in self.slots.capacity.items()}
+        return filled | {"MXU": busy_cycles(self.bundles, rows, self.core) / len(rows)}
+
+    def used(self, shares: Shares) -> dict[str, int]:
+        """Return how many slots of each unit a step fills, in a visited tile."""
+        return self.slots.used(self._products_part(shares))
+
+    def _weights(self, shares: Shares) -> list[tuple[Span, float]]:
+        """Pair each body with the share of steps that run it; one body is for every tile."""
+        if len(self.bodies) == 1:
+            return [(self.bodies[0], shares.full + shares.masked)]
+        return list(zip(self.bodies, (shares.full, shares.masked), strict=False))
+
+    def _paths(self, shares: Shares) -> list[tuple[list[int], float]]:
+        """Pair the bundles that run in a visited tile with the share of such steps."""
+        if not self.bodies:
+            return [(self._always, 1.0)]
+        weights = self._weights(shares)
+        return [(sorted((*self._always, *range(*body))), share) for body, share in weights]
+
+    def _products_part(self, shares: Shares) -> list[int]:
+        """Return the body that most steps run, or the stretch of every step with most products."""
+        if self.bodies:
+            body, _ = max(self._weights(shares), key=lambda pair: pair[1])
+            return list(range(*body))
+        return max(_stretches(self._always), key=lambda rows: self._count(rows))
+
+    def _multiplies(self, span: Span) -> bool:
+        return self._count(range(*span)) > 0
+
+    def _count(self, rows: Sequence[int]) -> int:
+        every = (products(self.bundles.rows[i], self.bundles.who) for i in rows)
+        return sum(map(len, every))
+
+
+def _stretches(rows: list[int]) -> list[list[int]]:
+    """Divide rising numbers where one is left out."""
+    found: list[list[int]] = []
+    for i in rows:
+        if found and found[-1][-1] == i - 1:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found

@@ -1,0 +1,92 @@
+"""How many tiles of a plan's mask each kernel computes: whole, or with the mask evaluated."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
+from maxattn.call import Call
+from maxattn.kernels import mask_split
+from maxattn.kernels.splash.calls import Setup
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
+from maxattn.plan import Plan
+
+Phase = Literal["fwd", "dkv", "dq"]
+"""The forward; the backward of K and V, of Q too when fused; the separate backward of Q."""
+_KEYS = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
+_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of a query tile with a key tile; a fused dkv has 5
+
+
+class Tiles(NamedTuple):
+    """Hold what one call of a kernel computes.
+
+    Args:
+        block: queries and keys of a tile.
+        full, masked: tiles of one head without and with the mask; empty ones are in neither.
+        grids: how many steps one head may have: all tiles, or those that are left where a grid ends
+            with its longest row, or column, of visited tiles.
+        heads: heads times batch.
+        flops: operations of its products a visited tile, over the pairs that the mask allows.
+        is_bound: which tiles are visited differs by rank, and `full` and `masked` say nothing.
+    """
+
+    block: tuple[int, int]
+    full: int
+    masked: int
+    grids: tuple[int, ...]
+    heads: int
+    flops: float
+    is_bound: bool
+
+    @property
+    def visited(self) -> int:
+        """Tiles of one head that are computed."""
+        return self.full + self.masked
+
+    @property
+    def skips_nothing(self) -> bool:
+        """Whether every tile is computed."""
+        return not self.is_bound and self.visited == self.grids[0]
+
+
+def tiles_of(plan: Plan, training: bool) -> dict[Phase, Tiles]:
+    """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
+    if not isinstance(plan.kernel, Splash):
+        return {}
+    kernel = plan.kernel if training else plan.kernel.for_inference()
+    phases: list[Phase] = ["fwd", "dkv", "dq"] if training else ["fwd"]
+    has_sizes = (phase for phase in phases if kernel.blocks.part(_KEYS[phase]) is not None)
+    return {phase: _tiles(plan, kernel.blocks, phase) for phase in has_sizes}
+
+
+def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> Tiles:
+    call = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
+    part = sizes.part(_KEYS[phase])
+    assert part is not None, (sizes, phase)
+    block, heads = (part[0], part[1]), call.batch * call.heads
+    marks, pairs = _marks(call, block), call.mask.allowed_pairs(call.q_len, call.kv_len)
+    full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
+    fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
+    operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
+    is_bound = plan.strategy.name not in ("none", "ulysses") and not call.mask.is_full
+    a_tile = operations / max(1, full + masked)
+    return Tiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
+
+
+def _grids(visited: np.ndarray) -> tuple[int, ...]:
+    rows, columns = visited.shape
+    widest, tallest = (int(visited.sum(axis=axis).max()) for axis in (1, 0))
+    return rows * columns, rows * widest, tallest * columns
+
+
+def _marks(call: Call, block: tuple[int, int]) -> np.ndarray:
+    parts = mask_split.split(call.mask)
+    assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
+    kinds = mask_split.tile_kinds(parts.positions, *block, call.q_len, call.kv_len, 0, 0)
+    rows, columns = kinds.shape
+    padded = rows * block[0], columns * block[1]
+    shows = padded[1] > call.kv_len and not parts.has_ids
+    return marks_of(Setup(kinds, None, None, padded, shows))

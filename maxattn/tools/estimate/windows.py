@@ -1,0 +1,56 @@
+"""The blocks of its operands that a kernel's steps read and write, from its first bundle."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from maxattn.tools.compile.hlo_groups import bytes_of
+from maxattn.tools.estimate.bundles import Bundles, unknown
+
+_WINDOW = re.compile(
+    r"inlined_call_operand\.([\w<> ]+?) \[[^\]]*\][^\]]*\]\s*/\* (input|output) window allocation"
+    r" for operator (?:input|output) (\d+)\. The window shape is (\w+)\[([\d,]*)\], while the full"
+    r" shape is \w+\[([\d,]*)\]"
+)
+
+
+class Window(NamedTuple):
+    """Hold one operand.
+
+    Args:
+        memory: where the whole of it lies: "hbm" or "vmem".
+        is_output: whether the kernel writes it.
+        size: bytes of a block.
+        blocks: how many blocks it has.
+    """
+
+    memory: str
+    is_output: bool
+    size: int
+    blocks: int
+
+
+def windows_of(bundles: Bundles) -> tuple[Window, ...]:
+    """Return the operands that a kernel takes in blocks: inputs in order, then outputs.
+
+    Raises:
+        Unsupported: none is found.
+    """
+    found = _WINDOW.findall(bundles.rows[0].text)
+    outputs = [row for row in found if row[1] == "output"]
+    if not outputs:
+        raise unknown(bundles.who, "its first bundle names no block of an output")
+    order = sorted(found, key=lambda row: (row[1], int(row[2])))
+    return tuple(_window(*row) for row in order)
+
+
+def _window(memory: str, kind: str, _: str, item: str, block: str, whole: str) -> Window:
+    sizes = zip(_sides(whole), _sides(block), strict=True)
+    blocks = prod(-(-side // part) for side, part in sizes)
+    return Window(memory, kind == "output", bytes_of(f"{item}[{block}]"), blocks)
+
+
+def _sides(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
