@@ -49,9 +49,9 @@ def _alike(kernels: list[KernelEstimate]) -> list[tuple[KernelEstimate, int]]:
 def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
     runs = f" a call, {calls} calls" if calls > 1 else ""
     yield f"kernel  {kernel.name}: {_span(kernel.seconds)} ms{runs}{_rate(kernel)}"
-    cores = "" if kernel.cores == 1 else f" on {kernel.cores} cores"
+    cores = f" on {kernel.cores} of {kernel.of_cores} cores" if kernel.of_cores > 1 else ""
     cycles = f"{kernel.cycles[0]:.0f} to {kernel.cycles[1]:.0f} cycles each"
-    yield f"steps   {kernel.steps}{_tiles(kernel)}{cores}, {cycles}"
+    yield f"steps   {kernel.steps}{cores}, {cycles}{_tiles(kernel)}"
     yield f"binds   {_slots(kernel)}; a step spills {kernel.spills} registers{_hbm(kernel)}"
 
 
@@ -65,13 +65,13 @@ def _rate(kernel: KernelEstimate) -> str:
 
 def _tiles(kernel: KernelEstimate) -> str:
     if not kernel.block:
-        return ", every one priced whole"
-    block = " of {} x {}".format(*kernel.block)
+        return "; every one priced whole"
+    tiles = "; tiles of {} x {}".format(*kernel.block)
     if kernel.is_bound:
-        return f"{block}, every one priced with the mask: which are visited is not known"
+        return f"{tiles}, every one priced with the mask: which are visited is not known"
     skipped = max(0.0, 1 - kernel.full - kernel.masked)
     shares = {"full": kernel.full, "masked": kernel.masked, "skipped": skipped}
-    return f"{block}: " + ", ".join(f"{share:.0%} {what}" for what, share in shares.items())
+    return f"{tiles}, " + ", ".join(f"{share:.0%} {what}" for what, share in shares.items())
 
 
 def _slots(kernel: KernelEstimate) -> str:

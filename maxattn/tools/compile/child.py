@@ -53,7 +53,9 @@ def _target(kind: str) -> Target:
     from maxattn.devices import device_kind
     from maxattn.target import Target, installed
 
-    return Target("tpu", device_kind(kind), installed())
+    # The limit of VMEM that it may set is the one that the tiles must keep.
+    env = ((FLAGS, os.environ[FLAGS]),) if FLAGS in os.environ else ()
+    return Target("tpu", device_kind(kind), installed(), env)
 
 
 def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outcome:

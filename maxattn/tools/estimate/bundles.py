@@ -173,7 +173,8 @@ class Bundles:
             raise unknown(self.who, f"the loop counter {counter} does not go up by 1")
         steps, grids = int(bound) - PIPELINE, {prod(_sides(g)) for g in _GRID.findall(text)}
         if steps < 1 or grids - {steps}:
-            raise unknown(self.who, f"a loop of {bound} trips is over a grid of {grids} steps")
+            named = ", ".join(map(str, sorted(grids))) or "none"
+            raise unknown(self.who, f"a loop has {steps} steps, and the grid of its blocks {named}")
         return steps
 
 

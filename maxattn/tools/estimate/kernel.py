@@ -28,7 +28,7 @@ class KernelEstimate(NamedTuple):
         steps: of its grid.
         full, masked: shares of the steps that compute a tile without and with the mask.
         block: queries and keys of a tile; () where they are not known.
-        cores: cores that share the steps.
+        cores, of_cores: cores that share the steps, and those that a device has.
         cycles: of a step, fast and slow end.
         seconds: of a call, fast and slow end; HBM's time where that is longer.
         flops: of the products over allowed pairs; 0 where they are not known.
@@ -47,6 +47,7 @@ class KernelEstimate(NamedTuple):
     masked: float
     block: tuple[int, ...]
     cores: int
+    of_cores: int
     cycles: tuple[float, float]
     seconds: tuple[float, float]
     flops: float
@@ -106,7 +107,7 @@ class KernelDump:
         """
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
-        shares, step = self._shares(tiles), self._step
+        shares, step = self._shares(tiles), self.step
         steps, cycles, used = self._steps(tiles), step.cycles(shares), step.used(shares)
         is_bound = tiles is not None and not self._knows(tiles, steps)
         hbm = self._hbm(shares, steps) if tiles else 0.0
@@ -118,6 +119,7 @@ class KernelDump:
             masked=shares.masked,
             block=tiles.block if tiles else (),
             cores=self.cores,
+            of_cores=core.cores,
             cycles=tuple(cycles),
             seconds=self._seconds(cycles, steps, hbm / machine.hbm),
             flops=0.0 if tiles is None or is_bound else tiles.flops * steps * sum(shares[:2]),
@@ -145,7 +147,7 @@ class KernelDump:
 
     def _steps(self, tiles: Tiles | None) -> int:
         """Return the steps of all cores."""
-        loop = self._step.loop
+        loop = self.step.loop
         if loop.steps is not None:
             return loop.steps * self.cores
         if tiles is None or tiles.is_bound:
@@ -154,7 +156,9 @@ class KernelDump:
 
     def _shares(self, tiles: Tiles | None) -> Shares:
         steps = self._steps(tiles)
-        row = steps / min(w.blocks for w in self.windows if w.is_output)
+        # An output of one block is memory that all steps share.
+        rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
+        row = steps / min(rows)
         if tiles is None:
             return Shares(1.0, 0.0, row)
         if not self._knows(tiles, steps):
@@ -169,11 +173,12 @@ class KernelDump:
         """
         if tiles.is_bound:
             return False
-        dynamic = self._step.loop.steps is None
+        dynamic = self.step.loop.steps is None
         return dynamic or tiles.skips_nothing or steps in {tiles.heads * n for n in tiles.grids}
 
     @cached_property
-    def _step(self) -> Step:
+    def step(self) -> Step:
+        """The loop over its grid."""
         return Step(self.bundles, self.slots, core_of(self.device))
 
     def _seconds(self, cycles: Cycles, steps: int, hbm: float) -> tuple[float, float]:

@@ -1,0 +1,145 @@
+"""What a schedule costs: dumps of real kernels, and one small enough to add up by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.devices import DEVICES
+from maxattn.plan import Target, plan
+from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.estimate.kernel import KernelDump
+from maxattn.tools.estimate.matrix_unit import products
+from maxattn.tools.estimate.step import Shares, Step
+from maxattn.tools.estimate.tiles import Tiles, tiles_of
+from maxattn.tools.model_shapes import read
+from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small
+
+V6E = DEVICES["TPU v6e"]  # a product takes 8 cycles of one of two units
+SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
+ALL = Tiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, False)
+
+
+def step_of(products: int = 2) -> Step:
+    dumped = KernelDump.read("small_fwd", *small(products), V6E, "x")
+    assert V6E.core is not None
+    return Step(dumped.bundles, dumped.slots, V6E.core)
+
+
+@pytest.mark.parametrize("name", [n for n, d in DEVICES.items() if d.platform == "tpu"])
+def test_a_core_reaches_the_published_peak(name):
+    device = DEVICES[name]
+    assert device.core is not None and device.core.peak == pytest.approx(device.peak, rel=5e-3)
+
+
+def test_a_step_is_what_it_runs():
+    # Seven bundles always, two once in four steps, two of the body. Of two products the second
+    # waits 8 cycles for the unit.
+    assert step_of().cycles(Shares(1.0, 0.0, 4)) == (9.5, 17.5)
+    # A body that half of the steps skip.
+    assert step_of().cycles(Shares(0.25, 0.25, 4)) == (8.5, 12.5)
+
+
+def test_a_step_is_not_faster_than_its_matrix_units():
+    fast, slow = step_of(4).cycles(Shares(1.0, 0.0, 4))
+    assert fast == 4 * 8 / 2  # over both units
+    assert slow == 9.5 + 3 * 8  # in order, on one
+
+
+def test_slots_of_the_body():
+    use, used = step_of().use(Shares(1.0, 0.0, 4)), step_of().used(Shares(1.0, 0.0, 4))
+    assert use == {"MXU": 4.0, "VALU": 0.5, "VLOAD:FILL": 0.5, "VSTORE:SPILL": 0.25}
+    assert (used["VSTORE:SPILL"], used["VLOAD:FILL"]) == (1, 3)
+
+
+def test_a_kernel_on_both_cores_and_one_on_a_single_core():
+    forward, backward = (dump("v5p", name) for name in (FORWARD, BACKWARD))
+    assert (forward.cores, backward.cores) == (2, 1)
+    assert (forward.phase, backward.phase) == ("fwd", "dkv")
+    of_forward, of_backward = forward.estimate(ALL), backward.estimate(ALL)
+    # 2 heads of 4 x 4 tiles: half of the steps on each core, or all on one.
+    assert (of_forward.steps, of_backward.steps) == (32, 32)
+    for one, steps in ((of_forward, 16), (of_backward, 32)):
+        assert one.seconds == pytest.approx([steps * n / 1.75e9 for n in one.cycles])
+        assert one.flops == 32 * ALL.flops
+        assert one.cycles[0] < one.cycles[1]
+
+
+def test_products_of_a_real_dump_are_all_counted():
+    # 128 x 128 tiles of head dim 128: q and k in bfloat16, 16 rows a product; P in float32, 8.
+    rows = dump("v5p", FORWARD).bundles.rows
+    found = [dtype for row in rows for dtype, _ in products(row, "")]
+    assert (found.count("bf16"), found.count("f32")) == (128 // 16, 128 // 8)
+    found = [dtype for row in dump("v5p", BACKWARD).bundles.rows for dtype, _ in products(row, "")]
+    assert found == ["bf16"] * (4 * 128 // 16)
+
+
+def test_bytes_of_hbm():
+    forward = dump("v5p", FORWARD).estimate(ALL)
+    # The outputs alone lie in HBM: bfloat16 [2, 512, 128], and the LSE float32 [2, 512, 128].
+    assert forward.hbm == 2 * 512 * 128 * (2 + 4)
+    slow = forward.hbm / forward.hbm_rate
+    assert forward.seconds[0] >= slow
+
+
+def test_a_kernel_that_waits_for_hbm_takes_its_time():
+    device = V6E
+    assert device.machine is not None
+    slow = replace(device, machine=device.machine._replace(hbm=1.0))
+    priced = KernelDump.read("small_fwd", *small(), slow, "x").estimate(
+        Tiles((8, 8), 4, 0, (4, 4, 4), 1, 1.0, False)
+    )
+    assert priced.hbm == 4 * 8 * 4 and priced.seconds == (priced.hbm, priced.hbm)
+
+
+def causal_plan(kernel: str = "tokamax_flash", strategy: str = "none", ways: int = 1):
+    ring = {"context_parallel": strategy, "ici_context_parallelism": ways} if ways > 1 else {}
+    config = AttentionConfig(attention=kernel, flash_block_sizes=SIZES, **ring)
+    shape = replace(read("1,512,512,2,128"), mask=read_mask("causal"))
+    target = Target.named("TPU v6e", packages=(("tokamax", "0.0.17"),))
+    return plan(shape.call(), config, {"context": ways} if ways > 1 else None, target)
+
+
+def test_the_tiles_of_a_causal_mask():
+    tiles = tiles_of(causal_plan(), True)
+    assert tiles.keys() == {"fwd", "dkv"}  # tokamax's backward is one kernel
+    # Of 4 x 4 tiles, four on the diagonal and six below it.
+    one = tiles["fwd"]
+    assert (one.full, one.masked, one.heads, one.grids) == (6, 4, 2, (16, 16, 16))
+    pairs = 512 * 513 / 2
+    assert one.flops * one.visited == pytest.approx(2 * 2 * 128 * pairs)
+    assert tiles["dkv"].flops == pytest.approx(one.flops * 5 / 2)
+    apart = tiles_of(causal_plan("flash"), True)
+    assert [apart[p].flops / one.flops for p in ("fwd", "dkv", "dq")] == pytest.approx([1, 2, 1.5])
+
+
+def test_two_bodies_are_priced_by_their_tiles():
+    kernel = dump("v6e", FORWARD)
+    short, long = (s.end - s.start for s in kernel.step.bodies)
+    assert short < long
+    tiles = tiles_of(causal_plan(), False)["fwd"]
+    mixed = kernel.estimate(tiles)
+    assert mixed.steps == 2 * 10 and (mixed.full, mixed.masked) == (0.6, 0.4)
+    full = kernel.estimate(tiles._replace(full=10, masked=0))
+    masked = kernel.estimate(tiles._replace(full=0, masked=10))
+    # Always the same, but for the body.
+    assert masked.cycles[0] - full.cycles[0] == pytest.approx(long - short)
+    assert mixed.cycles[0] == pytest.approx(full.cycles[0] + 0.4 * (long - short))
+
+
+def test_a_ring_of_masked_tiles_is_a_bound():
+    tiles = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
+    assert tiles.is_bound
+    priced = dump("v5p", BACKWARD).estimate(tiles)
+    assert (priced.full, priced.masked, priced.flops) == (0.0, 1.0, 0.0) and priced.is_bound
+
+
+def test_a_kernel_of_half_of_the_plans_tiles():
+    # A ring cuts its local block in halves: the same share is full, where no tile is skipped.
+    twice = ALL._replace(full=24, masked=8, grids=(32, 32, 32))
+    priced = dump("v5p", BACKWARD).estimate(twice)
+    assert (priced.full, priced.masked) == (0.75, 0.25) and priced.flops == 32 * ALL.flops
+    skips = twice._replace(full=20)
+    assert dump("v5p", BACKWARD).estimate(skips).is_bound
