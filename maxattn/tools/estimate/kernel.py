@@ -120,7 +120,7 @@ class KernelDump:
             block=tiles.block if tiles else (),
             cores=self.cores,
             of_cores=core.cores,
-            cycles=tuple(cycles),
+            cycles=(cycles.fast, cycles.slow),
             seconds=self._seconds(cycles, steps, hbm / machine.hbm),
             flops=0.0 if tiles is None or is_bound else tiles.flops * steps * sum(shares[:2]),
             peak=core.peak,

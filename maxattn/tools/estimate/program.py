@@ -102,7 +102,7 @@ class Dumps:
     def of(folder: Path, libtpu: str) -> Dumps:
         """List a folder."""
         paths = sorted(folder.glob("*.txt"))
-        return Dumps(*(_named(paths, form) for form in (_BUNDLES, _SLOTS)), libtpu)
+        return Dumps(_named(paths, _BUNDLES), _named(paths, _SLOTS), libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
         """Return the bundles and the table of slots of the first of the names that has both.

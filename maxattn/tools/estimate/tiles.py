@@ -16,7 +16,7 @@ from maxattn.plan import Plan
 
 Phase = Literal["fwd", "dkv", "dq"]
 """The forward; the backward of K and V, of Q too when fused; the separate backward of Q."""
-_KEYS = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
+_KEYS: dict[Phase, tuple[str, ...]] = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
 _PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of a query tile with a key tile; a fused dkv has 5
 
 
@@ -58,8 +58,8 @@ def tiles_of(plan: Plan, training: bool) -> dict[Phase, Tiles]:
         return {}
     kernel = plan.kernel if training else plan.kernel.for_inference()
     phases: list[Phase] = ["fwd", "dkv", "dq"] if training else ["fwd"]
-    has_sizes = (phase for phase in phases if kernel.blocks.part(_KEYS[phase]) is not None)
-    return {phase: _tiles(plan, kernel.blocks, phase) for phase in has_sizes}
+    runs: list[Phase] = [phase for phase in phases if kernel.blocks.part(_KEYS[phase]) is not None]
+    return {phase: _tiles(plan, kernel.blocks, phase) for phase in runs}
 
 
 def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> Tiles:

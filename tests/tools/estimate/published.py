@@ -126,7 +126,9 @@ def _compile(anchor: Anchor, source: Path, folder: Path) -> tuple[float, float, 
     text = _lowered(anchor, source)
     made = estimate_of(text, folder, DEVICES["TPU v7x"], {})
     (kernel,) = made["kernels"]
-    work = 4.0 * anchor.blocks[0] * anchor.blocks[1] * HEAD_DIM * DEVICES["TPU v7x"].core.clock
+    core = DEVICES["TPU v7x"].core
+    assert core is not None
+    work = 4.0 * anchor.blocks[0] * anchor.blocks[1] * HEAD_DIM * core.clock
     fast, slow = (work / cycles / 1e12 for cycles in kernel["cycles"])
     return slow, fast, made["libtpu"]
 
@@ -157,7 +159,9 @@ def _lowered(anchor: Anchor, source: Path) -> str:
 
     with jax.set_mesh(mesh):
         traced = jax.jit(run).trace(q, k, k)
-    return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert text is not None
+    return text
 
 
 def _ranking(ranking: Ranking, seconds: float) -> str:
