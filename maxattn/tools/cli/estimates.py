@@ -23,6 +23,7 @@ def estimate_lines(outcome: Outcome) -> list[str]:
     kernels = [_read(values) for values in made["kernels"]]
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
     lines += [_link(passage, kernels) for passage in _passages(outcome)]
+    lines += _longest(made["xla_longest"])
     words = f"estimated by libtpu {made['libtpu']}'s schedule, not run"
     return [f"  {line}; {words}" for line in (*lines, _whole(kernels, made["xla_seconds"]))]
 
@@ -50,17 +51,19 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
     runs = f" a call, {calls} calls" if calls > 1 else ""
     yield f"kernel  {kernel.name}: {_span(kernel.seconds)} ms{runs}{_rate(kernel)}"
     cores = f" on {kernel.cores} of {kernel.of_cores} cores" if kernel.of_cores > 1 else ""
-    cycles = f"{kernel.cycles[0]:.0f} to {kernel.cycles[1]:.0f} cycles each"
-    yield f"steps   {kernel.steps}{cores}, {cycles}{_tiles(kernel)}"
+    cycles = _ends(*(f"{end:.0f}" for end in kernel.cycles))
+    yield f"steps   {kernel.steps}{cores}, {cycles} cycles each{_tiles(kernel)}"
     yield f"binds   {_slots(kernel)}; a step spills {kernel.spills} registers{_hbm(kernel)}"
 
 
 def _rate(kernel: KernelEstimate) -> str:
     if not kernel.flops:
         return ""
-    fast, slow = (kernel.flops / seconds for seconds in kernel.seconds)
-    shares = f"{100 * slow / kernel.peak:.0f} to {100 * fast / kernel.peak:.0f}% of the peak"
-    return f", {slow / 1e12:.0f} to {fast / 1e12:.0f} TFLOP/s, {shares}"
+    slow, fast = sorted(kernel.flops / seconds for seconds in kernel.seconds)
+    rates, shares = (
+        _ends(f"{slow / unit:.0f}", f"{fast / unit:.0f}") for unit in (1e12, kernel.peak / 100)
+    )
+    return f", {rates} TFLOP/s, {shares}% of the peak"
 
 
 def _tiles(kernel: KernelEstimate) -> str:
@@ -104,15 +107,27 @@ def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
     return f"{what} for the longest at the published rate{kernel}"
 
 
+def _longest(operations: list[tuple[str, float]]) -> list[str]:
+    """Name the operations of XLA's own that take longest."""
+    each = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in operations)
+    return [f"xla     the longest of its own operations, in ms: {each}"] if each else []
+
+
 def _whole(kernels: list[KernelEstimate], xla: float) -> str:
     ends = (sum(k.calls * k.seconds[end] for k in kernels) for end in (0, 1))
     fast, slow = ends
-    parts = f"kernels {_span((fast, slow))}, XLA's own operations {1e3 * xla:.3g}"
+    own = f"kernels {_span((fast, slow))}" if kernels else "no Pallas kernel"
+    parts = f"{own}, XLA's own operations {1e3 * xla:.3g}"
     return f"whole   {_span((fast + xla, slow + xla))} ms: {parts}; transfers are not in it"
 
 
 def _span(seconds: tuple[float, float]) -> str:
-    return " to ".join(f"{1e3 * each:.3g}" for each in seconds)
+    return _ends(*(f"{1e3 * each:.3g}" for each in seconds))
+
+
+def _ends(low: str, high: str) -> str:
+    """Write an interval; a single value where its ends are written alike."""
+    return low if low == high else f"{low} to {high}"
 
 
 def is_refused(estimate: dict[str, Any]) -> bool:

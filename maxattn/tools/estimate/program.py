@@ -15,6 +15,7 @@ from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
 from maxattn.tools.estimate.tiles import Phase, Tiles
 
+LONGEST = 3  # operations of XLA's own that an estimate names
 _PALLAS = 'custom_call_target="tpu_custom_call"'
 _BODY = re.compile(r'"body":"([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -41,7 +42,7 @@ def estimate_of(
 
     Returns:
         plain values: `libtpu`, its version; `kernels`, a `KernelEstimate` each; `xla_seconds`, what
-        XLA's own operations take.
+        XLA's own operations take; `xla_longest`, (name, seconds) of those that take longest.
 
     Raises:
         Unsupported: the dumps are not understood, or the device's figures are not public.
@@ -53,9 +54,13 @@ def estimate_of(
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         phase = dump.phase
         kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
-    seconds = _xla_cycles(program) / core.clock
-    listed = [kernel._asdict() for kernel in kernels]
-    return {"libtpu": version, "kernels": listed, "xla_seconds": seconds}
+    own = sorted(_xla_cycles(program), key=lambda pair: -pair[1])
+    return {
+        "libtpu": version,
+        "kernels": [kernel._asdict() for kernel in kernels],
+        "xla_seconds": sum(cycles for _, cycles in own) / core.clock,
+        "xla_longest": [(name, cycles / core.clock) for name, cycles in own[:LONGEST]],
+    }
 
 
 class PallasCall(NamedTuple):
@@ -125,8 +130,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _xla_cycles(program: HloProgram) -> float:
-    """Add up the cycles that XLA expects of its own operations; its kernels' insides count once."""
+def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
+    """Yield the name of each operation of XLA's own, and the cycles that it expects of it.
+
+    What is inside of a fusion counts with the fusion, and a loop's body as often as it runs.
+    """
     fused = {
         name
         for body in program.computations.values()
@@ -134,9 +142,7 @@ def _xla_cycles(program: HloProgram) -> float:
         if i.opcode == "fusion"
         for name in i.called
     }
-    total = 0
     for name, body in program.computations.items():
-        if name not in fused:
-            found = (int(n) for i in body for n in _CYCLES.findall(i.rest))
-            total += program.times(name) * sum(found)
-    return float(total)
+        for one in body if name not in fused else ():
+            if found := _CYCLES.search(one.rest):
+                yield one.name, program.times(name) * int(found.group(1))

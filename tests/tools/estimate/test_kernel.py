@@ -10,6 +10,7 @@ from maxattn.config import AttentionConfig
 from maxattn.devices import DEVICES
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.estimate.bundles import Bundle
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.matrix_unit import products
 from maxattn.tools.estimate.step import Shares, Step
@@ -74,6 +75,20 @@ def test_products_of_a_real_dump_are_all_counted():
     assert (found.count("bf16"), found.count("f32")) == (128 // 16, 128 // 8)
     found = [dtype for row in dump("v5p", BACKWARD).bundles.rows for dtype, _ in products(row, "")]
     assert found == ["bf16"] * (4 * 128 // 16)
+
+
+SPELLINGS = {
+    "v5p": "%1 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v2",
+    "v4, head dim 64": "%1 = vmatmul.msk.bf16.gmra.mxu0 %vm3, %v2",
+    "v6e": "%1 = vmatmul.mubr.bf16.gmra.mxu0 %v2",
+    "v6e, head dim 64": "%1 = vmatmul.mubr.msk.bf16.vlgmr.msra.gmra.mxu0 %vm3, %v2",
+    "v7x": "%1 = vmatmul.mubr.bf16.gmra.mrb[7].mxu0 %v2",
+}
+
+
+@pytest.mark.parametrize("chip", SPELLINGS)
+def test_a_product_is_read_as_each_chip_spells_it(chip):
+    assert products(Bundle(SPELLINGS[chip], "", False), "") == [("bf16", "mxu0")]
 
 
 def test_bytes_of_hbm():

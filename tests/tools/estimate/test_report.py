@@ -26,6 +26,7 @@ needs_libtpu = pytest.mark.skipif(
 CONFIG = AttentionConfig(attention="flash")
 WORDS = "estimated by libtpu 0.0.50.1's schedule, not run"
 MEMORY = {"argument": 2**20, "temp": 0, "output": 2**20, "alias": 0, "generated_code": 0}
+LONGEST = {"xla_longest": [("copy.24", 6e-6), ("fusion.1", 4e-6)]}
 HOP = {"kind": "ppermute", "axes": ["context"], "bytes": 9 * 10**5, "times": 3}
 HOP |= {"is_async": True, "is_overlapped": True, "kernels": [BACKWARD]}
 
@@ -39,7 +40,7 @@ def test_the_report():
     kernels = [dump("v5p", FORWARD).estimate(ALL, 3)._asdict()]
     backward = dump("v5p", BACKWARD).estimate(ALL)
     kernels += [backward._replace(name=f"{BACKWARD[:-1]}{i}")._asdict() for i in (1, 2)]
-    made = outcome({"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 1e-5})
+    made = outcome({"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 1e-5} | LONGEST)
     lines = estimate_lines(made)
     assert all(line.endswith(WORDS) for line in lines)  # beside every number
     check_golden("cli/estimate/report", "\n".join(lines))
@@ -50,7 +51,9 @@ def test_the_report_of_masks_and_of_what_is_not_known():
     kernels = [dump("v6e", FORWARD).estimate(tiles)._asdict()]
     bound = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
     kernels += [dump("v5p", BACKWARD).estimate(each)._asdict() for each in (bound, None)]
-    made = outcome({"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 0.0}, "TPU v6e")
+    made = outcome(
+        {"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}, "TPU v6e"
+    )
     check_golden("cli/estimate/report_of_masks", "\n".join(estimate_lines(made)))
 
 
@@ -99,6 +102,7 @@ def test_a_program_is_its_kernels_and_xlas_cycles(monkeypatch):
     made = estimate_of(HLO, FOLDER / "v5p", V6E, {"fwd": ALL, "dkv": ALL})
     assert made["libtpu"] == "0.0.50.1"
     assert made["xla_seconds"] == (700 + 6 * 50) / 1.75e9  # a fusion's inside counts once
+    assert made["xla_longest"] == [("a", 700 / 1.75e9), ("again", 300 / 1.75e9)]
     names = [kernel["name"] for kernel in made["kernels"]]
     assert names == [FORWARD, "other.7", BACKWARD]
     # The kernel without a file is the same as the first; its name says no phase.
