@@ -24,8 +24,7 @@ def estimate_lines(outcome: Outcome) -> list[str]:
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
     lines += [_link(passage, kernels) for passage in _passages(outcome)]
     lines += _longest(made["xla_longest"])
-    words = f"estimated by libtpu {made['libtpu']}'s schedule, not run"
-    return [f"  {line}; {words}" for line in (*lines, _whole(kernels, made["xla_seconds"]))]
+    return [f"  {line}; {made['how']}" for line in (*lines, _whole(kernels, made["xla_seconds"]))]
 
 
 def _read(values: dict[str, Any]) -> KernelEstimate:

@@ -41,7 +41,7 @@ def outcome_of(job: CompileJob, folder: Path) -> Outcome:
     try:
         devices = devices_of(job)
         mesh = job.config.make_mesh(devices)
-        target = _target(str(devices[0].device_kind))
+        target = target_of(str(devices[0].device_kind))
         with target.assumed():
             decided = plan(job.shape.call(), job.config, mesh, target)
             return _compiled(job, decided, mesh, folder)
@@ -49,7 +49,8 @@ def outcome_of(job: CompileJob, folder: Path) -> Outcome:
         return Outcome("refused", message=str(error))
 
 
-def _target(kind: str) -> Target:
+def target_of(kind: str) -> Target:
+    """Return the target that a device of a topology stands for."""
     from maxattn.devices import device_kind
     from maxattn.target import Target, installed
 

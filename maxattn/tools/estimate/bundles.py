@@ -24,9 +24,12 @@ UNDERSTOOD = "libtpu 0.0.42 to 0.0.50"
 _HEAD = re.compile(r"\s*(0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[ ,]*)*):")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"\bregion (\d+)")
+# A branch of another kind than those that are followed, and a wait of many cycles in one bundle.
+_STRANGE = re.compile(r"\bsbr\.(?!rel (?:\(!?%\w+\) )?target = \$region)[\w.]*|\bvdelay[\w.]*")
 _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (\d+) /\* loop exit test")
 _GRID = re.compile(r"iteration_bounds: \(([\d, ]*)\)")
+NO_BOUND = 2**31 - 2  # steps, of a grid whose length is an argument of the kernel
 PIPELINE = 2
 """Trips of a loop beside its steps: blocks are fetched a trip before, and written a trip after."""
 
@@ -114,7 +117,13 @@ class Bundles:
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]}\n{line}")
         if not rows:
             raise unknown(who, "it has no line such as '0x1d   : > { ... }'")
-        return Bundles(tuple(_bundle(*row) for row in rows), who)
+        found = Bundles(tuple(_bundle(*row) for row in rows), who)
+        strange = {word for row in found.rows for word in _STRANGE.findall(row.code)}
+        if strange:
+            raise unknown(
+                who, f"it has instructions that are not known: {', '.join(sorted(strange))}"
+            )
+        return found
 
     @cached_property
     def skips(self) -> tuple[Span, ...]:
@@ -163,15 +172,15 @@ class Bundles:
 
         Transfers compare their blocks with the grid, and must name as many steps.
         """
-        tests = set(_EXIT.findall(text))
-        if not tests:
+        tests, grids = set(_EXIT.findall(text)), {prod(_sides(g)) for g in _GRID.findall(text)}
+        if not tests and all(grid > NO_BOUND for grid in grids):
             return None
-        if len(tests) > 1:
+        if len(tests) != 1:
             raise unknown(self.who, f"a loop has {len(tests)} exit tests")
         ((counter, bound),) = tests
         if not re.search(rf"{counter} = sadd\.s32 1, %", text):
             raise unknown(self.who, f"the loop counter {counter} does not go up by 1")
-        steps, grids = int(bound) - PIPELINE, {prod(_sides(g)) for g in _GRID.findall(text)}
+        steps = int(bound) - PIPELINE
         if steps < 1 or grids - {steps}:
             named = ", ".join(map(str, sorted(grids))) or "none"
             raise unknown(self.who, f"a loop has {steps} steps, and the grid of its blocks {named}")

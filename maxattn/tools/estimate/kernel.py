@@ -11,7 +11,7 @@ from maxattn.devices import Device, TensorCore
 from maxattn.errors import Unsupported
 from maxattn.tools.estimate.bundles import Bundles, unknown
 from maxattn.tools.estimate.slots import FILLS, SPILLS, SlotTable
-from maxattn.tools.estimate.step import Cycles, Shares, Step
+from maxattn.tools.estimate.step import BodyShares, Cycles, GridStep
 from maxattn.tools.estimate.tiles import Phase, Tiles
 from maxattn.tools.estimate.windows import Window, windows_of
 
@@ -154,17 +154,17 @@ class KernelDump:
             raise unknown(self.bundles.who, "only the device knows how many steps its grid has")
         return tiles.heads * tiles.visited
 
-    def _shares(self, tiles: Tiles | None) -> Shares:
+    def _shares(self, tiles: Tiles | None) -> BodyShares:
         steps = self._steps(tiles)
         # An output of one block is memory that all steps share.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = steps / min(rows)
         if tiles is None:
-            return Shares(1.0, 0.0, row)
+            return BodyShares(1.0, 0.0, row)
         if not self._knows(tiles, steps):
-            return Shares(0.0, 1.0, row)
+            return BodyShares(0.0, 1.0, row)
         whole = tiles.visited if tiles.skips_nothing else steps / tiles.heads
-        return Shares(tiles.full / whole, tiles.masked / whole, row)
+        return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
     def _knows(self, tiles: Tiles, steps: int) -> bool:
         """Tell whether the tiles that a plan visits say which of these steps compute.
@@ -177,16 +177,16 @@ class KernelDump:
         return dynamic or tiles.skips_nothing or steps in {tiles.heads * n for n in tiles.grids}
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> GridStep:
         """The loop over its grid."""
-        return Step(self.bundles, self.slots, core_of(self.device))
+        return GridStep(self.bundles, self.slots, core_of(self.device))
 
     def _seconds(self, cycles: Cycles, steps: int, hbm: float) -> tuple[float, float]:
         clock = core_of(self.device).clock
         fast, slow = (steps / self.cores * each / clock for each in cycles)
         return max(fast, hbm), max(slow, hbm)
 
-    def _hbm(self, shares: Shares, steps: int) -> float:
+    def _hbm(self, shares: BodyShares, steps: int) -> float:
         """Count the bytes between HBM and the kernel, which reads a block where it changes.
 
         K and V are its inputs 1 and 2. They change at every step, and all else with the row; in the

@@ -41,8 +41,9 @@ def estimate_of(
         tiles: what each kernel computes.
 
     Returns:
-        plain values: `libtpu`, its version; `kernels`, a `KernelEstimate` each; `xla_seconds`, what
-        XLA's own operations take; `xla_longest`, (name, seconds) of those that take longest.
+        plain values: `how`, the words that stand beside every number; `libtpu`, its version;
+        `kernels`, a `KernelEstimate` each; `xla_seconds`, what XLA's own operations take;
+        `xla_longest`, (name, seconds) of those that take longest.
 
     Raises:
         Unsupported: the dumps are not understood, or the device's figures are not public.
@@ -56,6 +57,7 @@ def estimate_of(
         kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
     own = sorted(_xla_cycles(program), key=lambda pair: -pair[1])
     return {
+        "how": f"estimated by libtpu {version}'s schedule, not run",
         "libtpu": version,
         "kernels": [kernel._asdict() for kernel in kernels],
         "xla_seconds": sum(cycles for _, cycles in own) / core.clock,

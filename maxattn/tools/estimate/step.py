@@ -20,7 +20,7 @@ from maxattn.tools.estimate.slots import SlotTable
 BODIES = 2  # at most: of tiles without a mask, and of those with one
 
 
-class Shares(NamedTuple):
+class BodyShares(NamedTuple):
     """Hold of which steps run a body.
 
     Args:
@@ -46,7 +46,7 @@ class Cycles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class GridStep:
     """Hold the loop over a kernel's grid.
 
     Args:
@@ -95,7 +95,7 @@ class Step:
         skipped = {i for s in self._skipped for i in range(*s)}
         return [i for i in range(*self.loop.span) if i not in skipped]
 
-    def cycles(self, shares: Shares) -> Cycles:
+    def cycles(self, shares: BodyShares) -> Cycles:
         """Return what a step costs on average."""
         edges = (s for s in self._skipped if s not in self.bodies)
         issued = len(self._always) + sum(s.end - s.start for s in edges) / shares.row
@@ -106,31 +106,31 @@ class Step:
         )
         return Cycles(max(issued, busy), issued + waited)
 
-    def use(self, shares: Shares) -> dict[str, float]:
+    def use(self, shares: BodyShares) -> dict[str, float]:
         """Return the share of each unit's slots that the products' part of a step fills."""
         rows = self._products_part(shares)
         used = self.slots.used(rows)
         filled = {name: used[name] / n / len(rows) for name, n in self.slots.capacity.items()}
         return filled | {"MXU": busy_cycles(self.bundles, rows, self.core) / len(rows)}
 
-    def used(self, shares: Shares) -> dict[str, int]:
+    def used(self, shares: BodyShares) -> dict[str, int]:
         """Return how many slots of each unit a step fills, in a visited tile."""
         return self.slots.used(self._products_part(shares))
 
-    def _weights(self, shares: Shares) -> list[tuple[Span, float]]:
+    def _weights(self, shares: BodyShares) -> list[tuple[Span, float]]:
         """Pair each body with the share of steps that run it; one body is for every tile."""
         if len(self.bodies) == 1:
             return [(self.bodies[0], shares.full + shares.masked)]
         return list(zip(self.bodies, (shares.full, shares.masked), strict=False))
 
-    def _paths(self, shares: Shares) -> list[tuple[list[int], float]]:
+    def _paths(self, shares: BodyShares) -> list[tuple[list[int], float]]:
         """Pair the bundles that run in a visited tile with the share of such steps."""
         if not self.bodies:
             return [(self._always, 1.0)]
         weights = self._weights(shares)
         return [(sorted((*self._always, *range(*body))), share) for body, share in weights]
 
-    def _products_part(self, shares: Shares) -> list[int]:
+    def _products_part(self, shares: BodyShares) -> list[int]:
         """Return the body that most steps run, or the stretch of every step with most products."""
         if self.bodies:
             body, _ = max(self._weights(shares), key=lambda pair: pair[1])

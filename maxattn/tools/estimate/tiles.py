@@ -71,7 +71,8 @@ def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> Tiles:
     full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
     fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
     operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
-    is_bound = plan.strategy.name not in ("none", "ulysses") and not call.mask.is_full
+    whole = plan.padded_call.q_len, plan.padded_call.kv_len
+    is_bound = (call.q_len, call.kv_len) != whole and not call.mask.is_full
     a_tile = operations / max(1, full + masked)
     return Tiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
 

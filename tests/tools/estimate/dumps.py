@@ -8,7 +8,7 @@ from maxattn.devices import DEVICES
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.program import Dumps
 
-FOLDER = Path(__file__).parent / "dumps"
+FOLDER = Path(__file__).parent / "schedules"
 FORWARD, BACKWARD = "splash_mha_fwd_residuals.1", "splash_mha_dkv_no_residuals.1"
 
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from maxattn.block_sizes.chips import chip_of
 from maxattn.config import AttentionConfig
 from maxattn.devices import DEVICES
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.compile.child import target_of
 from maxattn.tools.estimate.bundles import Bundle
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.matrix_unit import products
-from maxattn.tools.estimate.step import Shares, Step
+from maxattn.tools.estimate.step import BodyShares, GridStep
 from maxattn.tools.estimate.tiles import Tiles, tiles_of
 from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small
@@ -23,10 +25,10 @@ SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
 ALL = Tiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, False)
 
 
-def step_of(products: int = 2) -> Step:
+def step_of(products: int = 2) -> GridStep:
     dumped = KernelDump.read("small_fwd", *small(products), V6E, "x")
     assert V6E.core is not None
-    return Step(dumped.bundles, dumped.slots, V6E.core)
+    return GridStep(dumped.bundles, dumped.slots, V6E.core)
 
 
 @pytest.mark.parametrize("name", [n for n, d in DEVICES.items() if d.platform == "tpu"])
@@ -38,19 +40,19 @@ def test_a_core_reaches_the_published_peak(name):
 def test_a_step_is_what_it_runs():
     # Seven bundles always, two once in four steps, two of the body. Of two products the second
     # waits 8 cycles for the unit.
-    assert step_of().cycles(Shares(1.0, 0.0, 4)) == (9.5, 17.5)
+    assert step_of().cycles(BodyShares(1.0, 0.0, 4)) == (9.5, 17.5)
     # A body that half of the steps skip.
-    assert step_of().cycles(Shares(0.25, 0.25, 4)) == (8.5, 12.5)
+    assert step_of().cycles(BodyShares(0.25, 0.25, 4)) == (8.5, 12.5)
 
 
 def test_a_step_is_not_faster_than_its_matrix_units():
-    fast, slow = step_of(4).cycles(Shares(1.0, 0.0, 4))
+    fast, slow = step_of(4).cycles(BodyShares(1.0, 0.0, 4))
     assert fast == 4 * 8 / 2  # over both units
     assert slow == 9.5 + 3 * 8  # in order, on one
 
 
 def test_slots_of_the_body():
-    use, used = step_of().use(Shares(1.0, 0.0, 4)), step_of().used(Shares(1.0, 0.0, 4))
+    use, used = step_of().use(BodyShares(1.0, 0.0, 4)), step_of().used(BodyShares(1.0, 0.0, 4))
     assert use == {"MXU": 4.0, "VALU": 0.5, "VLOAD:FILL": 0.5, "VSTORE:SPILL": 0.25}
     assert (used["VSTORE:SPILL"], used["VLOAD:FILL"]) == (1, 3)
 
@@ -145,6 +147,8 @@ def test_two_bodies_are_priced_by_their_tiles():
 
 
 def test_a_ring_of_masked_tiles_is_a_bound():
+    assert not tiles_of(causal_plan("flash", "ulysses", 2), True)["dkv"].is_bound
+    assert tiles_of(causal_plan("flash", "all_gather", 4), True)["dkv"].is_bound
     tiles = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
     assert tiles.is_bound
     priced = dump("v5p", BACKWARD).estimate(tiles)
@@ -158,3 +162,12 @@ def test_a_kernel_of_half_of_the_plans_tiles():
     assert (priced.full, priced.masked) == (0.75, 0.25) and priced.flops == 32 * ALL.flops
     skips = twice._replace(full=20)
     assert dump("v5p", BACKWARD).estimate(skips).is_bound
+
+
+def test_a_limit_of_vmem_in_the_environment_holds_for_the_tiles(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=61440")
+    chip = chip_of(target_of("TPU v6 lite"))
+    assert chip is not None and (chip.name, chip.limit) == ("TPU v6e", 61440 * 1024)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    chip = chip_of(target_of("TPU v6 lite"))
+    assert chip is not None and chip.limit == DEVICES["TPU v6e"].vmem

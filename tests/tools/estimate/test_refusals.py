@@ -23,6 +23,9 @@ OF_BUNDLES: dict[str, Callable[[str], str]] = {
     "out_of_the_loop": lambda text: text.replace("$region40", "$region99999"),
     "no_blocks": lambda text: text.replace("window allocation", "allocation"),
     "another_dtype": lambda text: text.replace("vmatmul.bf16", "vmatmul.f8e4m3"),
+    "another_branch": lambda text: text.replace("sbr.rel (%p258", "sbr.abs (%p258"),
+    "a_long_wait": lambda text: text.replace("0x20   : > {", "0x20   : > { %1 = vdelay 100 "),
+    "a_bound_that_is_no_number": lambda text: text.replace("18 /* loop", "%s1 /* loop"),
     "another_grid": lambda text: text.replace("(1, 4, 4)", "(1, 4, 5)"),
 }
 OF_SMALL: dict[str, Callable[[str], str]] = {

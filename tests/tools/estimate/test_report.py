@@ -40,7 +40,7 @@ def test_the_report():
     kernels = [dump("v5p", FORWARD).estimate(ALL, 3)._asdict()]
     backward = dump("v5p", BACKWARD).estimate(ALL)
     kernels += [backward._replace(name=f"{BACKWARD[:-1]}{i}")._asdict() for i in (1, 2)]
-    made = outcome({"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 1e-5} | LONGEST)
+    made = outcome({"how": WORDS, "kernels": kernels, "xla_seconds": 1e-5} | LONGEST)
     lines = estimate_lines(made)
     assert all(line.endswith(WORDS) for line in lines)  # beside every number
     check_golden("cli/estimate/report", "\n".join(lines))
@@ -52,7 +52,7 @@ def test_the_report_of_masks_and_of_what_is_not_known():
     bound = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
     kernels += [dump("v5p", BACKWARD).estimate(each)._asdict() for each in (bound, None)]
     made = outcome(
-        {"libtpu": "0.0.50.1", "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}, "TPU v6e"
+        {"how": WORDS, "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}, "TPU v6e"
     )
     check_golden("cli/estimate/report_of_masks", "\n".join(estimate_lines(made)))
 
@@ -100,7 +100,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_a_program_is_its_kernels_and_xlas_cycles(monkeypatch):
     monkeypatch.setattr("maxattn.tools.estimate.program.metadata.version", lambda _: "0.0.50.1")
     made = estimate_of(HLO, FOLDER / "v5p", V6E, {"fwd": ALL, "dkv": ALL})
-    assert made["libtpu"] == "0.0.50.1"
+    assert (made["libtpu"], made["how"]) == ("0.0.50.1", WORDS)
     assert made["xla_seconds"] == (700 + 6 * 50) / 1.75e9  # a fusion's inside counts once
     assert made["xla_longest"] == [("a", 700 / 1.75e9), ("again", 300 / 1.75e9)]
     names = [kernel["name"] for kernel in made["kernels"]]
