@@ -1,0 +1,74 @@
+"""What a pair of a query and a key costs in each TPU kernel, by libtpu's schedule, does not rise.
+
+The figures in `cycles.json` are of the version of libtpu that stands beside them, and schedules do
+not vary from compile to compile. With another version the test is skipped. MAXATTN_REGOLD=1 writes
+the file anew; `make test-tpu-compile` runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxattn.config import AttentionConfig
+from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
+from maxattn.tools.model_shapes import read
+from tests.block_sizes.compiler import TOPOLOGIES
+
+FILE = Path(__file__).with_name("cycles.json")
+SHAPE = "1,2048,2048,2,128"
+ROOM = 1.01
+SECONDS = 300
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
+    ),
+]
+
+
+def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:
+    """Compile forward and backward; return cycles a thousand pairs by kernel, and the version."""
+    config = AttentionConfig(attention=kernel)
+    job = CompileJob(TOPOLOGIES[kind], config, read(SHAPE), training=True, devices=1, estimate=True)
+    outcome = run_in_child(job, SECONDS)
+    assert outcome.ending == "compiled", outcome.message
+    assert "refused" not in outcome.estimate, outcome.estimate["refused"]
+    found = {k["name"].partition(".")[0]: _cost(k) for k in outcome.estimate["kernels"]}
+    return found, outcome.estimate["libtpu"]
+
+
+def _cost(kernel: dict[str, Any]) -> float:
+    """Return the slow end's cycles of a device for a thousand pairs."""
+    q, kv = kernel["block"]
+    return round(1000 * kernel["cycles"][1] / (q * kv * kernel["cores"]), 3)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("kind", TOPOLOGIES)
+def test_a_pair_costs_no_more(kind, kernel):
+    found, libtpu = costs(kind, kernel)
+    if os.environ.get("MAXATTN_REGOLD") == "1":
+        return _write(f"{kind} {kernel}", found, libtpu)
+    kept = json.loads(FILE.read_text(encoding="utf-8"))
+    if kept["libtpu"] != libtpu:
+        pytest.skip(f"the figures are of libtpu {kept['libtpu']}, and this is {libtpu}")
+    known = kept["cycles a thousand pairs"][f"{kind} {kernel}"]
+    assert found.keys() == known.keys()
+    assert all(found[name] <= ROOM * known[name] for name in known), (found, known)
+    return None
+
+
+def _write(name: str, found: dict[str, float], libtpu: str) -> None:
+    kept: dict[str, Any] = {"libtpu": libtpu}
+    if FILE.exists():
+        kept = json.loads(FILE.read_text(encoding="utf-8"))
+    rows = kept.get("cycles a thousand pairs", {}) if kept["libtpu"] == libtpu else {}
+    rows = dict(sorted((rows | {name: found}).items()))
+    text = json.dumps({"libtpu": libtpu, "cycles a thousand pairs": rows}, indent=2)
+    FILE.write_text(text + "\n", encoding="utf-8")
