@@ -150,9 +150,10 @@ class KernelDump:
         loop = self.step.loop
         if loop.steps is not None:
             return loop.steps * self.cores
-        if tiles is None or tiles.is_bound:
-            raise unknown(self.bundles.who, "only the device knows how many steps its grid has")
-        return tiles.heads * tiles.visited
+        if tiles is None:
+            rule = "only the device knows how many steps its grid has"
+            raise Unsupported("estimate", self.name, rule, "leave --estimate out of this program")
+        return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
     def _shares(self, tiles: Tiles | None) -> BodyShares:
         steps = self._steps(tiles)

@@ -153,6 +153,9 @@ def test_a_ring_of_masked_tiles_is_a_bound():
     assert tiles.is_bound
     priced = dump("v5p", BACKWARD).estimate(tiles)
     assert (priced.full, priced.masked, priced.flops) == (0.0, 1.0, 0.0) and priced.is_bound
+    # A grid whose length the device knows has all tiles at most.
+    priced = dump("v6e", FORWARD).estimate(tiles)
+    assert priced.steps == tiles.heads * tiles.grids[0] and priced.is_bound
 
 
 def test_a_kernel_of_half_of_the_plans_tiles():
