@@ -16,7 +16,7 @@ from maxattn.tools.estimate.tiles import Phase, Tiles
 from maxattn.tools.estimate.windows import Window, windows_of
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
-_CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* megacore core id")
+_CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
 
 
 class KernelEstimate(NamedTuple):
@@ -134,11 +134,18 @@ class KernelDump:
 
     @cached_property
     def cores(self) -> int:
-        """How many cores of the device run it: one where all others skip it."""
+        """How many cores of the device run it: one where all others skip it.
+
+        Raises:
+            Unsupported: the device has several, and nothing in the kernel asks which one it is on.
+        """
+        have = core_of(self.device).cores
         text = "\n".join(row.text for row in self.bundles.rows)
         ids = _CORE_ID.findall(text)
+        if have > 1 and not ids:
+            raise unknown(self.bundles.who, "it does not say which of the device's cores run it")
         alone = any(re.search(rf"scmp\.ne\.s32\.totalorder {i}, 0\b", text) for i in ids)
-        return core_of(self.device).cores if ids and not alone else 1
+        return 1 if alone else have
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:

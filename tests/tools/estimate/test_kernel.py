@@ -18,7 +18,7 @@ from maxattn.tools.estimate.matrix_unit import products
 from maxattn.tools.estimate.step import BodyShares, GridStep
 from maxattn.tools.estimate.tiles import Tiles, tiles_of
 from maxattn.tools.model_shapes import read
-from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small
+from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts
 
 V6E = DEVICES["TPU v6e"]  # a product takes 8 cycles of one of two units
 SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
@@ -68,6 +68,13 @@ def test_a_kernel_on_both_cores_and_one_on_a_single_core():
         assert one.seconds == pytest.approx([steps * n / 1.75e9 for n in one.cycles])
         assert one.flops == 32 * ALL.flops
         assert one.cycles[0] < one.cycles[1]
+
+
+@pytest.mark.parametrize("name, cores", [(FORWARD, 2), (BACKWARD, 1)])
+def test_libtpu_0_0_42_spells_the_core_in_another_way(name, cores):
+    bundles = texts("v5p", name)[0]
+    changed = bundles.replace("megacore core id :: core id", "core id")
+    assert changed != bundles and dump("v5p", name, changed).cores == cores
 
 
 def test_products_of_a_real_dump_are_all_counted():
