@@ -166,7 +166,7 @@ class KernelDump:
         steps = self._steps(tiles)
         # An output of one block is memory that all steps share.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
-        row = steps / min(rows)
+        row = max(1.0, steps / min(rows))
         if tiles is None:
             return BodyShares(1.0, 0.0, row)
         if not self._knows(tiles, steps):

@@ -60,11 +60,13 @@ class GridStep:
 
     @cached_property
     def loop(self) -> Loop:
-        """The loop over the grid.
+        """The loop over the grid; all of the kernel where its grid has a single step.
 
         Raises:
-            Unsupported: the kernel has none, or several, or one inside it.
+            Unsupported: the kernel has several, or one inside it.
         """
+        if not self.bundles.loops:
+            return Loop(0, len(self.bundles.rows), 1)
         if len(self.bundles.loops) != 1:
             rule = f"it has {len(self.bundles.loops)} loops, and one over the grid is understood"
             raise unknown(self.bundles.who, rule)

@@ -51,6 +51,15 @@ def test_a_step_is_not_faster_than_its_matrix_units():
     assert slow == 9.5 + 3 * 8  # in order, on one
 
 
+def test_a_grid_of_one_step_has_no_loop():
+    bundles, slots = small()
+    for word in ("LB:", "sbr.rel (!%p3) target = $region10", "loop exit test"):
+        bundles = bundles.replace(word, ":" if word == "LB:" else "")
+    priced = KernelDump.read("small_fwd", bundles, slots, V6E, "x").estimate(None)
+    # Ten bundles outside of the edge and the body, which run once too.
+    assert (priced.steps, priced.cycles) == (1, (10 + 2 + 2, 10 + 2 + 2 + 8))
+
+
 def test_slots_of_the_body():
     use, used = step_of().use(BodyShares(1.0, 0.0, 4)), step_of().used(BodyShares(1.0, 0.0, 4))
     assert use == {"MXU": 4.0, "VALU": 0.5, "VLOAD:FILL": 0.5, "VSTORE:SPILL": 0.25}
