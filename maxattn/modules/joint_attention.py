@@ -121,7 +121,7 @@ class JointAttention(FlaxAttention):
         bias: Float[Array, "#B #N #ST #ST"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
-    ) -> tuple[Float[Array, "B T out_dim"], Float[Array, "B S added_kv_proj_dim"] | None]:
+    ) -> tuple[Float[Array, "B T out_dim"], Any]:
         """Attend within both sequences together.
 
         Args:
@@ -136,7 +136,8 @@ class JointAttention(FlaxAttention):
             rngs: source of the dropout, needed only then.
 
         Returns:
-            The picture's output, then the text's; None for a text without one.
+            The picture's output, then the text's, [B, S, added_kv_proj_dim]; None for a text
+            without one.
 
         Raises:
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
