@@ -12,7 +12,7 @@ from maxattn.errors import Unsupported
 from maxattn.tools.estimate.bundles import Bundles, unknown
 from maxattn.tools.estimate.slots import FILLS, SPILLS, SlotTable
 from maxattn.tools.estimate.step import BodyShares, Cycles, GridStep
-from maxattn.tools.estimate.tiles import Phase, Tiles
+from maxattn.tools.estimate.tiles import KernelTiles, Phase
 from maxattn.tools.estimate.windows import Window, windows_of
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
@@ -95,7 +95,7 @@ class KernelDump:
         found = _PHASE.search(self.name)
         return cast(Phase, found.group(1)) if found else None
 
-    def estimate(self, tiles: Tiles | None, calls: int = 1) -> KernelEstimate:
+    def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
         """Price one call.
 
         Args:
@@ -152,7 +152,7 @@ class KernelDump:
         """The blocks of its operands."""
         return windows_of(self.bundles)
 
-    def _steps(self, tiles: Tiles | None) -> int:
+    def _steps(self, tiles: KernelTiles | None) -> int:
         """Return the steps of all cores."""
         loop = self.step.loop
         if loop.steps is not None:
@@ -162,7 +162,7 @@ class KernelDump:
             raise Unsupported("estimate", self.name, rule, "leave --estimate out of this program")
         return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
-    def _shares(self, tiles: Tiles | None) -> BodyShares:
+    def _shares(self, tiles: KernelTiles | None) -> BodyShares:
         steps = self._steps(tiles)
         # An output of one block is memory that all steps share.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
@@ -174,7 +174,7 @@ class KernelDump:
         whole = tiles.visited if tiles.skips_nothing else steps / tiles.heads
         return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
-    def _knows(self, tiles: Tiles, steps: int) -> bool:
+    def _knows(self, tiles: KernelTiles, steps: int) -> bool:
         """Tell whether the tiles that a plan visits say which of these steps compute.
 
         A ring's kernels may have half of the plan's tiles: then they say it where none is skipped.

@@ -13,7 +13,7 @@ from maxattn.devices import Device
 from maxattn.tools.compile.hlo_text import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
-from maxattn.tools.estimate.tiles import Phase, Tiles
+from maxattn.tools.estimate.tiles import KernelTiles, Phase
 
 LONGEST = 3  # operations of XLA's own that an estimate names
 _PALLAS = 'custom_call_target="tpu_custom_call"'
@@ -30,7 +30,7 @@ def dump_flags(folder: Path) -> str:
 
 
 def estimate_of(
-    text: str, folder: Path, device: Device, tiles: Mapping[Phase, Tiles]
+    text: str, folder: Path, device: Device, tiles: Mapping[Phase, KernelTiles]
 ) -> dict[str, Any]:
     """Price a compiled program.
 

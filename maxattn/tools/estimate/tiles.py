@@ -20,7 +20,7 @@ _KEYS: dict[Phase, tuple[str, ...]] = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
 _PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of a query tile with a key tile; a fused dkv has 5
 
 
-class Tiles(NamedTuple):
+class KernelTiles(NamedTuple):
     """Hold what one call of a kernel computes.
 
     Args:
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
         return not self.is_bound and self.visited == self.grids[0]
 
 
-def tiles_of(plan: Plan, training: bool) -> dict[Phase, Tiles]:
+def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
     """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
     if not isinstance(plan.kernel, Splash):
         return {}
@@ -62,7 +62,7 @@ def tiles_of(plan: Plan, training: bool) -> dict[Phase, Tiles]:
     return {phase: _tiles(plan, kernel.blocks, phase) for phase in runs}
 
 
-def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> Tiles:
+def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
     call = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
     part = sizes.part(_KEYS[phase])
     assert part is not None, (sizes, phase)
@@ -74,7 +74,7 @@ def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> Tiles:
     whole = plan.padded_call.q_len, plan.padded_call.kv_len
     is_bound = (call.q_len, call.kv_len) != whole and not call.mask.is_full
     a_tile = operations / max(1, full + masked)
-    return Tiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
+    return KernelTiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
 
 
 def _grids(visited: np.ndarray) -> tuple[int, ...]:

@@ -16,13 +16,13 @@ from maxattn.tools.estimate.bundles import Bundle
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.matrix_unit import products
 from maxattn.tools.estimate.step import BodyShares, GridStep
-from maxattn.tools.estimate.tiles import Tiles, tiles_of
+from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts
 
 V6E = DEVICES["TPU v6e"]  # a product takes 8 cycles of one of two units
 SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
-ALL = Tiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, False)
+ALL = KernelTiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, False)
 
 
 def step_of(products: int = 2) -> GridStep:
@@ -122,7 +122,7 @@ def test_a_kernel_that_waits_for_hbm_takes_its_time():
     assert device.machine is not None
     slow = replace(device, machine=device.machine._replace(hbm=1.0))
     priced = KernelDump.read("small_fwd", *small(), slow, "x").estimate(
-        Tiles((8, 8), 4, 0, (4, 4, 4), 1, 1.0, False)
+        KernelTiles((8, 8), 4, 0, (4, 4, 4), 1, 1.0, False)
     )
     assert priced.hbm == 4 * 8 * 4 and priced.seconds == (priced.hbm, priced.hbm)
 
