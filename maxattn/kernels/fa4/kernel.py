@@ -31,10 +31,12 @@ from maxattn.kernels.fa4 import (
     mask_inputs,
     primitives,
     ring_waves,
+    split_keys,
     split_queries,
     windows,
 )
-from maxattn.kernels.fa4.launch_lines import OWN
+from maxattn.kernels.fa4.launch_lines import OWN, Dims
+from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.tile_sizes import (
     MOST_TILES,
     SMALL,
@@ -119,13 +121,23 @@ class Fa4(Fused):
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.lists:
             return Lines(runs, launch_lines.lists_line(call, self.sharded))
-        blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+        if self.tests_pairs or masks.sort_terms(call.mask).positions:
+            tested = "; the mask is tested pair by pair" if self.tests_pairs else ""
+            return Lines(runs, OWN + tested)
+        blocks = self._blocks_line(call)
         if not call.mask.is_full:
-            return Lines(runs, blocks)
-        persists = self._may_persist(call.head_dim, call.kv_len)
-        blocks = launch_lines.whole_line(call) if persists else blocks
+            return Lines(runs, blocks, OWN if blocks != OWN else "")
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
+
+    def _blocks_line(self, call: Call) -> str:
+        """Say how the forward over all pairs, or all of real keys, is launched."""
+        queries, keys = launch_lines.shapes_of(call)
+        tail = self._key_splits(queries, keys)
+        if tail is not None:
+            return f"{launch_lines.tile_line(call)}; {tail.line}"
+        persists = call.mask.is_full and self._may_persist(call.head_dim, call.kv_len)
+        return launch_lines.whole_line(call) if persists else OWN
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
@@ -214,17 +226,30 @@ class Fa4(Fused):
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
-        if _has_lengths_alone(inputs):
-            run = partial(primitives.fa4_forward_lengths, scale=self.scale)
-            return with_batch_folded(run, inputs)
-        if _is_whole(inputs) and self._may_persist(q.shape[3], k.shape[1]):
-            tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
-            return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
+        if _has_lengths_alone(inputs) or (_is_whole(inputs) and self.launched):
+            return with_batch_folded(self._all_pairs, inputs)
         cut, window = windows.shortened(inputs)
         found = with_batch_folded(
             partial(self._pairs_forward, cut.piece, window), *_of_batch(cut), shared=_ends(cut)
         )
         return windows.lengthened(found, q.shape[1])
+
+    def _all_pairs(self, inputs: PieceInputs) -> Result:
+        """Return (out, lse) over all pairs, or all of real keys."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        tail = self._key_splits(q.shape, k.shape)
+        if tail is not None and knows_operands():
+            return split_keys.forward(inputs, self.scale, tail)
+        if inputs.lengths is not None:
+            return primitives.fa4_forward_lengths(inputs, self.scale)
+        if not self._may_persist(q.shape[3], k.shape[1]):
+            return primitives.fa4_forward(inputs, primitives.NO_WINDOW, self.scale)
+        tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
+        return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
+
+    def _key_splits(self, queries: Dims, keys: Dims) -> split_keys.KeySplits | None:
+        """Choose the queries that are split over the keys, where maxattn launches the forward."""
+        return split_keys.split_for(queries, keys, self.sms) if self.launched else None
 
     def _pairs_forward(self, piece: Any, window: Any, *operands: Any) -> Result:
         return primitives.fa4_forward(_joined(piece, *operands), window, self.scale)

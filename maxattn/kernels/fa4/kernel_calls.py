@@ -60,6 +60,26 @@ def run_forward(stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, 
     launch.kernel(*qkv, *results, launch.scale, **settings)
 
 
+def run_key_splits(
+    stream: Any, launch: Launch, qkv: Any, ends: Any, out: Any, lse: Any, *whole: Any
+):
+    """Launch a forward whose last queries are split over the keys.
+
+    Args:
+        stream: of the launch.
+        launch: the kernel.
+        qkv: q, k and v; where there are lengths, k and v of all batch rows in a row.
+        ends: where each batch row's keys begin and how many are real, or nothing.
+        out, lse: of the splits.
+        whole: out and lse of all queries; nothing where all are split.
+    """
+    aux = import_module("fa4_jax.cute.utils").AuxData(tensors=(out, lse))
+    # Where all are split, nothing is written to what stands in the place of the output.
+    results = whole or (qkv[0], None)
+    rows = dict(zip(("mCuSeqlensK", "mSeqUsedK"), ends, strict=False))
+    launch.kernel(*qkv, *results, launch.scale, **rows, aux_data=aux, stream=stream)
+
+
 def run_backward(
     stream: Any, launch: Launch, given: BackwardOperands, lists: Any, arrays: Any, *grads: Any
 ):

@@ -12,6 +12,7 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
+from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
 from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
 from maxattn.kernels.fa4.tile_sizes import Tile, whole_tile
@@ -68,8 +69,21 @@ def _dtype(name: str) -> Any:
 @lru_cache(maxsize=256)
 def forward_launch(spec: LaunchSpec) -> Launch:
     """Make the forward for one kind of operands and one test."""
+    return Launch(_forward(forward_class(spec.order), spec), spec.scale)
+
+
+@lru_cache(maxsize=256)
+def split_keys_launch(
+    dtype: str, head_dim: int, group: int, scale: float, tile: Tile, grid: SplitGrid
+) -> Launch:
+    """Make the forward over all pairs whose last queries are split over the keys."""
+    spec = LaunchSpec(dtype, head_dim, group, scale, tile, Order(), None, arrays=0)
+    return Launch(_forward(split_keys_class(grid), spec), scale)
+
+
+def _forward(kernel: Any, spec: LaunchSpec) -> Any:
     settings = library()._fwd_cfg_sm90(spec.head_dim, spec.head_dim, False, False)
-    kernel = forward_class(spec.order)(
+    return kernel(
         *spec.operands,
         pack_gqa=False,
         tile_m=spec.tile.queries,
@@ -80,7 +94,6 @@ def forward_launch(spec: LaunchSpec) -> Launch:
         mma_pv_is_rs=settings.mma_pv_is_rs,
         **spec.tested,
     )
-    return Launch(kernel, spec.scale)
 
 
 class BackwardLaunches(NamedTuple):

@@ -29,8 +29,13 @@ def whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
-    blocks = f"{tile.queries}x{tile.keys} tiles"
-    return blocks + (", persistent thread blocks" if persistent else "")
+    return tile_line(call) + (", persistent thread blocks" if persistent else "")
+
+
+def tile_line(call: Call) -> str:
+    """Say how large the tiles of the forward over all pairs are."""
+    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    return f"{tile.queries}x{tile.keys} tiles"
 
 
 def split_line(call: Call, sms: int) -> str:
