@@ -121,9 +121,8 @@ class Fa4(Fused):
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.lists:
             return Lines(runs, launch_lines.lists_line(call, self.sharded))
-        if self.tests_pairs or masks.sort_terms(call.mask).positions:
-            tested = "; the mask is tested pair by pair" if self.tests_pairs else ""
-            return Lines(runs, OWN + tested)
+        if self.tests_pairs:
+            return Lines(runs, OWN + "; the mask is tested pair by pair")
         blocks = self._blocks_line(call)
         if not call.mask.is_full:
             return Lines(runs, blocks, OWN if blocks != OWN else "")
@@ -131,9 +130,10 @@ class Fa4(Fused):
         return Lines(runs, blocks, backward if backward != blocks else "")
 
     def _blocks_line(self, call: Call) -> str:
-        """Say how the forward over all pairs, or all of real keys, is launched."""
-        queries, keys = launch_lines.shapes_of(call)
-        tail = self._key_splits(queries, keys)
+        """Say how the forward is launched where no pair is tested."""
+        if masks.sort_terms(call.mask).positions:
+            return launch_lines.band_blocks_line(call, self._key_splits)
+        tail = self._key_splits(*launch_lines.shapes_of(call))
         if tail is not None:
             return f"{launch_lines.tile_line(call)}; {tail.line}"
         persists = call.mask.is_full and self._may_persist(call.head_dim, call.kv_len)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from maxattn.call import Call
 from maxattn.kernels.fa4 import band, block_sparse, mask_inputs, split_queries
 from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.kernels.fa4.split_keys import KeySplits
+from maxattn.kernels.fused import masks
+from maxattn.kernels.fused.pieces import pieces
 from maxattn.masks import Full
 
 OWN = "the library's own"
@@ -36,6 +41,25 @@ def tile_line(call: Call) -> str:
     """Say how large the tiles of the forward over all pairs are."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     return f"{tile.queries}x{tile.keys} tiles"
+
+
+def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | None]) -> str:
+    """Say how the forward of a band is launched: all queries may see keys before it.
+
+    Args:
+        call: whose mask is a band, with lengths or without.
+        split_for: chooses what of a rectangle without a band is split over its keys.
+    """
+    band, (queries, keys) = masks.sort_terms(call.mask).band, shapes_of(call)
+    if call.sharded or band is None:
+        return OWN
+    for p in pieces(band, band.offset, call.q_len, call.kv_len):
+        rows, length = p.q1 - p.q0, p.k1 - p.k0
+        shapes = (queries[0], rows, *queries[2:]), (keys[0], length, *keys[2:])
+        tail = split_for(*shapes) if p.is_full else None
+        if tail is not None:
+            return f"{OWN}; of the {length:,} keys that all queries see, {tail.line}"
+    return OWN
 
 
 def split_line(call: Call, sms: int) -> str:

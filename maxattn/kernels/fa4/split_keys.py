@@ -228,13 +228,13 @@ def _results(q: Array, tile: Tile, grid: SplitGrid) -> list[jax.ShapeDtypeStruct
 def merged(outs: Float[Array, "P B T N H"], lses: Float[Array, "P B N T"]) -> Result:
     """Return (out, lse) over the keys of all splits; a split that has none has LSE -inf."""
     # Unrolled, for XLA to fuse: it would take a sum over the first axis for a reduction.
-    parts = range(len(outs))
-    top = reduce(jnp.maximum, (lses[p] for p in parts))
+    top = reduce(jnp.maximum, lses)
     safe = jnp.where(top == NEG_INF, 0.0, top)
-    weights = [jnp.exp(lses[p] - safe) for p in parts]
+    weights = [jnp.exp(lse - safe) for lse in lses]
     total = reduce(add, weights)
     shares = ((w / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)[..., None] for w in weights)
-    out = reduce(add, (share * outs[p] for p, share in zip(parts, shares, strict=True)))
+    # What a split without keys computed may be anything.
+    out = reduce(add, (jnp.where(x == 0, 0.0, x * outs[p]) for p, x in enumerate(shares)))
     return Result(out, jnp.where(total > 0, safe + jnp.log(total), NEG_INF))
 
 
