@@ -41,7 +41,7 @@ def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_passes_compile(architecture: str) -> None:
     answers = compiled(architecture)
-    assert len(answers) == 15
+    assert len(answers) == 17
     refused = {answer["case"] for answer in answers if "refused" in answer}
     long = {"head dim 192", "head dim 256", "head dim 256, block window"}
     assert refused == (set() if architecture in TAKES_256 else long)

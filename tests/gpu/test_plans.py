@@ -65,6 +65,8 @@ EXPLAINED = {
     "flash_causal_gathered": lambda: plan(
         "flash", H200, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
     ),
+    "flash_few_queries": lambda: plan("flash", H200, read("1,4680,32760,12,128").call()),
+    "flash_few_causal_queries": lambda: plan("flash", H200, call(t=256, s=16384, mask=M.Causal())),
     "flash_no_extras": lambda: plan("flash", BARE, call()),
     "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
     "ring_over_cudnn": lambda: plan(

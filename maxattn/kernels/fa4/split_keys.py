@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from maxattn.devices import SMS
 from maxattn.kernels.base import Result
 from maxattn.kernels.fa4 import block_sparse, mask_inputs
-from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.alignment import ALIGNED, library
 from maxattn.kernels.fa4.kernel_calls import run_key_splits
 from maxattn.kernels.fa4.launch import split_keys_launch
 from maxattn.kernels.fa4.launch_order import PERSISTENT_START, START
@@ -33,7 +33,7 @@ from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full
 
 LEAST_GAIN, LEAST_US = 0.05, 2.0  # below, a prediction says nothing
-MOST_SPLITS = 32
+MOST_SPLITS, MOST_BYTES = 32, 2**28  # of all their results, which stay in memory until the merge
 # What the merge costs: two more launches, and what is written and read, in bytes a microsecond.
 MERGE_US, BYTES_A_US = 5.0, 3e6
 # A tile of queries by keys takes so long in a Hopper GPU's SM: (head dim + 64) x pairs over this,
@@ -87,13 +87,23 @@ class ForwardWork(NamedTuple):
         waves = -(-self.tiles * self.lanes // self.sms)
         return waves * (self.steps + self.start) * self.step
 
+    @property
+    def evenly(self) -> float:
+        """Return how long it takes at least where splits leave no SM idle, in microseconds."""
+        blocks = self.tiles * self.lanes
+        return blocks * (self.steps + START) * self.step / self.sms + MERGE_US
+
     def cost(self, tail: KeySplits) -> float:
         """Return how long it takes where these are split, in microseconds, merge included."""
         grid = SplitGrid(self.tiles, self.lanes, *tail)
         longest = -(-self.steps // tail.splits)
         splits = grid.blocks - grid.whole
         end = end_of((grid.whole, self.steps + START), (splits, longest + START), self.sms)
-        return end * self.step + MERGE_US + 2 * splits * self.result / BYTES_A_US
+        return end * self.step + MERGE_US + 2 * self.bytes_of(tail) / BYTES_A_US
+
+    def bytes_of(self, tail: KeySplits) -> int:
+        """Return what the results of all splits take."""
+        return tail.tiles * self.lanes * tail.splits * self.result
 
 
 def end_of(first: tuple[int, int], then: tuple[int, int], sms: int) -> int:
@@ -117,11 +127,14 @@ def end_of(first: tuple[int, int], then: tuple[int, int], sms: int) -> int:
 
 def split_of(work: ForwardWork) -> KeySplits | None:
     """Choose what is split: what ends first; None where that gains less than the margin."""
+    limit = min((1 - LEAST_GAIN) * work.unsplit, work.unsplit - LEAST_US)
+    if work.evenly > limit:
+        return None
     most = min(work.tiles, 2 * -(-work.sms // work.lanes))
     splits = range(2, min(MOST_SPLITS, work.steps) + 1)
     ways = (KeySplits(n, p) for n in range(1, most + 1) for p in splits)
+    ways = (way for way in ways if work.bytes_of(way) <= MOST_BYTES)
     best = min(ways, key=lambda way: (work.cost(way), way), default=None)
-    limit = min((1 - LEAST_GAIN) * work.unsplit, work.unsplit - LEAST_US)
     return best if best and work.cost(best) <= limit else None
 
 
@@ -183,8 +196,12 @@ def _launched(inputs: PieceInputs, scale: float, tile: Tile, grid: SplitGrid) ->
         launch,
         (q, k, v),
         ends,
-        in_specs=[lib._QKV_SPEC, keys, keys] + [None] * len(ends),
-        out_specs=[spec(static_dims=(0, 2, 3, 4)), spec(static_dims=(0, 2, 3)), *whole],
+        in_specs=[lib._QKV_SPEC, keys, keys] + [spec(assumed_align=4)] * len(ends),
+        out_specs=[
+            spec(static_dims=(0, 2, 3, 4), assumed_align=ALIGNED["_F32_SPEC"]),
+            spec(static_dims=(0, 2, 3), assumed_align=ALIGNED["_LSE_SPEC"]),
+            *whole,
+        ],
         vmap_method="sequential",
         name="maxattn_forward_splits",
     )
