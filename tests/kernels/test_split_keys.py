@@ -15,7 +15,7 @@ import pytest
 import maxattn as ma
 from maxattn.kernels.base import Inputs, Result
 from maxattn.kernels.fa4 import kernel as fa4_kernel
-from maxattn.kernels.fa4 import primitives, split_keys
+from maxattn.kernels.fa4 import primitives, split_keys, split_keys_forward
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_keys import (
@@ -24,17 +24,17 @@ from maxattn.kernels.fa4.split_keys import (
     ForwardWork,
     KeySplits,
     end_of,
-    merged,
     split_for,
     split_of,
 )
+from maxattn.kernels.fa4.split_keys_forward import merged
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid
+from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.tools.model_shapes import SHAPES
 from tests.reference import Answer, attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
-KEYS = 128  # of a tile
 
 
 def ends(blocks: list[float], sms: int) -> float:
@@ -178,16 +178,19 @@ def test_what_sees_nothing_anywhere_stays_so() -> None:
 # ---- what is handed to the kernel, and what becomes of its results -------------------------------
 
 
-def launched(inputs: PieceInputs, scale: float, tile: Any, grid: SplitGrid) -> list[jax.Array]:
+def launched(inputs: PieceInputs, scale: float, tile: Tile, grid: SplitGrid) -> list[jax.Array]:
     """Compute in jnp what each thread block writes; what none writes is NaN."""
-    q, k, v = split_keys.operands(inputs)
+    q, k, v = split_keys_forward.operands(inputs)
     (b, t, n, _), s = q.shape, inputs.k.shape[1]
     k, v = (x.reshape(b, s, *x.shape[-2:]) for x in (k, v))
     pad = grid.tiles * tile.queries - t
     q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
     group = n // k.shape[2]
-    made = [jnp.full(x.shape, jnp.nan, x.dtype) for x in split_keys._results(inputs.q, tile, grid)]
-    real = jnp.full(b, s) if inputs.lengths is None else inputs.lengths
+    made = [
+        jnp.full(x.shape, jnp.nan, x.dtype)
+        for x in split_keys_forward._results(inputs.q, tile, grid)
+    ]
+    real: Any = jnp.full(b, s) if inputs.lengths is None else inputs.lengths
     for at in range(grid.blocks):
         row, lane = (int(x) for x in grid.place(at, np))
         batch, head = lane // n, lane % n
@@ -237,7 +240,7 @@ def splitting(monkeypatch: pytest.MonkeyPatch) -> None:
     def tail(queries: Any, keys: Any, _sms: int) -> KeySplits | None:
         return tails.get((queries, keys[1]), KeySplits(1, 3))
 
-    monkeypatch.setattr(split_keys, "_launched", launched)
+    monkeypatch.setattr(split_keys_forward, "_launched", launched)
     monkeypatch.setattr(split_keys, "split_for", tail)
     monkeypatch.setattr(fa4_kernel, "knows_operands", lambda: True)
 
@@ -288,7 +291,7 @@ def test_only_what_maxattn_launches_is_split(monkeypatch: pytest.MonkeyPatch) ->
         asked.append("whole")
         return Result(inputs.q, jnp.zeros((1, 12, 1560)))
 
-    monkeypatch.setattr(split_keys, "forward", split)
+    monkeypatch.setattr(split_keys_forward, "forward", split)
     monkeypatch.setattr(primitives, "fa4_forward", plain)
     monkeypatch.setattr(fa4_kernel, "knows_operands", lambda: True)
     q, k = (jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (1560, 32760))

@@ -32,6 +32,7 @@ from maxattn.kernels.fa4 import (
     primitives,
     ring_waves,
     split_keys,
+    split_keys_forward,
     split_queries,
     windows,
 )
@@ -239,7 +240,7 @@ class Fa4(Fused):
         q, k, v = inputs.q, inputs.k, inputs.v
         tail = self._key_splits(q.shape, k.shape)
         if tail is not None and knows_operands():
-            return split_keys.forward(inputs, self.scale, tail)
+            return split_keys_forward.forward(inputs, self.scale, tail)
         if inputs.lengths is not None:
             return primitives.fa4_forward_lengths(inputs, self.scale)
         if not self._may_persist(q.shape[3], k.shape[1]):

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 from maxattn.kernels.fa4.mask_mod_rows import Numbers
 from maxattn.kernels.fa4.tile_schedulers import OnGrid, single_tile_scheduler, with_scheduler
 
-# What is looked for among the operands of the library's methods, after self.
-EPILOGUE = {"acc_O": 0, "lse": 1, "tiled_mma": 8, "tidx": 9, "m_block": 10, "batch_idx": 12}
+# Which operands of the library's methods, after self, are what is looked for.
+EPILOGUE = {
+    "acc_O": 0,
+    "lse": 1,
+    "tiled_mma": 8,
+    "tidx": 9,
+    "m_block": 10,
+    "head_idx": 11,
+    "batch_idx": 12,
+}
 AUX = 23  # of `mma`
 
 
@@ -115,19 +123,21 @@ def split_keys_class(grid: SplitGrid) -> Any:
         def mma(self, *operands: Any) -> None:
             self.results = operands[AUX].tensors
             super().mma(*of_split(operands))
+            self.results = None  # of one compilation alone
 
         def epilogue(self, *operands: Any) -> None:
-            at, whole = arch.block_idx()[0], partial(super().epilogue, *operands)
-            split = partial(self.write_split, operands, grid.split(at))
+            whole = partial(super().epilogue, *operands)
+            split = partial(self.write_split, {name: operands[n] for name, n in EPILOGUE.items()})
+            at = arch.block_idx()[0]
             _either()(at >= grid.whole, split, whole) if grid.whole else split()
 
-        def write_split(self, operands: tuple[Any, ...], split: Any) -> None:
-            acc, lse, head = operands[0], operands[1], operands[11]
-            mma, thread, tile, row = (operands[n] for n in (8, 9, 10, 12))
+        def write_split(self, of: dict[str, Any]) -> None:
             out, stats = self.results
-            sizes, at = (self.tile_m, self.tile_hdimv), tile - grid.first
+            split, row, head = grid.split(arch.block_idx()[0]), of["batch_idx"], of["head_idx"]
             rows = out[split, row, None, head, None], stats[split, row, head, None]
-            _write()(acc, lse, *rows, mma.get_slice(thread), sizes, at)
+            thread = of["tiled_mma"].get_slice(of["tidx"])
+            sizes, at = (self.tile_m, self.tile_hdimv), of["m_block"] - grid.first
+            _write()(of["acc_O"], of["lse"], *rows, thread, sizes, at)
 
     return Split
 
