@@ -95,7 +95,7 @@ def test_splits_end_sooner(sms: int) -> None:
     rng, gains = np.random.default_rng(0), 0
     for _ in range(300):
         tiles, lanes, steps = (int(rng.integers(1, most)) for most in (40, 60, 500))
-        work = ForwardWork(tiles, lanes, steps, 1.65, 65536, START, sms)
+        work = ForwardWork(tiles, lanes, steps, 1.65, 0, 65536, START, sms)
         tail = split_of(work)
         gains += tail is not None
         if tail is None:
@@ -113,7 +113,7 @@ SMALL_WORKS = list(product((1, 2, 3, 5, 13, 37), (1, 8, 12, 40), (1, 2, 16, 256)
 
 @pytest.mark.parametrize("sizes", SMALL_WORKS, ids=lambda x: "x".join(map(str, x)))
 def test_what_is_split_is_the_best_way(sizes: tuple[int, int, int]) -> None:
-    work = ForwardWork(*sizes, 1.65, 65536)
+    work = ForwardWork(*sizes, 1.65, 65536, 65536)
     ways = [
         KeySplits(n, p) for n in range(1, sizes[0] + 1) for p in range(2, min(32, sizes[2]) + 1)
     ]

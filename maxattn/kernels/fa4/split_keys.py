@@ -27,6 +27,7 @@ MERGE_US, BYTES_A_US = 5.0, 3e6
 # A tile of queries by keys takes so long in a Hopper GPU's SM: (head dim + 64) x pairs over this,
 # in microseconds. The 64 are softmax.
 PAIRS_A_US = 1.9e6
+READ_A_US = 4e6  # bytes of keys that all SMs read in a microsecond, from a Hopper GPU's memory
 Dims = tuple[int, ...]
 
 
@@ -56,6 +57,7 @@ class ForwardWork(NamedTuple):
         lanes: thread blocks for each of them: heads of all batch rows.
         steps: tiles of keys, which a thread block goes through.
         step: how long a tile takes, in microseconds.
+        read: bytes of keys and values that a tile reads, over the heads that share them.
         result: bytes that the result of a tile has in float32.
         start: what a thread block costs beside its tiles, in tiles, where nothing is split.
         sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
@@ -65,6 +67,7 @@ class ForwardWork(NamedTuple):
     lanes: int
     steps: int
     step: float
+    read: float
     result: int
     start: int = START
     sms: int = SMS
@@ -72,8 +75,9 @@ class ForwardWork(NamedTuple):
     @property
     def unsplit(self) -> float:
         """How long it takes as it is, in microseconds."""
-        waves = -(-self.tiles * self.lanes // self.sms)
-        return waves * (self.steps + self.start) * self.step
+        blocks = self.tiles * self.lanes
+        each = self.slowest(blocks, self.tiles)
+        return -(-blocks // self.sms) * (self.steps + self.start) * each
 
     @property
     def evenly(self) -> float:
@@ -86,15 +90,21 @@ class ForwardWork(NamedTuple):
         grid = SplitGrid(self.tiles, self.lanes, *tail)
         longest = -(-self.steps // tail.splits)
         splits = grid.blocks - grid.whole
-        end = end_of((grid.whole, self.steps + START), (splits, longest + START), self.sms)
-        return end * self.step + MERGE_US + 2 * self.bytes_of(tail) / BYTES_A_US
+        long, short = (self.steps + START) * self.step, longest + START
+        short *= self.slowest(splits, tail.tiles)
+        merge = MERGE_US + 2 * self.bytes_of(tail) / BYTES_A_US
+        return end_of((grid.whole, long), (splits, short), self.sms) + merge
+
+    def slowest(self, blocks: int, together: int) -> float:
+        """Return how long a tile takes where so many thread blocks run, some on the same keys."""
+        return max(self.step, min(blocks, self.sms) * self.read / together / READ_A_US)
 
     def bytes_of(self, tail: KeySplits) -> int:
         """Return what the results of all splits take."""
         return tail.tiles * self.lanes * tail.splits * self.result
 
 
-def end_of(first: tuple[int, int], then: tuple[int, int], sms: int) -> int:
+def end_of(first: tuple[int, float], then: tuple[int, float], sms: int) -> float:
     """Return when the last thread block ends, where each SM takes the next as soon as it is free.
 
     Args:
@@ -135,9 +145,9 @@ def split_for(queries: Dims, keys: Dims, sms: int = SMS) -> KeySplits | None:
     step = tile.queries * tile.keys * (width + 64) / PAIRS_A_US
     persistent = block_sparse.order(queries, keys, None, tile, forward=True).persistent
     start = PERSISTENT_START if persistent else START
-    result = 4 * tile.queries * wide(width)
+    read, result = 4 * tile.keys * width * keys[2] / heads, 4 * tile.queries * wide(width)
     sizes = -(-t // tile.queries), batch * heads, -(-keys[1] // tile.keys)
-    return split_of(ForwardWork(*sizes, step, result, start, sms))
+    return split_of(ForwardWork(*sizes, step, read, result, start, sms))
 
 
 def tile_for(queries: Dims, keys: Dims) -> Tile:
