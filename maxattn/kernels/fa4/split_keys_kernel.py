@@ -114,6 +114,8 @@ def split_keys_class(grid: SplitGrid) -> Any:
         return tile, lane % heads, lane // heads, number(0)
 
     class Split(with_scheduler(_library_class(), single_tile_scheduler(place))):
+        results: Any = None
+
         def kernel(self, *operands: Any) -> Any:
             return OnGrid(super().kernel(*operands), lambda *_: (grid.blocks, 1, 1))
 
