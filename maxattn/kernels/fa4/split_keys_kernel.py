@@ -113,7 +113,7 @@ def split_keys_class(grid: SplitGrid) -> Any:
         heads = params.num_head
         return tile, lane % heads, lane // heads, number(0)
 
-    class Split(with_scheduler(_library_class(), single_tile_scheduler(place))):
+    class SplitForward(with_scheduler(_library_class(), single_tile_scheduler(place))):
         results: Any = None
 
         def kernel(self, *operands: Any) -> Any:
@@ -141,7 +141,7 @@ def split_keys_class(grid: SplitGrid) -> Any:
             sizes, at = (self.tile_m, self.tile_hdimv), of["m_block"] - grid.first
             _write()(of["acc_O"], of["lse"], *rows, thread, sizes, at)
 
-    return Split
+    return SplitForward
 
 
 @cache
