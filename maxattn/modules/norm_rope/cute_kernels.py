@@ -76,9 +76,8 @@ class Block(NamedTuple):
         """Return bias or scale as pairs, pass by pass."""
         return vector_of(self.place, self.held[name]) if name in self.held else None
 
-    def stages(self, sources: list[Source], depth: int) -> Stages:
+    def start(self, stages: Stages) -> Stages:
         """Start to copy the block's first rows."""
-        stages = Stages(self.place, sources, depth)
         for i in range(stages.depth - 1):
             stages.start(self._or_last(i), i)
         return stages
@@ -146,19 +145,20 @@ class Forward:
         """Take the block's rows."""
         block = begin(self, vectors, x.shape[0], "registers")
         turns = [of_angles(block.place, each) for each in tables]
-        # The sum over the block takes long enough for angles to arrive meanwhile.
-        late = turns if block.threads.norm == "across" else []
-        sources = [of_rows(block.place, x), *([] if late else turns)]
-        stages = block.stages(sources, self.launch.stages)
+        stages = block.start(self.stages(block.place, of_rows(block.place, x), turns))
         for i in cutlass.range(block.rounds):
-            self.take(block, i, stages, late, y, r)
+            self.take(block, i, stages, y, r)
 
-    def take(
-        self, block: Block, i: Any, stages: Stages, late: list[Source], y: Any, r: Any
-    ) -> None:
+    def stages(self, place: Place, x: Source, turns: list[Source]) -> Stages:
+        """Return how rows and angles arrive: these may do so while the block adds up a row."""
+        if place.threads.norm == "across":
+            return Stages(place, [x], self.launch.stages, late=turns)
+        return Stages(place, [x, *turns], self.launch.stages)
+
+    def take(self, block: Block, i: Any, stages: Stages, y: Any, r: Any) -> None:
         """Compute a row."""
         token = block.token(i)
-        arriving = [each.read(token) for each in late]
+        arriving = [each.read(token) for each in stages.late]
         x, *turns = block.next(stages, i)
         z = plus(block.heads(x), block.vector("bias"))
         roots = _over_roots(block, z, i)
@@ -192,7 +192,7 @@ class Backward:
         sources = [of_rows(block.place, each) for each in rows]
         sources += [of_angles(block.place, each) for each in tables]
         sources += [of_numbers(each) for each in kept]
-        stages = block.stages(sources, self.launch.stages)
+        stages = block.start(Stages(block.place, sources, self.launch.stages))
         added = {name: zeros(block.place) for name in self.names}
         for i in cutlass.range(block.rounds):
             self.take(block, i, stages, added, dx)

@@ -80,10 +80,13 @@ class Stages:
         place: of the thread.
         sources: what it needs.
         depth: rows in shared memory.
+        late: what it loads to registers when a row's turn comes.
     """
 
-    def __init__(self, place: Place, sources: list[Source], depth: int) -> None:
-        self.depth, self.sources = depth, sources
+    def __init__(
+        self, place: Place, sources: list[Source], depth: int, late: list[Source] | None = None
+    ) -> None:
+        self.depth, self.sources, self.late = depth, sources, late or []
         self.slots = [
             [Slots(place, each.array.element_type, n, self.depth) for n in each.sizes]
             for each in sources
