@@ -35,12 +35,17 @@ class Order(NamedTuple):
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
         persistent: whether persistent thread blocks take a row in each wave.
+        listed: whether an array on the device names the rows in their order, and the others here
+            say nothing; all heads of a row follow each other.
+        own_rows: whether that array holds the rows of each batch row, and not rows that all share.
     """
 
     backwards: bool = False
     light: int = 0
     heads: int = 0
     persistent: bool = False
+    listed: bool = False
+    own_rows: bool = False
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         """Return the (row, lane) that is started as the `row`-th one of the `lane`-th head.

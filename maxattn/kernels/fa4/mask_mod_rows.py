@@ -2,8 +2,8 @@
 
 The library tests each pair. Here a thread works out where the intervals of its rows lie among its
 own columns, and keeps the scores inside: a whole row from a word of bits where its columns are in
-order, else by two comparisons a score. That saves a tenth of a block window's forward (H200). The
-backward would get slower, and tests each pair.
+order, else by two comparisons a score. That saves a tenth of a block window's forward (H200). Ids
+of keys are read once for all rows of a thread. The backward would get slower, and tests each pair.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def pair_test(test: PairTest) -> Callable[..., Any]:
     def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
         return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
 
-    def spans(q: Any, arrays: Any) -> list[tuple[Any, Any]]:
-        return test.spans(q, tuple(arrays or ()), Numbers)
+    def spans(b: Any, q: Any, arrays: Any) -> list[tuple[Any, Any]]:
+        return test.spans(b, q, tuple(arrays or ()), Numbers)
 
-    allowed.spans = None if test.has_ids else spans
+    allowed.spans = spans if test.has_spans else None
+    allowed.has_ids = test.has_ids
     return allowed
 
 
@@ -92,17 +93,17 @@ def _row_mask() -> Any:
             aux_data: Any,
             fastdiv_mods: Any = None,
         ) -> None:
-            if mask_mod.spans is None:
-                where = scores, coordinates, first, row, column, offset, batch, head
-                rest = m_block, n_block, mask_seqlen, mask_mod, aux_data, fastdiv_mods
-                super().apply_mask_mod_sm80(*where, *rest)
-                return
             start = _number(offset + n_block * self.tile_n)
             columns = [first[0, c][column] for c in range(cute.size(coordinates.shape[1]))]
             in_order = column == 1 and library._cols_match_r2p(first, column)
+            ids = _ids_at(aux_data.tensors[-1], batch, start, columns) if mask_mod.has_ids else []
             for r in range(cute.size(coordinates.shape[0])):
                 query = _number(coordinates[r, 0][row] + m_block * self.tile_m)
-                spans = mask_mod.spans(query, aux_data.tensors)
+                if ids:
+                    _by_ids(scores, r, aux_data.tensors[-2][batch, query], ids)
+                if mask_mod.spans is None:
+                    continue
+                spans = mask_mod.spans(batch, query, aux_data.tensors)
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
                 if in_order:
@@ -113,6 +114,18 @@ def _row_mask() -> Any:
                     _by_column(scores, r, columns, spans)
 
     return RowMask
+
+
+def _ids_at(kv_ids: Any, batch: Any, start: Any, columns: list[int]) -> list[Any]:
+    """Read the ids of a thread's own columns, once for all of its rows."""
+    return [kv_ids[batch, start + at] for at in columns]
+
+
+def _by_ids(scores: Any, r: int, query: Any, keys: list[Any]) -> None:
+    """Keep the keys of row r that have the query's id; ids past the last key are no query's."""
+    cutlass, select = import_module("cutlass"), _select()
+    for c, key in enumerate(keys):
+        scores[r, c] = cutlass.Float32(select(key == query, scores[r, c], -cutlass.Float32.inf))
 
 
 def _number(coordinate: Any) -> Any:
