@@ -176,11 +176,12 @@ def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_lau
 
 
 def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
-    """Say that an array holds the order. Segments are taken to leave short rows."""
-    assert tiles.lists is not None
-    has_ids = tiles.test is not None and tiles.test.has_ids
-    persistent = forward and persistent_pays(q.shape[3], 0 if has_ids else math.inf)
-    return Order(persistent=persistent, listed=True, own_rows=tiles.lists.work.ndim == 2)
+    """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
+    assert tiles.lists is not None and tiles.test is not None
+    work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
+    mean = mean if isinstance(work, jax.Array) else float(work.mean())
+    persistent = forward and persistent_pays(q.shape[3], mean)
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
 
 
 # ---- calls ---------------------------------------------------------------------------------------

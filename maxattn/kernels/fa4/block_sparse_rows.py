@@ -7,7 +7,10 @@ are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int8, Int32
 
 from maxattn.kernels.base import Offset
@@ -43,4 +46,6 @@ def _shared(kinds: Int8[Array, "B rows columns"]) -> Int8[Array, "*B rows column
 
 def heaviest_first(lists: TileLists) -> Int32[Array, " rows"]:
     """Order the rows of all batch rows by their tiles, most first: batch row * rows + row."""
-    return jnp.argsort(-lists.work.reshape(-1), stable=True).astype(jnp.int32)
+    work = lists.work.reshape(-1)
+    xp: Any = np if isinstance(work, np.ndarray) else jnp
+    return xp.argsort(-work, stable=True).astype(np.int32)

@@ -39,14 +39,15 @@ class BlockSparseTiles(NamedTuple):
         tiles: of the forward and of the backward.
         test: of pairs in mixed tiles.
         all_see: whether every query is known to see a key.
-        by_rows: whether the lists are of each batch row, made on the device by arrays of the mask.
+        sorts: whether rows with most tiles start first: where the mask has arrays, and where its
+            segments have lengths of their own.
     """
 
     tiling: Tiling
     tiles: tuple[Tile, Tile]
     test: PairTest
     all_see: bool
-    by_rows: bool = False
+    sorts: bool = False
 
     def forward(self, pairs: Pairs, scale: float) -> TilePass:
         """Return what the forward is launched with."""
@@ -57,7 +58,7 @@ class BlockSparseTiles(NamedTuple):
         return self._pass(self.tiles[1], self.tiling.backward, pairs, scale)
 
     def _pass(self, tile: Tile, lists: TileLists, pairs: Pairs, scale: float) -> TilePass:
-        rows = heaviest_first(lists) if self.by_rows else None
+        rows = heaviest_first(lists) if self.sorts else None
         return TilePass(tile, scale, lists, self.test, arrays(pairs), rows)
 
 
@@ -76,7 +77,8 @@ def listed(inputs: Inputs) -> PieceInputs:
     else:
         lists = row_tiling(inputs.mask, (tile, backward), lengths, offsets)
     lo, hi, test, see = _test(inputs, mask, ids is not None)
-    found = BlockSparseTiles(lists, (tile, backward), test, see, ids is not None)
+    sorts = ids is not None or (mask.looked_up > 0 and not _traced(inputs))
+    found = BlockSparseTiles(lists, (tile, backward), test, see, sorts)
     q_ids, kv_ids = ids or (None, None)
     pairs = Pairs(lo, hi, q_ids, kv_ids, found)
     return PieceInputs.whole(inputs.q, inputs.k, inputs.v, pairs)
