@@ -36,6 +36,7 @@ from maxattn.kernels.fa4 import (
     split_queries,
     windows,
 )
+from maxattn.kernels.fa4.fold_rows import with_rows_folded
 from maxattn.kernels.fa4.launch_lines import OWN
 from maxattn.kernels.fa4.tile_sizes import (
     MOST_ROW_TILES,
@@ -169,6 +170,11 @@ class Fa4(Fused):
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(inputs.mask):
             return super().forward(inputs)
+        if self.lists and mask_inputs.has_ids(inputs.mask):
+            return with_rows_folded(self._tested_forward, inputs)
+        return self._tested_forward(inputs)
+
+    def _tested_forward(self, inputs: Inputs) -> Result:
         out, lse = self.piece_forward(self._tested(rectangles.with_padded_heads(inputs)))
         return Result(out[..., : inputs.q.shape[3]], lse)
 
@@ -176,6 +182,11 @@ class Fa4(Fused):
         """Return (dq, dk, dv) from a given LSE and output."""
         if not self._tests(inputs.mask):
             return super().backward(inputs, rows)
+        if self.lists and mask_inputs.has_ids(inputs.mask):
+            return with_rows_folded(self._tested_backward, inputs, rows)
+        return self._tested_backward(inputs, rows)
+
+    def _tested_backward(self, inputs: Inputs, rows: Rows) -> Grads:
         width, q = inputs.q.shape[3], inputs.q
         given = self._tested(rectangles.with_padded_heads(inputs))
         if not mask_inputs.all_see(given.pairs):

@@ -71,6 +71,21 @@ class Order(NamedTuple):
         ours = lane >= first
         return xp.where(ours, new_row, row), xp.where(ours, new_lane, lane)
 
+    def named(self, at: Any, rows: Any, sizes: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Return the (row, head, batch row) that an array names for the `at`-th start.
+
+        Args:
+            at: a number from 0, over all rows, heads and batch rows.
+            rows: the array: rows, or batch row * rows + row where `own_rows`.
+            sizes: numbers of rows, heads and batch rows.
+        """
+        count, heads, batch = sizes
+        each = heads if self.own_rows else heads * batch
+        entry, lane = rows[at // each], at % each
+        if self.own_rows:
+            return entry % count, lane, entry // count
+        return entry, lane % heads, lane // heads
+
 
 def order_of(work: Any, lanes: int, may_persist: bool = False) -> Order:
     """Choose an order.

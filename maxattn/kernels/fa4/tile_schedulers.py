@@ -198,13 +198,7 @@ def _place(order: Order, scheduler: Any, row: Any, lane: Any) -> tuple[Any, Any,
     if order.listed:
         # Persistent thread blocks ask for a place past the last one, too.
         at = Numbers.minimum(lane * rows + row, rows * lanes - 1)
-        each = heads if order.own_rows else lanes
-        entry, lane = scheduler.rows[at // each], at % each
-        return (
-            (entry % rows, lane, entry // rows, zero)
-            if order.own_rows
-            else (entry, lane % heads, lane // heads, zero)
-        )
+        return *order.named(at, scheduler.rows, (rows, heads, params.num_batch)), zero
     row, lane = order.place(row, lane, rows, lanes, Numbers)
     return row, lane % heads, lane // heads, zero
 
