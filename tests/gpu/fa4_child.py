@@ -69,6 +69,8 @@ CASES = {
     "causal": CompileCase(M.Causal(), 128),
     "window": CompileCase(M.LocalWindow(64, 32)),
     "lengths": CompileCase(M.KeyPadding(np.array([200, 500])), 128),
+    "lengths, shared heads": CompileCase(M.KeyPadding(np.array([200, 500])), 128, 2),
+    "lengths, head dim 256": CompileCase(M.KeyPadding(np.array([200, 500])), 256),
     "segments": CompileCase(M.Segments(IDS, IDS)),
     "shared segments": CompileCase(M.Segments(IDS[:1], IDS[:1]), 128),
     "causal & segments, shared heads": CompileCase(M.Causal() & M.Segments(IDS, IDS), 128, 2),

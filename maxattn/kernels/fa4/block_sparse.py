@@ -83,7 +83,7 @@ def forward(
         lists,
         _padded(tiles.arrays),
         ends,
-        in_specs=[lib._QKV_SPEC] * 3 + [None] * (len(lists) + len(tiles.arrays) + len(ends)),
+        in_specs=[lib._QKV_SPEC] * 3 + _ints(len(lists) + len(tiles.arrays) + len(ends)),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )
@@ -129,7 +129,7 @@ def _run_backward(
         _padded(tiles.arrays),
         in_specs=[lib._QKV_SPEC] * 4
         + [lib._F32_SPEC] * floats
-        + [None] * (len(lists) + len(tiles.arrays)),
+        + _ints(len(lists) + len(tiles.arrays)),
         out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
         input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
@@ -189,6 +189,11 @@ def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
 
 def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -> Any:
     return import_module("cutejax").call(run, out, *operands, vmap_method="sequential", **settings)
+
+
+def _ints(count: int) -> list[Any]:
+    """Describe int32 arrays, which are read number by number: a slice may begin anywhere."""
+    return [import_module("cutejax").ArraySpec(assumed_align=4)] * count
 
 
 def _before(

@@ -20,9 +20,9 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.split_queries import (
     LEAST_GAIN,
     MOST_SPLITS,
+    SUMS,
     BackwardWork,
     Dims,
-    SplitTail,
 )
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
@@ -30,6 +30,7 @@ from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Full
 
 TEST = PairTest(limits=True)
+SUMS_BYTES = 35e6  # of dK and dV of all splits, which take SUMS to be summed (split_queries.py)
 
 
 def forward(inputs: PieceInputs, scale: float) -> Result:
@@ -59,15 +60,23 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
 
 
 def splits_for(queries: Dims, keys: Dims, sms: int) -> int:
-    """Choose into how many splits of the queries a backward goes, for shapes of q and k."""
+    """Choose into how many splits of the queries a backward goes, for shapes of q and k.
+
+    Lengths are not known: what ends soon on the whole where all keys are real, half, or a quarter.
+    """
     if not backward_steps.of_shape(queries, keys):
         return 1
-    (batch, t, heads, _), tile = queries, backward_tile(queries[3])
+    (batch, t, heads, head_dim), tile = queries, backward_tile(queries[3])
     tiles, steps = -(-keys[1] // tile.keys), -(-t // tile.queries)
-    work = BackwardWork(tiles, batch * heads, steps, sms)
-    costs = {n: work.cost(SplitTail(tiles, n)) for n in range(2, min(MOST_SPLITS, steps) + 1)}
-    best = min(costs, key=costs.__getitem__, default=1)
-    return best if best > 1 and costs[best] <= (1 - LEAST_GAIN) * work.lasts(tiles) else 1
+    works = [BackwardWork(tiles, -(-batch * heads // part), steps, sms) for part in (1, 2, 4)]
+    bytes_each = tiles * batch * heads * tile.keys * head_dim * 4  # dK and dV of a split
+
+    def cost(splits: int) -> float:
+        ends = sum(work.lasts(tiles, splits) for work in works) / len(works)
+        return ends + (SUMS * max(1.0, splits * bytes_each / SUMS_BYTES) if splits > 1 else 0)
+
+    best = min(range(1, min(MOST_SPLITS, steps) + 1), key=cost)
+    return best if cost(best) <= (1 - LEAST_GAIN) * cost(1) else 1
 
 
 def lists_by_keys(

@@ -96,13 +96,13 @@ def _row_mask() -> Any:
             start = _number(offset + n_block * self.tile_n)
             columns = [first[0, c][column] for c in range(cute.size(coordinates.shape[1]))]
             in_order = column == 1 and library._cols_match_r2p(first, column)
-            ids = _ids_at(aux_data.tensors[-1], batch, start, columns) if mask_mod.has_ids else []
-            for r in range(cute.size(coordinates.shape[0])):
-                query = _number(coordinates[r, 0][row] + m_block * self.tile_m)
-                if ids:
-                    _by_ids(scores, r, aux_data.tensors[-2][batch, query], ids)
-                if mask_mod.spans is None:
-                    continue
+            rows = range(cute.size(coordinates.shape[0]))
+            queries = [_number(coordinates[r, 0][row] + m_block * self.tile_m) for r in rows]
+            if mask_mod.has_ids:
+                of_queries, of_keys = aux_data.tensors[-2:]
+                ids = [of_queries[batch, query] for query in queries]
+                _by_ids(scores, ids, columns, lambda at: of_keys[batch, start + at])
+            for r, query in enumerate(queries if mask_mod.spans else ()):
                 spans = mask_mod.spans(batch, query, aux_data.tensors)
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
@@ -116,16 +116,20 @@ def _row_mask() -> Any:
     return RowMask
 
 
-def _ids_at(kv_ids: Any, batch: Any, start: Any, columns: list[int]) -> list[Any]:
-    """Read the ids of a thread's own columns, once for all of its rows."""
-    return [kv_ids[batch, start + at] for at in columns]
+def _by_ids(scores: Any, ids: list[Any], columns: list[int], id_at: Callable[..., Any]) -> None:
+    """Keep the keys that have the id of their row's query; past the last key is no query's id.
 
-
-def _by_ids(scores: Any, r: int, query: Any, keys: list[Any]) -> None:
-    """Keep the keys of row r that have the query's id; ids past the last key are no query's."""
+    Args:
+        scores: of a thread's own rows and columns.
+        ids: of the query of each row.
+        columns: where its columns are.
+        id_at: reads the id of the key there, once for all rows.
+    """
     cutlass, select = import_module("cutlass"), _select()
-    for c, key in enumerate(keys):
-        scores[r, c] = cutlass.Float32(select(key == query, scores[r, c], -cutlass.Float32.inf))
+    for c, at in enumerate(columns):
+        key = id_at(at)
+        for r, query in enumerate(ids):
+            scores[r, c] = cutlass.Float32(select(key == query, scores[r, c], -cutlass.Float32.inf))
 
 
 def _number(coordinate: Any) -> Any:
