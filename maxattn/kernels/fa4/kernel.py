@@ -104,11 +104,12 @@ class Fa4(Fused):
         cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
-        pairs = masks.refuse_mask("flash", terms) is not None or not cut
-        # A band beside lengths would be tested in every tile, past a row's length too.
-        pairs = pairs or (launched and bool(terms.positions and terms.keys))
-        rows = mask_inputs.own_rows(call) if pairs else 0
-        lists = pairs and launched and fits_lists(call.head_dim, call.q_len, call.kv_len, rows)
+        rows = mask_inputs.own_rows(call)
+        fits = launched and fits_lists(call.head_dim, call.q_len, call.kv_len, rows)
+        # Without lists a band beside lengths is tested in all its tiles, past a row's length too.
+        beside = fits and rows > 0 and bool(terms.positions and terms.keys)
+        pairs = beside or not cut or masks.refuse_mask("flash", terms) is not None
+        lists = pairs and fits
         sms = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
 

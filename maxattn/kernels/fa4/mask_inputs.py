@@ -137,7 +137,8 @@ def has_ids(mask: Mask) -> bool:
 
 def own_rows(call: Call) -> int:
     """Count the batch rows that have lists of their own; 0 where arrays make none."""
-    if not has_ids(call.mask):
+    found = mask_split.split(call.mask)
+    if not isinstance(found, mask_split.SplitMask) or not found.has_ids:
         return 0
     axes = jax.tree.leaves(call.mask.leaf_axes())
     return call.batch if any("B" in letters for letters in axes) else 1
