@@ -30,7 +30,7 @@ from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.mask_split import KEY_PAD
+from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256
@@ -81,7 +81,7 @@ def forward(
         launch,
         (q, k, v),
         lists,
-        _padded(tiles.arrays),
+        _padded(tiles),
         ends,
         in_specs=[lib._QKV_SPEC] * 3 + _ints(len(lists) + len(tiles.arrays) + len(ends)),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
@@ -126,7 +126,7 @@ def _run_backward(
         made.main,
         given,
         lists,
-        _padded(tiles.arrays),
+        _padded(tiles),
         in_specs=[lib._QKV_SPEC] * 4
         + [lib._F32_SPEC] * floats
         + _ints(len(lists) + len(tiles.arrays)),
@@ -243,10 +243,14 @@ def _on_device(tiles: TilePass) -> tuple[Array, ...]:
     return tuple(jnp.asarray(x, jnp.int32) for x in (*found, *rows))
 
 
-def _padded(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(_with_pad(x.astype(jnp.int32)) for x in arrays)
-
-
-def _with_pad(x: Array) -> Array:
+def _padded(tiles: TilePass) -> tuple[Array, ...]:
     """Pad the tokens of ids and intervals with what nothing matches; limits have none."""
-    return jnp.pad(x, ((0, 0), (0, PAD)), constant_values=KEY_PAD) if x.ndim > 1 else x
+    arrays = [x.astype(jnp.int32) for x in tiles.arrays]
+    fills = [KEY_PAD] * len(arrays)
+    if tiles.test is not None and tiles.test.has_ids:
+        fills[-2] = QUERY_PAD
+    return tuple(_with_pad(x, fill) for x, fill in zip(arrays, fills, strict=True))
+
+
+def _with_pad(x: Array, fill: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, PAD)), constant_values=fill) if x.ndim > 1 else x

@@ -18,7 +18,7 @@ import jax
 
 from maxattn.devices import SMS
 from maxattn.kernels.fa4.launch_order import Order, at_wave
-from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_rows
+from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_ids, by_rows
 
 RESULT = 8  # which operand of the library's `mma` is the tile of results in shared memory
 FREE_BARRIER = 15  # of the 16 that a thread block has; the library counts up from 1
@@ -85,7 +85,7 @@ def backward_class(order: Order) -> Any:
             super().load(*with_rows(order, operands))
 
         def mma(self, *operands: Any, **settings: Any) -> None:
-            super().mma(*with_rows(order, operands), **settings)
+            super().mma(*by_ids(with_rows(order, operands)), **settings)
 
         def dQaccum_store(self, *operands: Any) -> None:
             super().dQaccum_store(*with_rows(order, operands))
