@@ -16,7 +16,7 @@ from maxattn import masks as M
 from maxattn.kernels import DotProduct
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4 import key_lengths, mask_inputs
-from maxattn.kernels.fa4.block_sparse import TilePass
+from maxattn.kernels.fa4.block_sparse import TilePass, padded
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.block_sparse_rows import heaviest_first
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
@@ -72,9 +72,7 @@ def allowed_by(given: TilePass, by_keys: bool, batch: int = BATCH) -> np.ndarray
     rows, tile = lists[0].shape[-1], given.tile
     shapes = (count, rows), (count, rows, lists[1].shape[-1])
     lists = [np.broadcast_to(x, shapes[i % 2]) for i, x in enumerate(lists)]
-    arrays = tuple(
-        np.pad(x, ((0, 0), (0, 256))) if x.ndim > 1 else x for x in map(np.asarray, given.arrays)
-    )
+    arrays = tuple(np.asarray(x) for x in padded(given))
     found = np.zeros((count, T + 256, S + 256), int)
     for b, row in np.ndindex(count, rows):
         for which in (0, 2):
@@ -83,6 +81,8 @@ def allowed_by(given: TilePass, by_keys: bool, batch: int = BATCH) -> np.ndarray
                 q, kv = (i * n + np.arange(n) for i, n in zip(at, tile, strict=True))
                 passed = which == 2 or given.test(b % batch, q[:, None], kv[None], arrays, np)
                 found[b][np.ix_(q, kv)] += passed
+                # What is tested ends with the keys, for queries past the last one too.
+                assert which == 2 or not found[b][q][:, S:].any()
     assert found.max(initial=0) <= 1  # no tile is in a list twice, or in both
     return found[:, :T, :S] > 0
 

@@ -81,7 +81,7 @@ def forward(
         launch,
         (q, k, v),
         lists,
-        _padded(tiles),
+        padded(tiles),
         ends,
         in_specs=[lib._QKV_SPEC] * 3 + _ints(len(lists) + len(tiles.arrays) + len(ends)),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
@@ -126,7 +126,7 @@ def _run_backward(
         made.main,
         given,
         lists,
-        _padded(tiles),
+        padded(tiles),
         in_specs=[lib._QKV_SPEC] * 4
         + [lib._F32_SPEC] * floats
         + _ints(len(lists) + len(tiles.arrays)),
@@ -243,8 +243,8 @@ def _on_device(tiles: TilePass) -> tuple[Array, ...]:
     return tuple(jnp.asarray(x, jnp.int32) for x in (*found, *rows))
 
 
-def _padded(tiles: TilePass) -> tuple[Array, ...]:
-    """Pad the tokens of ids and intervals with what nothing matches; limits have none."""
+def padded(tiles: TilePass) -> tuple[Array, ...]:
+    """Return the arrays of a test, with tokens past the last ones that nothing matches."""
     arrays = [x.astype(jnp.int32) for x in tiles.arrays]
     fills = [KEY_PAD] * len(arrays)
     if tiles.test is not None and tiles.test.has_ids:
