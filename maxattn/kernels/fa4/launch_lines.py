@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from maxattn.call import Call
-from maxattn.kernels.fa4 import band, block_sparse, mask_inputs, split_queries
+from maxattn.kernels.fa4 import band, block_sparse, key_lengths, mask_inputs, split_queries
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.split_keys import KeySplits
+from maxattn.kernels.fa4.tile_sizes import backward_tile
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 from maxattn.masks import Full
@@ -17,17 +18,37 @@ Dims = tuple[int, ...]
 
 
 def lists_line(call: Call, sharded: bool) -> str:
-    """Say how many tiles the forward goes through."""
+    """Say how many tiles the forward goes through, or from what the device lists them."""
     lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
     tile = mask_inputs.tile_of(mask, call.head_dim, lengths, sharded)
     what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    rows = mask_inputs.own_rows(call)
+    if rows:
+        each = "for each batch row" if rows > 1 else "for all batch rows"
+        return f"{what}, made on the device from the mask's arrays {each}"
     if sharded:
         return f"{what}, made on the device from its positions"
     count = tally(mask, tile, lengths)
-    tested = f"{count.full} full, {count.mixed} mixed"
-    if mask_inputs.has_ids(call.mask):
-        tested = f"{count.full + count.mixed} tested"
-    return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"
+    found = f"{count.full} full, {count.mixed} mixed"
+    return f"{what}: {found}, skipped {count.skipped} of {sum(count)}"
+
+
+def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, str]:
+    """Say how a forward and a backward that end at each batch row's length are launched.
+
+    Args:
+        call: of one device.
+        sms: streaming multiprocessors (SMs) of the GPU.
+        tail: the queries whose keys the forward splits.
+    """
+    tile, splits = backward_tile(call.head_dim), key_lengths.splits_for(*shapes_of(call), sms)
+    backward = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    if splits > 1:
+        backward = f"{backward}, in {splits} splits of the queries, so that fewer SMs wait"
+    end = ", up to the length of each batch row"
+    if tail is not None:
+        return f"{tile_line(call)}{end}; {tail.line}", backward
+    return f"{whole_line(call)}{end}", backward
 
 
 def whole_line(call: Call) -> str:
