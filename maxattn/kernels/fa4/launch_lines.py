@@ -47,7 +47,7 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
         backward = f"{backward}, in {splits} splits of the queries, so that fewer SMs wait"
     end = ", up to the length of each batch row"
     if tail is not None:
-        return f"{tile_line(call)}{end}; {tail.line}", backward
+        return f"{tile_line(call)}; {tail.line}{end}", backward
     return f"{whole_line(call)}{end}", backward
 
 

@@ -23,7 +23,7 @@ from maxattn.modules.norm_rope.cute_memory import (
     vector_of,
     zeros,
 )
-from maxattn.modules.norm_rope.cute_stages import Source, Stages, of_angles, of_numbers, of_rows
+from maxattn.modules.norm_rope.cute_stages import RowSource, Stages, of_angles, of_numbers, of_rows
 from maxattn.modules.norm_rope.cute_steps import (
     Heads,
     add_to,
@@ -149,7 +149,7 @@ class Forward:
         for i in cutlass.range(block.rounds):
             self.take(block, i, stages, y, r)
 
-    def stages(self, place: Place, x: Source, turns: list[Source]) -> Stages:
+    def stages(self, place: Place, x: RowSource, turns: list[RowSource]) -> Stages:
         """Return how rows and angles arrive: these may do so while the block adds up a row."""
         if place.threads.norm == "across":
             return Stages(place, [x], self.launch.stages, late=turns)

@@ -25,7 +25,7 @@ cute: Any = import_module("cutlass.cute")
 cpasync: Any = import_module("cutlass.cute.nvgpu.cpasync")
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """Name what a thread needs of an array for a token.
 
     Args:
@@ -46,7 +46,7 @@ class Source(NamedTuple):
         return [values(load(first, n, self.array.element_type)) for first, n in parts]
 
 
-def of_rows(place: Place, rows: Any) -> Source:
+def of_rows(place: Place, rows: Any) -> RowSource:
     """Name the thread's channels of a row of [M,N,H], part by part, pass by pass."""
     parts = [part for step in range(place.threads.passes) for part in place.channels(step)]
 
@@ -54,10 +54,10 @@ def of_rows(place: Place, rows: Any) -> Source:
         row = start_of_row(place, rows, token)
         return [row + first for first, _ in parts]
 
-    return Source(rows, [n for _, n in parts], begin)
+    return RowSource(rows, [n for _, n in parts], begin)
 
 
-def of_angles(place: Place, table: Any) -> Source:
+def of_angles(place: Place, table: Any) -> RowSource:
     """Name the thread's cosines or sines of a token: [L,H/2], L dividing the tokens."""
     width = place.threads.head_dim // 2
 
@@ -65,12 +65,12 @@ def of_angles(place: Place, table: Any) -> Source:
         line = table.iterator + cutlass.Int64(token % table.shape[0]) * width
         return [line + place.angle]
 
-    return Source(table, [PAIRS], begin, repeated=True)
+    return RowSource(table, [PAIRS], begin, repeated=True)
 
 
-def of_numbers(numbers: Any) -> Source:
+def of_numbers(numbers: Any) -> RowSource:
     """Name a token's number of [M]."""
-    return Source(numbers, [1], lambda token: [numbers.iterator + token], repeated=True)
+    return RowSource(numbers, [1], lambda token: [numbers.iterator + token], repeated=True)
 
 
 class Stages:
@@ -84,7 +84,11 @@ class Stages:
     """
 
     def __init__(
-        self, place: Place, sources: list[Source], depth: int, late: list[Source] | None = None
+        self,
+        place: Place,
+        sources: list[RowSource],
+        depth: int,
+        late: list[RowSource] | None = None,
     ) -> None:
         self.depth, self.sources, self.late = depth, sources, late or []
         self.slots = [
