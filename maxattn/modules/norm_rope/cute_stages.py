@@ -5,7 +5,7 @@ The copies run on their own (`cp.async`) and hold no registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -88,9 +88,9 @@ class Stages:
         place: Place,
         sources: list[RowSource],
         depth: int,
-        late: list[RowSource] | None = None,
+        late: Sequence[RowSource] = (),
     ) -> None:
-        self.depth, self.sources, self.late = depth, sources, late or []
+        self.depth, self.sources, self.late = depth, sources, late
         self.slots = [
             [Slots(place, each.array.element_type, n, self.depth) for n in each.sizes]
             for each in sources
