@@ -1,0 +1,56 @@
+"""Which biases FlashAttention-4 takes: it adds one of any dtype to its scores, in float32.
+
+Its kernels for Hopper GPUs do, as maxattn launches them (score_mod.py). They have no gradient of a
+bias: where that is asked for, the blockwise kernel computes the whole backward.
+"""
+
+from __future__ import annotations
+
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.fa4.block_sparse import TilePass, backward, forward
+from maxattn.kernels.fa4.tile_sizes import backward_tile, forward_tile, takes_lists
+from maxattn.kernels.fused import bias_limits, masks
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.memory_efficient import MemoryEfficient
+from maxattn.target import Target
+
+ADDED = "a bias is added pair by pair"
+PLAIN = "memory_efficient where the bias has a gradient"
+
+
+def refuse(call: Call, target: Target) -> Reason | None:
+    """Return why FlashAttention-4 cannot add the bias of a call."""
+    version = target.version("fa4-jax") or ""
+    if not takes_lists(version, target.device):
+        rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
+        return Reason("flash", "bias", rule, masks.REMEDY)
+    reason = bias_limits.refuse_head_dim("flash", call)
+    return reason or bias_limits.refuse_size("flash", call, own_lengths=False)
+
+
+def note(call: Call) -> str:
+    """Say what memory a bias takes, and who computes its gradient."""
+    written = bias_limits.written_text(call, own_lengths=False)
+    return (
+        f"{written}; FlashAttention-4 has no gradient of it: where it has one, memory_efficient"
+        " computes the backward"
+    )
+
+
+def plain_backward(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
+    """Return the kernel of backwards in which the bias has a gradient."""
+    return MemoryEfficient.build(call, config, target)
+
+
+def run_forward(inputs: PieceInputs, scale: float) -> Result:
+    """Return (out, lse) of a rectangle with a bias."""
+    tiles = TilePass(forward_tile(inputs.q.shape[3]), scale, bias=inputs.bias)
+    return Result(*forward(inputs.q, inputs.k, inputs.v, tiles))
+
+
+def run_backward(inputs: PieceInputs, rows: Rows, scale: float) -> Grads:
+    """Return (dq, dk, dv) of a rectangle with a bias, from a given output and LSE."""
+    tiles = TilePass(backward_tile(inputs.q.shape[3]), scale, bias=inputs.bias)
+    return backward(inputs, rows, tiles)
