@@ -6,6 +6,11 @@ bias: where that is asked for, the blockwise kernel computes the whole backward.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Result, Rows
@@ -51,6 +56,19 @@ def run_forward(inputs: PieceInputs, scale: float) -> Result:
 
 
 def run_backward(inputs: PieceInputs, rows: Rows, scale: float) -> Grads:
-    """Return (dq, dk, dv) of a rectangle with a bias, from a given output and LSE."""
+    """Return (dq, dk, dv) of a rectangle with a bias, from a given output and LSE.
+
+    Each query head gets a key head of its own: where they share one, fa4-jax 0.1.0 hands another
+    head and another query to `score_mod` in its backward for Hopper GPUs, as if they were packed.
+    """
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) if group > 1 else x for x in (inputs.k, inputs.v))
     tiles = TilePass(backward_tile(inputs.q.shape[3]), scale, bias=inputs.bias)
-    return backward(inputs, rows, tiles)
+    dq, dk, dv, _ = backward(replace(inputs, k=k, v=v), rows, tiles)
+    return Grads(dq, _of_shared(dk, group), _of_shared(dv, group))
+
+
+def _of_shared(grad: Float[Array, "B S N H"], group: int) -> Float[Array, "B S K H"]:
+    """Sum the gradients of the heads that share a key head, in float32."""
+    b, s, n, h = grad.shape
+    return grad.astype(jnp.float32).reshape(b, s, n // group, group, h).sum(3)
