@@ -22,7 +22,7 @@ from tests.reference import attention64, error
 
 AXES = {
     "mask": list(MASKS),
-    "bias": ["full", "shared", "keys", "far"],
+    "bias": ["full", "1NTS", "shared", "keys", "far"],
     "heads": ["mha", "gqa", "mqa"],
     "length": ["64", "odd", "cross", "one", "short"],
     "head_dim": [16, 20],
@@ -32,7 +32,7 @@ AXES = {
 SHARDED = {
     "strategy": ["none", "ring", "all_gather", "ulysses"],
     "mask": ["full", "causal", "lengths", "segments", "block window"],
-    "bias": ["full", "shared", "keys", "far"],
+    "bias": ["full", "1NTS", "shared", "keys", "far"],
     "length": ["64", "odd"],
 }
 FIXED = {"heads": "8 of 8", "head_dim": 16, "batch": 2, "dtype": "float32"}
