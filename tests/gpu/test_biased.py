@@ -16,7 +16,12 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels import table
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.bias_level import bias_level
+from maxattn.kernels.fused import bias_limits
+from maxattn.kernels.fused.biased import Biased
 from tests.cases import MASKS, arrays, judge, run_case
+from tests.gpu.dense import DenseLibrary
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
 
@@ -66,6 +71,20 @@ def test_strategies(case: dict) -> None:
     )
     case = case | FIXED
     judge(case, run_case(case, config, config.make_mesh(jax.devices()[:8])))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("axes", [(3, 4, 45), (1, 4, 45), (1, 1, 45), (3, 1, 1)])
+def test_a_plan_says_what_is_written(axes: tuple[int, int, int], mask: str) -> None:
+    """Levels and masks of batch rows make an array of each row out of a bias that they share."""
+    bias, (q, k) = (*axes, 130), (jnp.zeros((3, n, 4, 16), "bfloat16") for n in (45, 130))
+    given, x = MASKS[mask](3, 4, 45, 130), jnp.zeros(bias, "bfloat16")
+    call = ma.Call.of(q, k, given, bias=x)
+    bound = (M.Full() if given is None else given).bind(45, 130, 3, 4)
+    inputs = Inputs(q, k, k, x, bound, bias_level=bias_level(x, bound, 45))
+    batch, heads, t, s = bias_limits.written_shape(call)
+    made = Biased.of(inputs, DenseLibrary).given.bias
+    assert made is not None and made.shape == (batch, heads, t + -t % 2, s + -s % 8)
 
 
 # Beside the least bfloat16 float64 would keep nothing of a score either.

@@ -32,12 +32,12 @@ def refuse(call: Call, target: Target) -> Reason | None:
         rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
         return Reason("flash", "bias", rule, masks.REMEDY)
     reason = bias_limits.refuse_head_dim("flash", call)
-    return reason or bias_limits.refuse_size("flash", call, own_lengths=False)
+    return reason or bias_limits.refuse_size("flash", call)
 
 
 def note(call: Call) -> str:
     """Say what memory a bias takes, and who computes its gradient."""
-    written = bias_limits.written_text(call, own_lengths=False)
+    written = bias_limits.written_text(call)
     return (
         f"{written}; FlashAttention-4 has no gradient of it: where it has one, memory_efficient"
         " computes the backward"

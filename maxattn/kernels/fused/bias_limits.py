@@ -14,12 +14,11 @@ import numpy as np
 from maxattn.call import Call, Reason
 from maxattn.jax_private.versions import numbers
 from maxattn.kernels.fused import cudnn_limits, masks
-from maxattn.kernels.fused.biased import own_piece, takes_lengths
 from maxattn.target import Target
 
 LEAST_CUDNN = "9.18"
 HEAD_LIMIT = 128
-MOST_WRITTEN = 4 * 2**30
+MOST_WRITTEN = 8 * 2**30
 
 
 def refuse(who: str, call: Call, target: Target) -> Reason | None:
@@ -47,34 +46,27 @@ def note(call: Call, always: bool = False) -> str:
     return f"{written_text(call)}; {when} needs {_size(workspace, call.dtype)} beside it"
 
 
-def written_text(call: Call, own_lengths: bool = True) -> str:
-    """Say what is made of a bias; arguments as for `written_shape`."""
-    shape = written_shape(call, own_lengths)
+def written_text(call: Call) -> str:
+    """Say what is made of the bias of a device's call."""
+    shape = written_shape(call)
     size = _size(shape, call.bias_dtype)
     return f"the bias is written out as {list(shape)}, {size}, with what the mask hides"
 
 
-def written_shape(call: Call, own_lengths: bool = True) -> tuple[int, int, int, int]:
-    """Return the shape that a device's library is given the bias in.
-
-    Args:
-        call: of one device.
-        own_lengths: whether the library hides keys past a length by itself.
-    """
+def written_shape(call: Call) -> tuple[int, int, int, int]:
+    """Return the shape that a device's library is given the bias in."""
     assert call.bias is not None
     pair = np.arange(2)
     seen = jax.eval_shape(lambda mask: mask.allowed(pair, pair), call.mask).shape
-    if own_lengths and _hides_lengths(call):
-        seen = (1, 1)
     apart = [x > 1 or y > 1 for x, y in zip(call.bias[:2], seen[:2], strict=True)]
     batch, heads = (n if own else 1 for n, own in zip((call.batch, call.heads), apart, strict=True))
     return batch, heads, call.q_len, call.kv_len
 
 
-def refuse_size(who: str, call: Call, own_lengths: bool = True) -> Reason | None:
+def refuse_size(who: str, call: Call) -> Reason | None:
     """Refuse to make a large array of a bias that broadcasts, or of a mask of batch rows."""
     assert call.bias is not None
-    written = written_shape(call, own_lengths)
+    written = written_shape(call)
     full = (call.batch, call.heads, call.q_len, call.kv_len)
     own = tuple(1 if x == 1 else n for x, n in zip(call.bias, full, strict=True))
     if written == own or _bytes(written, call.bias_dtype) <= MOST_WRITTEN:
@@ -92,13 +84,6 @@ def refuse_head_dim(who: str, call: Call) -> Reason | None:
         return None
     rule = f"it takes a bias at head dims up to {HEAD_LIMIT}, and this is {call.head_dim}"
     return Reason(who, f"bias at head dim {call.head_dim}", rule, masks.REMEDY)
-
-
-def _hides_lengths(call: Call) -> bool:
-    """Tell whether the library hides keys past a length, and what positions hide, by itself."""
-    start = None if call.sharded else 0
-    piece = own_piece(call.mask, start, call.q_len, call.kv_len)
-    return piece is not None and takes_lengths(masks.sort_terms(call.mask))
 
 
 def _refuse_dtype(who: str, call: Call) -> Reason | None:

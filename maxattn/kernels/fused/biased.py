@@ -23,7 +23,6 @@ from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.kernels.fused.rectangles import PieceInputs, column
 from maxattn.kernels.softmax import NEG_INF, fold_like
-from maxattn.masks import Mask
 
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
@@ -58,15 +57,14 @@ class Biased:
         head_dim, inputs = inputs.q.shape[3], rectangles.with_padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
-        lengths = _own_lengths(inputs, piece)
-        hides = lengths is None and (piece is None or _has_keys(inputs))
+        hides = piece is None or _has_keys(inputs)
         level = 0.0 if inputs.bias_level is None else inputs.bias_level
         far = jnp.where(jnp.abs(jnp.asarray(level)) > FAR, level, 0.0)
         bias = _written(inputs, far, hides, library)
         q, (k, v) = _padded(inputs.q, QUERIES), (_padded(x, KEYS) for x in (inputs.k, inputs.v))
         whole = Piece(0, q.shape[1], 0, k.shape[1], None, None if piece is None else piece.right)
         kept = jnp.broadcast_to(level - far, (1,) * 4) if jnp.ndim(far) == 0 else level - far
-        return Biased(PieceInputs(q, k, v, lengths, whole, bias), kept[..., 0], t, s, head_dim)
+        return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
 
     def result(self, found: Result) -> Result:
         """Return (out, lse) of the real queries; 0 and -inf where every key is hidden."""
@@ -143,44 +141,19 @@ def _in_float32(grads: Grads) -> Grads:
 
 
 def _own_piece(inputs: Inputs) -> Piece | None:
-    start = inputs.q_offset - inputs.kv_offset
-    known = None if isinstance(start, jax.Array) else int(start)
-    return own_piece(inputs.mask, known, inputs.q.shape[1], inputs.k.shape[1])
-
-
-def own_piece(mask: Mask, start: int | None, q_len: int, kv_len: int) -> Piece | None:
-    """Return the rectangle of all pairs, causal or full, if the positions are that; else None.
-
-    Args:
-        mask: bound.
-        start: the position of the first query minus that of the first key; None: traced.
-        q_len, kv_len: local lengths.
-    """
-    band, whole = masks.sort_terms(mask).band, Piece(0, q_len, 0, kv_len)
+    """Return the rectangle of all pairs, causal or full, if the positions are that; else None."""
+    band, (t, s) = masks.sort_terms(inputs.mask).band, (inputs.q.shape[1], inputs.k.shape[1])
+    whole = Piece(0, t, 0, s)
     if band is None or band.is_full:
         return None if band is None else whole
-    cut = () if start is None else pieces(band, start + band.offset, q_len, kv_len)
+    shift = inputs.q_offset - inputs.kv_offset + band.offset
+    cut = () if isinstance(shift, jax.Array) else pieces(band, int(shift), t, s)
     return next((piece for piece in (whole, whole._replace(right=0)) if cut == (piece,)), None)
 
 
 def _has_keys(inputs: Inputs) -> bool:
     terms = masks.sort_terms(inputs.mask)
     return bool(terms.limits or terms.keys or terms.rest)
-
-
-def _own_lengths(inputs: Inputs, piece: Piece | None) -> Any:
-    """Return the lengths of batch rows that share a bias: in it, each row would need its own."""
-    terms, bias = masks.sort_terms(inputs.mask), inputs.bias
-    assert bias is not None
-    shares = bias.shape[0] < inputs.q.shape[0]
-    if not shares or not takes_lengths(terms) or piece is None:
-        return None
-    return masks.lengths_of(terms, inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
-
-
-def takes_lengths(terms: masks.MaskTerms) -> bool:
-    """Tell whether lengths and limits are all that a mask has beside positions."""
-    return bool(terms.keys) and not terms.has_flags and not terms.rest
 
 
 def _written(
