@@ -135,9 +135,7 @@ def _run_backward(
         given,
         lists,
         tiles.read,
-        in_specs=[lib._QKV_SPEC] * 4
-        + [lib._F32_SPEC] * floats
-        + _one_by_one(*lists, *tiles.read),
+        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + _one_by_one(*lists, *tiles.read),
         out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
         input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
