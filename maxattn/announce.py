@@ -28,9 +28,11 @@ _said: set[str] = set()
 def announce(plan: Plan) -> None:
     """Log a plan the first time it is met, on process 0 alone.
 
-    It is a warning where another kernel or strategy runs than the user named.
+    It is a warning where another kernel or strategy runs than the user named, and where a bias
+    keeps the kernels of a GPU out.
     """
-    level = logging.WARNING if plan.fell_back and plan.fallback == "warn" else logging.INFO
+    warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
+    level = logging.WARNING if warns else logging.INFO
     # A plan met before logging was set up is not spent: it is logged once somebody listens.
     if not log.isEnabledFor(level) or plan in _announced:
         return

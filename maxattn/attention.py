@@ -24,6 +24,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
+from maxattn.jax_private import differentiated
 from maxattn.jax_private.batched_alike import batched_alike
 from maxattn.jax_private.some_examples import some_examples
 from maxattn.jax_private.varying import vary_alike
@@ -294,7 +295,9 @@ def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
     return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
 
 
-def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
+def _attend_fwd(plan: Plan, mesh: Any, *given: Any) -> Any:
+    operands = differentiated.plain_values(given)
+    has_dbias = differentiated.is_differentiated(given[3])
     result = _once(plan, partial(_forward, plan, plan.kernel, mesh), *operands)
     result = batched_alike(*result)
     if plan.target.platform == "gpu":
@@ -305,11 +308,14 @@ def _attend_fwd(plan: Plan, mesh: Any, *operands: Any) -> Any:
     # Named here, inside the rule: a policy that saves both names then has all that the backward
     # needs.
     out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
-    return (out, lse), (*operands, out, lse)
+    return (out, lse), (has_dbias, *operands, out, lse)
 
 
-def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
-    return _once(plan, partial(_backward, plan, mesh), residuals, cotangents)
+def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
+    has_dbias, *others = residuals
+    kernel = plan.kernel if has_dbias.value else plan.kernel.without_dbias()
+    cotangents = differentiated.whole_cotangents(cotangents)
+    return _once(plan, partial(_backward, plan, kernel, mesh), others, cotangents)
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
@@ -327,21 +333,25 @@ def _refuse_second_derivative(kernel: str, *_: Any) -> Any:
     raise Unsupported("derivative", "second", rule, remedy)
 
 
-def _backward(plan: Plan, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]) -> Any:
+def _backward(
+    plan: Plan, kernel: Kernel, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]
+) -> Any:
     *operands, out, lse = residuals
     lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
     inputs = _inputs(plan, *operands)
     letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
     q, kv, _, bias, *_ = specs
-    f, given = partial(_backward_on_shards, plan), (*inputs, out, lse, *cotangents)
+    f, given = partial(_backward_on_shards, plan, kernel), (*inputs, out, lse, *cotangents)
     letters, specs = (*letters, *ROWS), (*specs, q, lse_spec, q, lse_spec)
     grads = on_shards(f, _layout(plan, mesh), given, letters, specs, (q, kv, kv, bias))
     return _unpadded(grads, *operands[:4])
 
 
-def _backward_on_shards(plan: Plan, *operands: Any) -> tuple[Array, Array, Array, Bias]:
+def _backward_on_shards(
+    plan: Plan, kernel: Kernel, *operands: Any
+) -> tuple[Array, Array, Array, Bias]:
     inputs, rows = _local_inputs(*operands[:6]), Rows(*operands[6:])
-    dq, dk, dv, dbias = plan.strategy.backward(plan.kernel, inputs, rows)
+    dq, dk, dv, dbias = plan.strategy.backward(kernel, inputs, rows)
     return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
 
@@ -386,4 +396,4 @@ def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Arra
     return out, lse
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

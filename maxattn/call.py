@@ -57,6 +57,7 @@ class Call:
         return_lse: whether the log-sum-exp is asked for.
         sharded: whether this is one device's share, whose positions are known only where it runs.
         sequence: of one device's share, T and S of the whole padded sequence.
+        bias_dtype: of the bias; "", the default, is the operands' own where there is a bias.
 
     Raises:
         InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
@@ -81,6 +82,7 @@ class Call:
     return_lse: bool = False
     sharded: bool = False
     sequence: tuple[int, int] | None = None
+    bias_dtype: str = ""
 
     def __post_init__(self) -> None:
         for name, value in checked_fields(self).items():
@@ -170,7 +172,8 @@ def bound_call(
     bias_shape, number = _bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)
     what = str(q.dtype), bound.form(), bias_shape, number
-    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, None)
+    last = None, "" if bias is None else str(bias.dtype)
+    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last)
     call = object.__new__(Call)  # what it is made of is checked
     call.__dict__.update(zip(_FIELDS, every, strict=True))
     return call, bound
@@ -335,8 +338,8 @@ def checked_fields(call: Call) -> dict[str, Any]:
         _check_choice(name, getattr(call, name), (False, True))
     scale = None if is_number(call.scale) and call.scale == 0 else call.scale
     found |= {"scale": static_scale(scale, h), "sequence": _sequence(call.sequence)}
-    full = None if call.sharded else (b, t, s, n)
-    return found | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
+    full, others = None if call.sharded else (b, t, s, n), {"bias_dtype": _bias_dtype_of(call)}
+    return found | others | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
 
 
 def _size(name: str, value: Any) -> int:
@@ -390,3 +393,8 @@ def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, in
         rule = f"each size must be 1 or that of [B, N, T, S], {sizes}"
         raise InputError("bias", (b, n, t, s), rule, "let an axis broadcast, or give it whole")
     return b, n, t, s
+
+
+def _bias_dtype_of(call: Call) -> str:
+    _check_bias_dtype(dtype := call.bias_dtype or call.dtype)
+    return "" if call.bias is None else dtype

@@ -143,6 +143,7 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         fallback=question.asked.fallback,
         arithmetic=over.arithmetic,
         sums=over.sums,
+        warns=runs.warns,
     )
 
 

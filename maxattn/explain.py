@@ -109,6 +109,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "scale": plan.call.scale,
         "mask": str(plan.call.mask),
         "bias": list(plan.call.bias) if plan.call.bias else None,
+        "bias_dtype": plan.call.bias_dtype,
         "asked": plan.asked,
         **kernel,
         "strategy": plan.strategy.name,

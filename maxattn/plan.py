@@ -52,6 +52,7 @@ class Plan:
         fallback: the policy under which it did: "error", "warn" or "allow".
         arithmetic: which strategy `context_parallel: auto` chose and by what times, in a line.
         sums: what it added up for every strategy, a line each.
+        warns: whether its log line is a warning: the kernel is slow for what the caller can lift.
     """
 
     call: Call
@@ -71,6 +72,7 @@ class Plan:
     fallback: str = "error"
     arithmetic: str = ""
     sums: tuple[str, ...] = ()
+    warns: bool = False
     _hash: int = field(default=0, init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:

@@ -132,14 +132,15 @@ def arrays(case: dict) -> dict[str, Any]:
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
-    letters = BIASES[case["bias"]]
+    letters = BIASES.get(case["bias"], case["bias"])  # a case may give the axes themselves
     shape = (
         tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters)
         if letters
         else None
     )
     operands = {"q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h)}
-    bias = rng.normal(size=shape).astype(np.float32) if shape else None
+    bias_dtype = jnp.dtype(case.get("bias_dtype", "float32"))
+    bias = rng.normal(size=shape).astype(bias_dtype) if shape else None
     if bias is not None and case["bias"] == "far":
         bias[..., : s // 2] = -1e9
     return operands | {

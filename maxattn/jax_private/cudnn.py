@@ -38,43 +38,73 @@ class CudnnRows(NamedTuple):
     dout: Float[Array, "B T N H"]
 
 
+class CudnnBias(NamedTuple):
+    """Hold what a backward adds to the scores.
+
+    Args:
+        array: [B or 1, N or 1, T, S] in the dtype of q, or None. T and S are even.
+        has_gradient: whether the gradient of it is computed too.
+    """
+
+    array: Array | None = None
+    has_gradient: bool = False
+
+
+NO_BIAS = CudnnBias()
+
+
 def _module() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
-def cudnn_forward(qkv: QKV, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
-    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores."""
+def cudnn_forward(
+    qkv: QKV, mask: CudnnMask, scale: float, bias: Array | None = None
+) -> tuple[Array, Array]:
+    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores.
+
+    Args:
+        qkv, mask, scale: as they are named.
+        bias: as the array of `CudnnBias`, or None.
+    """
     bind = _module()._dot_product_attention_fwd_p_wrapper.bind
-    out, lse = bind(*_operands(qkv, mask), is_training=True, **_settings(mask, scale))
+    settings = _settings(mask, scale, bias is not None, False)
+    out, lse = bind(*_operands(qkv, mask, bias), is_training=True, **settings)
     return out, lse
 
 
-def cudnn_backward(qkv: QKV, rows: CudnnRows, mask: CudnnMask, scale: float) -> QKV:
-    """Return (dq, dk, dv) from a given output and LSE."""
-    bind = _module()._dot_product_attention_bwd_p_wrapper.bind
-    given = rows.lse, rows.out, rows.dout
-    dq, dk, dv = bind(*_operands(qkv, mask), *given, **_settings(mask, scale))
-    return dq, dk, dv
+def cudnn_backward(
+    qkv: QKV, rows: CudnnRows, mask: CudnnMask, scale: float, bias: CudnnBias = NO_BIAS
+) -> tuple[Array, ...]:
+    """Return (dq, dk, dv), and the gradient of the bias if asked for, from a given output and LSE.
+
+    cuDNN takes B N T S values of memory for the gradient of a bias.
+    """
+    bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias.array is not None
+    given, settings = (rows.lse, rows.out, rows.dout), _settings(mask, scale, has_bias, False)
+    if has_bias and bias.has_gradient:
+        settings = _settings(mask, scale, True, True)
+    return tuple(bind(*_operands(qkv, mask, bias.array), *given, **settings))
 
 
-def _operands(qkv: QKV, mask: CudnnMask) -> tuple[Array, ...]:
+def _operands(qkv: QKV, mask: CudnnMask, bias: Array | None) -> tuple[Array, ...]:
     """Return q, k, v, bias, lengths of queries and keys, and what cuDNN takes for nothing else."""
     q, k, v = qkv
     none = jnp.zeros(0, q.dtype)
+    given = q, k, v, none if bias is None else bias
     if mask.lengths is None:
-        return (q, k, v, *(none,) * 7)
+        return (*given, *(none,) * 6)
     queries = jnp.full(mask.lengths.shape, q.shape[1], jnp.int32)
-    return (q, k, v, none, queries, mask.lengths, *(none,) * 4)
+    return (*given, queries, mask.lengths, *(none,) * 4)
 
 
-def _settings(mask: CudnnMask, scale: float) -> dict[str, Any]:
+def _settings(mask: CudnnMask, scale: float, has_bias: bool, has_dbias: bool) -> dict[str, Any]:
     settings = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
-        "variadic_args": (False, False),
+        "variadic_args": (has_bias, has_dbias),
         "mask_type": _mask_type(mask),
         "layout": _module().AttentionLayout.BTNH.value,
         "sliding_window_length": mask.window,

@@ -150,6 +150,13 @@ class Kernel:
         """Return the kernel of a forward that is not differentiated."""
         return self
 
+    def without_dbias(self) -> Kernel:
+        """Return the kernel of a backward whose bias is not differentiated.
+
+        The gradient that it gives the bias is not read.
+        """
+        return self
+
     def forward(self, inputs: Inputs) -> Result:
         """Return the output and the LSE."""
         raise NotImplementedError

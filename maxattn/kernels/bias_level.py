@@ -7,7 +7,7 @@ LSE of -1e9 + log(S). Of a score beside -1e9 float32 keeps nothing: the row woul
 
 The level is the largest bias of the keys that the row may see, so that the LSE without it is as
 near to 0 as the scores are. Kernels get it beside the bias, and take it off in float32: the bias
-stays as it is, in its dtype.
+stays as it is, in its dtype. GPU libraries get a bias without it (kernels/fused/biased.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from maxattn.masks import Mask
 LARGE = 2.0**7
 """Levels up to it are 0: there float32 keeps 2**-17 of a score."""
 PAIRS_AT_ONCE = 2**24
-"""Pairs of a query and a key that are compared in one step, should XLA not fuse them into a sum."""
+"""Pairs of a query and a key that are compared in one step, should XLA not fuse them into a sum.
+
+As many as the bias has are compared in any case.
+"""
 
 Level = Float[Array, "#B #N #T 1"]
 
@@ -46,7 +49,7 @@ def bias_level(
         return _where_large(bias.astype(jnp.float32))
     top = partial(_top, bias, mask, q_offset)
     *heads, rows, _ = level_shape(bias.shape, mask, q_len)
-    at_once = max(1, PAIRS_AT_ONCE // (prod(heads) * bias.shape[3]))
+    at_once = max(1, max(PAIRS_AT_ONCE, bias.size) // (prod(heads) * bias.shape[3]))
     return _where_large(top(0, rows) if rows <= at_once else _in_chunks(top, rows, at_once))
 
 

@@ -5,18 +5,24 @@ Source: NVIDIA cuDNN, scaled dot product attention, through the primitives that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.cudnn import CudnnMask, CudnnRows, cudnn_backward, cudnn_forward
+from maxattn.jax_private.cudnn import (
+    CudnnBias,
+    CudnnMask,
+    CudnnRows,
+    cudnn_backward,
+    cudnn_forward,
+)
 from maxattn.kernels.base import Grads, Lines, Result, Rows
-from maxattn.kernels.fused import cudnn_limits
+from maxattn.kernels.fused import bias_limits, cudnn_limits
 from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.fused.fold_batch import mapped_call
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
 from maxattn.kernels.fused.masks import MaskTerms
 from maxattn.kernels.fused.pieces import pieces
@@ -27,18 +33,27 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class Cudnn(Fused):
-    """Compute out = softmax(scale * q k^T) v with cuDNN."""
+    """Compute out = softmax(scale * q k^T + bias) v with cuDNN.
+
+    Args:
+        bias_gradient: whether a backward computes that of the bias, for which cuDNN needs memory.
+    """
 
     name: ClassVar[str] = "cudnn"
+    bias_gradient: bool = True
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
+        """Refuse float32, long head dims, biases of another dtype, and masks of many kinds.
+
+        Beside a bias it takes every mask: what is hidden is written into the bias.
+        """
+        refused = untested("cudnn", "jax", target) or cudnn_limits.refuse("cudnn", call, target)
+        if refused or call.bias is not None:
+            return refused or bias_limits.refuse("cudnn", call, target)
         terms = fused_masks.sort_terms(call.mask)
         return (
-            untested("cudnn", "jax", target)
-            or cudnn_limits.refuse("cudnn", call, target)
-            or fused_masks.refuse_mask("cudnn", terms)
+            fused_masks.refuse_mask("cudnn", terms)
             or refuse_shards("cudnn", terms, call)
             or _refuse_window(terms, call)
         )
@@ -58,21 +73,30 @@ class Cudnn(Fused):
         """Describe the kernel for `explain`."""
         return Lines("cudnn (cuDNN through jax)", "the library's own")
 
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say what memory a bias takes."""
+        return () if call.bias is None else (bias_limits.note(call),)
+
+    def without_dbias(self) -> Cudnn:
+        """Return the kernel whose backward leaves the bias's gradient out."""
+        return replace(self, bias_gradient=False)
+
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
-        return with_batch_folded(self._one_forward, inputs)
+        return mapped_call(self._one_forward, inputs)
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle."""
-        return with_batch_folded(self._one_backward, inputs, rows)
+        """Return (dq, dk, dv, dbias) of one rectangle."""
+        return mapped_call(self._one_backward, inputs, rows)
 
     def _one_forward(self, inputs: PieceInputs) -> Result:
         qkv = inputs.q, inputs.k, inputs.v
-        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale))
+        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale, inputs.bias))
 
     def _one_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         qkv, given = (inputs.q, inputs.k, inputs.v), CudnnRows(rows.out, rows.lse, rows.dout)
-        return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale))
+        bias = CudnnBias(inputs.bias, self.bias_gradient)
+        return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale, bias))
 
 
 def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:

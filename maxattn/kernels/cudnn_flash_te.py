@@ -20,9 +20,9 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Lines, Result, Rows
-from maxattn.kernels.fused import cudnn_limits
+from maxattn.kernels.fused import bias_limits, cudnn_limits
 from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.fused.fold_batch import mapped_call
 from maxattn.kernels.fused.kernel import Fused, refuse_shards
 from maxattn.kernels.fused.masks import MaskTerms
 from maxattn.kernels.fused.pieces import pieces
@@ -33,7 +33,9 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class CudnnFlashTe(Fused):
-    """Compute out = softmax(scale * q k^T) v with TransformerEngine's fused attention.
+    """Compute out = softmax(scale * q k^T + bias) v with TransformerEngine's fused attention.
+
+    Its backward always computes the gradient of a bias.
 
     Args:
         version: of transformer-engine-jax.
@@ -44,12 +46,17 @@ class CudnnFlashTe(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, long head dims, a bias, and masks other than bands and lengths."""
+        """Refuse float32, long head dims, biases of another dtype, and masks of many kinds.
+
+        Beside a bias it takes every mask: what is hidden is written into the bias.
+        """
+        refused = untested("cudnn_flash_te", "transformer-engine-jax", target)
+        refused = refused or cudnn_limits.refuse("cudnn_flash_te", call, target)
+        if refused or call.bias is not None:
+            return refused or bias_limits.refuse("cudnn_flash_te", call, target)
         terms = fused_masks.sort_terms(call.mask)
         return (
-            untested("cudnn_flash_te", "transformer-engine-jax", target)
-            or cudnn_limits.refuse("cudnn_flash_te", call, target)
-            or fused_masks.refuse_mask("cudnn_flash_te", terms)
+            fused_masks.refuse_mask("cudnn_flash_te", terms)
             or refuse_shards("cudnn_flash_te", terms, call)
             or _refuse_window(terms, call)
         )
@@ -70,17 +77,22 @@ class CudnnFlashTe(Fused):
         """Describe the kernel for `explain`."""
         return Lines(f"cudnn_flash_te (TransformerEngine {self.version})", "the library's own")
 
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say what memory a bias takes."""
+        return () if call.bias is None else (bias_limits.note(call, always=True),)
+
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
-        return with_batch_folded(self._one_forward, inputs)
+        return mapped_call(self._one_forward, inputs)
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle."""
-        return with_batch_folded(self._one_backward, inputs, rows)
+        """Return (dq, dk, dv, dbias) of one rectangle."""
+        return mapped_call(self._one_backward, inputs, rows)
 
     def _one_forward(self, inputs: PieceInputs) -> Result:
         with _no_mesh_resource():
-            operands = (inputs.q, inputs.k, inputs.v), None, None, _descriptor(inputs), None
+            qkv = inputs.q, inputs.k, inputs.v
+            operands = qkv, inputs.bias, None, _descriptor(inputs), None
             run = _te("cpp_extensions").fused_attn_fwd
             out, lse, _, _ = run(*operands, **_settings(inputs, self.scale))
         return Result(out, lse[..., 0])
@@ -89,8 +101,9 @@ class CudnnFlashTe(Fused):
         with _no_mesh_resource():
             given = rows.lse[..., None], _rng_state(), rows.out, rows.dout, _descriptor(inputs)
             run, qkv = _te("cpp_extensions").fused_attn_bwd, (inputs.q, inputs.k, inputs.v)
-            grads, _, _ = run(qkv, None, None, *given, **_settings(inputs, self.scale))
-        return Grads(*grads)
+            settings = _settings(inputs, self.scale)
+            (dq, dk, dv), dbias, _ = run(qkv, inputs.bias, None, *given, **settings)
+        return Grads(dq, dk, dv, None if inputs.bias is None else dbias)
 
 
 def _te(module: str) -> Any:
@@ -123,9 +136,10 @@ def _descriptor(inputs: PieceInputs) -> Any:
 
 def _settings(inputs: PieceInputs, scale: float) -> dict[str, Any]:
     te, p = _te("attention"), inputs.piece
+    kinds = te.AttnBiasType
     window = None if p.left is None else (p.left, -1 if p.right is None else p.right)
     return {
-        "attn_bias_type": te.AttnBiasType.NO_BIAS,
+        "attn_bias_type": kinds.NO_BIAS if inputs.bias is None else kinds.POST_SCALE_BIAS,
         "attn_mask_type": _mask_type(inputs),
         "softmax_type": te.AttnSoftmaxType.VANILLA_SOFTMAX,
         "qkv_layout": te.QKVLayout.BSHD_BSHD_BSHD,

@@ -60,7 +60,7 @@ class Flash(Splash):
             return Flash.of(call, list_bound.fitting(call, config, target), target)
         if has_fa4(target):
             return Fa4.build(call, config, target)
-        return CudnnForFlash(call.scale, call.return_lse, _without_fa4(target))
+        return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:

@@ -39,6 +39,10 @@ class Pair(Kernel):
         """Return the pair of what both run where nothing is differentiated."""
         return Pair(self.first.for_inference(), self.second.for_inference())
 
+    def without_dbias(self) -> Pair:
+        """Return the pair whose second leaves the bias's gradient out."""
+        return Pair(self.first, self.second.without_dbias())
+
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T]) of the first."""
         return self.first.forward(inputs)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.call import Call
+from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+from maxattn.kernels.softmax import fold_like
 
 
 @dataclass(frozen=True)
 class DenseLibrary(Fused):
-    """Compute rectangles densely in float32; rows without keys come out as garbage, as they may."""
+    """Compute rectangles densely in float32; rows without keys come out as garbage, as they may.
 
-    name: ClassVar[str] = "dense library"
+    So does the gradient of a bias where a band hides the pair.
+    """
+
+    name: ClassVar[str] = "dense_library"
+    bias_gradient: bool = True
+
+    @staticmethod
+    def build(call: Call, config: Any, target: Any) -> DenseLibrary:
+        return DenseLibrary(call.scale, call.return_lse)
+
+    def without_dbias(self) -> DenseLibrary:
+        return replace(self, bias_gradient=False)
+
+    def lines(self, call: Call) -> Lines:
+        return Lines("dense", "none")
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
         q, scores = inputs.q, self._scores(inputs)
@@ -37,7 +53,17 @@ class DenseLibrary(Fused):
         dq = self.scale * _einsum("bnts,bsnh->btnh", ds, _heads(k, q))
         dk = self.scale * _einsum("bnts,btnh->bsnh", ds, q.astype(jnp.float32))
         dv = _einsum("bnts,btnh->bsnh", p, dout)
-        return Grads(dq.astype(q.dtype), _fold(dk, k).astype(k.dtype), _fold(dv, v).astype(v.dtype))
+        dk, dv = _fold(dk, k).astype(k.dtype), _fold(dv, v).astype(v.dtype)
+        return Grads(dq.astype(q.dtype), dk, dv, self._dbias(inputs, ds))
+
+    def _dbias(self, inputs: PieceInputs, ds: Array) -> Array | None:
+        bias, band = inputs.bias, inputs.piece
+        if bias is None or not self.bias_gradient:
+            return None
+        summed = fold_like(ds, bias.shape)
+        row, key = jnp.arange(bias.shape[2])[:, None], jnp.arange(bias.shape[3])[None]
+        hidden = False if band.right is None else key > row + band.right
+        return jnp.where(hidden, jnp.nan, summed).astype(bias.dtype)
 
     def _scores(self, inputs: PieceInputs) -> Array:
         q, k, piece, lengths = inputs.q, inputs.k, inputs.piece, inputs.lengths
@@ -48,7 +74,9 @@ class DenseLibrary(Fused):
         ok = ok if piece.right is None else ok & (key <= row + piece.right)
         ok = ok if lengths is None else ok & (key[None] < lengths[:, None, None])
         scores = _einsum("btnh,bsnh->bnts", q.astype(jnp.float32), _heads(k, q))
-        return jnp.where(ok[:, None], self.scale * scores, -1e4)
+        if inputs.bias is None:
+            return jnp.where(ok[:, None], self.scale * scores, -1e4)
+        return jnp.where(ok[:, None], self.scale * scores + inputs.bias, -1e38)
 
 
 def _einsum(axes: str, a: Array, b: Array) -> Array:

@@ -29,7 +29,8 @@ from maxattn.kernels.kv_block import KeyRange, pack
 ARCH = int(re.sub(r"\D", "", os.environ["CUTE_DSL_ARCH"]))
 CAPABILITY = f"{ARCH // 10}.{ARCH % 10}"
 LENGTH = 512
-TARGET = ma.Target("gpu", "NVIDIA X", (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
+KIND = "NVIDIA H200" if ARCH == 90 else "NVIDIA X"
+TARGET = ma.Target("gpu", KIND, (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
 IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
@@ -52,12 +53,14 @@ class CompileCase(NamedTuple):
     head_dim: int = 64
     kv_heads: int = 4
     keys: int = LENGTH
+    bias: tuple[str, tuple[int, int, int, int]] | None = None
 
     @property
     def call(self) -> ma.Call:
         """Return the structure of the call."""
         sizes = 2, LENGTH, self.keys, 4, self.kv_heads, self.head_dim
-        return ma.Call(*sizes, "bfloat16", mask=self.bound)
+        dtype, shape = self.bias or ("", None)
+        return ma.Call(*sizes, "bfloat16", self.bound, shape, bias_dtype=dtype)
 
     @property
     def bound(self) -> M.Mask:
@@ -90,15 +93,20 @@ CASES = {
     "ring": CompileCase(head_dim=128),
     "long keys": CompileCase(kv_heads=2, keys=9000),
     "long keys, lengths": CompileCase(M.KeyPadding(np.array([200, 9000])), 128, keys=9000),
+    "bias": CompileCase(bias=("float32", (2, 4, LENGTH, LENGTH))),
+    "bias, causal": CompileCase(M.Causal(), 128, 2, bias=("bfloat16", (1, 4, LENGTH, LENGTH))),
+    "bias of keys": CompileCase(head_dim=80, bias=("float32", (2, 1, 1, LENGTH))),
 }
 
 
 def both_passes(asked: CompileCase, is_ring: bool) -> Any:
     """Return a function of (q, k, v, out, lse, dout) that launches all kernels of a call."""
-    kernel = Fa4.build(asked.call, ma.AttentionConfig(), TARGET)
+    kernel = Fa4.build(asked.call, ma.AttentionConfig(), TARGET).without_dbias()
+    dtype, shape = asked.bias or ("", None)
+    bias = None if shape is None else jnp.zeros(shape, dtype)
 
     def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> Any:
-        inputs, rows = Inputs(q, k, v, mask=asked.bound), Rows(out, lse, dout, jnp.zeros_like(lse))
+        inputs, rows = Inputs(q, k, v, bias, asked.bound), Rows(out, lse, dout, jnp.zeros_like(lse))
         forward = kernel.forward(inputs)
         if not is_ring:
             return forward, kernel.backward(inputs, rows)

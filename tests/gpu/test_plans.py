@@ -113,7 +113,6 @@ REFUSED = {
     "head_dim_512_cudnn": lambda: plan("cudnn", BARE, call(h=512)),
     "head_dim_256_a100": lambda: plan("cudnn", A100, call(h=256)),
     "float32": lambda: plan("cudnn", BARE, call(dtype="float32")),
-    "bias": lambda: plan("cudnn", BARE, call(bias=jax.ShapeDtypeStruct((4096, 4096), "float32"))),
     "te_block_window": lambda: plan(
         "cudnn_flash_te", H200, call(mask=M.BlockSlidingWindow(256, 4))
     ),

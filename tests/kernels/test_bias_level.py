@@ -223,7 +223,7 @@ def test_levels_in_chunks_of_queries(
     mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bias_level, "PAIRS_AT_ONCE", at_once)
-    bias, bound = _far((1, N, S, S), -1e9).astype(np.float32), SPARSE[mask].bind(S, S)
+    bias, bound = _far((1, N, 1, S), -1e9).astype(np.float32), SPARSE[mask].bind(S, S)
     allowed = np.asarray(bound.allowed(np.arange(S), np.arange(S)))
     top = np.where(allowed & np.isfinite(bias), bias, -np.inf).max(-1, keepdims=True)
     want = np.where(top < -128, np.where(np.isfinite(top), top, 0.0), 0.0)
@@ -238,6 +238,13 @@ def test_no_square_is_made_to_find_the_levels() -> None:
     compiled = jax.jit(partial(bias_level.bias_level, q_len=length)).lower(bias, mask).compile()
     memory: Any = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < length**2 / 8  # a square of bool is 8 times as large
+
+
+def test_a_bias_of_all_pairs_is_compared_in_one_step() -> None:
+    """The steps would follow each other, and each reads a small part of the bias."""
+    bias = jax.ShapeDtypeStruct((2, 10, 2**12, 2**12), "bfloat16")
+    made = jax.make_jaxpr(partial(bias_level.bias_level, mask=M.Full(), q_len=2**12))(bias)
+    assert "scan" not in str(made)
 
 
 SECOND: dict[str, M.Mask | None] = {

@@ -9,6 +9,7 @@ from maxattn.jax_private.aiter import AITER
 from maxattn.kernels import refusal
 from maxattn.target import Target
 
+PLAIN = ("memory_efficient", "dot_product")
 UNMEASURED = "a rule, not measured on this machine"
 # Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
 # was measured. On a GPU dense is faster beyond this too, but its float32 scores would take more
@@ -27,12 +28,14 @@ class KernelChoice(NamedTuple):
         name, because: what runs, and why.
         refused: the kernels that come before it, or that the user named.
         fell_back: whether another runs than was named.
+        warns: whether it is slow for a reason that the caller can lift.
     """
 
     name: str
     because: str
     refused: tuple[Reason, ...] = ()
     fell_back: bool = False
+    warns: bool = False
 
 
 def run_or_choose(
@@ -65,7 +68,8 @@ def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> K
     for name in names:
         reason = refusal(name, local, target, deterministic)
         if reason is None:
-            return KernelChoice(name, because, tuple(refused))
+            warns = _lost_to_bias(name, local, target) and not deterministic
+            return KernelChoice(name, because, tuple(refused), warns=warns)
         refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 
@@ -81,12 +85,33 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         target: the machine.
     """
     vendor = target.device.vendor
-    if vendor == "NVIDIA" and call.dtype != "float32" and call.bias is None:
+    if _has_fused(call, target):
         from maxattn.kernels.auto import gpu
 
-        return gpu.order(call, target)
+        return gpu.order(call, target) if call.bias is None else _with_bias(call, target)
     names, because = _plain(call, target)
     return names, (_no_fused(target) if vendor == "AMD" else "") + because
+
+
+def _has_fused(call: Call, target: Target) -> bool:
+    """Tell whether a GPU has kernels of libraries for the dtype of a call."""
+    return target.device.vendor == "NVIDIA" and call.dtype != "float32"
+
+
+def _lost_to_bias(name: str, call: Call, target: Target) -> bool:
+    """Tell whether plain JAX runs where a fused kernel could, were it not for the bias."""
+    return call.bias is not None and _has_fused(call, target) and name in PLAIN
+
+
+def _with_bias(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return what to try beside a bias: fused kernels by a rule, then plain JAX."""
+    from maxattn.kernels.auto import gpu
+
+    fused, (plain, because) = gpu.fused_with_bias(call, target), _plain(call, target)
+    # cuDNN is named even where it cannot run, so that the plan says why.
+    names = tuple(dict.fromkeys(("cudnn", *fused, *plain)))
+    lost = f"plain JAX, since no fused kernel takes this bias; {because}"
+    return names, gpu.BIAS_RULE if fused else lost
 
 
 def _no_fused(target: Target) -> str:

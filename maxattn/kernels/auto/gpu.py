@@ -28,9 +28,14 @@ from maxattn.target import Target
 
 TABLE = resources.files("maxattn.kernels.auto") / "table.json"
 PLAIN = ("memory_efficient", "dot_product")
+BIAS_RULE = (
+    "a rule, not measured on this GPU: of those that take this bias cuDNN first, then"
+    " TransformerEngine, then FlashAttention-4"
+)
 FULL, BAND, TILES = "full", "band", "tiles"
 UNSPLIT = "flash backward without split queries"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
+BIASED = ("cudnn", "cudnn_flash_te", "flash")
 USUAL = "NVIDIA H200"
 
 Times = tuple[tuple[str, float], ...]
@@ -90,6 +95,11 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     names = _in_order(entry, forward, backward, target)
     faster = _faster(entry, forward, backward)
     return names, _because(entry, device, target, faster) + _lost(faster, target)
+
+
+def fused_with_bias(call: Call, target: Target) -> tuple[str, ...]:
+    """Name the fused kernels that take the bias of a call, in the order of the rule."""
+    return tuple(name for name in BIASED if refusal(name, call, target) is None)
 
 
 def _measured_device(target: Target) -> str | None:

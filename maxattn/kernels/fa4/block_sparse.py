@@ -27,6 +27,7 @@ from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run
 from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
+from maxattn.kernels.fa4.score_mod import BiasAxes
 from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -50,6 +51,7 @@ class TilePass(NamedTuple):
             tracing.
         splits: of the queries in a backward, each of which has lists of its own: they stand before
             the batch rows.
+        bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
     """
 
     tile: Tile
@@ -59,6 +61,12 @@ class TilePass(NamedTuple):
     arrays: tuple[Array, ...] = ()
     rows: Array | None = None
     splits: int = 1
+    bias: Array | None = None
+
+    @property
+    def read(self) -> tuple[Array, ...]:
+        """What the kernel reads number by number, beside the lists."""
+        return padded(self) if self.bias is None else (self.bias,)
 
 
 def forward(
@@ -81,9 +89,9 @@ def forward(
         launch,
         (q, k, v),
         lists,
-        padded(tiles),
+        tiles.read,
         ends,
-        in_specs=[lib._QKV_SPEC] * 3 + _ints(len(lists) + len(tiles.arrays) + len(ends)),
+        in_specs=[lib._QKV_SPEC] * 3 + _one_by_one(*lists, *tiles.read, *ends),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )
@@ -126,10 +134,8 @@ def _run_backward(
         made.main,
         given,
         lists,
-        padded(tiles),
-        in_specs=[lib._QKV_SPEC] * 4
-        + [lib._F32_SPEC] * floats
-        + _ints(len(lists) + len(tiles.arrays)),
+        tiles.read,
+        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + _one_by_one(*lists, *tiles.read),
         out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
         input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
@@ -171,8 +177,9 @@ def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_lau
     rows = rows if tiles.rows is None else _listed_order(q, tiles, forward)
     kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
     splits = (q.shape[0], tiles.splits) if tiles.splits > 1 else None
-    test = tiles.test, len(tiles.arrays)
-    return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits)
+    adds = None if tiles.bias is None else BiasAxes.of(tiles.bias.shape)
+    test = tiles.test, len(tiles.read)
+    return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits, adds)
 
 
 def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
@@ -191,9 +198,10 @@ def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -
     return import_module("cutejax").call(run, out, *operands, vmap_method="sequential", **settings)
 
 
-def _ints(count: int) -> list[Any]:
-    """Describe int32 arrays, which are read number by number: a slice may begin anywhere."""
-    return [import_module("cutejax").ArraySpec(assumed_align=4)] * count
+def _one_by_one(*arrays: Array) -> list[Any]:
+    """Describe arrays that are read number by number: a slice may begin anywhere."""
+    spec = import_module("cutejax").ArraySpec
+    return [spec(assumed_align=x.dtype.itemsize) for x in arrays]
 
 
 def _before(

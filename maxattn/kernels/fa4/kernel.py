@@ -10,7 +10,7 @@ Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,10 +20,11 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.devices import SMS
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import (
     backward_steps,
+    bias,
     block_sparse,
     capabilities,
     dq_accumulator,
@@ -73,22 +74,31 @@ class Fa4(Fused):
         lists: whether the kernel gets block-sparse lists of the tiles to visit.
         sharded: whether the positions are known on the device alone.
         sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
+        plain: computes the backward where a bias has a gradient; None where it has none.
     """
 
     name: ClassVar[str] = "flash"
+    hides_beside_bias: ClassVar[bool] = False
+    takes_any_bias: ClassVar[bool] = True
     version: str = ""
     tests_pairs: bool = False
     launched: bool = False
     lists: bool = False
     sharded: bool = False
     sms: int = SMS
+    plain: Kernel | None = None
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, long head dims, a bias, tables of pairs; `flash` found fa4-jax."""
+        """Refuse float32, long head dims, tables of pairs; `flash` found fa4-jax.
+
+        A bias goes in on Hopper GPUs, with every mask written into it.
+        """
         reason = untested("flash", "fa4-jax", target) or capabilities.refuse(call, target.device)
         terms = masks.sort_terms(call.mask)
         reason = reason or int32_bounds.refuse(call, terms)
+        if reason is None and call.bias is not None:
+            return bias.refuse(call, target)
         if reason is not None or masks.refuse_mask("flash", terms) is None:
             return reason
         found = mask_split.split(call.mask)
@@ -103,6 +113,9 @@ class Fa4(Fused):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
         """Take the scale, whether the LSE is asked for, and how the mask goes in."""
+        if call.bias is not None:
+            version, plain = target.version("fa4-jax") or "", bias.plain_backward
+            return Fa4(call.scale, call.return_lse, version, plain=plain(call, config, target))
         terms = masks.sort_terms(call.mask)
         cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
         version = target.version("fa4-jax") or ""
@@ -129,6 +142,8 @@ class Fa4(Fused):
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
+        if self.plain is not None:
+            return Lines(runs, f"{OWN}; {bias.ADDED}", f"{OWN}; {bias.PLAIN}")
         if self.lists:
             return Lines(runs, launch_lines.lists_line(call, self.sharded))
         if self.tests_pairs:
@@ -154,6 +169,8 @@ class Fa4(Fused):
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
+        if call.bias is not None:
+            return (bias.note(call),)
         if self.lists:
             return (mask_split.sort_note("tiles"),) if call.mask.has_ids else ()
         if not self.tests_pairs:
@@ -165,6 +182,10 @@ class Fa4(Fused):
         of = f"{MOST_ROW_TILES} tiles of all batch rows" if rows else f"{MOST_TILES} tiles"
         most = f"block-sparse lists are of up to {of}, and the call has more"
         return (f"{most}: empty tiles of the band around the mask are computed too",)
+
+    def without_dbias(self) -> Fa4:
+        """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
+        return replace(self, plain=None)
 
     def _may_persist(self, head_dim: int, keys: int) -> bool:
         """Tell whether maxattn launches a forward over all pairs.
@@ -194,7 +215,9 @@ class Fa4(Fused):
         return Result(out[..., : inputs.q.shape[3]], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) from a given LSE and output."""
+        """Return (dq, dk, dv) from a given LSE and output, and dbias where a bias has one."""
+        if self.plain is not None:
+            return self.plain.backward(inputs, rows)
         if not self._tests(inputs.mask):
             return super().backward(inputs, rows)
         if self.lists and mask_inputs.has_ids(inputs.mask):
@@ -248,6 +271,8 @@ class Fa4(Fused):
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""
+        if inputs.bias is not None:
+            return bias.run_forward(inputs, self.scale)
         q, k, v, pairs = inputs.q, inputs.k, inputs.v, inputs.pairs
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
@@ -286,6 +311,8 @@ class Fa4(Fused):
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""
+        if inputs.bias is not None:
+            return bias.run_backward(inputs, rows, self.scale)
         pairs = inputs.pairs
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles

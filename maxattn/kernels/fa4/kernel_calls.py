@@ -59,7 +59,10 @@ def run_forward(
 ):
     """Launch a forward; `ends` are lengths of keys, if any, and `results` are out and lse."""
     settings = _settings(stream, lists, arrays) | {"mSeqUsedK": ends[0] if ends else None}
-    launch.kernel(*qkv, *results, launch.scale, **settings)
+    scale = launch.scale
+    if launch.kernel.score_mod is not None:  # the scale is then an operand on the GPU
+        scale = import_module("cutlass").Float32(scale)
+    launch.kernel(*qkv, *results, scale, **settings)
 
 
 def run_key_splits(

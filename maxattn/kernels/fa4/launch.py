@@ -12,6 +12,12 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
+from maxattn.kernels.fa4.score_mod import (
+    BiasAxes,
+    bias_adder,
+    library_backward,
+    library_forward,
+)
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_queries_kernel import (
     knows_rows,
@@ -42,8 +48,9 @@ class LaunchSpec(NamedTuple):
         tile: queries and keys at a time.
         order: in which rows of tiles are started.
         test: of pairs in mixed tiles; None where no pair is tested.
-        arrays: how many arrays the test reads.
+        arrays: how many arrays the test, or the sum with a bias, reads.
         splits: batch rows, and splits of the queries of a backward; None for one.
+        adds: the axes of a bias that is added; None for none. No pair is tested beside one.
     """
 
     dtype: str
@@ -55,10 +62,13 @@ class LaunchSpec(NamedTuple):
     test: PairTest | None
     arrays: int
     splits: tuple[int, int] | None = None
+    adds: BiasAxes | None = None
 
     @property
     def tested(self) -> dict[str, Any]:
-        """The settings of the library's kernels for the test."""
+        """The settings of the library's kernels for the test, or for the bias."""
+        if self.adds is not None:
+            return {"score_mod": bias_adder(self.adds), "has_aux_tensors": True}
         test = None if self.test is None else pair_test(self.test)
         return {"mask_mod": test, "has_aux_tensors": self.arrays > 0}
 
@@ -75,7 +85,8 @@ def _dtype(name: str) -> Any:
 @lru_cache(maxsize=256)
 def forward_launch(spec: LaunchSpec) -> Launch:
     """Make the forward for one kind of operands and one test."""
-    return Launch(_forward(forward_class(spec.order), spec), spec.scale)
+    kernel = forward_class(spec.order) if spec.adds is None else library_forward()
+    return Launch(_forward(kernel, spec), spec.scale)
 
 
 @lru_cache(maxsize=256)
@@ -118,7 +129,7 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     """Make the backward, likewise, with the settings that the library has for this tile."""
     lib, plan, scale = library(), _plan_of(spec), spec.scale
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
-    kernel_class = backward_class(spec.order)
+    kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
     if spec.splits is not None:
         kernel_class = split_lists_class(kernel_class, *spec.splits)
     kernel = kernel_class(*spec.operands, **settings, **spec.tested)

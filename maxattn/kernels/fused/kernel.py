@@ -21,8 +21,8 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.fused import biased, rectangles
 from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.pieces import Piece, ShiftedBand, fits_shards
 from maxattn.kernels.fused.real_keys import RealKeys
 from maxattn.kernels.fused.rectangles import PieceInputs, column
@@ -42,6 +42,10 @@ class Fused(Kernel):
 
     name: ClassVar[str]
     needs_an_example: ClassVar[bool] = True
+    hides_beside_bias: ClassVar[bool] = True
+    """Whether the library hides causal pairs and lengths by itself where there is a bias."""
+    takes_any_bias: ClassVar[bool] = False
+    """Whether it adds a bias of any dtype; else of the dtype of q."""
     scale: float
     lse_gradient: bool = False
 
@@ -50,17 +54,21 @@ class Fused(Kernel):
         raise NotImplementedError
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle from a given output and LSE."""
+        """Return (dq, dk, dv) of one rectangle from a given output and LSE; dbias with a bias."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
+        if inputs.bias is not None:
+            return biased.forward(self, inputs)
         width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         given = _given(inputs, RealKeys.of(terms, inputs))
 
         def compute(pieces: Pieces, given: PieceInputs) -> Result:
-            return rectangles.merged([(p, self._forward(given.cut(p))) for p in pieces], given.q)
+            return rectangles.merged(
+                [(p, self.rectangle_forward(given.cut(p))) for p in pieces], given.q
+            )
 
         out, lse = ShiftedBand.of(terms, inputs).run(compute, given)
         return Result(out[..., :width], lse)
@@ -68,8 +76,10 @@ class Fused(Kernel):
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) from a given LSE and output; dk and dv are float32.
 
-        They were rounded once to k's dtype.
+        They were rounded once to k's dtype. Beside them stands the gradient of a bias.
         """
+        if inputs.bias is not None:
+            return biased.backward(self, inputs, rows)
         width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         keys = RealKeys.of(terms, inputs)
@@ -87,7 +97,7 @@ class Fused(Kernel):
 
     # ---- one rectangle ---------------------------------------------------------------------------
 
-    def _forward(self, inputs: PieceInputs) -> Result:
+    def rectangle_forward(self, inputs: PieceInputs) -> Result:
         """Return the result of one rectangle: 0 and -inf for queries that see nothing in it."""
         out, lse = self.piece_forward(inputs)
         seen = inputs.seen()

@@ -94,7 +94,7 @@ def _refuse_flags(who: str) -> Reason:
 
 
 def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
-    """Return why no fused kernel of this limit can compute a call: dtype, head dim, scale, bias.
+    """Return why no fused kernel of this limit can compute a call: dtype, head dim, scale.
 
     Args:
         who: the kernel.
@@ -112,9 +112,6 @@ def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reaso
     if call.scale < 0:  # it takes the largest product for the largest score, and gives NaN
         rule = f"it takes scales above 0, and this is {call.scale:.3g}"
         return Reason(who, "scale below 0", rule, f"hand over -q with scale {-call.scale:.3g}")
-    if call.bias is not None:
-        rule = "it would round an additive bias to the dtype of q"
-        return Reason(who, "bias", rule, REMEDY)
     return None
 
 

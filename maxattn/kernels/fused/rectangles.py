@@ -37,7 +37,7 @@ Lengths = Int[Array, " B"] | Pairs | None
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "lengths"],
+    data_fields=["q", "k", "v", "lengths", "bias"],
     meta_fields=["piece"],
 )
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class PieceInputs:
         q, k, v: of the rectangle's queries and keys.
         lengths: beside the band of `piece`.
         piece: where the rectangle stands, and the band in it.
+        bias: as a library takes it (biased.py), of all pairs.
     """
 
     q: Float[Array, "B T N H"]
@@ -55,6 +56,7 @@ class PieceInputs:
     v: Float[Array, "B S K H"]
     lengths: Lengths
     piece: Piece
+    bias: Float[Array, "#B #N T S"] | None = None
 
     @classmethod
     def whole(cls, q: Array, k: Array, v: Array, lengths: Lengths) -> PieceInputs:

@@ -22,6 +22,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import TOKAMAX_ON_GPU
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
+from maxattn.kernels.fused import bias_limits
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.masks import MaskTerms
@@ -63,6 +64,7 @@ class TokamaxMosaic(Fused):
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
         reason = untested("tokamax_flash", "tokamax", target) or _refuse_float16(call)
         reason = reason or fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
+        reason = reason or bias_limits.refuse_any("tokamax_flash", call)
         return reason or _refuse_terms(fused_masks.sort_terms(call.mask))
 
     @staticmethod

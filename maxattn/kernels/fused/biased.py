@@ -1,0 +1,180 @@
+"""A bias as GPU libraries take it: a value for every pair, in the dtype of q, the mask among them.
+
+    given = clip(bias - far level, lowest, -lowest)        lowest where a pair is hidden
+
+A library adds it to the scores in float32. -inf is not given: where a whole tile of keys has it,
+the maximum of a row is -inf, and exp(-inf - -inf) is NaN. The level of a row (bias_level.py) is
+taken off where it is far from 0: of two values of one dtype that differ by less than a factor of 2
+the difference is exact, and the others are hundreds below. A level that is not far stays in, and is
+taken off the LSE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.fused import masks, rectangles
+from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.fused.rectangles import PieceInputs, column
+from maxattn.kernels.softmax import NEG_INF, fold_like
+
+if TYPE_CHECKING:
+    from maxattn.kernels.fused.kernel import Fused
+
+# The bias of hidden pairs: in float32, maxima this far down still keep exponents within reach.
+LOWEST = {"bfloat16": -(2.0**30), "float16": -65504.0, "float32": -(2.0**30)}
+# Up to it float32 keeps 2**-14 of a score.
+FAR = 2.0**10
+# Lengths become multiples of these: cuDNN takes even ones, and rows of 16 bytes load whole.
+QUERIES, KEYS = 2, 8
+
+
+@dataclass(frozen=True)
+class Biased:
+    """Hold a call as a library computes it.
+
+    Args:
+        given: q, k, v and bias, padded; which pairs the library hides by itself.
+        kept: the levels that are still in the bias.
+        queries, keys, head_dim: before padding.
+    """
+
+    given: PieceInputs
+    kept: Float[Array, "#B #N #T"]
+    queries: int
+    keys: int
+    head_dim: int
+
+    @staticmethod
+    def of(inputs: Inputs, library: type[Fused]) -> Biased:
+        """Write a bias out, with what the library does not hide by itself."""
+        head_dim, inputs = inputs.q.shape[3], rectangles.with_padded_heads(inputs)
+        (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
+        piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
+        hides = piece is None or _has_keys(inputs)
+        level = 0.0 if inputs.bias_level is None else inputs.bias_level
+        far = jnp.where(jnp.abs(jnp.asarray(level)) > FAR, level, 0.0)
+        bias = _written(inputs, far, hides, library)
+        q, (k, v) = _padded(inputs.q, QUERIES), (_padded(x, KEYS) for x in (inputs.k, inputs.v))
+        whole = Piece(0, q.shape[1], 0, k.shape[1], None, None if piece is None else piece.right)
+        kept = jnp.broadcast_to(level - far, (1,) * 4) if jnp.ndim(far) == 0 else level - far
+        return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
+
+    def result(self, found: Result) -> Result:
+        """Return (out, lse) of the real queries; 0 and -inf where every key is hidden."""
+        out, lse = found.out[:, : self.queries, :, : self.head_dim], found.lse[..., : self.queries]
+        assert self.given.bias is not None
+        hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
+        out = jnp.where(column(hidden), 0, out).astype(out.dtype)
+        return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
+
+    def rows(self, rows: Rows) -> Rows:
+        """Return what the library's backward is given of each query."""
+        rows = rectangles.rows_for(rows, self.given.q)
+        unseen, extra = rows.lse == NEG_INF, self.given.q.shape[1] - self.queries
+        dout = jnp.where(column(unseen), 0, rows.dout).astype(rows.dout.dtype)
+        out, dout = (_longer(x, extra, 1, 0) for x in (rows.out, dout))
+        lse, dlse = (
+            _longer(rows.lse + self.kept, extra, 2, NEG_INF),
+            _longer(rows.dlse, extra, 2, 0),
+        )
+        return rectangles.without_unseen(self.given, Rows(out, lse, dout, dlse))
+
+    def grads(self, found: Grads, inputs: Inputs) -> Grads:
+        """Return the gradients of the real queries and keys, the bias's as the bias was."""
+        width, bias = self.head_dim, inputs.bias
+        assert bias is not None
+        dq = found.dq[:, : self.queries, :, :width].astype(inputs.q.dtype)
+        dk, dv = (x[:, : self.keys, :, :width] for x in (found.dk, found.dv))
+        if found.dbias is None:
+            return Grads(dq, dk, dv, jnp.zeros(bias.shape, jnp.float32))
+        dbias = found.dbias[:, :, : self.queries, : self.keys]
+        return Grads(dq, dk, dv, fold_like(self._of_seen(dbias), bias.shape))
+
+    def _of_seen(self, dbias: Array) -> Array:
+        # A library may leave out the tiles that a causal mask hides, and what stood there stays.
+        if self.given.piece.right is None:
+            return dbias
+        row, key = (jax.lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
+        return jnp.where(key <= row, dbias, 0.0)
+
+
+def forward(kernel: Fused, inputs: Inputs) -> Result:
+    """Return (out, lse) of a call with a bias."""
+    made = Biased.of(inputs, type(kernel))
+    return made.result(kernel.rectangle_forward(made.given))
+
+
+def backward(kernel: Fused, inputs: Inputs, rows: Rows) -> Grads:
+    """Return (dq, dk, dv, dbias); the last three are float32.
+
+    A gradient of the LSE is a backward too: with v = (1, 0, ..) and out = 0,
+
+        dP = dlse        dS = P * dlse
+    """
+    made = Biased.of(inputs, type(kernel))
+    given = made.rows(rows)
+    found = _in_float32(kernel.piece_backward(made.given, given))
+    if kernel.lse_gradient:
+        of_lse = _in_float32(kernel.piece_backward(*_for_lse(made.given, given)))
+        found = jax.tree.map(jnp.add, found, of_lse._replace(dv=jnp.zeros_like(found.dv)))
+    return made.grads(found, inputs)
+
+
+def _for_lse(given: PieceInputs, rows: Rows) -> tuple[PieceInputs, Rows]:
+    first = jnp.zeros_like(given.v).at[..., 0].set(1)
+    dout = jnp.zeros_like(rows.dout).at[..., 0].set(rows.dlse.swapaxes(1, 2).astype(given.q.dtype))
+    return replace(given, v=first), Rows(jnp.zeros_like(rows.out), rows.lse, dout, rows.dlse)
+
+
+def _in_float32(grads: Grads) -> Grads:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+
+
+# ---- the mask ------------------------------------------------------------------------------------
+
+
+def _own_piece(inputs: Inputs) -> Piece | None:
+    """Return the rectangle of all pairs, causal or full, if the positions are that; else None."""
+    band, (t, s) = masks.sort_terms(inputs.mask).band, (inputs.q.shape[1], inputs.k.shape[1])
+    whole = Piece(0, t, 0, s)
+    if band is None or band.is_full:
+        return None if band is None else whole
+    shift = inputs.q_offset - inputs.kv_offset + band.offset
+    cut = () if isinstance(shift, jax.Array) else pieces(band, int(shift), t, s)
+    return next((piece for piece in (whole, whole._replace(right=0)) if cut == (piece,)), None)
+
+
+def _has_keys(inputs: Inputs) -> bool:
+    terms = masks.sort_terms(inputs.mask)
+    return bool(terms.limits or terms.keys or terms.rest)
+
+
+def _written(
+    inputs: Inputs, far: Any, hides: bool, library: type[Fused]
+) -> Float[Array, "#B #N T S"]:
+    bias, (q, k) = inputs.bias, (inputs.q, inputs.k)
+    assert bias is not None
+    dtype = bias.dtype if library.takes_any_bias else q.dtype
+    lowest, (t, s) = LOWEST[str(dtype)], (q.shape[1], k.shape[1])
+    x = bias.astype(jnp.float32) - far
+    if hides:
+        at = inputs.q_offset, inputs.kv_offset
+        x = jnp.where(inputs.mask.allowed(jnp.arange(t), jnp.arange(s), *at), x, lowest)
+    x = jnp.broadcast_to(jnp.clip(x, lowest, -lowest).astype(dtype), (*x.shape[:2], t, s))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -t % QUERIES), (0, -s % KEYS)), constant_values=lowest)
+
+
+def _padded(x: Array, unit: int) -> Array:
+    return _longer(x, -x.shape[1] % unit, 1, 0)
+
+
+def _longer(x: Array, extra: int, axis: int, fill: float) -> Array:
+    around = [(0, extra if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, around, constant_values=fill) if extra else x

@@ -1,0 +1,142 @@
+"""An additive bias on an NVIDIA GPU (`make test-gpu`): output, LSE and every gradient against
+float64, or a refusal by name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.errors import Unsupported
+from tests.cases import MASKS, judge, run_case
+from tests.gpu.requirements import skip_unless_available
+from tests.pairwise import pairwise
+from tests.reference import attention64, error
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ["cudnn", "cudnn_flash_te", "flash"]
+AXES = {
+    "kernel": KERNELS,
+    "bias": ["BNTS", "1NTS", "B1TS", "11TS", "keys", "BN1S", "11T1"],
+    "mask": list(MASKS),
+    "dtype": ["bfloat16", "float16"],
+    "bias_dtype": ["that of q", "float32"],
+    "heads": ["mha", "gqa", "mqa"],
+    "length": ["64", "odd", "one", "cross", "short"],
+    "head_dim": [40, 64, 72, 128],
+    "batch": [1, 3],
+}
+
+
+def name(case: dict) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def of_dtype(case: dict) -> dict:
+    same = case["bias_dtype"] == "that of q"
+    return case | {"bias_dtype": case["dtype"] if same else case["bias_dtype"]}
+
+
+@pytest.mark.parametrize(
+    "case", pairwise(AXES, lambda case: True, core=("kernel", "bias", "bias_dtype")), ids=name
+)
+def test_pairs(case: dict, record_property: Any) -> None:
+    skip_unless_available(case["kernel"])
+    case = of_dtype(case)
+    rounds = case["kernel"] != "flash" and case["bias_dtype"] != case["dtype"]
+    config = ma.AttentionConfig(attention=case["kernel"])
+    if rounds:
+        with pytest.raises(Unsupported, match="in the dtype of q"):
+            run_case(case, config)
+        return
+    errors = run_case(case, config)
+    record_property("errors", errors)
+    jax.clear_caches()
+    judge(case, errors)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_bias_of_another_head_dim_is_refused(kernel: str) -> None:
+    skip_unless_available(kernel)
+    q = jnp.ones((1, 64, 2, 192), "bfloat16")
+    with pytest.raises(Unsupported, match="head dims up to 128"):
+        attend(kernel)(q, q, q, bias=jnp.zeros((1, 1, 64, 64), "bfloat16"))
+
+
+def attend(kernel: str) -> Any:
+    return partial(ma.attention, config=ma.AttentionConfig(attention=kernel))
+
+
+LEVELS = [0.0, 500.0, 1e4, -1e9, -1e12]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_rows_far_from_0(kernel: str, level: float, differentiated: bool) -> None:
+    """Some rows lie at the level, some in part, some are -inf, and some the least bfloat16."""
+    skip_unless_available(kernel)
+    t, s, rng = 200, 328, np.random.default_rng(4)
+    bias = jnp.asarray(rng.normal(size=(1, 2, t, s)) * 4, "bfloat16")
+    bias = bias.at[:, :, :9].add(level).at[:, :, 9:20, :150].add(level).at[:, :, 20].set(-jnp.inf)
+    least = jnp.finfo(jnp.bfloat16).min
+    bias = bias.at[:, :, 21:40, 20:].set(-jnp.inf).at[:, :, 40:60, 130:].set(least)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, n, 2, 64)), "bfloat16") for n in (t, s, s, t))
+    f = attend(kernel)
+    if differentiated:
+        out, pull = jax.vjp(lambda *x: f(*x[:3], bias=x[3]), q, k, v, bias)
+    else:
+        out, pull = jax.vjp(lambda *x: f(*x, bias=bias), q, k, v)
+    exact = np.asarray(bias, np.float64)
+    ok = np.isfinite(exact)
+    want = attention64(q, k, v, ok, np.where(ok, exact, 0.0), dout=dout)
+    wanted = (want.out, want.dq, want.dk, want.dv, want.dbias)
+    names, got = ("out", "dq", "dk", "dv", "dbias"), (out, *pull(dout))
+    errors = {n: error(g, w) for n, g, w in zip(names, got, wanted, strict=False)}
+    judge({"dtype": "bfloat16"}, errors)
+    assert not np.asarray(out[:, 20]).any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=["both", "queries", "bias"])
+def test_mapped(kernel: str, axes: tuple[int | None, int | None]) -> None:
+    skip_unless_available(kernel)
+    rng = np.random.default_rng(6)
+    q, k, dout = (jnp.asarray(rng.normal(size=(3, 2, 96, 4, 64)), "bfloat16") for _ in range(3))
+    bias = jnp.asarray(rng.normal(size=(3, 1, 4, 96, 96)), "bfloat16")
+    given = (x if axis == 0 else x[0] for x, axis in zip((q, bias), axes, strict=True))
+
+    def both(q: Any, bias: Any, dout: Any) -> Any:
+        f = partial(attend(kernel), k=k[0], v=k[1], mask=M.Causal())
+        out, pull = jax.vjp(lambda q, bias: f(q, bias=bias), q, bias)
+        return out, *pull(dout)
+
+    got = jax.jit(jax.vmap(both, (*axes, 0)))(*given, dout)
+    for i in range(3):
+        at = (x[i if axis == 0 else 0] for x, axis in zip((q, bias), axes, strict=True))
+        for mine, alone in zip(got, both(*at, dout[i]), strict=True):
+            assert error(mine[i], alone) < 2e-2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("bias", ["BNTS", "1NTS", "keys"])
+def test_two_gpus(kernel: str, strategy: str, bias: str) -> None:
+    skip_unless_available(kernel, devices=2)
+    config = ma.AttentionConfig(
+        attention=kernel,
+        context_parallel=strategy,  # type: ignore[arg-type]
+        ici_context_parallelism=2,
+        ici_data_parallelism=1,
+    )
+    case = {"dtype": "bfloat16", "bias_dtype": "bfloat16", "bias": bias, "mask": "causal"}
+    case |= {"heads": "mha", "length": "odd", "head_dim": 64, "batch": 2}
+    judge(case, run_case(case, config, config.make_mesh(jax.devices()[:2])))

@@ -1,0 +1,158 @@
+"""A bias as GPU libraries take it, on a CPU, around a dense library: levels, masks written into it,
+odd lengths, strategies, and its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.kernels import table
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.bias_level import bias_level
+from maxattn.kernels.fused import bias_limits
+from maxattn.kernels.fused.biased import Biased
+from tests.cases import MASKS, arrays, judge, run_case
+from tests.gpu.dense import DenseLibrary
+from tests.pairwise import pairwise
+from tests.reference import attention64, error
+
+AXES = {
+    "mask": list(MASKS),
+    "bias": ["full", "1NTS", "shared", "keys", "far"],
+    "heads": ["mha", "gqa", "mqa"],
+    "length": ["64", "odd", "cross", "one", "short"],
+    "head_dim": [16, 20],
+    "batch": [1, 3],
+    "dtype": ["float32"],
+}
+SHARDED = {
+    "strategy": ["none", "ring", "all_gather", "ulysses"],
+    "mask": ["full", "causal", "lengths", "segments", "block window"],
+    "bias": ["full", "1NTS", "shared", "keys", "far"],
+    "length": ["64", "odd"],
+}
+FIXED = {"heads": "8 of 8", "head_dim": 16, "batch": 2, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[None]:
+    """Let a config name the dense library."""
+    table.add(table.KernelRow("dense_library", "tests.gpu.dense:DenseLibrary"))
+    yield
+    table.remove("dense_library")
+
+
+def name(case: dict) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True, core=("mask", "bias")), ids=name)
+def test_every_mask_beside_every_bias(case: dict) -> None:
+    judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
+
+
+@pytest.mark.parametrize("case", pairwise(SHARDED, lambda case: True), ids=name)
+def test_strategies(case: dict) -> None:
+    config = ma.AttentionConfig(
+        attention="dense_library",
+        context_parallel=case["strategy"],
+        ici_context_parallelism=2,
+        ici_data_parallelism=2,
+        ici_tensor_parallelism=2,
+    )
+    case = case | FIXED
+    judge(case, run_case(case, config, config.make_mesh(jax.devices()[:8])))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("axes", [(3, 4, 45), (1, 4, 45), (1, 1, 45), (3, 1, 1)])
+def test_a_plan_says_what_is_written(axes: tuple[int, int, int], mask: str) -> None:
+    """Levels and masks of batch rows make an array of each row out of a bias that they share."""
+    bias, (q, k) = (*axes, 130), (jnp.zeros((3, n, 4, 16), "bfloat16") for n in (45, 130))
+    given, x = MASKS[mask](3, 4, 45, 130), jnp.zeros(bias, "bfloat16")
+    call = ma.Call.of(q, k, given, bias=x)
+    bound = (M.Full() if given is None else given).bind(45, 130, 3, 4)
+    inputs = Inputs(q, k, k, x, bound, bias_level=bias_level(x, bound, 45))
+    batch, heads, t, s = bias_limits.written_shape(call)
+    made = Biased.of(inputs, DenseLibrary).given.bias
+    assert made is not None and made.shape == (batch, heads, t + -t % 2, s + -s % 8)
+
+
+# Beside the least bfloat16 float64 would keep nothing of a score either.
+LEVELS = [0.0, 3.0, 500.0, 1e4, -1e9, -1e12]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_biases_far_from_0(dtype: str, level: float) -> None:
+    """Of one row every bias is near the level, of one a few are, and one row sees nothing."""
+    t, s = 6, 10
+    level = float(np.clip(level, -6e4, 6e4)) if dtype == "float16" else level
+    rng = np.random.default_rng(4)
+    bias = jnp.asarray(rng.normal(size=(1, 2, t, s)) * 4, dtype)
+    bias = bias.at[:, :, 1].add(level).at[:, :, 2, :3].add(level).at[:, :, 3].set(-jnp.inf)
+    bias = bias.at[:, :, 4, 2:].set(-jnp.inf).at[:, :, 5, 1:].set(jnp.finfo(dtype).min)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, n, 2, 16)), dtype) for n in (t, s, s, t))
+    attend = partial(ma.attention, config=ma.AttentionConfig(attention="dense_library"))
+    out, pull = jax.vjp(lambda *x: attend(*x[:3], bias=x[3]), q, k, v, bias)
+    got = out, *pull(dout)
+    exact = np.asarray(bias, np.float64)
+    ok = np.isfinite(exact)
+    want = attention64(q, k, v, ok, np.where(ok, exact, 0.0), dout=dout)
+    wanted = want.out, want.dq, want.dk, want.dv, want.dbias
+    names = "out", "dq", "dk", "dv", "dbias"
+    # The output that the backward is given was rounded: of few and small dS that is more.
+    errors = {n: error(g, w) / 2 for n, g, w in zip(names, got, wanted, strict=True)}
+    judge({"dtype": dtype}, errors)
+    assert not np.asarray(out[:, 3]).any()
+
+
+@pytest.mark.parametrize("mapped", ["all", "queries", "bias"])
+def test_mapped(mapped: str) -> None:
+    x = arrays(FIXED | {"mask": "causal", "bias": "shared", "length": "odd"})
+    many = {n: np.stack([x[n], x[n] * 0.5, x[n] + 1.0]) for n in ("q", "k", "v", "bias", "dout")}
+    axes = {
+        n: 0 if mapped == "all" or n == {"queries": "q", "bias": "bias"}[mapped] else None
+        for n in many
+    }
+    attend = partial(
+        ma.attention, mask=M.Causal(), config=ma.AttentionConfig(attention="dense_library")
+    )
+
+    def both(q: Any, k: Any, v: Any, bias: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: attend(*x[:3], bias=x[3]), q, k, v, bias)
+        return out, *pull(dout)
+
+    given = [many[n] if axes[n] == 0 else x[n] for n in many]
+    got = jax.jit(jax.vmap(both, tuple(axes.values())))(*given)
+    for i in range(3):
+        one = both(*(y[i] if a == 0 else y for y, a in zip(given, axes.values(), strict=True)))
+        for mine, alone in zip(got, one, strict=True):
+            assert error(mine[i], alone) < 2e-5
+
+
+@pytest.mark.parametrize("argnums, asked", [((0,), False), ((1,), True), ((0, 1), True)])
+@pytest.mark.parametrize("kernel", ["cudnn", "auto"])
+def test_the_gradient_of_a_bias_is_computed_where_it_is_asked_for(
+    kernel: str, argnums: tuple[int, ...], asked: bool
+) -> None:
+    """cuDNN takes B N T S values of memory for it."""
+    q, bias = jnp.ones((2, 64, 4, 64), "bfloat16"), jnp.zeros((2, 4, 64, 64), "bfloat16")
+
+    def loss(q: Any, bias: Any) -> Any:
+        config = ma.AttentionConfig(attention=kernel)
+        return ma.attention(q, q, q, bias=bias, config=config).sum()
+
+    with ma.Target.named("NVIDIA H200").assumed():
+        made = str(jax.make_jaxpr(jax.jit(jax.grad(loss, argnums)))(q, bias))
+    assert made.count("variadic_args=(True, False)") == (1 if asked else 2)
+    assert made.count("variadic_args=(True, True)") == (1 if asked else 0)
