@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from maxattn.tools.bench.auto_table import shapes
 from maxattn.tools.bench.grid.calls import (
     BLOCKS,
     CAUSAL,
@@ -18,7 +18,6 @@ from maxattn.tools.bench.grid.calls import (
     GridCall,
     of_shape,
 )
-from maxattn.tools.bench.auto_table import shapes
 
 Rng = np.random.Generator
 # Strata: each is dealt in these shares, whatever the others are.
@@ -111,9 +110,12 @@ def _most_batch(t: int, s: int, heads: int, head_dim: int) -> int:
 
 
 def _numbers(rng: Rng, kind: str, batch: int, t: int, s: int) -> tuple[int, ...]:
+    first = (0,) if t > s else ()  # where the first query sits; else the last is at the last key
+    if kind == CAUSAL:
+        return first
     if kind == WINDOW:
         left = round(_log_uniform(rng, 32, max(64, s / 2)))
-        return left, int(rng.choice((0, left)))
+        return left, int(rng.choice((0, left))), *first
     if kind == BLOCKS:
         block = max(1, min(round(_log_uniform(rng, 64, 4096)), s // 2))
         return block, int(rng.integers(1, max(2, -(-s // block))))

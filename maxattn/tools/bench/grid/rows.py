@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from maxattn.tools.bench.grid.calls import GridCall
+from maxattn.kernels import KERNELS
+from maxattn.tools.bench.grid.calls import GridCall, of_shape
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
+from maxattn.tools.model_shapes import read
 
 GridTime = dict[str, float]
 """Milliseconds by kernel."""
@@ -74,15 +77,42 @@ def is_measured(name: str, call: GridCall) -> bool:
     return name not in PLAIN or (few and (name == "dot_product" or call.pairs > FEW_SCORES / 10))
 
 
+def is_ours(name: str) -> bool:
+    """Tell a kernel from another library, and from what is made of kernels."""
+    return name in KERNELS
+
+
 def read_rows(files: Iterable[Path]) -> list[GridRow]:
-    """Read rows of files: JSON with "rows", or a row in a line."""
+    """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote."""
     found = []
     for path in files:
-        text = path.read_text()
-        lines = text.splitlines() if path.suffix == ".jsonl" else []
-        rows = [json.loads(line) for line in lines] if lines else json.loads(text)["rows"]
-        found += [GridRow.of_json(row) for row in rows]
+        if path.suffix == ".jsonl":
+            found += [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+            continue
+        runs = _runs(json.loads(path.read_text()))
+        found += [GridRow.of_json(row) for run in runs for row in run["rows"] if "call" in row]
+        found += _of_bench([row for run in runs for row in run["rows"] if "call" not in row])
     return found
+
+
+def _runs(document: Any) -> list[dict[str, Any]]:
+    """List the runs of a file: it is one, or holds several by name."""
+    of = document if isinstance(document, dict) else {}
+    inside = [run for run in of.values() if isinstance(run, dict) and "rows" in run]
+    return [of] if "rows" in of else inside
+
+
+def _of_bench(rows: list[dict[str, Any]]) -> list[GridRow]:
+    """Read the rows of named shapes: the median of each kernel's times."""
+    times: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row["what"] in (FORWARD, BACKWARD) and is_ours(row["who"]) and row["ms"]:
+            times.setdefault((row["shape"], row["what"], row["who"]), []).append(row["ms"])
+    by_shape: dict[str, dict[str, GridTime]] = {}
+    for (shape, what, who), its in times.items():
+        passes = by_shape.setdefault(shape, {FORWARD: {}, BACKWARD: {}})
+        passes[what][who] = median(its)
+    return [GridRow(of_shape(read(name)), passes) for name, passes in by_shape.items()]
 
 
 def to_file(rows: Iterable[GridRow], machine: dict[str, Any]) -> str:

@@ -93,7 +93,11 @@ def main(path: str, number: str, workers: str) -> None:
             return
         if not _claimed(job.folder / f"claim-{at}"):
             continue
-        row = measured(job, at, target)
+        try:
+            row = measured(job, at, target)
+        except FAILURES as failed:
+            print(f"{number}: {job.calls[at].name} failed: {first_line(failed)}", flush=True)
+            continue
         with rows.open("a") as file:
             file.write(json.dumps(row.to_json()) + "\n")
         print(f"{number}: {row.call.name}  {row.summary}", flush=True)

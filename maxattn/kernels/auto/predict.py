@@ -1,0 +1,82 @@
+"""How long a kernel takes on an NVIDIA GPU: the terms of its cost, weighed as they were fitted.
+
+The weights are not negative, so that more work never takes less time by them. `maxattn bench
+--write-table` measures a grid of calls and fits them, by relative error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxattn.call import Call
+from maxattn.devices import Device
+from maxattn.kernels.auto.cost_terms import Terms, terms
+
+# Kernels pad heads to sizes of their own, with tiles of their own: each range has its weights.
+HEAD_CLASSES = (64, 96, 128, 192, 256)
+Key = tuple[str, str, int]
+"""Kernel, pass, head class."""
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Hold the weights of every kernel and pass, and how far off they are.
+
+    Args:
+        weights: by kernel, pass and head class, then by term.
+        error: the median relative error of a call that is left out of the fit.
+        calls: on how many it was fitted.
+        decides: whether `auto` chooses by them: where they are no worse than the nearest measured
+            shape, on calls that are left out.
+    """
+
+    weights: Mapping[Key, Terms]
+    error: float = 0.0
+    calls: int = 0
+    decides: bool = False
+
+    def predict(self, kernel: str, what: str, call: Call, device: Device) -> float | None:
+        """Return ms; None for a kernel that was not measured.
+
+        Args:
+            kernel: its name.
+            what: "forward" or "backward".
+            call: that the kernel takes.
+            device: an NVIDIA GPU.
+        """
+        weights = self.weights.get((kernel, what, head_class(call.head_dim)))
+        if weights is None:
+            return None
+        return weighed(weights, terms(kernel, what, call, device))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a file holds it."""
+        found: dict[str, Any] = {}
+        for (kernel, what, heads), weights in self.weights.items():
+            rounded = {name: float(f"{x:.4g}") for name, x in weights.items() if x > 0}
+            found.setdefault(kernel, {}).setdefault(what, {})[str(heads)] = rounded
+        rest = {"error": round(self.error, 4), "calls": self.calls, "decides": self.decides}
+        return rest | {"weights": found}
+
+    @staticmethod
+    def of_json(row: Mapping[str, Any]) -> FittedCosts:
+        """Read it back."""
+        weights = {
+            (kernel, what, int(heads)): its
+            for kernel, passes in row["weights"].items()
+            for what, classes in passes.items()
+            for heads, its in classes.items()
+        }
+        return FittedCosts(weights, row["error"], row["calls"], row["decides"])
+
+
+def weighed(weights: Terms, found: Terms) -> float:
+    """Return the sum of terms, each times its weight."""
+    return sum(weight * found.get(name, 0.0) for name, weight in weights.items())
+
+
+def head_class(head_dim: int) -> int:
+    """Return the least class that holds a head dim."""
+    return next((most for most in HEAD_CLASSES if head_dim <= most), HEAD_CLASSES[-1])
