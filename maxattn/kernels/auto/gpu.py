@@ -1,10 +1,13 @@
-"""What `auto` tries on an NVIDIA GPU: the fastest kernels of `table.json`, measured by `maxattn
-bench --write-table`.
+"""What `auto` tries on an NVIDIA GPU: what `table.json` says is fastest, measured by `maxattn bench
+--write-table`.
 
-A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the
-nearest head dim, then of the least distance in doublings of T, S and B x N. Forward and backward
-are chosen apart. Hopper GPUs without entries take those of the H200. Other GPUs take what
-published.py holds of them, and cuDNN elsewhere, which the plan calls a rule.
+A call that was measured itself takes its measured times. Another takes those that predict.py gives,
+of costs that are fitted on a grid of calls. Where the table has no such costs, or they choose worse
+than it on calls left out of the fit, the call takes the entry of the measured shape nearest to it:
+of its own kind of mask, then of the nearest head dim, then of the least distance in doublings of T,
+S and B x N. Forward and backward are chosen apart. Hopper GPUs without entries take those of the
+H200. Other GPUs take what published.py holds of them, and cuDNN elsewhere, which the plan calls a
+rule.
 
 Under "measured_on" a table names each kind of device, as jax calls it, that its entries were
 measured on, with the files of the runs: the plan of such a device says that they were.
@@ -23,11 +26,12 @@ from maxattn.call import Call
 from maxattn.devices import device_of
 from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto import published
+from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, PLAIN
+from maxattn.kernels.auto.predict import FittedCosts
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.target import Target
 
 TABLE = resources.files("maxattn.kernels.auto") / "table.json"
-PLAIN = ("memory_efficient", "dot_product")
 FULL, BAND, TILES = "full", "band", "tiles"
 UNSPLIT = "flash backward without split queries"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
@@ -48,6 +52,8 @@ class MeasuredShape:
         forward, backward: (kernel, ms), fastest first.
         unsplit: ms of flash's backward where its queries are not split (split_queries.py); 0 where
             that was not measured.
+        mask_text: the mask of "band" and "tiles", spelt; "" where that is not known.
+        costs: what the times are predicted by; None where they are measured.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -55,6 +61,8 @@ class MeasuredShape:
     forward: Times
     backward: Times
     unsplit: float = 0.0
+    mask_text: str = ""
+    costs: FittedCosts | None = None
 
     @property
     def text(self) -> str:
@@ -82,14 +90,51 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     device = _measured_device(target)
     if device is None:
         return _unmeasured(call, target)
-    entry = _as_launched(nearest(call, read_tables()[device]), call, target)
+    entry = _entry_for(call, target, device)
     forward, backward = (_first_usable(times, call, target) for times in _both_ways(entry))
     if forward is None or backward is None:
         why = f"plain JAX, since no kernel that was measured on an {device} takes this call"
         return (entry.forward[0][0], *PLAIN), why
     names = _in_order(entry, forward, backward, target)
     faster = _faster(entry, forward, backward)
+    if entry.costs is not None:
+        line = _compared(entry, (forward, backward), call, target)
+        why = f"{line} ({entry.costs.accuracy} measured{_measured_there(device, target)})"
+        return names, why + _lost(faster, target)
     return names, _because(entry, device, target, faster) + _lost(faster, target)
+
+
+def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
+    """Return the times that hold for a call: its own, else predicted, else of the nearest shape."""
+    entries, costs = read_tables()[device], read_costs().get(device)
+    if (own := _own_entry(call, entries)) is not None:
+        return own
+    if costs is not None and costs.decides:
+        return _predicted(call, target, costs)
+    return _as_launched(nearest(call, entries), call, target)
+
+
+def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape | None:
+    """Return the entry of the very call, where it was measured."""
+    if call.dtype != "bfloat16" or call.kv_heads != call.heads or call.mask.has_data:
+        return None
+    size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
+    mask = "" if call.mask.is_full else str(call.mask)
+    same = (e for e in entries if e.shape == size and e.mask_text == mask)
+    return next((e for e in same if mask or e.mask == FULL), None)
+
+
+def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
+    """Return predicted times, of kernels whose refusal is not the mask's: that would be no time."""
+    size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
+    few = call.batch * call.heads * call.q_len * call.kv_len <= FEW_SCORES
+    reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
+    names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
+    forward, backward = (
+        fastest_first(costs.predict_all(names, what, call, target.device))
+        for what in (FORWARD, BACKWARD)
+    )
+    return MeasuredShape(size, mask_kind(call), forward, backward, costs=costs)
 
 
 def _measured_device(target: Target) -> str | None:
@@ -150,12 +195,34 @@ def _faster(entry: MeasuredShape, forward: str, backward: str) -> tuple[str, ...
     return tuple(ahead)
 
 
+def _compared(entry: MeasuredShape, chosen: tuple[str, str], call: Call, target: Target) -> str:
+    """Say the predicted times of what was chosen, and of the next best that can run."""
+    parts = []
+    for what, times, name in zip((FORWARD, BACKWARD), _both_ways(entry), chosen, strict=True):
+        others = (each for each in times if each[0] != name and _usable(each[0], call, target))
+        following = next(others, None)
+        beside = f", {following[0]} {_ms(following[1])}" if following else ""
+        parts.append(f"{what} {name} {_ms(dict(times)[name])} ms{beside}")
+    return f"predicted {'; '.join(parts)}"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.2g}" if ms < 100 else f"{ms:.0f}"
+
+
 def _because(entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...]) -> str:
     first = "the fastest that can run" if faster else "fastest"
     mask = "" if entry.mask == FULL else f" mask {entry.mask}"
+    near = "the nearest shape measured" + _measured_there(device, target)
+    return f"{first} at {entry.text}{mask}, {near}"
+
+
+def _measured_there(device: str, target: Target) -> str:
+    """Say where times were measured, and where that is another device."""
     on = target.device_kind if is_measured_on(target) else device
-    here = "" if on == target.device_kind else f", and this is {target.device_kind}"
-    return f"{first} at {entry.text}{mask}, the nearest shape measured on an {on}{here}"
+    return f" on an {on}" + (
+        "" if on == target.device_kind else f", and this is {target.device_kind}"
+    )
 
 
 def _lost(faster: tuple[str, ...], target: Target) -> str:
@@ -200,7 +267,7 @@ def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredSh
     if not entry.unsplit or KERNELS["flash"].splits_backward(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.unsplit}
-    return replace(entry, backward=_fastest_first(times))
+    return replace(entry, backward=fastest_first(times))
 
 
 @cache
@@ -209,6 +276,17 @@ def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
     return {
         device: tuple(_entry(row) for row in rows["entries"])
         for device, rows in json.loads(TABLE.read_text()).items()
+        if rows["entries"]
+    }
+
+
+@cache
+def read_costs() -> dict[str, FittedCosts]:
+    """Read the fitted costs of the tables that have any, by device kind."""
+    return {
+        device: FittedCosts.of_json(rows["costs"])
+        for device, rows in json.loads(TABLE.read_text()).items()
+        if "costs" in rows
     }
 
 
@@ -223,11 +301,12 @@ def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
 
 def _entry(row: dict[str, Any]) -> MeasuredShape:
     b, t, s, n, h = row["shape"]
-    times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
-    return MeasuredShape((b, t, s, n, h), row["mask"], *times, row.get(UNSPLIT, 0.0))
+    times = fastest_first(row["forward"]), fastest_first(row["backward"])
+    rest = row.get(UNSPLIT, 0.0), row.get("mask_text", "")
+    return MeasuredShape((b, t, s, n, h), row["mask"], *times, *rest)
 
 
-def _fastest_first(times: dict[str, float]) -> Times:
+def fastest_first(times: dict[str, float]) -> Times:
     return tuple(sorted(times.items(), key=lambda pair: pair[1]))
 
 

@@ -6,7 +6,7 @@ The weights are not negative, so that more work never takes less time by them. `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,18 @@ class FittedCosts:
         if weights is None:
             return None
         return weighed(weights, terms(kernel, what, call, device))
+
+    def predict_all(
+        self, kernels: Iterable[str], what: str, call: Call, device: Device
+    ) -> dict[str, float]:
+        """Return ms of those kernels that were measured; arguments as for `predict`."""
+        times = ((name, self.predict(name, what, call, device)) for name in kernels)
+        return {name: ms for name, ms in times if ms is not None}
+
+    @property
+    def accuracy(self) -> str:
+        """Say how far off it is, and of what."""
+        return f"median error {self.error:.0%} over {self.calls} calls, each left out of the fit,"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file holds it."""

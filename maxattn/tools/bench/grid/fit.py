@@ -11,6 +11,7 @@ from scipy.optimize import nnls
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, Terms, terms
+from maxattn.kernels.auto.gpu import MeasuredShape, fastest_first, mask_kind, nearest
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class, weighed
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
@@ -164,12 +165,75 @@ def by_prediction(rows: Sequence[GridRow], predicted: dict[tuple[int, str, str],
     return choose
 
 
-def costs(rows: Sequence[GridRow], device: Device, decides: bool) -> FittedCosts:
-    """Fit costs on all rows, with the error of rows left out."""
-    found = samples(rows, device)
-    return FittedCosts(fitted(found), left_out(found).median, len(rows), decides)
+def by_nearest(rows: Sequence[GridRow], others: Callable[[GridRow], Sequence[GridRow]]) -> Chooser:
+    """Take the fastest at the nearest shape of other rows, as `auto` does without costs.
+
+    Args:
+        rows: of a grid.
+        others: the rows that a row is looked up in.
+    """
+    shapes = {id(row): measured_shape(row) for row in rows}
+
+    def choose(row: GridRow, what: str) -> str:
+        shape = nearest(call_of(row), tuple(shapes[id(other)] for other in others(row)))
+        ranked = shape.forward if what == FORWARD else shape.backward
+        here = _ours(row.times[what])
+        return next((name for name, _ in ranked if name in here), next(iter(here)))
+
+    return choose
+
+
+def measured_shape(row: GridRow) -> MeasuredShape:
+    """Return a row as the table holds a shape."""
+    b, t, s, n, _, h = row.call.sizes
+    forward, backward = (fastest_first(_ours(row.times[what])) for what in (FORWARD, BACKWARD))
+    return MeasuredShape((b, t, s, n, h), mask_kind(call_of(row)), forward, backward)
 
 
 def call_of(row: GridRow) -> Call:
     """Return a row's call as a plan takes it."""
     return row.call.shape().call()
+
+
+class Fit(NamedTuple):
+    """Hold fitted costs and what they are worth.
+
+    Attributes:
+        costs: fitted on all rows.
+        text: errors and regrets of rows left out, for people.
+    """
+
+    costs: FittedCosts
+    text: str
+
+
+def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
+    """Fit costs, and compare them with the nearest measured shape on rows left out.
+
+    Args:
+        rows: of a grid.
+        device: that they were measured on.
+        folds: in how many parts the rows are left out.
+    """
+    found, folds = samples(rows, device), min(folds, len(rows))
+    out = left_out(found, folds)
+    at = {id(row): i for i, row in enumerate(rows)}
+
+    def other_folds(row: GridRow) -> list[GridRow]:
+        return [other for other in rows if at[id(other)] % folds != at[id(row)] % folds]
+
+    mine = regret(rows, by_prediction(rows, out.predicted))
+    theirs = regret(rows, by_nearest(rows, other_folds))
+    decides = (
+        mine.both.mean() <= theirs.both.mean() and mine.forward.mean() <= theirs.forward.mean()
+    )
+    lines = [
+        f"{name} {what}: {len(x)} times, median error {np.median(x):.1%}, 95% "
+        f"{np.quantile(x, 0.95):.1%}, worst {x[-1]:.1%}"
+        for (name, what), x in out.errors.items()
+    ]
+    lines += [mine.line("regret of the smallest prediction")]
+    lines += [theirs.line("regret of the nearest measured shape")]
+    head = f"{len(rows)} calls, each predicted by weights fitted without it ({folds} folds)"
+    made = FittedCosts(fitted(found), out.median, len(rows), bool(decides))
+    return Fit(made, "\n".join([head, *lines]))

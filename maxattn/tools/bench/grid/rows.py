@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from maxattn.kernels import KERNELS
+from maxattn.kernels.auto.cost_terms import FEW_SCORES, PLAIN
 from maxattn.tools.bench.grid.calls import GridCall, of_shape
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
 from maxattn.tools.model_shapes import read
 
 GridTime = dict[str, float]
 """Milliseconds by kernel."""
-
-FEW_SCORES = 2e8  # up to which the plain kernels can win, and are measured
-PLAIN = ("dot_product", "memory_efficient")
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,14 @@ class GridRow:
             and backward together.
         failed: why a kernel that took the call did not run, by kernel.
         spent: seconds to compile, and on the device.
+        device: that ran it, as jax calls it; "" where that is not written.
     """
 
     call: GridCall
     times: dict[str, GridTime]
     failed: dict[str, str] = field(default_factory=dict)
     spent: tuple[float, float] = (0.0, 0.0)
+    device: str = ""
 
     @property
     def forward(self) -> GridTime:
@@ -65,10 +65,11 @@ class GridRow:
         return row | ({"failed": self.failed} if self.failed else {})
 
     @staticmethod
-    def of_json(row: dict[str, Any]) -> GridRow:
-        """Read it back."""
+    def of_json(row: dict[str, Any], device: str = "") -> GridRow:
+        """Read it back; `device` is that of its file, where the row says none."""
         times = {what: row[what] for what in (FORWARD, BACKWARD, BOTH) if what in row}
-        return GridRow(GridCall.of_json(row["call"]), times, row.get("failed", {}))
+        device = row.get("device", device)
+        return GridRow(GridCall.of_json(row["call"]), times, row.get("failed", {}), device=device)
 
 
 def is_measured(name: str, call: GridCall) -> bool:
@@ -83,16 +84,17 @@ def is_ours(name: str) -> bool:
 
 
 def read_rows(files: Iterable[Path]) -> list[GridRow]:
-    """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote."""
-    found = []
+    """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote.
+
+    Of a call that stands in several, each kernel gets the median of its times.
+    """
+    found: list[GridRow] = []
     for path in files:
         if path.suffix == ".jsonl":
             found += [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
-            continue
-        runs = _runs(json.loads(path.read_text()))
-        found += [GridRow.of_json(row) for run in runs for row in run["rows"] if "call" in row]
-        found += _of_bench([row for run in runs for row in run["rows"] if "call" not in row])
-    return found
+        else:
+            found += [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
+    return merged(found)
 
 
 def _runs(document: Any) -> list[dict[str, Any]]:
@@ -102,17 +104,34 @@ def _runs(document: Any) -> list[dict[str, Any]]:
     return [of] if "rows" in of else inside
 
 
-def _of_bench(rows: list[dict[str, Any]]) -> list[GridRow]:
-    """Read the rows of named shapes: the median of each kernel's times."""
-    times: dict[tuple[str, str, str], list[float]] = {}
+def _of_run(run: dict[str, Any]) -> list[GridRow]:
+    """Read the rows of a grid, and those of shapes as `bench` measures them."""
+    device = run.get("machine", {}).get("device", "")
+    rows = [GridRow.of_json(row, device) for row in run["rows"] if "call" in row]
+    for row in run["rows"]:
+        if row.get("what") in (FORWARD, BACKWARD) and is_ours(row["who"]) and row["ms"]:
+            times: dict[str, GridTime] = {FORWARD: {}, BACKWARD: {}}
+            times[row["what"]][row["who"]] = row["ms"]
+            rows.append(GridRow(of_shape(read(row["shape"])), times, device=device))
+    return rows
+
+
+def merged(rows: Iterable[GridRow]) -> list[GridRow]:
+    """Return one row a call: the median of each kernel's times."""
+    by_call: dict[GridCall, list[GridRow]] = {}
     for row in rows:
-        if row["what"] in (FORWARD, BACKWARD) and is_ours(row["who"]) and row["ms"]:
-            times.setdefault((row["shape"], row["what"], row["who"]), []).append(row["ms"])
-    by_shape: dict[str, dict[str, GridTime]] = {}
-    for (shape, what, who), its in times.items():
-        passes = by_shape.setdefault(shape, {FORWARD: {}, BACKWARD: {}})
-        passes[what][who] = median(its)
-    return [GridRow(of_shape(read(name)), passes) for name, passes in by_shape.items()]
+        by_call.setdefault(row.call, []).append(row)
+    return [its[0] if len(its) == 1 else _median_of(its) for its in by_call.values()]
+
+
+def _median_of(rows: list[GridRow]) -> GridRow:
+    times: dict[str, dict[str, list[float]]] = {FORWARD: {}, BACKWARD: {}}
+    for row in rows:
+        for what, its in row.times.items():
+            for who, ms in its.items():
+                times.setdefault(what, {}).setdefault(who, []).append(ms)
+    middle = {what: {who: median(ms) for who, ms in its.items()} for what, its in times.items()}
+    return replace(rows[0], times=middle)
 
 
 def to_file(rows: Iterable[GridRow], machine: dict[str, Any]) -> str:

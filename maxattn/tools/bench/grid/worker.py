@@ -99,7 +99,7 @@ def main(path: str, number: str, workers: str) -> None:
             print(f"{number}: {job.calls[at].name} failed: {first_line(failed)}", flush=True)
             continue
         with rows.open("a") as file:
-            file.write(json.dumps(row.to_json()) + "\n")
+            file.write(json.dumps(row.to_json() | {"device": target.device_kind}) + "\n")
         print(f"{number}: {row.call.name}  {row.summary}", flush=True)
 
 
