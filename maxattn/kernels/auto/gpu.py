@@ -101,7 +101,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         line = _compared(entry, (forward, backward), call, target)
         why = f"{line} ({entry.costs.accuracy} measured{_measured_there(device, target)})"
         return names, why + _lost(faster, target)
-    return names, _because(entry, device, target, faster) + _lost(faster, target)
+    is_own = entry is _own_entry(call, read_tables()[device])
+    return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
 
 
 def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
@@ -210,11 +211,13 @@ def _ms(ms: float) -> str:
     return f"{ms:.2g}" if ms < 100 else f"{ms:.0f}"
 
 
-def _because(entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...]) -> str:
+def _because(
+    entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...], is_own: bool
+) -> str:
     first = "the fastest that can run" if faster else "fastest"
-    mask = "" if entry.mask == FULL else f" mask {entry.mask}"
-    near = "the nearest shape measured" + _measured_there(device, target)
-    return f"{first} at {entry.text}{mask}, {near}"
+    mask = "" if entry.mask == FULL else f" mask {entry.mask_text or entry.mask}"
+    near = "as measured" if is_own else "the nearest shape measured"
+    return f"{first} at {entry.text}{mask}, {near}{_measured_there(device, target)}"
 
 
 def _measured_there(device: str, target: Target) -> str:

@@ -91,7 +91,8 @@ def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:
     print(found.text)
     if not args.write_table:
         return
-    command = f"maxattn bench --write-table {args.write_table}"
+    fitted = f"--fit {' '.join(map(str, args.fit))} " if args.fit else ""
+    command = f"maxattn bench {fitted}--write-table {args.write_table}"
     made_by = {"date": date.today().isoformat(), "command": command}
     made_by |= {} if args.fit else dict(target.packages)
     files = tuple(map(str, args.fit or ([args.json] if args.json else [])))
