@@ -26,6 +26,7 @@ from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels import mask_split
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.fa4 import split_queries
+from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
@@ -145,7 +146,7 @@ def _work(kernel: str, call: Call, tile: Tile, backward: bool = False) -> TileWo
     if kernel == "tokamax_flash" and backward and not _is_causal(positions):
         positions, tests_all = Full(), not positions.is_full
     lengths = call.q_len, call.kv_len
-    full, mixed = _tally(positions, tile, lengths)
+    full, mixed, _ = tally(positions, tile, lengths)
     heads, length, size = call.batch * call.heads, *_side(lengths, tile, backward)
     share = KNOWN_LENGTHS if _has_lengths_alone(call) else 1.0
     tested = full + mixed if tests_all else mixed * (not positions.is_full)
@@ -162,16 +163,10 @@ def _blocks(call: Call, length: int, size: int) -> float:
     return call.batch * call.heads * -(-length // size)
 
 
-@lru_cache(maxsize=4096)
-def _tally(mask: Mask, tile: Tile, lengths: tuple[int, int]) -> tuple[int, int]:
-    """Count the tiles that a mask of positions fills, and those that it cuts."""
-    _, full, mixed = mask.block_tally(*tile, *lengths)
-    return full, mixed
-
-
 # ---- masks ---------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def _positions(mask: Mask) -> Mask:
     """Return what a mask says of positions alone; everything where it is no such mask."""
     split = mask_split.split(mask)

@@ -274,23 +274,23 @@ def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredSh
 
 
 @cache
+def read_documents() -> dict[str, dict[str, Any]]:
+    """Read what `table.json` holds, by device kind."""
+    return json.loads(TABLE.read_text())
+
+
+@cache
 def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
-    """Read the committed tables, by device kind."""
-    return {
-        device: tuple(_entry(row) for row in rows["entries"])
-        for device, rows in json.loads(TABLE.read_text()).items()
-        if rows["entries"]
-    }
+    """Read the measured shapes, by device kind."""
+    tables = {device: rows["entries"] for device, rows in read_documents().items()}
+    return {device: tuple(map(_entry, rows)) for device, rows in tables.items() if rows}
 
 
 @cache
 def read_costs() -> dict[str, FittedCosts]:
-    """Read the fitted costs of the tables that have any, by device kind."""
-    return {
-        device: FittedCosts.of_json(rows["costs"])
-        for device, rows in json.loads(TABLE.read_text()).items()
-        if "costs" in rows
-    }
+    """Read the fitted costs of the devices that have any, by device kind."""
+    found = {device: rows.get("costs") for device, rows in read_documents().items()}
+    return {device: FittedCosts.of_json(costs) for device, costs in found.items() if costs}
 
 
 @cache
@@ -298,7 +298,7 @@ def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
     """Read which kinds of device the entries of each table were measured on, and by which runs."""
     return {
         device: {kind: tuple(files) for kind, files in rows.get("measured_on", {}).items()}
-        for device, rows in json.loads(TABLE.read_text()).items()
+        for device, rows in read_documents().items()
     }
 
 

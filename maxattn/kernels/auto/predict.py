@@ -61,7 +61,7 @@ class FittedCosts:
     @property
     def accuracy(self) -> str:
         """Say how far off it is, and of what."""
-        return f"median error {self.error:.0%} over {self.calls} calls, each left out of the fit,"
+        return f"{self.error:.0%} median error on {self.calls} calls left out of the fit,"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file holds it."""

@@ -97,9 +97,9 @@ class GridCall:
 
 def of_shape(shape: Shape) -> GridCall:
     """Return a model's shape as a call of a grid: of all pairs, or in a block window."""
-    mask, kv_heads = shape.mask, shape.kv_heads or shape.heads
+    kv_heads, dtype = shape.kv_heads or shape.heads, SHORT_DTYPE[shape.dtype]
     sizes = shape.batch, shape.q_len, shape.kv_len, shape.heads, kv_heads, shape.head_dim
-    if isinstance(mask, BlockSlidingWindow):
-        return GridCall(sizes, SHORT_DTYPE[shape.dtype], BLOCKS, (mask.block, mask.window))
-    assert mask.is_full, shape
-    return GridCall(sizes, SHORT_DTYPE[shape.dtype])
+    numbers = tuple(x for x in vars(shape.mask).values() if x is not None)
+    found = GridCall(sizes, dtype, BLOCKS if numbers else FULL, numbers)
+    assert found.mask() == shape.mask, shape
+    return found
