@@ -6,11 +6,14 @@ them a kernel stays:
     launch      1
     waves       products of tiles, where thread blocks run in waves, the last as long as any
     tiles       products of tiles, evenly over the streaming multiprocessors (SMs)
+    longest     products of the thread block with most tiles, which others may wait for
     exps        exponentials of the tiles' scores, evenly over the SMs
     starts      what a thread block does beside its tiles, a wave each
     bytes       what is read and written once
     sums        float32 gradients that are summed in memory
     tested      pairs of tiles that a mask cuts, or that are tested by ids
+    masked      1 with a mask, for what is prepared of it
+    shared      bytes of keys and values, were each query head to have its own
     lengths, length_bytes     what lengths of keys cost beside that
 
 Of plain JAX the scores in memory take the place of the waves.
@@ -20,6 +23,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
@@ -31,6 +36,7 @@ from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
 from maxattn.masks import Full, Mask
+from maxattn.masks.blocks import stretches
 
 FORWARD, BACKWARD = "forward", "backward"
 PLAIN = ("memory_efficient", "dot_product")
@@ -50,11 +56,13 @@ class TileWork(NamedTuple):
     Attributes:
         blocks: thread blocks, of all heads.
         steps: tiles that all of them visit.
-        tested: those of them whose pairs are tested.
+        longest: tiles that one of them visits, at most.
+        tested: those of the steps whose pairs are tested.
     """
 
     blocks: float
     steps: float
+    longest: float
     tested: float = 0.0
 
 
@@ -93,9 +101,10 @@ def _backward(kernel: str, call: Call, device: Device) -> Terms:
         return _of_tiles(work, OTHERS, 10, width, device)
     # Two kernels: dQ by tiles of queries, dK and dV by tiles of keys.
     of_queries = work._replace(blocks=_blocks(call, call.q_len, OTHERS.queries))
-    both = (_of_tiles(of_queries, OTHERS, 6, width, device),
-            _of_tiles(work, OTHERS, 8, width, device))  # fmt: skip
-    return {name: both[0][name] + both[1][name] for name in both[0]}
+    first = _of_tiles(of_queries, OTHERS, 6, width, device)
+    return {
+        name: ms + first[name] for name, ms in _of_tiles(work, OTHERS, 8, width, device).items()
+    }
 
 
 def _flash_backward(call: Call, width: int, device: Device) -> Terms:
@@ -112,7 +121,7 @@ def _flash_backward(call: Call, width: int, device: Device) -> Terms:
         -(-call.kv_len // tile.keys), call.batch * call.heads, -(-call.q_len // tile.queries), sms
     )
     share = of_tiles.cost(tail) / of_tiles.lasts(of_tiles.tiles)
-    return found | {name: share * found[name] for name in ("waves", "starts")}
+    return found | {name: share * found[name] for name in ("waves", "longest", "starts")}
 
 
 def _of_tiles(work: TileWork, tile: Tile, products: int, width: int, device: Device) -> Terms:
@@ -133,6 +142,7 @@ def _of_tiles(work: TileWork, tile: Tile, products: int, width: int, device: Dev
         "launch": LAUNCH,
         "waves": waves * work.steps / work.blocks * each,
         "tiles": work.steps / sms * each,
+        "longest": work.longest * each,
         "exps": work.steps * exps,
         "starts": waves * START,
         "tested": work.tested * exps,
@@ -147,16 +157,27 @@ def _work(kernel: str, call: Call, tile: Tile, backward: bool = False) -> TileWo
         positions, tests_all = Full(), not positions.is_full
     lengths = call.q_len, call.kv_len
     full, mixed, _ = tally(positions, tile, lengths)
-    heads, length, size = call.batch * call.heads, *_side(lengths, tile, backward)
     share = KNOWN_LENGTHS if _has_lengths_alone(call) else 1.0
     tested = full + mixed if tests_all else mixed * (not positions.is_full)
-    return TileWork(
-        heads * -(-length // size), max(1.0, share * heads * (full + mixed)), heads * tested
-    )
+    heads, side = call.batch * call.heads, int(backward)
+    steps = max(1.0, share * heads * (full + mixed))
+    most = _longest(positions, tile, lengths, backward)
+    return TileWork(_blocks(call, lengths[side], tile[side]), steps, most, heads * tested)
 
 
-def _side(lengths: tuple[int, int], tile: Tile, backward: bool) -> tuple[int, int]:
-    return (lengths[1], tile.keys) if backward else (lengths[0], tile.queries)
+@lru_cache(maxsize=4096)
+def _longest(mask: Mask, tile: Tile, lengths: tuple[int, int], backward: bool) -> int:
+    """Return the most tiles that a row of tiles visits; of a backward, a column."""
+    rows, columns = (-(-length // size) for length, size in zip(lengths, tile, strict=True))
+    if mask.is_full:
+        return rows if backward else columns
+    found = stretches(mask, *tile, *lengths)
+    if not backward:
+        return int(np.bincount(found.row, weights=found.end - found.start, minlength=1).max())
+    changes = np.zeros(columns + 1, np.int64)
+    np.add.at(changes, found.start, 1)
+    np.add.at(changes, found.end, -1)
+    return int(np.cumsum(changes).max())
 
 
 def _blocks(call: Call, length: int, size: int) -> float:
@@ -192,9 +213,15 @@ def _memory(what: str, call: Call, device: Device) -> Terms:
     moved = passes * 2 * (2 * queries + 2 * keys) / _bandwidth(device)
     shared = call.batch * call.kv_len * call.heads * call.head_dim * (call.heads != call.kv_heads)
     sums = 0 if what == FORWARD else 4 * (2 * queries + 2 * shared) / _bandwidth(device)
-    some = float(_has_lengths_alone(call))
-    lengths = {"lengths": some * LAUNCH, "length_bytes": some * moved}
-    return {"bytes": moved, "sums": sums, **lengths}
+    lengths = float(_has_lengths_alone(call))
+    return {
+        "bytes": moved,
+        "sums": sums,
+        "masked": LAUNCH * (not call.mask.is_full),
+        "shared": 4 * shared / _bandwidth(device),
+        "lengths": lengths * LAUNCH,
+        "length_bytes": lengths * moved,
+    }
 
 
 def _of_plain(kernel: str, call: Call, device: Device) -> Terms:
