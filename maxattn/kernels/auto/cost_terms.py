@@ -87,7 +87,7 @@ def terms(kernel: str, what: str, call: Call, device: Device) -> Terms:
 def _forward(kernel: str, call: Call, device: Device) -> Terms:
     tile = OTHERS
     if kernel == "flash":
-        tile = tile_of(_positions(call.mask), call.head_dim, (call.q_len, call.kv_len))
+        tile = tile_of(positions_of(call.mask), call.head_dim, (call.q_len, call.kv_len))
     work = _work(kernel, call, tile)
     return _of_tiles(work, tile, 4, _width(kernel, call), device)
 
@@ -151,7 +151,7 @@ def _of_tiles(work: TileWork, tile: Tile, products: int, width: int, device: Dev
 
 def _work(kernel: str, call: Call, tile: Tile, backward: bool = False) -> TileWork:
     """Count the tiles that a kernel visits: thread blocks take queries, of a backward keys."""
-    positions = _positions(call.mask)
+    positions = positions_of(call.mask)
     tests_all = kernel == "flash" and call.mask.has_data and not _has_lengths_alone(call)
     if kernel == "tokamax_flash" and backward and not _is_causal(positions):
         positions, tests_all = Full(), not positions.is_full
@@ -188,7 +188,7 @@ def _blocks(call: Call, length: int, size: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _positions(mask: Mask) -> Mask:
+def positions_of(mask: Mask) -> Mask:
     """Return what a mask says of positions alone; everything where it is no such mask."""
     split = mask_split.split(mask)
     return split.positions if isinstance(split, mask_split.SplitMask) else Full()

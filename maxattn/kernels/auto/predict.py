@@ -13,6 +13,7 @@ from typing import Any
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.kernels.auto.cost_terms import Terms, terms
+from maxattn.kernels.auto.near import NearCalls
 
 # Kernels pad heads to sizes of their own, with tiles of their own: each range has its weights.
 HEAD_CLASSES = (64, 96, 128, 192, 256)
@@ -30,33 +31,39 @@ class FittedCosts:
         calls: on how many it was fitted.
         decides: whether `auto` chooses by them: where they are no worse than the nearest measured
             shape, on calls that are left out.
+        near: corrects predictions by measured calls that are like them; None for nothing.
     """
 
     weights: Mapping[Key, Terms]
     error: float = 0.0
     calls: int = 0
     decides: bool = False
-
-    def predict(self, kernel: str, what: str, call: Call, device: Device) -> float | None:
-        """Return ms; None for a kernel that was not measured.
-
-        Args:
-            kernel: its name.
-            what: "forward" or "backward".
-            call: that the kernel takes.
-            device: an NVIDIA GPU.
-        """
-        weights = self.weights.get((kernel, what, head_class(call.head_dim)))
-        if weights is None:
-            return None
-        return weighed(weights, terms(kernel, what, call, device))
+    near: NearCalls | None = None
 
     def predict_all(
         self, kernels: Iterable[str], what: str, call: Call, device: Device
     ) -> dict[str, float]:
-        """Return ms of those kernels that were measured; arguments as for `predict`."""
-        times = ((name, self.predict(name, what, call, device)) for name in kernels)
-        return {name: ms for name, ms in times if ms is not None}
+        """Return ms of those kernels that were measured.
+
+        Args:
+            kernels: their names; they take the call.
+            what: "forward" or "backward".
+            call: of one device.
+            device: an NVIDIA GPU.
+        """
+        heads = head_class(call.head_dim)
+        known = [name for name in kernels if (name, what, heads) in self.weights]
+        found = {name: terms(name, what, call, device) for name in known}
+        return self.weigh_all(found, what, call)
+
+    def weigh_all(self, found: Mapping[str, Terms], what: str, call: Call) -> dict[str, float]:
+        """Return ms of kernels from their terms, which are known; arguments as `predict_all`."""
+        heads = head_class(call.head_dim)
+        ms = {name: weighed(self.weights[name, what, heads], its) for name, its in found.items()}
+        if self.near is None or not ms:
+            return ms
+        alike = self.near.alike(call)
+        return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
 
     @property
     def accuracy(self) -> str:
@@ -70,7 +77,8 @@ class FittedCosts:
             rounded = {name: float(f"{x:.4g}") for name, x in weights.items() if x > 0}
             found.setdefault(kernel, {}).setdefault(what, {})[str(heads)] = rounded
         rest = {"error": round(self.error, 4), "calls": self.calls, "decides": self.decides}
-        return rest | {"weights": found}
+        near = {} if self.near is None else {"near": self.near.to_json()}
+        return rest | {"weights": found} | near
 
     @staticmethod
     def of_json(row: Mapping[str, Any]) -> FittedCosts:
@@ -81,7 +89,8 @@ class FittedCosts:
             for what, classes in passes.items()
             for heads, its in classes.items()
         }
-        return FittedCosts(weights, row["error"], row["calls"], row["decides"])
+        near = NearCalls.of_json(row["near"]) if "near" in row else None
+        return FittedCosts(weights, row["error"], row["calls"], row["decides"], near)
 
 
 def weighed(weights: Terms, found: Terms) -> float:

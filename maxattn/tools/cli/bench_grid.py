@@ -84,7 +84,7 @@ def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -
 def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:
     """Fit costs, print what they are worth, and write them where --write-table says."""
     from maxattn.tools.bench.auto_table import NewTable, entries, shapes, write
-    from maxattn.tools.bench.grid.fit import fit
+    from maxattn.tools.bench.grid.left_out import fit
 
     device = rows[0].device if args.fit else target.device_kind
     found = fit(rows, device_of(device))

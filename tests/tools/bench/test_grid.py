@@ -19,6 +19,7 @@ from maxattn.target import Target
 from maxattn.tools.bench.auto_table import NewTable, write
 from maxattn.tools.bench.grid import draw as drawing
 from maxattn.tools.bench.grid import fit as fitting
+from maxattn.tools.bench.grid import left_out as judging
 from maxattn.tools.bench.grid.calls import KINDS, LENGTHS, SEGMENTS, GridCall
 from maxattn.tools.bench.grid.report import against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
@@ -137,26 +138,52 @@ def made_rows(factors: dict[str, float]) -> list[GridRow]:
 def test_known_weights_are_found() -> None:
     rows = made_rows({"flash": 1.0, "tokamax_flash": 1.1})
     found = fitting.samples(rows, H200)
-    out = fitting.left_out(found, 5)
+    out = judging.left_out(found, 5)
     assert out.median < 1e-3
-    weights = fitting.fitted(found)
+    weights = fitting.fitted(found).weights
     assert all(x >= 0 for its in weights.values() for x in its.values())
     assert weights["flash", FORWARD, 128]["waves"] == pytest.approx(1.2, rel=0.05)
 
 
 def test_a_fit_says_whether_it_decides() -> None:
     """Where the fastest kernel depends on more than the nearest shape, the fit is the better."""
-    found = fitting.fit(made_rows({"flash": 1.0, "tokamax_flash": 1.0}), H200, 5)
-    assert found.costs.decides and "regret of the smallest prediction: forward median" in found.text
+    found = judging.fit(made_rows({"flash": 1.0, "tokamax_flash": 1.0}), H200, 5)
+    assert (
+        found.costs.decides
+        and "taken: " in found.text
+        and "the smallest prediction: forward median" in found.text
+    )
     noise = np.random.default_rng(0)
     unlike = [
         replace(row, times={w: {k: float(noise.lognormal(0, 3)) for k in t} | {"flash": 1e-9}
                             for w, t in row.times.items()})
         for row in made_rows({"tokamax_flash": 1.0, "cudnn": 1.0})
     ]  # fmt: skip
-    assert fitting.regret(unlike, lambda row, what: "flash").forward.max() == 1.0
-    worse = fitting.regret(unlike, lambda row, what: "cudnn")
+    assert judging.regret(unlike, lambda row, what: "flash").forward.max() == 1.0
+    worse = judging.regret(unlike, lambda row, what: "cudnn")
     assert worse.forward.min() > 1 and (np.diff(worse.both) >= 0).all()
+
+
+def slowed(row: GridRow) -> GridRow:
+    b, t, s, n, _, _ = row.call.sizes
+    factor = {"flash": 1.0, "cudnn": np.exp(np.sin(np.log2(t * s) / 4)) * (b * n) ** 0.1}
+    passes = row.times.items()
+    return replace(row, times={w: {n: ms * factor[n] for n, ms in x.items()} for w, x in passes})
+
+
+def test_what_the_terms_do_not_know_is_taken_from_near_calls() -> None:
+    """A library whose rate depends on more than its work."""
+    rows = [slowed(row) for row in made_rows({"flash": 1.0, "cudnn": 0.8})]
+    found = fitting.samples(rows, H200)
+    alone, near = (judging.left_out(found, 5, x) for x in (None, fitting.NearSettings(2, 0.1)))
+    errors = [x.errors["cudnn", FORWARD].mean() for x in (alone, near)]
+    assert errors[1] < 0.75 * errors[0]
+    costs = fitting.fitted(found, fitting.NearSettings(2, 0.1))
+    back = FittedCosts.of_json(json.loads(json.dumps(costs.to_json())))
+    call = fitting.call_of(rows[7])
+    ours, read = (x.predict_all(["flash", "cudnn"], FORWARD, call, H200) for x in (costs, back))
+    assert read == pytest.approx(ours, rel=0.01)
+    assert ours["cudnn"] == pytest.approx(rows[7].forward["cudnn"], rel=0.3)
 
 
 def test_costs_read_back_and_are_written_beside_what_is_there(tmp_path: Path) -> None:
@@ -188,7 +215,7 @@ def test_the_command_fits_rows_and_writes_the_table(tmp_path, capsys) -> None:
     rows, table = tmp_path / "rows.json", tmp_path / "table.json"
     rows.write_text(to_file(made_rows({"flash": 1.0, "cudnn": 2.0}), {"device": "NVIDIA H200"}))
     ran = run(capsys, "bench", "--fit", str(rows), "--write-table", str(table))
-    assert ran.status == 0 and "regret of the nearest measured shape" in ran.out
+    assert ran.status == 0 and "the nearest measured shape: forward" in ran.out
     costs = json.loads(table.read_text())["NVIDIA H200"]["costs"]
     assert costs["calls"] == len(DRAWN) and set(costs["weights"]) == {"flash", "cudnn"}
     assert head_class(72) == 96

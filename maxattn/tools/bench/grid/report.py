@@ -9,7 +9,8 @@ import numpy as np
 
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.target import Target
-from maxattn.tools.bench.grid.fit import Regret, call_of
+from maxattn.tools.bench.grid.fit import call_of
+from maxattn.tools.bench.grid.left_out import Regret
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 from maxattn.tools.bench.row import BOTH
 
