@@ -181,7 +181,7 @@ def _warmed(program: Any, inputs: Any) -> Timed:
 
 
 def first_line(failed: Exception) -> str:
-    return f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
+    return f"{type(failed).__name__}: {(str(failed).strip().splitlines() or [''])[0][:160]}"
 
 
 def _calls(warm: Timed, budget: float) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from maxattn.tools.bench.auto_table import NewTable, write
 from maxattn.tools.bench.grid import draw as drawing
 from maxattn.tools.bench.grid import fit as fitting
 from maxattn.tools.bench.grid import left_out as judging
+from maxattn.tools.bench.grid import run as running
 from maxattn.tools.bench.grid.calls import KINDS, LENGTHS, SEGMENTS, GridCall
 from maxattn.tools.bench.grid.report import against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
@@ -241,3 +244,19 @@ def test_masks_of_the_grid_are_those_they_are_called() -> None:
     assert GridCall((1, 8, 8, 1, 1, 8), kind="window", numbers=(2, 0)).mask() == M.LocalWindow(2, 0)
     ids = GridCall((2, 5, 5, 1, 1, 8), kind=SEGMENTS, numbers=(2, 3)).mask()
     assert np.array_equal(np.asarray(ids.segment_ids()[0])[1], [0, 0, 1, 1, 1])  # type: ignore[index]
+
+
+def test_a_process_that_keeps_the_device_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(running, "STUCK", 0.1)
+    keeps, waits = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    holder = tmp_path / "holder"
+    try:
+        running._end_stuck([keeps, waits], holder)  # nobody holds it
+        holder.write_text(str(keeps.pid))
+        time.sleep(0.2)
+        running._end_stuck([keeps, waits], holder)
+        assert keeps.wait(10) != 0 and waits.poll() is None and not holder.exists()
+    finally:
+        keeps.kill()
+        waits.kill()
+        waits.wait()

@@ -14,11 +14,12 @@ from time import sleep, time
 
 from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.rows import GridRow, read_rows
-from maxattn.tools.bench.grid.worker import GridJob
+from maxattn.tools.bench.grid.worker import HOLDER, GridJob
 
 log = logging.getLogger("maxattn.tools.bench")
 LAST_CALL = 20.0  # seconds before the end, from which no call is begun
 PAUSE = 0.5
+STUCK = 60.0  # seconds that a process may hold the device
 
 
 def run_grid(
@@ -71,7 +72,21 @@ def _wait(processes: list[subprocess.Popen[bytes]], until: float, folder: Path, 
     told = 0
     while time() < until and any(process.poll() is None for process in processes):
         sleep(PAUSE)
+        _end_stuck(processes, folder / HOLDER)
         done = sum(len(x.read_text().splitlines()) for x in folder.glob("rows-*.jsonl"))
         if done >= told + 20:
             told = done
             log.info("measured %s of %s calls", done, calls)
+
+
+def _end_stuck(processes: list[subprocess.Popen[bytes]], holder: Path) -> None:
+    """End a process that does not give the device back: a kernel in it never ends."""
+    try:
+        held, pid = time() - holder.stat().st_mtime, int(holder.read_text() or 0)
+    except (FileNotFoundError, ValueError):  # nobody holds it
+        return
+    for process in processes if held > STUCK else []:
+        if process.pid == pid:
+            log.info("ending process %s, which held the device for %.0f s", pid, held)
+            process.kill()
+            holder.unlink(missing_ok=True)

@@ -34,10 +34,11 @@ from maxattn.tools.bench.grid.rows import GridRow, GridTime, is_measured
 from maxattn.tools.bench.jobs import with_gradient
 from maxattn.tools.bench.peers import PEERS
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
-from maxattn.tools.bench.timing import FAILURES, first_line, in_order, queue, several
+from maxattn.tools.bench.timing import first_line, in_order, queue, several
 from maxattn.tools.random_inputs import normal
 
 ROUNDS, MOST_CALLS = 5, 200
+LOCK, HOLDER = "lock", "holder"  # files: of the device, and of the process that holds it
 BARE = ("jax cuDNN", "fa4-jax")  # what others may reach that ours do not
 Specs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -95,12 +96,14 @@ def main(path: str, number: str, workers: str) -> None:
             continue
         try:
             row = measured(job, at, target)
-        except FAILURES as failed:
+        except Exception as failed:  # any, of a compiler
             print(f"{number}: {job.calls[at].name} failed: {first_line(failed)}", flush=True)
             continue
         with rows.open("a") as file:
             file.write(json.dumps(row.to_json() | {"device": target.device_kind}) + "\n")
         print(f"{number}: {row.call.name}  {row.summary}", flush=True)
+        if not row.forward:  # a device error stays with its process: another would fail alike
+            return
 
 
 def _mine_first(calls: tuple[GridCall, ...], number: int, workers: int) -> Iterator[int]:
@@ -122,9 +125,11 @@ def _claimed(path: Path) -> bool:
 
 @contextmanager
 def _device(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as file:
+    with (folder / LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / HOLDER).write_text(str(os.getpid()))
         yield
+        (folder / HOLDER).unlink()
 
 
 # ---- one call ------------------------------------------------------------------------------------
@@ -169,7 +174,7 @@ class _Programs:
     def of(cls, name: str, compile_all: Callable[[], list[tuple[str, Any]]]) -> _Programs:
         try:
             return cls(name, compile_all())
-        except FAILURES as failed:
+        except Exception as failed:  # any, of a compiler
             return cls(name, [], first_line(failed))
 
 
@@ -281,7 +286,7 @@ def _warmed(kernel: _Programs, sets: list[Any], seconds: float) -> list[tuple[An
             calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / once)))
             ready.append(((what, kernel.name), program, inputs, calls))
             inputs = [tuple(each) for each in zip(sets, results, strict=True)]
-    except FAILURES as failed:
+    except Exception as failed:  # any, of a device
         kernel.failed = first_line(failed)
     return ready
 
