@@ -181,7 +181,9 @@ def _warmed(program: Any, inputs: Any) -> Timed:
 
 
 def first_line(failed: Exception) -> str:
-    return f"{type(failed).__name__}: {(str(failed).strip().splitlines() or [''])[0][:160]}"
+    """Say which failure it was, and the first line of it."""
+    first, *_ = str(failed).strip().splitlines() or [""]
+    return f"{type(failed).__name__}: {first[:160]}"
 
 
 def _calls(warm: Timed, budget: float) -> tuple[int, int]:
