@@ -15,7 +15,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.devices import DEVICES, device_of
 from maxattn.kernels import refusal
-from maxattn.kernels.auto import gpu
+from maxattn.kernels.auto import gpu, measured
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts
 from maxattn.tools.bench.grid.draw import draw
@@ -143,9 +143,21 @@ def test_a_kernel_that_is_refused_is_not_said_to_be_next() -> None:
 
 
 @pytest.mark.usefixtures("by_launches")
+def test_what_no_kernel_takes_is_plain_jax_and_says_why() -> None:
+    pairs = M.Dense(np.zeros((4096, 4096), bool)).bind(4096, 4096)
+    call = ma.Call(2, 4096, 4096, 8, 8, 64, "bfloat16", pairs)
+    names, because = gpu.order(call, TARGET)
+    assert because.startswith("plain JAX, since") and names[0] == "flash"
+    few = replace(call, heads=2, kv_heads=2)
+    assert gpu.order(few, TARGET)[0][0] == "dot_product"
+
+
+@pytest.mark.usefixtures("by_launches")
 def test_another_hopper_gpu_says_where_it_was_measured() -> None:
-    _, because = gpu.order(CALL, ma.Target.named("H100", PACKAGES))
-    assert because.endswith("measured on an NVIDIA H200, and this is NVIDIA H100)")
+    """One with measured shapes of its own, and one without."""
+    for kind in ("H100", "H20"):
+        _, because = gpu.order(CALL, ma.Target.named(kind, PACKAGES))
+        assert because.endswith(f"measured on an NVIDIA H200, and this is NVIDIA {kind})")
 
 
 @pytest.mark.usefixtures("by_launches")
@@ -195,7 +207,7 @@ def test_a_plan_predicts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shipped_rows() -> list[GridRow]:
     """Read the rows that the shipped costs are fitted on."""
-    on = gpu.read_documents()["NVIDIA H200"]["costs"]["measured_on"]
+    on = measured.read_documents()["NVIDIA H200"]["costs"]["measured_on"]
     return read_rows(ROOT / file for files in on.values() for file in files)
 
 

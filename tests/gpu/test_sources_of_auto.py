@@ -140,13 +140,12 @@ def test_runs_that_say_otherwise_are_seen() -> None:
         rows_on("NVIDIA H100 80GB HBM3", files["NVIDIA H200"])
 
 
-def test_a_device_is_measured_by_an_entry_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_measured_by_an_entry_of_its_name() -> None:
     sxm = ma.Target("gpu", "NVIDIA H100 80GB HBM3", FA4)
     pcie, h100 = replace(sxm, device_kind="NVIDIA H100 PCIe"), named("H100", *FA4)
-    assert not any(gpu.is_measured_on(target) for target in (sxm, pcie, h100))
-    assert "measured on an NVIDIA H200, and this is NVIDIA H100 80GB HBM3" in chosen(sxm)[1]
-    with_h100 = {"NVIDIA H200": {"NVIDIA H200": (), "NVIDIA H100 80GB HBM3": ()}}
-    monkeypatch.setattr(gpu, "measured_on", lambda: with_h100)
-    assert gpu.is_measured_on(sxm) and gpu.is_measured_on(h100) and not gpu.is_measured_on(pcie)
+    gh200 = replace(sxm, device_kind="NVIDIA GH200 480GB")
+    assert gpu.is_measured_on(sxm) and gpu.is_measured_on(h100)
+    assert not gpu.is_measured_on(pcie) and not gpu.is_measured_on(gh200)
     assert chosen(sxm)[1].endswith("measured on an NVIDIA H100 80GB HBM3")
-    assert chosen(pcie)[1].endswith("measured on an NVIDIA H200, and this is NVIDIA H100 PCIe")
+    assert chosen(pcie)[1].endswith("measured on an NVIDIA H100, and this is NVIDIA H100 PCIe")
+    assert chosen(gh200)[1].endswith("measured on an NVIDIA H200, and this is NVIDIA GH200 480GB")

@@ -5,78 +5,37 @@ A call that was measured itself takes its measured times. Another takes those th
 of costs that are fitted on a grid of calls. Where the table has no such costs, or they choose worse
 than it on calls left out of the fit, the call takes the entry of the measured shape nearest to it:
 of its own kind of mask, then of the nearest head dim, then of the least distance in doublings of T,
-S and B x N. Forward and backward are chosen apart. Hopper GPUs without entries take those of the
-H200. Other GPUs take what published.py holds of them, and cuDNN elsewhere, which the plan calls a
-rule.
-
-Under "measured_on" a table names each kind of device, as jax calls it, that its entries were
-measured on, with the files of the runs: the plan of such a device says that they were.
+S and B x N. Forward and backward are chosen apart. Hopper GPUs without entries, or without costs,
+take those of the H200. Other GPUs take what published.py holds of them, and cuDNN elsewhere, which
+the plan calls a rule.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from math import log2
-from typing import Any
+from dataclasses import replace
 
 from maxattn.call import Call
 from maxattn.devices import device_of
 from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto import published
 from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, PLAIN
+from maxattn.kernels.auto.measured import (
+    FULL,
+    MeasuredShape,
+    Times,
+    fastest_first,
+    mask_kind,
+    measured_on,
+    nearest,
+    read_costs,
+    read_tables,
+)
 from maxattn.kernels.auto.predict import FittedCosts
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.target import Target
 
-TABLE = resources.files("maxattn.kernels.auto") / "table.json"
-FULL, BAND, TILES = "full", "band", "tiles"
-UNSPLIT = "flash backward without split queries"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
 USUAL = "NVIDIA H200"
-
-Times = tuple[tuple[str, float], ...]
-"""(kernel, ms), fastest first."""
-
-
-@dataclass(frozen=True)
-class MeasuredShape:
-    """Hold one measured shape: milliseconds by kernel, forward and backward.
-
-    Args:
-        shape: B, T, S, N, H.
-        mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other
-            mask).
-        forward, backward: (kernel, ms), fastest first.
-        unsplit: ms of flash's backward where its queries are not split (split_queries.py); 0 where
-            that was not measured.
-        mask_text: the mask of "band" and "tiles", spelt; "" where that is not known.
-        costs: what the times are predicted by; None where they are measured.
-    """
-
-    shape: tuple[int, int, int, int, int]
-    mask: str
-    forward: Times
-    backward: Times
-    unsplit: float = 0.0
-    mask_text: str = ""
-    costs: FittedCosts | None = None
-
-    @property
-    def text(self) -> str:
-        """Spell the shape."""
-        b, t, s, n, h = self.shape
-        return f"B={b} T={t} S={s} N={n} H={h}"
-
-    @property
-    def by_total(self) -> tuple[str, ...]:
-        """Name the kernels that were measured both ways, fastest first."""
-        backward = dict(self.backward)
-        both = {name: ms + backward[name] for name, ms in self.forward if name in backward}
-        return tuple(sorted(both, key=lambda name: both[name]))
-
 
 # ---- the order -----------------------------------------------------------------------------------
 
@@ -99,20 +58,28 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     faster = _faster(entry, forward, backward)
     if entry.costs is not None:
         line = _compared(entry, (forward, backward), call, target)
-        why = f"{line} ({entry.costs.accuracy} measured{_measured_there(device, target)})"
-        return names, why + _lost(faster, target)
+        where = _measured_there(_costs_device(device), target)
+        return names, f"{line} ({entry.costs.accuracy} measured{where})" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
     return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
 
 
 def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
     """Return the times that hold for a call: its own, else predicted, else of the nearest shape."""
-    entries, costs = read_tables()[device], read_costs().get(device)
+    entries, costs = read_tables()[device], read_costs()
     if (own := _own_entry(call, entries)) is not None:
         return own
-    if costs is not None and costs.decides:
-        return _predicted(call, target, costs)
+    mine = costs.get(_costs_device(device))
+    if mine is not None and mine.decides:
+        predicted = _predicted(call, target, mine)
+        if predicted.forward and predicted.backward:
+            return predicted
     return _as_launched(nearest(call, entries), call, target)
+
+
+def _costs_device(device: str) -> str:
+    """Return the device whose costs hold for one with entries: its own, else the usual one."""
+    return device if device in read_costs() else USUAL
 
 
 def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape | None:
@@ -222,7 +189,8 @@ def _because(
 
 def _measured_there(device: str, target: Target) -> str:
     """Say where times were measured, and where that is another device."""
-    on = target.device_kind if is_measured_on(target) else device
+    is_own = device == _measured_device(target) and is_measured_on(target)
+    on = target.device_kind if is_own else device
     return f" on an {on}" + (
         "" if on == target.device_kind else f", and this is {target.device_kind}"
     )
@@ -234,83 +202,12 @@ def _lost(faster: tuple[str, ...], target: Target) -> str:
     return f"; flash would be faster: {install(target)}" if is_lost else ""
 
 
-# ---- the nearest entry ---------------------------------------------------------------------------
-
-
-def nearest(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape:
-    """Return the measured shape nearest to a call."""
-    kind = mask_kind(call)
-    same = [e for e in entries if e.mask == kind] or [e for e in entries if e.mask == FULL]
-    return min(same, key=lambda entry: _distance(call, entry))
-
-
-def _distance(call: Call, entry: MeasuredShape) -> tuple[float, float]:
-    """Return doublings between the head dims, and between the other sizes together."""
-    b, t, s, n, h = entry.shape
-    size = (call.head_dim, call.q_len, call.kv_len, call.batch * call.heads)
-    measured = (h, t, s, b * n)
-    apart = [abs(log2(mine / its)) for mine, its in zip(size, measured, strict=True)]
-    return apart[0], sum(apart[1:])
-
-
-def mask_kind(call: Call) -> str:
-    """Sort a mask into the kinds that were measured."""
-    # Terms of keys alone (lengths, flags) cost no kernel more than the full mask does.
-    of_pairs = [term for term in call.mask.terms() if not (term.is_full or term.is_of_keys)]
-    if not of_pairs:
-        return FULL
-    band = None if len(of_pairs) > 1 or of_pairs[0].has_data else of_pairs[0].band()
-    if band is None:
-        return TILES
-    return FULL if band.is_full else BAND
-
-
 def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
     """Take the time of flash's backward as this call gets it: with its queries split or not."""
     if not entry.unsplit or KERNELS["flash"].splits_backward(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.unsplit}
     return replace(entry, backward=fastest_first(times))
-
-
-@cache
-def read_documents() -> dict[str, dict[str, Any]]:
-    """Read what `table.json` holds, by device kind."""
-    return json.loads(TABLE.read_text())
-
-
-@cache
-def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
-    """Read the measured shapes, by device kind."""
-    tables = {device: rows["entries"] for device, rows in read_documents().items()}
-    return {device: tuple(map(_entry, rows)) for device, rows in tables.items() if rows}
-
-
-@cache
-def read_costs() -> dict[str, FittedCosts]:
-    """Read the fitted costs of the devices that have any, by device kind."""
-    found = {device: rows.get("costs") for device, rows in read_documents().items()}
-    return {device: FittedCosts.of_json(costs) for device, costs in found.items() if costs}
-
-
-@cache
-def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Read which kinds of device the entries of each table were measured on, and by which runs."""
-    return {
-        device: {kind: tuple(files) for kind, files in rows.get("measured_on", {}).items()}
-        for device, rows in read_documents().items()
-    }
-
-
-def _entry(row: dict[str, Any]) -> MeasuredShape:
-    b, t, s, n, h = row["shape"]
-    times = fastest_first(row["forward"]), fastest_first(row["backward"])
-    rest = row.get(UNSPLIT, 0.0), row.get("mask_text", "")
-    return MeasuredShape((b, t, s, n, h), row["mask"], *times, *rest)
-
-
-def fastest_first(times: dict[str, float]) -> Times:
-    return tuple(sorted(times.items(), key=lambda pair: pair[1]))
 
 
 # ---- what can run --------------------------------------------------------------------------------

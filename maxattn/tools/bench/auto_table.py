@@ -14,7 +14,7 @@ from maxattn.config.plain_json import read_json
 from maxattn.devices import device_of
 from maxattn.errors import ConfigError
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD
-from maxattn.kernels.auto.gpu import TABLE, UNSPLIT, mask_kind
+from maxattn.kernels.auto.measured import TABLE, UNSPLIT, mask_kind
 from maxattn.kernels.auto.predict import FittedCosts
 from maxattn.tools.bench.grid.calls import of_shape
 from maxattn.tools.bench.grid.rows import GridRow, is_ours

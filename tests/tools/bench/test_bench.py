@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.auto.gpu import TABLE, UNSPLIT
+from maxattn.kernels.auto.measured import TABLE, UNSPLIT
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
 from maxattn.tools.bench.auto_table import NewTable, entries, write

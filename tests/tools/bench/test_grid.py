@@ -15,7 +15,7 @@ import pytest
 from maxattn import masks as M
 from maxattn.devices import DEVICES
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
-from maxattn.kernels.auto.gpu import TABLE
+from maxattn.kernels.auto.measured import TABLE
 from maxattn.kernels.auto.predict import FittedCosts, head_class, weighed
 from maxattn.target import Target
 from maxattn.tools.bench.auto_table import NewTable, write

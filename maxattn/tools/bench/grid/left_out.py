@@ -10,7 +10,7 @@ import numpy as np
 
 from maxattn.devices import Device
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD
-from maxattn.kernels.auto.gpu import MeasuredShape, fastest_first, mask_kind, nearest
+from maxattn.kernels.auto.measured import MeasuredShape, fastest_first, mask_kind, nearest
 from maxattn.kernels.auto.predict import FittedCosts
 from maxattn.tools.bench.grid.fit import NearSettings, Sample, call_of, fitted, samples
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
