@@ -155,9 +155,9 @@ def test_what_no_kernel_takes_is_plain_jax_and_says_why() -> None:
 @pytest.mark.usefixtures("by_launches")
 def test_another_hopper_gpu_says_where_it_was_measured() -> None:
     """One with measured shapes of its own, and one without."""
-    for kind in ("H100", "H20"):
-        _, because = gpu.order(CALL, ma.Target.named(kind, PACKAGES))
-        assert because.endswith(f"measured on an NVIDIA H200, and this is NVIDIA {kind})")
+    for kind in ("NVIDIA H100", "NVIDIA H20"):
+        _, because = gpu.order(CALL, ma.Target("gpu", kind, PACKAGES))
+        assert because.endswith(f"measured on an NVIDIA H200, and this is {kind})")
 
 
 @pytest.mark.usefixtures("by_launches")
