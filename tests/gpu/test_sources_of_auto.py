@@ -146,6 +146,9 @@ def test_a_device_is_measured_by_an_entry_of_its_name() -> None:
     gh200 = replace(sxm, device_kind="NVIDIA GH200 480GB")
     assert gpu.is_measured_on(sxm) and gpu.is_measured_on(h100)
     assert not gpu.is_measured_on(pcie) and not gpu.is_measured_on(gh200)
-    assert chosen(sxm)[1].endswith("measured on an NVIDIA H100 80GB HBM3")
-    assert chosen(pcie)[1].endswith("measured on an NVIDIA H100, and this is NVIDIA H100 PCIe")
+    call = SHAPES["flux-1024"].call()
+    assert chosen(sxm, call)[1].endswith("measured on an NVIDIA H100 80GB HBM3")
+    assert chosen(pcie, call)[1].endswith(
+        "measured on an NVIDIA H100, and this is NVIDIA H100 PCIe"
+    )
     assert chosen(gh200)[1].endswith("measured on an NVIDIA H200, and this is NVIDIA GH200 480GB")

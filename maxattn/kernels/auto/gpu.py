@@ -59,7 +59,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if entry.costs is not None:
         line = _compared(entry, (forward, backward), call, target)
         where = _measured_there(_costs_device(device), target)
-        return names, f"{line} ({entry.costs.accuracy} measured{where})" + _lost(faster, target)
+        return names, f"{line}; {entry.costs.accuracy} measured{where}" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
     return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
 
