@@ -142,6 +142,16 @@ def by_nearest(rows: Sequence[GridRow], others: Callable[[GridRow], Sequence[Gri
     return choose
 
 
+def always(name: str) -> Chooser:
+    """Take one kernel wherever it was measured, else the slowest."""
+
+    def choose(row: GridRow, what: str) -> str:
+        here = _ours(row.times[what])
+        return name if name in here else max(here, key=lambda other: here[other])
+
+    return choose
+
+
 def measured_shape(row: GridRow) -> MeasuredShape:
     """Return a row as the table holds a shape."""
     b, t, s, n, _, h = row.call.sizes
@@ -178,14 +188,20 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     def other_folds(row: GridRow) -> list[GridRow]:
         return [other for other in rows if at[id(other)] % folds != at[id(row)] % folds]
 
-    nearest_shape = regret(rows, by_nearest(rows, other_folds))
-    decides = regrets[near].mean <= nearest_shape.mean
+    others = {
+        "the nearest measured shape": regret(rows, by_nearest(rows, other_folds)),
+        "one kernel, the best for all": min(
+            (regret(rows, always(name)) for name in {s.kernel for s in found}),
+            key=lambda each: each.mean,
+        ),
+    }
+    decides = all(regrets[near].mean <= other.mean for other in others.values())
     counts = {"error": tried[near].median, "calls": len(rows), "decides": decides}
     lines = [
         f"{len(rows)} calls, each predicted by costs fitted without it ({folds} folds)",
         *tried[near].lines,
         *(its.line(_named(each)) for each, its in regrets.items()),
-        nearest_shape.line("the nearest measured shape"),
+        *(other.line(name) for name, other in others.items()),
         f"taken: {_named(near)}" + ("" if decides else "; the nearest measured shape decides"),
     ]
     return Fit(replace(fitted(found, near), **counts), "\n".join(lines))

@@ -17,7 +17,7 @@ from maxattn.tools.bench.grid.rows import GridRow, read_rows
 from maxattn.tools.bench.grid.worker import HOLDER, GridJob
 
 log = logging.getLogger("maxattn.tools.bench")
-LAST_CALL = 20.0  # seconds before the end, from which no call is begun
+COMPILING = 0.6  # of the limit: the rest is for timing
 PAUSE = 0.5
 STUCK = 60.0  # seconds that a process may hold the device
 
@@ -31,7 +31,7 @@ def run_grid(
     kernels: Sequence[str] = (),
     peers: int = 0,
 ) -> list[GridRow]:
-    """Measure calls: compile in many processes, time in one at a time.
+    """Measure calls: compile in many processes, then time in one at a time.
 
     Args:
         calls: of the grid; they are begun in this order.
@@ -47,19 +47,19 @@ def run_grid(
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
         here = Path(place)
         here.mkdir(parents=True, exist_ok=True)
-        until = time() + limit - min(LAST_CALL, limit / 3)
-        job = GridJob(here, tuple(calls), seconds, until, tuple(kernels), peers)
-        with _processes(job, count) as processes:
+        until = time() + COMPILING * limit
+        job = GridJob(here, tuple(calls), seconds, count, until, tuple(kernels), peers)
+        with _processes(job) as processes:
             _wait(processes, time() + limit, here, len(calls))
         return read_rows(sorted(here.glob("rows-*.jsonl")))
 
 
 @contextmanager
-def _processes(job: GridJob, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _processes(job: GridJob) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes, and end those that are left."""
     path, env = str(job.write()), os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     words = [sys.executable, "-W", "ignore", "-m", "maxattn.tools.bench.grid.worker", path]
-    started = [subprocess.Popen([*words, str(i), str(count)], env=env) for i in range(count)]
+    started = [subprocess.Popen([*words, str(i)], env=env) for i in range(job.workers)]
     try:
         yield started
     finally:

@@ -1,8 +1,9 @@
-"""A process that compiles calls of a grid beside others and times each while it holds the GPU.
+"""A process that compiles calls of a grid beside others, and then times them alone.
 
-Tracing and compiling take the host's time, and of some kernels seconds of Python; timing needs the
-device alone. So many processes compile at once, and a lock on a file lets one of them use the
-device. What every other process measured is left to it; rows are written when they are there.
+Tracing and compiling take the host's time, and of some kernels seconds of Python. Timing needs the
+device alone, and the host too: what is compiled beside it makes times longer, by a third of short
+ones. So many processes compile first; when all have done, or the time for it is up, each times what
+it compiled, one process at a time, by a lock on a file. Rows are written when they are there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter, time
+from time import perf_counter, sleep, time
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from maxattn.tools.bench.timing import first_line, in_order, queue, several
 from maxattn.tools.random_inputs import normal
 
 ROUNDS, MOST_CALLS = 5, 200
+LONGEST = 40.0  # seconds that others wait for one that still compiles
 LOCK, HOLDER = "lock", "holder"  # files: of the device, and of the process that holds it
 BARE = ("jax cuDNN", "fa4-jax")  # what others may reach that ours do not
 Specs = tuple[jax.ShapeDtypeStruct, ...]
@@ -51,7 +53,8 @@ class GridJob:
         folder: where rows, claims and the lock are.
         calls: of the grid, in the order in which they are measured.
         seconds: for one kernel and pass of a call, about.
-        until: the time of day, in seconds, after which none is begun.
+        workers: how many processes there are.
+        until: the time of day, in seconds, after which none is compiled.
         kernels: names; empty for all that can run.
         peers: measure other libraries too, called bare, on every so manieth call of all pairs; 0
             for none.
@@ -60,6 +63,7 @@ class GridJob:
     folder: Path
     calls: tuple[GridCall, ...]
     seconds: float
+    workers: int
     until: float
     kernels: tuple[str, ...] = ()
     peers: int = 0
@@ -73,37 +77,50 @@ class GridJob:
         """Write it for the processes."""
         path = self.folder / "job.json"
         calls = [call.to_json() for call in self.calls]
-        rest = self.seconds, self.until, self.kernels, self.peers
+        rest = self.seconds, self.workers, self.until, self.kernels, self.peers
         path.write_text(json.dumps([calls, *rest]))
         return path
 
     @staticmethod
     def read(path: Path) -> GridJob:
         """Read what another process wrote."""
-        calls, seconds, until, kernels, peers = json.loads(path.read_text())
+        calls, seconds, workers, until, kernels, peers = json.loads(path.read_text())
         read = tuple(map(GridCall.of_json, calls))
-        return GridJob(path.parent, read, seconds, until, tuple(kernels), peers)
+        return GridJob(path.parent, read, seconds, workers, until, tuple(kernels), peers)
 
 
-def main(path: str, number: str, workers: str) -> None:
-    """Measure calls until none is left, or the time is up."""
+def main(path: str, number: str) -> None:
+    """Compile calls until none is left, or the time is up; then time them."""
     job, target = GridJob.read(Path(path)), Target.here()
-    rows = job.folder / f"rows-{number}.jsonl"
-    for at in _mine_first(job.calls, int(number), int(workers)):
+    ready = list(_all_compiled(job, int(number), target))
+    _wait_for_all(job, number)
+    with (job.folder / f"rows-{number}.jsonl").open("a") as file:
+        for each in ready:
+            row = each.timed(job)
+            print(json.dumps(row.to_json() | {"device": target.device_kind}), file=file, flush=True)
+            print(f"{number}: {row.call.name}  {row.summary}", flush=True)
+            if not row.forward:  # a device error stays with its process: another would fail alike
+                return
+
+
+def _all_compiled(job: GridJob, number: int, target: Target) -> Iterator[CompiledCall]:
+    """Yield calls, compiled, until the time is up."""
+    for at in _mine_first(job.calls, number, job.workers):
         if time() > job.until:
             return
         if not _claimed(job.folder / f"claim-{at}"):
             continue
         try:
-            row = measured(job, at, target)
+            yield CompiledCall.of(job, at, target)
         except Exception as failed:  # any, of a compiler
             print(f"{number}: {job.calls[at].name} failed: {first_line(failed)}", flush=True)
-            continue
-        with rows.open("a") as file:
-            file.write(json.dumps(row.to_json() | {"device": target.device_kind}) + "\n")
-        print(f"{number}: {row.call.name}  {row.summary}", flush=True)
-        if not row.forward:  # a device error stays with its process: another would fail alike
-            return
+
+
+def _wait_for_all(job: GridJob, number: str) -> None:
+    """Wait until no process compiles, and no longer than a compilation may last."""
+    (job.folder / f"ready-{number}").touch()
+    while len(list(job.folder.glob("ready-*"))) < job.workers and time() < job.until + LONGEST:
+        sleep(0.1)
 
 
 def _mine_first(calls: tuple[GridCall, ...], number: int, workers: int) -> Iterator[int]:
@@ -135,29 +152,44 @@ def _device(folder: Path) -> Iterator[None]:
 # ---- one call ------------------------------------------------------------------------------------
 
 
-def measured(job: GridJob, at: int, target: Target) -> GridRow:
-    """Measure every kernel that can run a call: compile all, then time them in turns.
+@dataclass(frozen=True)
+class CompiledCall:
+    """Hold every kernel that can run a call, compiled.
 
     Args:
-        job: whose lock and times are kept to.
-        at: which of its calls.
-        target: this machine.
+        call: of the grid.
+        programs: of each kernel.
+        make: makes the inputs from a key.
+        spent: seconds.
     """
-    start, call = perf_counter(), job.calls[at]
-    programs = [_Programs.of(n, partial(_of_kernel, n, call, target)) for n in _kernels(job, at)]
-    if job.has_peers(at):
-        programs += [_Programs.of(f"bare {n}", partial(_of_peer, n, call)) for n in BARE]
-    make = jax.jit(partial(_random_sets, call)).lower(jax.random.key(0)).compile()
-    compiled = perf_counter()
-    with _device(job.folder):
-        taken = perf_counter()
-        times = _timed(programs, make(jax.random.key(0)), job.seconds)
-    spent = compiled - start, perf_counter() - taken
-    return GridRow(call, times, {p.name: p.failed for p in programs if p.failed}, spent)
+
+    call: GridCall
+    programs: list[_Programs]
+    make: Any
+    spent: float
+
+    @classmethod
+    def of(cls, job: GridJob, at: int, target: Target) -> CompiledCall:
+        """Compile a call of a job: the `at`-th."""
+        start, call = perf_counter(), job.calls[at]
+        names = _kernels(job, at, target)
+        programs = [_Programs.of(n, partial(_of_kernel, n, call, target)) for n in names]
+        if job.has_peers(at):
+            programs += [_Programs.of(f"bare {n}", partial(_of_peer, n, call)) for n in BARE]
+        make = jax.jit(partial(_random_sets, call)).lower(jax.random.key(0)).compile()
+        return cls(call, programs, make, perf_counter() - start)
+
+    def timed(self, job: GridJob) -> GridRow:
+        """Time all kernels in turns, while no other process uses the device."""
+        with _device(job.folder):
+            taken = perf_counter()
+            times = _timed(self.programs, self.make(jax.random.key(0)), job.seconds)
+        failed = {p.name: p.failed for p in self.programs if p.failed}
+        return GridRow(self.call, times, failed, (self.spent, perf_counter() - taken))
 
 
-def _kernels(job: GridJob, at: int) -> list[str]:
-    call, target = job.calls[at], Target.here()
+def _kernels(job: GridJob, at: int, target: Target) -> list[str]:
+    call = job.calls[at]
     asked = [n for n in job.kernels or KERNELS if is_measured(n, call)]
     return [n for n in asked if refusal(n, call.shape().call(), target) is None]
 
