@@ -132,6 +132,17 @@ def test_passes_are_chosen_apart_and_the_next_best_is_said() -> None:
     )
 
 
+def test_the_usual_kernel_is_left_for_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = costs_of(flash=(0.3, 0.5), cudnn=(0.28, 0.3))
+    for margin, first in ((0.0, "cudnn"), (0.1, "flash/cudnn"), (0.5, "flash")):
+        usual = replace(costs, usual="flash", margin=margin)
+        assert FittedCosts.of_json(usual.to_json()).margin == margin
+        monkeypatch.setattr(gpu, "read_costs", lambda usual=usual: {"NVIDIA H200": usual})
+        names, because = gpu.order(replace(CALL, batch=64), TARGET)
+        assert names[0] == first
+        assert ("flash unless another takes" in because) == (margin > 0)
+
+
 @pytest.mark.usefixtures("by_launches")
 def test_a_kernel_that_is_refused_is_not_said_to_be_next() -> None:
     window = M.BlockSlidingWindow(100, 3).bind(1000, 1000)

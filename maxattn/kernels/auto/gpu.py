@@ -99,7 +99,7 @@ def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
     reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
     names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
     forward, backward = (
-        fastest_first(costs.predict_all(names, what, call, target.device))
+        costs.ranked(costs.predict_all(names, what, call, target.device))
         for what in (FORWARD, BACKWARD)
     )
     return MeasuredShape(size, mask_kind(call), forward, backward, costs=costs)

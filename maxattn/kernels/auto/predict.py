@@ -32,6 +32,9 @@ class FittedCosts:
         decides: whether `auto` chooses by them: where they are no worse than the nearest measured
             shape, on calls that are left out.
         near: corrects predictions by measured calls that are like them; None for nothing.
+        usual: the kernel that is fastest on most calls, which is taken unless another is predicted
+            to take less than its time by more than `margin`, a share of it: predictions err.
+        margin: that share.
     """
 
     weights: Mapping[Key, Terms]
@@ -39,6 +42,8 @@ class FittedCosts:
     calls: int = 0
     decides: bool = False
     near: NearCalls | None = None
+    usual: str = ""
+    margin: float = 0.0
 
     def predict_all(
         self, kernels: Iterable[str], what: str, call: Call, device: Device
@@ -65,10 +70,18 @@ class FittedCosts:
         alike = self.near.alike(call)
         return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
 
+    def ranked(self, times: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+        """Return (kernel, ms), what is taken first."""
+        handicap = {self.usual: 1 - self.margin}
+        return tuple(sorted(times.items(), key=lambda each: each[1] * handicap.get(each[0], 1.0)))
+
     @property
     def accuracy(self) -> str:
         """Say how far off it is, and of what."""
-        return f"{self.error:.0%} median error on {self.calls} calls left out of the fit,"
+        margin = (
+            f"{self.usual} unless another takes {self.margin:.0%} less, " if self.margin else ""
+        )
+        return f"{margin}{self.error:.0%} median error on {self.calls} calls left out of the fit,"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file holds it."""
@@ -78,6 +91,7 @@ class FittedCosts:
             found.setdefault(kernel, {}).setdefault(what, {})[str(heads)] = rounded
         rest = {"error": round(self.error, 4), "calls": self.calls, "decides": self.decides}
         near = {} if self.near is None else {"near": self.near.to_json()}
+        rest |= {"usual": self.usual, "margin": self.margin}
         return rest | {"weights": found} | near
 
     @staticmethod
@@ -90,7 +104,8 @@ class FittedCosts:
             for heads, its in classes.items()
         }
         near = NearCalls.of_json(row["near"]) if "near" in row else None
-        return FittedCosts(weights, row["error"], row["calls"], row["decides"], near)
+        rest = near, row.get("usual", ""), row.get("margin", 0.0)
+        return FittedCosts(weights, row["error"], row["calls"], row["decides"], *rest)
 
 
 def weighed(weights: Terms, found: Terms) -> float:

@@ -18,6 +18,8 @@ from maxattn.tools.bench.grid.rows import GridRow, is_ours
 FOLDS = 10
 # Of near calls: none, then how far they reach and how much of one call's time is chance.
 NEAR = (None, *(NearSettings(reach, ridge) for reach in (1, 2, 4) for ridge in (0.1, 0.3)))
+MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3)
+NO_COSTS = FittedCosts({})
 Chooser = Callable[[GridRow, str], str]
 """Names the kernel of a row's pass that it would take."""
 
@@ -113,13 +115,24 @@ def _ours(times: dict[str, float]) -> dict[str, float]:
     return {name: ms for name, ms in times.items() if is_ours(name)}
 
 
-def by_prediction(rows: Sequence[GridRow], predicted: dict[tuple[int, str, str], float]) -> Chooser:
-    """Take the smallest of predicted times."""
+def by_prediction(
+    rows: Sequence[GridRow],
+    predicted: dict[tuple[int, str, str], float],
+    costs: FittedCosts = NO_COSTS,
+) -> Chooser:
+    """Take the smallest of predicted times.
+
+    Args:
+        rows: of a grid.
+        predicted: ms by (row, kernel, pass).
+        costs: whose usual kernel has a margin.
+    """
     at = {id(row): i for i, row in enumerate(rows)}
 
     def choose(row: GridRow, what: str) -> str:
-        known = [n for n in _ours(row.times[what]) if (at[id(row)], n, what) in predicted]
-        return min(known, key=lambda name: predicted[at[id(row)], name, what])
+        keys = {name: (at[id(row)], name, what) for name in _ours(row.times[what])}
+        known = {name: predicted[key] for name, key in keys.items() if key in predicted}
+        return costs.ranked(known)[0][0]
 
     return choose
 
@@ -171,6 +184,19 @@ class Fit(NamedTuple):
     text: str
 
 
+class ChoiceSettings(NamedTuple):
+    """Say how predictions choose: corrected by near calls, and against which margin."""
+
+    near: NearSettings | None
+    margin: float
+
+    def named(self, usual: str) -> str:
+        """Spell it."""
+        of = self.near
+        near = f", calls within {of.reach:g} doublings (ridge {of.ridge:g})" if of else ""
+        return f"{usual} unless another takes {self.margin:.0%} less{near}"
+
+
 def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     """Fit costs, and compare them with the nearest measured shape on rows left out.
 
@@ -180,9 +206,17 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
         folds: in how many parts the rows are left out.
     """
     found, folds = samples(rows, device), min(folds, len(rows))
+    alone = {name: regret(rows, always(name)) for name in {s.kernel for s in found}}
+    usual = min(alone, key=lambda name: alone[name].mean)
     tried = {near: left_out(found, folds, near) for near in NEAR}
-    regrets = {near: regret(rows, by_prediction(rows, x.predicted)) for near, x in tried.items()}
-    near = min(NEAR, key=lambda each: regrets[each].mean)
+    regrets = {
+        ChoiceSettings(near, margin): regret(
+            rows, by_prediction(rows, its.predicted, replace(NO_COSTS, usual=usual, margin=margin))
+        )
+        for near, its in tried.items()
+        for margin in MARGINS
+    }
+    best = min(regrets, key=lambda each: regrets[each].mean)
     at = {id(row): i for i, row in enumerate(rows)}
 
     def other_folds(row: GridRow) -> list[GridRow]:
@@ -190,24 +224,17 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
 
     others = {
         "the nearest measured shape": regret(rows, by_nearest(rows, other_folds)),
-        "one kernel, the best for all": min(
-            (regret(rows, always(name)) for name in {s.kernel for s in found}),
-            key=lambda each: each.mean,
-        ),
+        f"{usual} always": alone[usual],
     }
-    decides = all(regrets[near].mean <= other.mean for other in others.values())
-    counts = {"error": tried[near].median, "calls": len(rows), "decides": decides}
+    decides = all(regrets[best].mean <= other.mean for other in others.values())
+    counts = {"error": tried[best.near].median, "calls": len(rows), "decides": decides}
     lines = [
         f"{len(rows)} calls, each predicted by costs fitted without it ({folds} folds)",
-        *tried[near].lines,
-        *(its.line(_named(each)) for each, its in regrets.items()),
+        *tried[best.near].lines,
+        regrets[ChoiceSettings(None, 0.0)].line("the smallest prediction"),
+        regrets[best].line(f"taken: {best.named(usual)}"),
         *(other.line(name) for name, other in others.items()),
-        f"taken: {_named(near)}" + ("" if decides else "; the nearest measured shape decides"),
+        *([] if decides else ["the nearest measured shape decides"]),
     ]
-    return Fit(replace(fitted(found, near), **counts), "\n".join(lines))
-
-
-def _named(near: NearSettings | None) -> str:
-    if near is None:
-        return "the smallest prediction"
-    return f"corrected by calls within {near.reach:g} doublings, ridge {near.ridge:g}"
+    chosen = {"usual": usual, "margin": best.margin}
+    return Fit(replace(fitted(found, best.near), **counts, **chosen), "\n".join(lines))
