@@ -65,6 +65,15 @@ def split(mask: Mask) -> SplitMask | Reason:
 REMEDY = "set attention: dot_product with use_memory_efficient_attention: true"
 
 
+def sort_note(what: str) -> str:
+    """Say which order of segment ids skips most, of chunks or tiles."""
+    return (
+        f"{what} are skipped where the ranges of their ids do not meet: tokens in the order of"
+        " their ids (jnp.argsort(ids, axis=1)) skip most; lengths known when tracing go into"
+        " masks.Segments.of_lengths, which every kernel skips by"
+    )
+
+
 def _refused(term: Mask) -> Reason:
     what = " and ".join(sorted(_names_with_data(term)))
     if not term.parts():
@@ -185,7 +194,7 @@ def kinds_by_arrays(
     """
 
     def of_positions(part: Mask) -> TileBounds:
-        kinds = jnp.asarray(known_kinds(part, blocks, lengths, offsets))[None]
+        kinds = jnp.asarray(tile_kinds(part, *blocks, *lengths, *offsets))[None]
         return TileBounds(kinds != EMPTY, kinds == FULL)
 
     some, every = mask.on_tiles(Tiles(blocks, lengths, offsets[1], of_positions))

@@ -32,15 +32,11 @@ from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Row
 from maxattn.kernels.blockwise.by_row import by_row, differs_by_row, has_own_rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import ChunkedInputs, cut, for_visits, join
+from maxattn.kernels.mask_split import sort_note
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note
 
 MOST_COUNTED = 2**16  # pairs of chunks
-SORT = (
-    "chunks are skipped where the ranges of their ids do not meet: tokens in the order of their"
-    " ids (jnp.argsort(ids, axis=1)) skip most; lengths known when tracing go into"
-    " masks.Segments.of_lengths, which every kernel skips by"
-)
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class MemoryEfficient(Kernel):
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where measured sizes are from."""
-        sort = (SORT,) if self._skips(call) and call.mask.has_ids else ()
+        sort = (sort_note("chunks"),) if self._skips(call) and call.mask.has_ids else ()
         return (*sort, *tuned_note(config, self.name, call, target))
 
     def _skips(self, call: Call) -> bool:

@@ -51,17 +51,18 @@ class CompileCase(NamedTuple):
     mask: M.Mask = FULL
     head_dim: int = 64
     kv_heads: int = 4
+    keys: int = LENGTH
 
     @property
     def call(self) -> ma.Call:
         """Return the structure of the call."""
-        sizes = 2, LENGTH, LENGTH, 4, self.kv_heads, self.head_dim
+        sizes = 2, LENGTH, self.keys, 4, self.kv_heads, self.head_dim
         return ma.Call(*sizes, "bfloat16", mask=self.bound)
 
     @property
     def bound(self) -> M.Mask:
         """Return the mask with its arrays."""
-        return self.mask.bind(LENGTH, LENGTH)
+        return self.mask.bind(LENGTH, self.keys)
 
 
 CASES = {
@@ -69,7 +70,14 @@ CASES = {
     "causal": CompileCase(M.Causal(), 128),
     "window": CompileCase(M.LocalWindow(64, 32)),
     "lengths": CompileCase(M.KeyPadding(np.array([200, 500])), 128),
+    "lengths, shared heads": CompileCase(M.KeyPadding(np.array([200, 500])), 128, 2),
+    "lengths, head dim 256": CompileCase(M.KeyPadding(np.array([200, 500])), 256),
     "segments": CompileCase(M.Segments(IDS, IDS)),
+    "shared segments": CompileCase(M.Segments(IDS[:1], IDS[:1]), 128),
+    "causal & segments, shared heads": CompileCase(M.Causal() & M.Segments(IDS, IDS), 128, 2),
+    "causal & lengths": CompileCase(M.Causal() & M.KeyPadding(np.array([200, 500])), 128),
+    "window & flags": CompileCase(M.LocalWindow(64, 32) & M.KeyPadding(IDS == 0)),
+    "segments, head dim 256": CompileCase(M.Segments(IDS, IDS), 256),
     "block window": CompileCase(M.BlockSlidingWindow(64, 2), 128),
     "shared heads": CompileCase(head_dim=128, kv_heads=2),
     "head dim 40": CompileCase(head_dim=40),
@@ -80,6 +88,8 @@ CASES = {
     "head dim 256": CompileCase(head_dim=256),
     "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),
     "ring": CompileCase(head_dim=128),
+    "long keys": CompileCase(kv_heads=2, keys=9000),
+    "long keys, lengths": CompileCase(M.KeyPadding(np.array([200, 9000])), 128, keys=9000),
 }
 
 
@@ -104,7 +114,7 @@ def compiled(name: str) -> dict[str, Any]:
     """Compile a case, or say why not."""
     asked, start = CASES[name], time.time()
     q = jax.ShapeDtypeStruct((2, LENGTH, 4, asked.head_dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((2, LENGTH, asked.kv_heads, asked.head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, asked.keys, asked.kv_heads, asked.head_dim), jnp.bfloat16)
     lse = jax.ShapeDtypeStruct((2, 4, LENGTH), jnp.float32)
     try:
         traced = jax.jit(both_passes(asked, name == "ring")).trace(q, k, k, q, lse, q)

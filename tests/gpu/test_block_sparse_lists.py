@@ -62,7 +62,7 @@ def check_both(
     mask: M.Mask, t: int, s: int, traced: bool, offsets: tuple[int, int] = (0, 0)
 ) -> None:
     ok = np.asarray(mask.allowed(np.arange(t), np.arange(s), *offsets))[0, 0]
-    spec = TilingSpec(mask, *TILES, (t, s), False)
+    spec = TilingSpec(mask, *TILES, (t, s))
     if traced:
         lists = jax.jit(partial(tiling, spec))(tuple(map(jnp.int32, offsets)))
     else:
@@ -90,21 +90,12 @@ def test_lists_of_frames(name: str) -> None:
     mask = mask.bind(t, s)
     check_both(mask, t, s, traced=False)
     count = tally(mask, TILES[0], (t, s))
-    lists = tiling(TilingSpec(mask, *TILES, (t, s), False), (0, 0))
+    lists = tiling(TilingSpec(mask, *TILES, (t, s)), (0, 0))
     assert (count.full, count.mixed) == (
         lists.forward.full_count.sum(),
         lists.forward.mixed_count.sum(),
     )
     assert sum(count) == -(-t // TILES[0][0]) * -(-s // TILES[0][1])
-
-
-def test_nothing_goes_untested_beside_ids() -> None:
-    mask = M.BlockSlidingWindow(20, 2).bind(100, 100)
-    specs = [TilingSpec(mask, *TILES, (100, 100), ids) for ids in (False, True)]
-    alone, beside = (tiling(spec, (0, 0)) for spec in specs)
-    assert beside.forward.full_count.sum() == beside.backward.full_count.sum() == 0
-    for one, two in zip(visited(alone.forward), visited(beside.forward), strict=True):
-        assert sorted(one[0] + one[1]) == two[0]
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -77,7 +77,7 @@ def busy(work: np.ndarray, order: Order, lanes: int) -> float:
 @pytest.mark.parametrize(("block", "window", "length"), [(1560, 7, 32_760), (256, 16, 32_768)])
 def test_the_chip_idles_less_under_a_block_window(block: int, window: int, length: int) -> None:
     mask = M.BlockSlidingWindow(block, window).bind(length, length)
-    spec = TilingSpec(mask, (128, 128), (64, 128), (length, length), False)
+    spec = TilingSpec(mask, (128, 128), (64, 128), (length, length))
     for lists in tiling(spec, (0, 0)):
         work = lists.work + 3  # the cost of a start and an end, in tiles
         order = order_of(lists.work, 12)

@@ -39,6 +39,11 @@ def call(
     return ma.Call.of(shape((2, t, 8, h), dtype), shape((2, s or t, 8, h), dtype), **rest)
 
 
+def segments(length: int) -> M.Mask:
+    ids = np.repeat(np.arange(8, dtype=np.int32), length // 8)[None].repeat(2, 0)
+    return M.Segments(ids, ids)
+
+
 def plan(asked: str, target: ma.Target, call: ma.Call, mesh=None, **settings) -> ma.Plan:
     return ma.plan(call, ma.AttentionConfig(attention=asked, **settings), mesh, target)
 
@@ -48,6 +53,13 @@ EXPLAINED = {
     "auto_pair": lambda: plan("auto", H200, read("2,4096,4096,8,256").call()),
     "auto_parts": lambda: plan("auto", H200, SHAPES["wan-1.3b-480p"].call()),
     "auto_cross": lambda: ma.plan(SHAPES["wan-cross"].call(), target=H200),
+    "auto_cross_lengths": lambda: ma.plan(
+        call(32760, 512, 128, mask=M.KeyPadding(np.array([60, 512])), role="cross"), target=H200
+    ),
+    "auto_segments": lambda: plan("auto", H200, call(mask=segments(4096))),
+    "flash_causal_lengths": lambda: plan(
+        "flash", H200, call(mask=M.Causal() & M.KeyPadding(np.array([900, 4096])))
+    ),
     "auto_no_extras": lambda: plan("auto", BARE, SHAPES["wan-14b-720p"].call()),
     "auto_a100": lambda: plan("auto", A100, call()),
     "auto_amd": lambda: plan("auto", MI300X, SHAPES["wan-14b-720p"].call()),
@@ -65,6 +77,8 @@ EXPLAINED = {
     "flash_causal_gathered": lambda: plan(
         "flash", H200, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
     ),
+    "flash_few_queries": lambda: plan("flash", H200, read("1,4680,32760,12,128").call()),
+    "flash_few_causal_queries": lambda: plan("flash", H200, call(t=256, s=16384, mask=M.Causal())),
     "flash_no_extras": lambda: plan("flash", BARE, call()),
     "cudnn_lengths": lambda: plan("cudnn", BARE, call(mask=M.KeyPadding(np.array([9, 7])))),
     "ring_over_cudnn": lambda: plan(

@@ -14,7 +14,12 @@ FORWARD, BACKWARD = (16, 8), (8, 16)
 
 
 def of_row(lists: TileLists, b: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles of a batch row are visited, and which of them go untested."""
+    """Return which tiles of a batch row are visited, and which of them go untested.
+
+    Lists without a batch axis are of all batch rows.
+    """
+    if lists.mixed_count.ndim == 1:
+        lists = TileLists(*(np.asarray(x)[None] for x in lists))
     found = np.zeros((2, lists.mixed_count.shape[1], columns), bool)
     for i in range(found.shape[1]):
         mixed, full = (
@@ -40,7 +45,8 @@ def tile_table(table: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, np
 def test_lists_hold_what_each_row_sees(name: str) -> None:
     table = allowed(MASKS[name])
     made = jax.jit(lambda m: row_tiling(m, (FORWARD, BACKWARD), (T, S)))(MASKS[name].bind(T, S))
-    for b in range(made.forward.mixed_count.shape[0]):
+    assert made.forward.work.shape[:-1] == (() if len(table) == 1 else (len(table),))
+    for b in range(len(table)):
         for lists, tile, turn in ((made.forward, FORWARD, False), (made.backward, BACKWARD, True)):
             some, every = (x.T if turn else x for x in tile_table(table[b], tile))
             visited, untested = of_row(lists, b, some.shape[1])

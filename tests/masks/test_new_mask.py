@@ -149,7 +149,7 @@ def test_every_list_of_tiles_leaves_out_what_is_empty(name: str) -> None:
     info = mask_info(kinds, codes_of(mask, kinds, length, length, False, 0, 0), length)
     assert int(info.block_mask.sum()) == some
     assert tally(mask, tile, (length, length)).skipped == 64 - some
-    spec = TilingSpec(mask, tile, tile, (length, length), tests_all=False)
+    spec = TilingSpec(mask, tile, tile, (length, length))
     lists = tiling(spec, (0, 0))
     assert lists.forward.work.sum() == lists.backward.work.sum() == some
 

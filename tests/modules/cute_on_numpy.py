@@ -16,7 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-KERNELS = tuple(f"maxattn.modules.norm_rope.cute_{name}" for name in ("memory", "kernels"))
+KERNELS = tuple(
+    f"maxattn.modules.norm_rope.cute_{name}" for name in ("memory", "stages", "kernels")
+)
 
 
 class Kind:
@@ -85,7 +87,7 @@ class Registers:
 
 
 class Shared:
-    """Shared memory: [2, warps]."""
+    """Shared memory in which warps leave their sums: [2, warps]."""
 
     def __init__(self, shape: tuple[int, int], threads: int) -> None:
         self.data, self.threads = np.full(shape, np.nan, np.float32), threads
@@ -103,13 +105,15 @@ class Machine:
 
     def __init__(self) -> None:
         self.threads = self.grid = self.block = 0
+        self.started: list[tuple[Any, Any]] = []
+        self.groups: list[list[tuple[Any, Any]]] = []
 
     def kernel(self, method: Any) -> Any:
         def launched(*operands: Any) -> Any:
-            def launch(grid: list[int], block: list[int], stream: Any) -> None:
+            def launch(grid: list[int], block: list[int], **_: Any) -> None:
                 self.threads, self.grid = block[0], int(grid[0])
                 for index in range(self.grid):
-                    self.block = index
+                    self.block, self.started, self.groups = index, [], []
                     method(*operands)
 
             return SimpleNamespace(launch=launch)
@@ -126,6 +130,26 @@ class Machine:
             places = self._places(*target)
             target[0].numbers[places] = source.data
             assert (target[0].numbers[places] == source.data).all(), "threads store differently"
+
+    def shared(self, kind: Kind, layout: Any, align: int) -> Any:
+        if isinstance(layout, tuple):
+            return Shared(layout, self.threads)
+        return Memory(np.full(layout, np.nan, kind.dtype))
+
+    def start(self, atom: int, source: Any, target: Any) -> None:
+        """Note a copy that runs on its own: it is done when it is waited for, and no sooner."""
+        assert atom in (32, 64, 128) and atom == 8 * source[0].numbers.itemsize * source[1]
+        self.started.append((source, target))
+
+    def commit(self) -> None:
+        self.groups.append(self.started)
+        self.started = []
+
+    def wait(self, most: int) -> None:
+        while len(self.groups) > most:
+            for (source, n), (target, m) in self.groups.pop(0):
+                numbers = source.numbers[self._places(source, n)]
+                target.numbers[self._places(target, m)] = numbers
 
     def _places(self, pointer: Pointer, n: int) -> np.ndarray:
         first = np.broadcast_to(pointer.offset, (self.threads,))
@@ -146,7 +170,8 @@ def _aligned(kind: Kind, pointer: Pointer, memory: Any, assumed_align: int) -> P
 def modules() -> dict[str, ModuleType]:
     """Make the packages that the kernels import."""
     machine = Machine()
-    cutlass, cute, utils = (ModuleType(f"cutlass{part}") for part in ("", ".cute", ".utils"))
+    names = "", ".cute", ".utils", ".cute.nvgpu", ".cute.nvgpu.cpasync"
+    cutlass, cute, utils, nvgpu, cpasync = (ModuleType(f"cutlass{part}") for part in names)
     arch = SimpleNamespace(
         thread_idx=lambda: (np.arange(machine.threads), 0, 0),
         block_idx=lambda: (machine.block, 0, 0),
@@ -154,6 +179,8 @@ def modules() -> dict[str, ModuleType]:
         warp_idx=lambda: np.arange(machine.threads) // 32,
         sync_threads=lambda: None,
         shuffle_sync_bfly=machine.butterfly,
+        cp_async_commit_group=machine.commit,
+        cp_async_wait_group=machine.wait,
     )
     vars(cute).update(
         arch=arch,
@@ -166,17 +193,20 @@ def modules() -> dict[str, ModuleType]:
         make_ptr=_aligned,
         make_tensor=lambda pointer, n: (pointer, n),
         autovec_copy=machine.copy,
-        AddressSpace=SimpleNamespace(gmem="gmem"),
+        AddressSpace=SimpleNamespace(gmem="gmem", smem="smem"),
+        make_copy_atom=lambda op, kind, num_bits_per_copy: num_bits_per_copy,
+        copy=machine.start,
     )
-    allocate = SimpleNamespace(
-        allocate_tensor=lambda kind, shape, align: Shared(shape, machine.threads)
+    vars(cpasync).update(
+        CopyG2SOp=lambda mode: mode, LoadCacheMode=SimpleNamespace(GLOBAL="global", ALWAYS="always")
     )
+    allocate = SimpleNamespace(allocate_tensor=machine.shared)
     vars(utils).update(SmemAllocator=lambda: allocate)
     vars(cutlass).update(
         cute=cute, utils=utils, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
         min=np.minimum, select_=lambda which, a, b: np.where(which, a, b),
     )  # fmt: skip
-    return {module.__name__: module for module in (cutlass, cute, utils)}
+    return {module.__name__: module for module in (cutlass, cute, utils, nvgpu, cpasync)}
 
 
 @contextmanager

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from maxattn.modules.norm_rope import NormRopeRow, cute
+from maxattn.modules.norm_rope.cute_launch import CuteLaunch, fits
 from maxattn.modules.norm_rope.cute_threads import CuteThreads
+from maxattn.target import Target
 from tests.modules.cute_on_numpy import Memory, on_numpy
 from tests.modules.test_norm_rope import EPS, error, exact, with_gradients
 
 RNG = np.random.default_rng(11)
+H200 = Target.named("NVIDIA H200")
 # heads, head dim, norm, style, tokens, length of the tables, vectors: one head's, each head's
 CASES: dict[str, tuple[Any, ...]] = {
     "across-interleaved-1536": (12, 128, "across", "interleaved", 7, 7, {"bias": 12, "scale": 12}),
@@ -57,18 +60,20 @@ def wanted(row: NormRopeRow, rows: Any, held: Any, tables: Any) -> tuple[Any, An
 
 def run(row: NormRopeRow, rows: Any, held: Any, tables: Any) -> Any:
     """Return y, r, dx and the sums, by the kernels on numpy."""
-    threads = CuteThreads.of(row)
-    assert threads.fits()
     x, dy = (Memory(a) for a in rows)
+    with H200.assumed():
+        ahead, back = (cute.launch_of(row, arrays, rows[0], held) for arrays in (1, 2))
+    assert ahead.fits() and back.fits()
     y, dx = (Memory(np.zeros_like(rows[0])) for _ in range(2))
     r = [Memory(np.zeros(len(rows[0]), np.float32))] if row.norm == "across" else []
-    blocks = min(threads.blocks, len(rows[0]))
+    blocks = min(back.blocks, len(rows[0]))
     sums = [Memory(np.zeros((blocks, row.heads, row.head_dim), np.float32)) for _ in held]
     vectors, turns = [Memory(v) for v in held.values()], [Memory(t) for t in tables]
     with on_numpy():
         kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
         forward, backward = (
-            kind(threads, tuple(held)) for kind in (kernels.Forward, kernels.Backward)
+            kind(launch, tuple(held))
+            for kind, launch in ((kernels.Forward, ahead), (kernels.Backward, back))
         )
         cute.run_forward(None, forward, x, vectors, turns, y, *r)
         cute.run_backward(None, backward, (dy, x), r, vectors, turns, dx, *sums)
@@ -82,7 +87,7 @@ def test_result_and_gradients(
     case: tuple[Any, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Few blocks, so that one has several rows, and not all as many; or one for each row.
-    monkeypatch.setattr(CuteThreads, "blocks", blocks)
+    monkeypatch.setattr(CuteLaunch, "blocks", blocks)
     row, rows, held, tables = drawn(case, np.float32)
     y, r, dx, sums = run(row, rows, held, tables)
     want, (want_dx, want_sums) = wanted(row, rows, held, tables)
@@ -104,12 +109,41 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
     assert all(error(sums[name], want_sums[name]) < 2e-6 for name in held)
 
 
+def test_bias_and_scale_that_shared_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CuteLaunch, "holds_vectors", False)
+    row, rows, held, tables = drawn(CASES["head-half-odd_lanes"], np.float32)
+    _, _, dx, sums = run(row, rows, held, tables)
+    _, (want_dx, want_sums) = wanted(row, rows, held, tables)
+    assert error(dx, want_dx[0]) < 2e-6
+    assert all(error(sums[name], want_sums[name]) < 2e-6 for name in held)
+
+
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "fits"),
-    [(12, 128, True), (128, 72, True), (129, 72, False), (3, 20, False), (2, 512, False)],
+    ("heads", "head_dim", "kib"),
+    [(12, 128, 99), (40, 128, 163), (64, 128, 163), (128, 72, 0), (3, 20, 0), (2, 512, 0)],
 )
-def test_which_rows_fit(heads: int, head_dim: int, fits: bool) -> None:
-    assert CuteThreads(heads, head_dim, "across", EPS, "interleaved").fits() == fits
+def test_which_rows_fit(heads: int, head_dim: int, kib: int) -> None:
+    """Of GPUs with 99, 163 and 227 KiB of shared memory an SM, those from `kib` on take them."""
+    row = CuteThreads(heads, head_dim, "across", EPS, "interleaved")
+    assert [n for n in (99, 163, 227) if fits(row, n * 2**10)] == [
+        n for n in (99, 163, 227) if kib and n >= kib
+    ]
+
+
+@pytest.mark.parametrize("arrays", [1, 2])
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("kib", [99, 227])
+def test_blocks_of_an_sm_have_room_together(arrays: int, width: int, kib: int) -> None:
+    rows = [(n, h) for n in range(1, 97) for h in (8, 64, 72, 128, 256)]
+    for heads, head_dim in rows:
+        threads = CuteThreads(heads, head_dim, "across", EPS, "interleaved")
+        vectors = 2 * width * heads * head_dim
+        launch = CuteLaunch(threads, arrays, width, vectors, 132, kib * 2**10)
+        if launch.fits():
+            held = vectors if arrays == 2 and launch.holds_vectors else 0
+            block = launch.stages * arrays * width * heads * head_dim + held  # at least
+            assert launch.stages >= 2 and 1 <= launch.per_sm <= 2048 // threads.threads
+            assert launch.per_sm * block <= kib * 2**10 and launch.blocks == 132 * launch.per_sm
 
 
 def test_every_channel_has_a_thread() -> None:

@@ -135,6 +135,12 @@ class Launches:
         )
 
 
+def summed_splits(splits: Array, batch: int) -> Array:
+    """Sum over splits, which stand before the batch."""
+    each = splits.reshape(-1, batch, *splits.shape[1:])
+    return each.astype(jnp.float32).sum(0).astype(splits.dtype)
+
+
 def _config(scale: float) -> Any:
     """Return fa4-jax's configuration of a call over all pairs."""
     settings = import_module("fa4_jax.attention").AttnConfig

@@ -7,6 +7,7 @@ blocks can gain (tile_sizes.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -20,6 +21,7 @@ from jaxtyping import Array
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.backward_steps import summed_splits
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
 from maxattn.kernels.fa4.launch_order import Order, order_of
@@ -28,6 +30,7 @@ from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256
@@ -43,6 +46,10 @@ class TilePass(NamedTuple):
             each tile of keys in a backward; None for all tiles.
         test: of pairs in mixed tiles; None with no lists.
         arrays: what the test reads, int32.
+        rows: of tiles in the order in which they start, int32; None where the order is known when
+            tracing.
+        splits: of the queries in a backward, each of which has lists of its own: they stand before
+            the batch rows.
     """
 
     tile: Tile
@@ -50,26 +57,33 @@ class TilePass(NamedTuple):
     lists: TileLists | None = None
     test: PairTest | None = None
     arrays: tuple[Array, ...] = ()
+    rows: Array | None = None
+    splits: int = 1
 
 
-def forward(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
+def forward(
+    q: Array, k: Array, v: Array, tiles: TilePass, lengths: Array | None = None
+) -> tuple[Array, Array]:
     """Return (out [B,T,N,H], lse [B,N,T]).
 
     Args:
         q, k, v: [B,T,N,H], [B,S,K,H]; bfloat16 or float16, H a multiple of 8.
         tiles: that are visited.
+        lengths: of the keys of each batch row, int32 [B]; None for all keys.
     """
     lib, launch = library(), fa4_launch.forward_launch(_spec(q, k, tiles, forward=True))
-    lists = () if tiles.lists is None else _on_device(tiles.lists)
+    lists = _on_device(tiles)
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    ends = () if lengths is None else (lengths,)
     return _call(
         run_forward,
         (jax.ShapeDtypeStruct(q.shape, q.dtype), rows),
         launch,
         (q, k, v),
         lists,
-        _padded(tiles.arrays),
-        in_specs=[lib._QKV_SPEC] * 3 + [None] * (len(lists) + len(tiles.arrays)),
+        padded(tiles),
+        ends,
+        in_specs=[lib._QKV_SPEC] * 3 + _ints(len(lists) + len(tiles.arrays) + len(ends)),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )
@@ -89,6 +103,8 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
     zeros_kv = tuple(_zeros(made, k) for _ in range(2)) if shared else ()
     given = BackwardOperands(q, k, v, dout, *_before(made, out, rows.lse, dout), zeros_kv)
     dq, dk, dv = _run_backward(made, given, tiles)
+    if tiles.splits > 1:
+        dk, dv = (summed_splits(x, q.shape[0]) for x in (dk, dv))
     if shared:
         lib = library()
         dk = _after(lib._fa4_bwd_post_dk, made.dk, dk, k)
@@ -101,22 +117,27 @@ def _run_backward(
     made: fa4_launch.BackwardLaunches, given: BackwardOperands, tiles: TilePass
 ) -> Any:
     """Return dq as float32 sums, and dk and dv; sums too where query heads share keys."""
-    assert tiles.lists is not None
-    lib, shared = library(), len(given.dkv)
-    like = (given.dq, *(given.dkv or (given.k, given.v)))
+    lib, shared, lists = library(), len(given.dkv), _on_device(tiles)
+    like = (given.dq, *(given.dkv or _of_splits(tiles.splits, given.k, given.v)))
     floats, kv_spec = 3 + shared, lib._F32_SPEC if shared else lib._QKV_SPEC
     return _call(
         run_backward,
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like),
         made.main,
         given,
-        _on_device(tiles.lists),
-        _padded(tiles.arrays),
-        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + [None] * (4 + len(tiles.arrays)),
+        lists,
+        padded(tiles),
+        in_specs=[lib._QKV_SPEC] * 4
+        + [lib._F32_SPEC] * floats
+        + _ints(len(lists) + len(tiles.arrays)),
         out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
         input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
     )
+
+
+def _of_splits(splits: int, *like: Array) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((splits * x.shape[0], *x.shape[1:]), x.dtype) for x in like]
 
 
 def order(
@@ -147,8 +168,20 @@ def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
 
 def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
     rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
+    rows = rows if tiles.rows is None else _listed_order(q, tiles, forward)
     kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
-    return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, tiles.test, len(tiles.arrays))
+    splits = (q.shape[0], tiles.splits) if tiles.splits > 1 else None
+    test = tiles.test, len(tiles.arrays)
+    return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits)
+
+
+def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
+    """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
+    assert tiles.lists is not None and tiles.test is not None
+    work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
+    mean = mean if isinstance(work, jax.Array) else float(work.mean())
+    persistent = forward and persistent_pays(q.shape[3], mean)
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -156,6 +189,11 @@ def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_lau
 
 def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -> Any:
     return import_module("cutejax").call(run, out, *operands, vmap_method="sequential", **settings)
+
+
+def _ints(count: int) -> list[Any]:
+    """Describe int32 arrays, which are read number by number: a slice may begin anywhere."""
+    return [import_module("cutejax").ArraySpec(assumed_align=4)] * count
 
 
 def _before(
@@ -199,9 +237,20 @@ def _wide(head_dim: int) -> int:
     return -(-head_dim // 32) * 32
 
 
-def _on_device(lists: TileLists) -> TileLists:
-    return TileLists(*(jnp.asarray(x, jnp.int32) for x in lists))
+def _on_device(tiles: TilePass) -> tuple[Array, ...]:
+    found = () if tiles.lists is None else tiles.lists
+    rows = () if tiles.rows is None else (tiles.rows,)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (*found, *rows))
 
 
-def _padded(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD))) for x in arrays)
+def padded(tiles: TilePass) -> tuple[Array, ...]:
+    """Return the arrays of a test, with tokens past the last ones that nothing matches."""
+    arrays = [x.astype(jnp.int32) for x in tiles.arrays]
+    fills = [KEY_PAD] * len(arrays)
+    if tiles.test is not None and tiles.test.has_ids:
+        fills[-2] = QUERY_PAD
+    return tuple(_with_pad(x, fill) for x, fill in zip(arrays, fills, strict=True))
+
+
+def _with_pad(x: Array, fill: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, PAD)), constant_values=fill) if x.ndim > 1 else x

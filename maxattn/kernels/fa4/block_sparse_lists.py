@@ -16,7 +16,9 @@ import numpy as np
 
 from maxattn.kernels.base import Offset
 from maxattn.kernels.mask_split import tile_kinds
-from maxattn.masks import EMPTY, FULL, MIXED, Mask
+from maxattn.masks import FULL, MIXED, Mask
+
+PAST = 2**30  # more than any column
 
 
 class TileLists(NamedTuple):
@@ -25,8 +27,9 @@ class TileLists(NamedTuple):
     Row i tests `mixed[i, :mixed_count[i]]` and takes `full[i, :full_count[i]]` whole.
 
     Args:
-        mixed_count, full_count: [rows] int32.
-        mixed, full: [rows, most] int32; what is past a count means nothing.
+        mixed_count, full_count: [rows] int32, or [B, rows] where batch rows differ.
+        mixed, full: [rows, most] int32, [B, rows, most], or [most] where all rows share them;
+            what is past a count means nothing.
     """
 
     mixed_count: Any
@@ -55,21 +58,19 @@ class Tally(NamedTuple):
     skipped: int
 
 
-def lists_of(kinds: Any, tests_all: bool = False) -> TileLists:
-    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`.
-
-    With `tests_all` none goes untested.
-    """
-    mixed, full = (kinds != EMPTY, kinds != kinds) if tests_all else (kinds == MIXED, kinds == FULL)
-    return TileLists(*_listed(mixed), *_listed(full))
+def lists_of(kinds: Any) -> TileLists:
+    """List the tiles of each row of `kinds` [..., rows, columns], from `tile_kinds`."""
+    return TileLists(*_listed(kinds == MIXED), *_listed(kinds == FULL))
 
 
 def _listed(chosen: Any) -> tuple[Any, Any]:
-    xp: Any = jnp if isinstance(chosen, jax.Array) else np
-    count = chosen.sum(axis=1).astype(np.int32)
-    order = xp.argsort(~chosen, axis=1, stable=True).astype(np.int32)
-    most = order.shape[1] if xp is jnp else max(1, int(count.max()))
-    return count, order[:, :most]
+    count = chosen.sum(axis=-1).astype(np.int32)
+    if isinstance(chosen, jax.Array):
+        columns = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+        # One array to sort is a single launch of few microseconds; an argsort has two.
+        return count, jnp.sort(jnp.where(chosen, columns, PAST), axis=-1)
+    order = np.argsort(~chosen, axis=-1, stable=True).astype(np.int32)
+    return count, order[..., : max(1, int(count.max()))]
 
 
 class TilingSpec(NamedTuple):
@@ -79,15 +80,12 @@ class TilingSpec(NamedTuple):
         mask: bound, of positions alone.
         forward, backward: (queries, keys) of a tile in either pass.
         lengths: local numbers of queries and keys.
-        tests_all: whether something else than `mask` is tested too, so that no tile may go
-            untested.
     """
 
     mask: Mask
     forward: tuple[int, int]
     backward: tuple[int, int]
     lengths: tuple[int, int]
-    tests_all: bool
 
 
 def tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
@@ -101,18 +99,18 @@ def _tiling(spec: TilingSpec, offsets: tuple[Offset, Offset]) -> Tiling:
     mask, lengths, tiles = spec.mask, spec.lengths, (spec.forward, spec.backward)
     forward, backward = (tile_kinds(mask, *tile, *lengths, *offsets) for tile in tiles)
     by_keys = tested_past(backward.T, lengths[1] // spec.backward[1])
-    return Tiling(lists_of(forward, spec.tests_all), lists_of(by_keys, spec.tests_all))
+    return Tiling(lists_of(forward), lists_of(by_keys))
 
 
 def tested_past(kinds: Any, whole: int) -> Any:
     """Have what goes past the last key tested: the backward takes full tiles without a test.
 
     Args:
-        kinds: [rows, columns], of tiles of keys and of queries.
+        kinds: [..., rows, columns], of tiles of keys and of queries.
         whole: how many rows hold nothing but keys.
     """
     xp: Any = jnp if isinstance(kinds, jax.Array) else np
-    past = xp.arange(kinds.shape[0])[:, None] >= whole
+    past = xp.arange(kinds.shape[-2])[:, None] >= whole
     return xp.where((kinds == FULL) & past, MIXED, kinds)
 
 

@@ -1,15 +1,17 @@
 """Block-sparse lists of each batch row, made on the device from lengths, flags and segment ids.
 
 Arithmetic on the least and the largest id of a tile, so lists are right for any ids, and short for
-sorted ones.
+sorted ones. Rows with most tiles go first: a GPU is then busy until the end, however long segments
+are.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
-import jax
-from jaxtyping import Array, Int8
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int8, Int32
 
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, Tiling, lists_of, tested_past
@@ -23,7 +25,9 @@ def row_tiling(
     lengths: tuple[int, int],
     offsets: tuple[Offset, Offset] = (0, 0),
 ) -> Tiling:
-    """List the tiles of both passes: lists as of `tiling`, with a first axis of batch rows.
+    """List the tiles of both passes: lists as of `tiling`, for each batch row.
+
+    Batch rows that are known to be alike share theirs, which have no batch axis then.
 
     Args:
         mask: bound, with arrays.
@@ -32,9 +36,16 @@ def row_tiling(
         offsets: positions of the first query and key.
     """
     forward, backward = (kinds_by_arrays(mask, tile, lengths, offsets) for tile in tiles)
-    by_keys = partial(_by_keys, whole=lengths[1] // tiles[1][1])
-    return Tiling(jax.vmap(lists_of)(forward), jax.vmap(by_keys)(backward))
+    by_keys = tested_past(backward.swapaxes(1, 2), lengths[1] // tiles[1][1])
+    return Tiling(lists_of(_shared(forward)), lists_of(_shared(by_keys)))
 
 
-def _by_keys(kinds: Int8[Array, "QB KB"], whole: int) -> TileLists:
-    return lists_of(tested_past(kinds.T, whole))
+def _shared(kinds: Int8[Array, "B rows columns"]) -> Int8[Array, "*B rows columns"]:
+    return kinds[0] if kinds.shape[0] == 1 else kinds
+
+
+def heaviest_first(lists: TileLists) -> Int32[Array, " rows"]:
+    """Order the rows of all batch rows by their tiles, most first: batch row * rows + row."""
+    work = lists.work.reshape(-1)
+    xp: Any = np if isinstance(work, np.ndarray) else jnp
+    return xp.argsort(-work, stable=True).astype(np.int32)

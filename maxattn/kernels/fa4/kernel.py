@@ -1,8 +1,9 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask of positions becomes block-sparse lists on
-Hopper GPUs: empty tiles are skipped, full ones are not tested. Elsewhere, and for segment ids
-alone, pairs are tested in the tiles of the narrowest band around the mask.
+Bands skip the tiles they leave empty. Any other mask becomes block-sparse lists on Hopper GPUs:
+empty tiles are skipped, full ones are not tested. Segment ids, flags and lengths beside positions
+make them on the device, for each batch row. Elsewhere pairs are tested in the tiles of the
+narrowest band around the mask.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
@@ -27,15 +28,21 @@ from maxattn.kernels.fa4 import (
     capabilities,
     dq_accumulator,
     int32_bounds,
+    key_lengths,
     launch_lines,
     mask_inputs,
     primitives,
     ring_waves,
+    split_keys,
+    split_keys_forward,
     split_queries,
     windows,
 )
-from maxattn.kernels.fa4.launch_lines import OWN
+from maxattn.kernels.fa4.fold_rows import with_rows_folded
+from maxattn.kernels.fa4.launch_lines import OWN, Dims
+from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.tile_sizes import (
+    MOST_ROW_TILES,
     MOST_TILES,
     SMALL,
     backward_tile,
@@ -98,43 +105,65 @@ class Fa4(Fused):
         """Take the scale, whether the LSE is asked for, and how the mask goes in."""
         terms = masks.sort_terms(call.mask)
         cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
-        pairs = masks.refuse_mask("flash", terms) is not None or not cut
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
-        lists = pairs and launched and not mask_inputs.positions(call.mask).is_full
-        lists = lists and fits_lists(call.head_dim, call.q_len, call.kv_len)
+        rows = mask_inputs.own_rows(call)
+        fits = launched and fits_lists(call.head_dim, call.q_len, call.kv_len, rows)
+        # Without lists a band beside lengths is tested in all its tiles, past a row's length too.
+        beside = fits and rows > 0 and bool(terms.positions and terms.keys)
+        pairs = beside or not cut or masks.refuse_mask("flash", terms) is not None
+        lists = pairs and fits
         sms = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:
         """Tell whether a call's backward is split over the queries."""
-        version = target.version("fa4-jax") or ""
-        if not call.mask.is_full or not takes_lists(version, target.device):
+        if not takes_lists(target.version("fa4-jax") or "", target.device):
             return False
-        return split_queries.tail_for(*launch_lines.shapes_of(call), target.device.sms) is not None
+        shapes, sms = launch_lines.shapes_of(call), target.device.sms
+        if call.mask.is_full:
+            return split_queries.tail_for(*shapes, sms) is not None
+        return _is_of_keys(call.mask) and key_lengths.splits_for(*shapes, sms) > 1
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.lists:
             return Lines(runs, launch_lines.lists_line(call, self.sharded))
-        blocks = OWN + ("; the mask is tested pair by pair" if self.tests_pairs else "")
+        if self.tests_pairs:
+            return Lines(runs, OWN + "; the mask is tested pair by pair")
+        if self.launched and _is_of_keys(call.mask):
+            tail = self._key_splits(*launch_lines.shapes_of(call))
+            return Lines(runs, *launch_lines.lengths_lines(call, self.sms, tail))
+        blocks = self._blocks_line(call)
         if not call.mask.is_full:
-            return Lines(runs, blocks)
-        persists = self._may_persist(call.head_dim, call.kv_len)
-        blocks = launch_lines.whole_line(call) if persists else blocks
+            return Lines(runs, blocks, OWN if blocks != OWN else "")
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
 
+    def _blocks_line(self, call: Call) -> str:
+        """Say how the forward is launched where no pair is tested."""
+        if masks.sort_terms(call.mask).positions:
+            return launch_lines.band_blocks_line(call, self._key_splits)
+        tail = self._key_splits(*launch_lines.shapes_of(call))
+        if tail is not None:
+            return f"{launch_lines.tile_line(call)}; {tail.line}"
+        persists = call.mask.is_full and self._may_persist(call.head_dim, call.kv_len)
+        return launch_lines.whole_line(call) if persists else OWN
+
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
-        forbids = self.tests_pairs and not mask_inputs.positions(call.mask).is_full
-        if not forbids or self.lists:
+        if self.lists:
+            return (mask_split.sort_note("tiles"),) if call.mask.has_ids else ()
+        if not self.tests_pairs:
             return ()
         if not self.launched:
-            return (launch_lines.band_line(call),)
-        most = f"block-sparse lists are of up to {MOST_TILES} tiles, and the call has more"
+            forbids = not mask_inputs.positions(call.mask).is_full
+            return (launch_lines.band_line(call),) if forbids else ()
+        rows = mask_inputs.own_rows(call)
+        of = f"{MOST_ROW_TILES} tiles of all batch rows" if rows else f"{MOST_TILES} tiles"
+        most = f"block-sparse lists are of up to {of}, and the call has more"
         return (f"{most}: empty tiles of the band around the mask are computed too",)
 
     def _may_persist(self, head_dim: int, keys: int) -> bool:
@@ -156,6 +185,11 @@ class Fa4(Fused):
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(inputs.mask):
             return super().forward(inputs)
+        if self.lists and mask_inputs.has_ids(inputs.mask):
+            return with_rows_folded(self._tested_forward, inputs)
+        return self._tested_forward(inputs)
+
+    def _tested_forward(self, inputs: Inputs) -> Result:
         out, lse = self.piece_forward(self._tested(rectangles.with_padded_heads(inputs)))
         return Result(out[..., : inputs.q.shape[3]], lse)
 
@@ -163,6 +197,11 @@ class Fa4(Fused):
         """Return (dq, dk, dv) from a given LSE and output."""
         if not self._tests(inputs.mask):
             return super().backward(inputs, rows)
+        if self.lists and mask_inputs.has_ids(inputs.mask):
+            return with_rows_folded(self._tested_backward, inputs, rows)
+        return self._tested_backward(inputs, rows)
+
+    def _tested_backward(self, inputs: Inputs, rows: Rows) -> Grads:
         width, q = inputs.q.shape[3], inputs.q
         given = self._tested(rectangles.with_padded_heads(inputs))
         if not mask_inputs.all_see(given.pairs):
@@ -174,8 +213,7 @@ class Fa4(Fused):
 
     def _tested(self, inputs: Inputs) -> PieceInputs:
         """Return the rectangle to go through, and what to test in it."""
-        listed = self.lists and not mask_inputs.positions(inputs.mask).is_full
-        return (mask_inputs.listed if listed else mask_inputs.pairs_of)(inputs)
+        return (mask_inputs.listed if self.lists else mask_inputs.pairs_of)(inputs)
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
@@ -214,17 +252,31 @@ class Fa4(Fused):
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
-        if _has_lengths_alone(inputs):
-            run = partial(primitives.fa4_forward_lengths, scale=self.scale)
-            return with_batch_folded(run, inputs)
-        if _is_whole(inputs) and self._may_persist(q.shape[3], k.shape[1]):
-            tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
-            return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
+        if _has_lengths_alone(inputs) or (_is_whole(inputs) and self.launched):
+            return with_batch_folded(self._all_pairs, inputs)
         cut, window = windows.shortened(inputs)
         found = with_batch_folded(
             partial(self._pairs_forward, cut.piece, window), *_of_batch(cut), shared=_ends(cut)
         )
         return windows.lengthened(found, q.shape[1])
+
+    def _all_pairs(self, inputs: PieceInputs) -> Result:
+        """Return (out, lse) over all pairs, or all of real keys."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        tail = self._key_splits(q.shape, k.shape)
+        if tail is not None and knows_operands():
+            return split_keys_forward.forward(inputs, self.scale, tail)
+        if inputs.lengths is not None:
+            run = key_lengths.forward if self.launched else primitives.fa4_forward_lengths
+            return run(inputs, self.scale)
+        if not self._may_persist(q.shape[3], k.shape[1]):
+            return primitives.fa4_forward(inputs, primitives.NO_WINDOW, self.scale)
+        tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
+        return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
+
+    def _key_splits(self, queries: Dims, keys: Dims) -> split_keys.KeySplits | None:
+        """Choose the queries that are split over the keys, where maxattn launches the forward."""
+        return split_keys.split_for(queries, keys, self.sms) if self.launched else None
 
     def _pairs_forward(self, piece: Any, window: Any, *operands: Any) -> Result:
         return primitives.fa4_forward(_joined(piece, *operands), window, self.scale)
@@ -240,6 +292,8 @@ class Fa4(Fused):
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale))
         if _has_lengths_alone(inputs):
             run = partial(primitives.fa4_backward_lengths, scale=self.scale)
+            if self.launched:
+                run = partial(key_lengths.backward, scale=self.scale, sms=self.sms)
             return with_batch_folded(run, inputs, rows)
         if _is_whole(inputs) and self.launched:
             return split_queries.backward(inputs, rows, self.scale, self.sms)
@@ -271,6 +325,12 @@ def _joined(piece: Any, q: Any, k: Any, v: Any, *others: Any) -> PieceInputs:
     *ids, ends = others
     tested = Pairs(*(ends or (None, None)), *(ids or (None, None)))
     return PieceInputs(q, k, v, tested if ids or ends else None, piece)
+
+
+def _is_of_keys(mask: Mask) -> bool:
+    """Tell whether a mask that forbids something says which keys are real, and no more."""
+    terms = masks.sort_terms(mask)
+    return not (mask.is_full or terms.positions or terms.rest)
 
 
 def _is_whole(inputs: PieceInputs) -> bool:

@@ -54,10 +54,32 @@ class BlockOperands(NamedTuple):
     before: tuple[Any, ...] = ()
 
 
-def run_forward(stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, *results: Any):
-    """Launch a forward; `results` are out and lse."""
-    settings = _settings(stream, lists, arrays)
+def run_forward(
+    stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, ends: Any, *results: Any
+):
+    """Launch a forward; `ends` are lengths of keys, if any, and `results` are out and lse."""
+    settings = _settings(stream, lists, arrays) | {"mSeqUsedK": ends[0] if ends else None}
     launch.kernel(*qkv, *results, launch.scale, **settings)
+
+
+def run_key_splits(
+    stream: Any, launch: Launch, qkv: Any, ends: Any, out: Any, lse: Any, *whole: Any
+):
+    """Launch a forward whose last queries are split over the keys.
+
+    Args:
+        stream: of the launch.
+        launch: the kernel.
+        qkv: q, k and v; where there are lengths, k and v of all batch rows in a row.
+        ends: where each batch row's keys begin and how many are real, or nothing.
+        out, lse: of the splits.
+        whole: out and lse of all queries; nothing where all are split.
+    """
+    aux = import_module("fa4_jax.cute.utils").AuxData(tensors=(out, lse))
+    # Where all are split, nothing is written to what stands in the place of the output.
+    results = whole or (qkv[0], None)
+    rows = dict(zip(("mCuSeqlensK", "mSeqUsedK"), ends, strict=False))
+    launch.kernel(*qkv, *results, launch.scale, **rows, aux_data=aux, stream=stream)
 
 
 def run_backward(
@@ -119,14 +141,21 @@ def _settings(stream: Any, lists: Any, arrays: Any) -> dict[str, Any]:
 
 
 def _block_sparse(lists: Any) -> Any:
-    """Hand the lists to every batch row and head: strides of 0."""
+    """Hand the lists to every head, and shared ones to every batch row: strides of 0.
+
+    After the four arrays of `TileLists` there may be the rows in the order in which they start.
+    """
     if not lists:
         return None
     cute = import_module("cutlass.cute")
 
-    def shared(x: Any) -> Any:
-        inner = (0, 0, 1) if len(x.shape) == 1 else (0, 0, x.shape[1], 1)
-        return cute.make_tensor(x.iterator, cute.make_layout((1, 1, *x.shape), stride=inner))
+    def spread(x: Any, inner: int) -> Any:
+        # Axes that are missing are those that batch rows, or tiles, share.
+        missing = 1 + inner - len(x.shape)
+        shape, stride = (*(1,) * missing, *x.shape), (*(0,) * missing, *x.stride)
+        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
+        return cute.make_tensor(x.iterator, layout)
 
     tensors = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
-    return tensors(*(shared(x) for x in lists))
+    found = tensors(*(spread(x, 1 + i % 2) for i, x in enumerate(lists[:4])))
+    return found._replace(dq_write_order=lists[4]) if len(lists) > 4 else found

@@ -12,7 +12,12 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
-from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
+from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
+from maxattn.kernels.fa4.split_queries_kernel import (
+    knows_rows,
+    split_class,
+    split_lists_class,
+)
 from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
 from maxattn.kernels.fa4.tile_sizes import Tile, whole_tile
 
@@ -38,6 +43,7 @@ class LaunchSpec(NamedTuple):
         order: in which rows of tiles are started.
         test: of pairs in mixed tiles; None where no pair is tested.
         arrays: how many arrays the test reads.
+        splits: batch rows, and splits of the queries of a backward; None for one.
     """
 
     dtype: str
@@ -48,6 +54,7 @@ class LaunchSpec(NamedTuple):
     order: Order
     test: PairTest | None
     arrays: int
+    splits: tuple[int, int] | None = None
 
     @property
     def tested(self) -> dict[str, Any]:
@@ -68,8 +75,21 @@ def _dtype(name: str) -> Any:
 @lru_cache(maxsize=256)
 def forward_launch(spec: LaunchSpec) -> Launch:
     """Make the forward for one kind of operands and one test."""
+    return Launch(_forward(forward_class(spec.order), spec), spec.scale)
+
+
+@lru_cache(maxsize=256)
+def split_keys_launch(
+    dtype: str, head_dim: int, group: int, scale: float, tile: Tile, grid: SplitGrid
+) -> Launch:
+    """Make the forward over all pairs whose last queries are split over the keys."""
+    spec = LaunchSpec(dtype, head_dim, group, scale, tile, Order(), None, arrays=0)
+    return Launch(_forward(split_keys_class(grid), spec), scale)
+
+
+def _forward(kernel: Any, spec: LaunchSpec) -> Any:
     settings = library()._fwd_cfg_sm90(spec.head_dim, spec.head_dim, False, False)
-    kernel = forward_class(spec.order)(
+    return kernel(
         *spec.operands,
         pack_gqa=False,
         tile_m=spec.tile.queries,
@@ -80,7 +100,6 @@ def forward_launch(spec: LaunchSpec) -> Launch:
         mma_pv_is_rs=settings.mma_pv_is_rs,
         **spec.tested,
     )
-    return Launch(kernel, spec.scale)
 
 
 class BackwardLaunches(NamedTuple):
@@ -99,7 +118,10 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     """Make the backward, likewise, with the settings that the library has for this tile."""
     lib, plan, scale = library(), _plan_of(spec), spec.scale
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
-    kernel = backward_class(spec.order)(*spec.operands, **settings, **spec.tested)
+    kernel_class = backward_class(spec.order)
+    if spec.splits is not None:
+        kernel_class = split_lists_class(kernel_class, *spec.splits)
+    kernel = kernel_class(*spec.operands, **settings, **spec.tested)
     kind, head_dim, *_ = spec.operands
     made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)
     before = lib._aux_static("pre", made, scale)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from maxattn.call import Call
-from maxattn.kernels.fa4 import band, block_sparse, mask_inputs, split_queries
+from maxattn.kernels.fa4 import band, block_sparse, key_lengths, mask_inputs, split_queries
 from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.kernels.fa4.split_keys import KeySplits
+from maxattn.kernels.fa4.tile_sizes import backward_tile
+from maxattn.kernels.fused import masks
+from maxattn.kernels.fused.pieces import pieces
 from maxattn.masks import Full
 
 OWN = "the library's own"
@@ -12,25 +18,69 @@ Dims = tuple[int, ...]
 
 
 def lists_line(call: Call, sharded: bool) -> str:
-    """Say how many tiles the forward goes through."""
+    """Say how many tiles the forward goes through, or from what the device lists them."""
     lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
     tile = mask_inputs.tile_of(mask, call.head_dim, lengths, sharded)
     what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    rows = mask_inputs.own_rows(call)
+    if rows:
+        each = "for each batch row" if rows > 1 else "for all batch rows"
+        return f"{what}, made on the device from the mask's arrays {each}"
     if sharded:
         return f"{what}, made on the device from its positions"
     count = tally(mask, tile, lengths)
-    tested = f"{count.full} full, {count.mixed} mixed"
-    if mask_inputs.has_ids(call.mask):
-        tested = f"{count.full + count.mixed} tested"
-    return f"{what}: {tested}, skipped {count.skipped} of {sum(count)}"
+    found = f"{count.full} full, {count.mixed} mixed"
+    return f"{what}: {found}, skipped {count.skipped} of {sum(count)}"
+
+
+def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, str]:
+    """Say how a forward and a backward that end at each batch row's length are launched.
+
+    Args:
+        call: of one device.
+        sms: streaming multiprocessors (SMs) of the GPU.
+        tail: the queries whose keys the forward splits.
+    """
+    tile, splits = backward_tile(call.head_dim), key_lengths.splits_for(*shapes_of(call), sms)
+    backward = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    if splits > 1:
+        backward = f"{backward}, in {splits} splits of the queries, so that fewer SMs wait"
+    end = ", up to the length of each batch row"
+    if tail is not None:
+        return f"{tile_line(call)}; {tail.line}{end}", backward
+    return f"{whole_line(call)}{end}", backward
 
 
 def whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
-    blocks = f"{tile.queries}x{tile.keys} tiles"
-    return blocks + (", persistent thread blocks" if persistent else "")
+    return tile_line(call) + (", persistent thread blocks" if persistent else "")
+
+
+def tile_line(call: Call) -> str:
+    """Say how large the tiles of the forward over all pairs are."""
+    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    return f"{tile.queries}x{tile.keys} tiles"
+
+
+def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | None]) -> str:
+    """Say how the forward of a band is launched: all queries may see keys before it.
+
+    Args:
+        call: whose mask is a band, with lengths or without.
+        split_for: chooses what of a rectangle without a band is split over its keys.
+    """
+    band, (queries, keys) = masks.sort_terms(call.mask).band, shapes_of(call)
+    if call.sharded or band is None:
+        return OWN
+    for p in pieces(band, band.offset, call.q_len, call.kv_len):
+        rows, length = p.q1 - p.q0, p.k1 - p.k0
+        shapes = (queries[0], rows, *queries[2:]), (keys[0], length, *keys[2:])
+        tail = split_for(*shapes) if p.is_full else None
+        if tail is not None:
+            return f"{OWN}; of the {length:,} keys that all queries see, {tail.line}"
+    return OWN
 
 
 def split_line(call: Call, sms: int) -> str:

@@ -35,12 +35,17 @@ class Order(NamedTuple):
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
         persistent: whether persistent thread blocks take a row in each wave.
+        listed: whether an array on the device names the rows in their order, and the others here
+            say nothing; all heads of a row follow each other.
+        own_rows: whether that array holds the rows of each batch row, and not rows that all share.
     """
 
     backwards: bool = False
     light: int = 0
     heads: int = 0
     persistent: bool = False
+    listed: bool = False
+    own_rows: bool = False
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         """Return the (row, lane) that is started as the `row`-th one of the `lane`-th head.
@@ -65,6 +70,21 @@ class Order(NamedTuple):
         new_lane = first + xp.where(waits, late % heads, at // heavy)
         ours = lane >= first
         return xp.where(ours, new_row, row), xp.where(ours, new_lane, lane)
+
+    def named(self, at: Any, rows: Any, sizes: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Return the (row, head, batch row) that an array names for the `at`-th start.
+
+        Args:
+            at: a number from 0, over all rows, heads and batch rows.
+            rows: the array: rows, or batch row * rows + row where `own_rows`.
+            sizes: numbers of rows, heads and batch rows.
+        """
+        count, heads, batch = sizes
+        each = heads if self.own_rows else heads * batch
+        entry, lane = rows[at // each], at % each
+        if self.own_rows:
+            return entry % count, lane, entry // count
+        return entry, lane % heads, lane // heads
 
 
 def order_of(work: Any, lanes: int, may_persist: bool = False) -> Order:

@@ -12,10 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from maxattn.call import Call
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs, Offset
 from maxattn.kernels.fa4.block_sparse import TilePass
-from maxattn.kernels.fa4.block_sparse_lists import Tiling, TilingSpec, tiling, visited
+from maxattn.kernels.fa4.block_sparse_lists import (
+    TileLists,
+    Tiling,
+    TilingSpec,
+    tiling,
+    visited,
+)
+from maxattn.kernels.fa4.block_sparse_rows import heaviest_first, row_tiling
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, forward_tile
 from maxattn.kernels.fused.pieces import Piece
@@ -31,35 +39,46 @@ class BlockSparseTiles(NamedTuple):
         tiles: of the forward and of the backward.
         test: of pairs in mixed tiles.
         all_see: whether every query is known to see a key.
+        sorts: whether rows with most tiles start first: where the mask has arrays, and where its
+            segments have lengths of their own.
     """
 
     tiling: Tiling
     tiles: tuple[Tile, Tile]
     test: PairTest
     all_see: bool
+    sorts: bool = False
 
     def forward(self, pairs: Pairs, scale: float) -> TilePass:
         """Return what the forward is launched with."""
-        return TilePass(self.tiles[0], scale, self.tiling.forward, self.test, arrays(pairs))
+        return self._pass(self.tiles[0], self.tiling.forward, pairs, scale)
 
     def backward(self, pairs: Pairs, scale: float) -> TilePass:
         """Return what the backward is launched with."""
-        return TilePass(self.tiles[1], scale, self.tiling.backward, self.test, arrays(pairs))
+        return self._pass(self.tiles[1], self.tiling.backward, pairs, scale)
+
+    def _pass(self, tile: Tile, lists: TileLists, pairs: Pairs, scale: float) -> TilePass:
+        rows = heaviest_first(lists) if self.sorts else None
+        return TilePass(tile, scale, lists, self.test, arrays(pairs), rows)
 
 
 def listed(inputs: Inputs) -> PieceInputs:
     """Return all pairs as one rectangle, with block-sparse lists of its tiles.
 
     Known positions are tested in the kernel, from the mask itself. Of traced ones, and of a mask
-    that looks numbers up, it gets each query's intervals.
+    that looks numbers up, it gets each query's intervals. Where the mask has arrays, the lists are
+    of each batch row.
     """
     mask, ids, head_dim = positions(inputs.mask), _ids(inputs), inputs.q.shape[3]
-    lengths, tests_all = _lengths(inputs), ids is not None
+    lengths, offsets = _lengths(inputs), (inputs.q_offset, inputs.kv_offset)
     tile, backward = tile_of(mask, head_dim, lengths, _traced(inputs)), backward_tile(head_dim)
-    spec = TilingSpec(mask, tile, backward, lengths, tests_all)
-    lists = tiling(spec, (inputs.q_offset, inputs.kv_offset))
-    lo, hi, test, see = _test(inputs, mask, tests_all)
-    found = BlockSparseTiles(lists, (tile, backward), test, see)
+    if ids is None:
+        lists = tiling(TilingSpec(mask, tile, backward, lengths), offsets)
+    else:
+        lists = row_tiling(inputs.mask, (tile, backward), lengths, offsets)
+    lo, hi, test, see = _test(inputs, mask, ids is not None)
+    sorts = ids is not None or (mask.looked_up > 0 and not _traced(inputs))
+    found = BlockSparseTiles(lists, (tile, backward), test, see, sorts)
     q_ids, kv_ids = ids or (None, None)
     pairs = Pairs(lo, hi, q_ids, kv_ids, found)
     return PieceInputs.whole(inputs.q, inputs.k, inputs.v, pairs)
@@ -67,6 +86,8 @@ def listed(inputs: Inputs) -> PieceInputs:
 
 def _test(inputs: Inputs, mask: Mask, has_ids: bool) -> tuple[Any, Any, PairTest, bool]:
     """Return the intervals that the kernel reads, if any, its test, and whether all queries see."""
+    if mask.is_full:
+        return None, None, PairTest(has_ids=has_ids), False
     lengths, offsets = _lengths(inputs), (inputs.q_offset, inputs.kv_offset)
     if _traced(inputs):
         lo, hi = _ends(mask, lengths, offsets, jnp)
@@ -94,7 +115,8 @@ def all_see(pairs: Pairs | None) -> bool:
 
 def arrays(pairs: Pairs) -> tuple[Array, ...]:
     """List the arrays that a test reads, in the order that it knows."""
-    return tuple(x for x in (pairs.lo, pairs.hi, pairs.q_ids, pairs.kv_ids) if x is not None)
+    found = pairs.limits, pairs.lo, pairs.hi, pairs.q_ids, pairs.kv_ids
+    return tuple(x for x in found if x is not None)
 
 
 def _split(mask: Mask) -> mask_split.SplitMask:
@@ -111,6 +133,15 @@ def positions(mask: Mask) -> Mask:
 def has_ids(mask: Mask) -> bool:
     """Tell whether pairs are tested by ids too."""
     return _split(mask).has_ids
+
+
+def own_rows(call: Call) -> int:
+    """Count the batch rows that have lists of their own; 0 where arrays make none."""
+    found = mask_split.split(call.mask)
+    if not isinstance(found, mask_split.SplitMask) or not found.has_ids:
+        return 0
+    axes = jax.tree.leaves(call.mask.leaf_axes())
+    return call.batch if any("B" in letters for letters in axes) else 1
 
 
 def _ids(inputs: Inputs) -> Any:

@@ -1,9 +1,10 @@
-"""The test of mixed tiles inside FlashAttention-4's forward: a row of scores at a time.
+"""The test of mixed tiles inside FlashAttention-4's kernels: many scores at a time.
 
 The library tests each pair. Here a thread works out where the intervals of its rows lie among its
 own columns, and keeps the scores inside: a whole row from a word of bits where its columns are in
 order, else by two comparisons a score. That saves a tenth of a block window's forward (H200). The
-backward would get slower, and tests each pair.
+backward would get slower, and tests each pair. Ids of keys are read once for all rows of a thread,
+in both passes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def pair_test(test: PairTest) -> Callable[..., Any]:
     def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
         return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
 
-    def spans(q: Any, arrays: Any) -> list[tuple[Any, Any]]:
-        return test.spans(q, tuple(arrays or ()), Numbers)
+    def spans(b: Any, q: Any, arrays: Any) -> list[tuple[Any, Any]]:
+        return test.spans(b, q, tuple(arrays or ()), Numbers)
 
-    allowed.spans = None if test.has_ids else spans
+    allowed.spans = spans if test.has_spans else None
+    allowed.has_ids = test.has_ids
     return allowed
 
 
@@ -60,14 +62,42 @@ def _select() -> Any:
 
 
 def by_rows(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the library's mask for ours among the operands of a method of the kernel."""
+    """Exchange the library's mask for ours among the operands of a method of the forward."""
+    return _exchanged(operands, _row_mask())
+
+
+def by_ids(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange it in the backward, for tests of ids alone."""
+    return _exchanged(operands, _ids_mask())
+
+
+def _exchanged(operands: tuple[Any, ...], ours: Any) -> tuple[Any, ...]:
     library_class = import_module("fa4_jax.cute.mask").AttentionMask
 
-    def ours(x: Any) -> Any:
+    def exchanged(x: Any) -> Any:
         found = isinstance(x, partial) and x.func is library_class
-        return partial(_row_mask(), *x.args, **x.keywords) if found else x
+        return partial(ours, *x.args, **x.keywords) if found else x
 
-    return tuple(ours(x) for x in operands)
+    return tuple(exchanged(x) for x in operands)
+
+
+@cache
+def _ids_mask() -> Any:
+    library, cute = import_module("fa4_jax.cute.mask"), import_module("cutlass.cute")
+
+    class IdsMask(library.AttentionMask):
+        def apply_mask_mod_sm80(self, scores: Any, coordinates: Any, *rest: Any) -> None:
+            first, row, column, offset, batch, _, m_block, n_block, _, mask_mod, aux_data, *_ = rest
+            if mask_mod.spans is not None or not mask_mod.has_ids:
+                super().apply_mask_mod_sm80(scores, coordinates, *rest)
+                return
+            rows, columns = (range(cute.size(n)) for n in coordinates.shape)
+            at = [_number(coordinates[r, 0][row] + m_block * self.tile_m) for r in rows]
+            start = _number(offset + n_block * self.tile_n)
+            places = [first[0, c][column] for c in columns]
+            _by_ids(scores, batch, at, (start, places), aux_data.tensors)
+
+    return IdsMask
 
 
 @cache
@@ -92,17 +122,15 @@ def _row_mask() -> Any:
             aux_data: Any,
             fastdiv_mods: Any = None,
         ) -> None:
-            if mask_mod.spans is None:
-                where = scores, coordinates, first, row, column, offset, batch, head
-                rest = m_block, n_block, mask_seqlen, mask_mod, aux_data, fastdiv_mods
-                super().apply_mask_mod_sm80(*where, *rest)
-                return
             start = _number(offset + n_block * self.tile_n)
             columns = [first[0, c][column] for c in range(cute.size(coordinates.shape[1]))]
             in_order = column == 1 and library._cols_match_r2p(first, column)
-            for r in range(cute.size(coordinates.shape[0])):
-                query = _number(coordinates[r, 0][row] + m_block * self.tile_m)
-                spans = mask_mod.spans(query, aux_data.tensors)
+            rows = range(cute.size(coordinates.shape[0]))
+            queries = [_number(coordinates[r, 0][row] + m_block * self.tile_m) for r in rows]
+            if mask_mod.has_ids:
+                _by_ids(scores, batch, queries, (start, columns), aux_data.tensors)
+            for r, query in enumerate(queries if mask_mod.spans else ()):
+                spans = mask_mod.spans(batch, query, aux_data.tensors)
                 end = self.seqlen_k - start if mask_seqlen else None
                 spans = [_from(span, start, end) for span in spans]
                 if in_order:
@@ -113,6 +141,29 @@ def _row_mask() -> Any:
                     _by_column(scores, r, columns, spans)
 
     return RowMask
+
+
+def _by_ids(
+    scores: Any, batch: Any, queries: list[Any], keys: tuple[Any, list[int]], arrays: Any
+) -> None:
+    """Keep the keys that have the id of their row's query.
+
+    Ids past the last query and the last key are no other's.
+
+    Args:
+        scores: of a thread's own rows and columns.
+        batch: row.
+        queries: of each row of scores.
+        keys: where the columns begin, and where each is from there.
+        arrays: of the test; ids of queries and of keys are the last ones.
+    """
+    cutlass, select = import_module("cutlass"), _select()
+    (of_queries, of_keys), (start, columns) = arrays[-2:], keys
+    ids = [of_queries[batch, query] for query in queries]
+    for c, at in enumerate(columns):
+        key = of_keys[batch, start + at]
+        for r, query in enumerate(ids):
+            scores[r, c] = cutlass.Float32(select(key == query, scores[r, c], -cutlass.Float32.inf))
 
 
 def _number(coordinate: Any) -> Any:

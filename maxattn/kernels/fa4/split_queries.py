@@ -21,6 +21,7 @@ from jaxtyping import Array
 from maxattn.devices import SMS
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives
+from maxattn.kernels.fa4.backward_steps import summed_splits
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands
 from maxattn.kernels.fa4.launch import takes_splits
 from maxattn.kernels.fa4.launch_order import START
@@ -152,7 +153,7 @@ def _in_splits(operands: Operands, scale: float, tail: SplitTail) -> Grads:
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
     dq, *found = jax.lax.optimization_barrier(launches.split(given, start, tail.splits))
     *whole, dk, dv = found
-    dk, dv = _joined(whole, [_summed(x, batch) for x in (dk, dv)], start)
+    dk, dv = _joined(whole, [summed_splits(x, batch) for x in (dk, dv)], start)
     return Grads(launches.last(dq, q), dk, dv)
 
 
@@ -165,9 +166,3 @@ def _joined(whole: list[Array], last: list[Array], start: int) -> list[Array]:
     # Else a sum that reads dV, of a bias's gradient, reads what stood there before too: XLA copies
     # it for that.
     return jax.lax.optimization_barrier(joined)
-
-
-def _summed(splits: Array, batch: int) -> Array:
-    """Sum over splits, which stand before the batch."""
-    each = splits.reshape(-1, batch, *splits.shape[1:])
-    return each.astype(jnp.float32).sum(0).astype(splits.dtype)

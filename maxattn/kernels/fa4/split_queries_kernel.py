@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -31,8 +32,40 @@ def split_class(batch: int, splits: int) -> Any:
             at = arch.block_idx()[2] // batch
             return at * end // splits, (at + 1) * end // splits
 
-    def of_split(operands: tuple[Any, ...]) -> list[Any]:
-        return [SplitRange(**vars(x)) if isinstance(x, ranges) else x for x in operands]
+    def of_split(x: Any) -> Any:
+        return SplitRange(**vars(x)) if isinstance(x, ranges) else x
+
+    return _split(_library_class(), (batch, splits), of_split)
+
+
+@cache
+def split_lists_class(backward: Any, batch: int, splits: int) -> Any:
+    """Make the same of a backward over block-sparse lists, which has lists for each split.
+
+    Those stand before the batch rows too.
+
+    Args:
+        backward: a class whose rows start in the library's order.
+        batch, splits: how many there are.
+    """
+    cute = import_module("cutlass.cute")
+    lists = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
+
+    def moved(x: Any) -> Any:
+        if x is None:
+            return None
+        first = cute.arch.block_idx()[2] // batch * batch
+        return cute.domain_offset((first, *(0 for _ in x.shape[1:])), x)
+
+    def of_split(x: Any) -> Any:
+        return lists(*(moved(array) for array in x)) if isinstance(x, lists) else x
+
+    return _split(backward, (batch, splits), of_split)
+
+
+def _split(backward: Any, sizes: tuple[int, int], of_split: Callable[[Any], Any]) -> Any:
+    """Make a backward with a thread block for each split; `of_split` changes its operands."""
+    (batch, splits), arch = sizes, import_module("cutlass.cute").arch
 
     def again(_: Any, row: Any, head: Any, place: Any, split: Any) -> tuple[Any, ...]:
         return row, head, place % batch, split  # all batch rows, for each split
@@ -40,18 +73,18 @@ def split_class(batch: int, splits: int) -> Any:
     def grid(rows: Any, heads: Any, batch: Any) -> tuple[Any, Any, Any]:
         return rows, heads, batch * splits
 
-    class Split(with_scheduler(_library_class(), single_tile_scheduler(again))):
+    class Split(with_scheduler(backward, single_tile_scheduler(again))):
         def kernel(self, *operands: Any) -> Any:
             return OnGrid(super().kernel(*operands), grid)
 
         def load(self, *operands: Any) -> None:
-            super().load(*of_split(operands))
+            super().load(*map(of_split, operands))
 
         def mma(self, *operands: Any, **settings: Any) -> None:
-            super().mma(*of_split(operands), **settings)
+            super().mma(*map(of_split, operands), **settings)
 
         def dQaccum_store(self, *operands: Any) -> None:
-            super().dQaccum_store(*of_split(operands))
+            super().dQaccum_store(*map(of_split, operands))
 
         def epilogue_dKV(self, *operands: Any) -> None:
             super().epilogue_dKV(*operands[:ROW], arch.block_idx()[2], *operands[ROW + 1 :])

@@ -9,7 +9,7 @@ results of the last one are written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 
 from maxattn.devices import SMS
 from maxattn.kernels.fa4.launch_order import Order, at_wave
-from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_rows
+from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_ids, by_rows
 
 RESULT = 8  # which operand of the library's `mma` is the tile of results in shared memory
 FREE_BARRIER = 15  # of the 16 that a thread block has; the library counts up from 1
@@ -32,8 +32,11 @@ def forward_class(order: Order) -> Any:
     scheduler = _persistent_scheduler(order) if persistent else _scheduler(order)
 
     class Forward(with_scheduler(library_class, scheduler)):
+        def load(self, *operands: Any) -> Any:
+            return super().load(*with_rows(order, operands))
+
         def mma(self, *operands: Any) -> Any:
-            return super().mma(*by_rows(operands))
+            return super().mma(*by_rows(with_rows(order, operands)))
 
     return _with_own_results(Forward) if persistent else Forward
 
@@ -78,6 +81,15 @@ def backward_class(order: Order) -> Any:
     library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
 
     class Backward(with_scheduler(library_class, _scheduler(order))):
+        def load(self, *operands: Any) -> None:
+            super().load(*with_rows(order, operands))
+
+        def mma(self, *operands: Any, **settings: Any) -> None:
+            super().mma(*by_ids(with_rows(order, operands)), **settings)
+
+        def dQaccum_store(self, *operands: Any) -> None:
+            super().dQaccum_store(*with_rows(order, operands))
+
         def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
             # What goes past the last key is in the lists of what is tested: block_sparse_lists.py.
             tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
@@ -112,8 +124,8 @@ def _scheduler(order: Order) -> Any:
     if order == Order():
         return import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler
 
-    def place(params: Any, row: Any, head: Any, batch: Any, _: Any) -> tuple[Any, ...]:
-        return _place(order, params, row, batch * params.num_head + head)
+    def place(scheduler: Any, row: Any, head: Any, batch: Any, _: Any) -> tuple[Any, ...]:
+        return _place(order, scheduler, row, batch * scheduler.params.num_head + head)
 
     return single_tile_scheduler(place)
 
@@ -122,8 +134,8 @@ def single_tile_scheduler(place: Callable[..., tuple[Any, ...]]) -> Any:
     """Make a tile scheduler of thread blocks that take one row each.
 
     Args:
-        place: (row, head, batch row, split) of what is taken, from the scheduler's sizes and the
-            same of the library's.
+        place: (row, head, batch row, split) of what is taken, from the scheduler and the same of
+            the library's.
     """
     library = import_module("fa4_jax.cute.tile_scheduler")
 
@@ -131,17 +143,17 @@ def single_tile_scheduler(place: Callable[..., tuple[Any, ...]]) -> Any:
         @staticmethod
         def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
             block_idx = import_module("cutlass.cute").arch.block_idx()
-            return SingleTile(params, block_idx, loc=loc, ip=ip)
+            return _given_rows(SingleTile(params, block_idx, loc=loc, ip=ip), ctx)
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             work = super().get_current_work(loc=loc, ip=ip)
-            return library.WorkTileInfo(place(self.params, *work.tile_idx), work.is_valid_tile)
+            return library.WorkTileInfo(place(self, *work.tile_idx), work.is_valid_tile)
 
         def __new_from_mlir_values__(self, values: Any) -> Any:
             old = super().__new_from_mlir_values__(values)
             made = SingleTile(old.params, old._blk_coord, loc=old._loc)
             made._is_first_block = old._is_first_block
-            return made
+            return _given_rows(made, self.rows)
 
     return SingleTile
 
@@ -156,14 +168,14 @@ def _persistent_scheduler(order: Order) -> Any:
         @staticmethod
         def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
             start = arch.block_idx()[0], number(0), number(0)
-            return PersistentTile(params, start, loc=loc, ip=ip)
+            return _given_rows(PersistentTile(params, start, loc=loc, ip=ip), ctx)
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             (block, wave, _), blocks = self._blk_coord, arch.grid_dim()[0]
             rows = self.params.num_block
             at = at_wave(wave, block, blocks, Numbers)
             some = at < rows * self.params.num_head * self.params.num_batch
-            return library.WorkTileInfo(_place(order, self.params, at % rows, at // rows), some)
+            return library.WorkTileInfo(_place(order, self, at % rows, at // rows), some)
 
         def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             block, wave, rest = self._blk_coord
@@ -172,16 +184,46 @@ def _persistent_scheduler(order: Order) -> Any:
 
         def __new_from_mlir_values__(self, values: Any) -> Any:
             old = super().__new_from_mlir_values__(values)
-            return PersistentTile(old.params, old._blk_coord, loc=old._loc)
+            made = PersistentTile(old.params, old._blk_coord, loc=old._loc)
+            return _given_rows(made, self.rows)
 
     return PersistentTile
 
 
-def _place(order: Order, params: Any, row: Any, lane: Any) -> tuple[Any, Any, Any, Any]:
+def _place(order: Order, scheduler: Any, row: Any, lane: Any) -> tuple[Any, Any, Any, Any]:
     """Return (row, head, batch row, 0) of what an order puts at (row, lane)."""
-    heads, zero = params.num_head, import_module("cutlass").Int32(0)
-    row, lane = order.place(row, lane, params.num_block, heads * params.num_batch, Numbers)
+    params, zero = scheduler.params, import_module("cutlass").Int32(0)
+    rows, heads = params.num_block, params.num_head
+    lanes = heads * params.num_batch
+    if order.listed:
+        # Persistent thread blocks ask for a place past the last one, too.
+        at = Numbers.minimum(lane * rows + row, rows * lanes - 1)
+        return *order.named(at, scheduler.rows, (rows, heads, params.num_batch)), zero
+    row, lane = order.place(row, lane, rows, lanes, Numbers)
     return row, lane % heads, lane // heads, zero
+
+
+def with_rows(order: Order, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hand the rows in their order to the tile scheduler among the operands of a kernel's method.
+
+    They come with the block-sparse lists, in a field that these kernels do not read.
+    """
+    if not order.listed:
+        return operands
+    sparse = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
+    sizes = import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler.Params
+    rows = next(x.dq_write_order for x in operands if isinstance(x, sparse))
+
+    def given(x: Any) -> Any:
+        is_scheduler = isinstance(x, partial) and any(isinstance(y, sizes) for y in x.args)
+        return partial(x.func, *x.args, ctx=rows) if is_scheduler else x
+
+    return tuple(given(x) for x in operands)
+
+
+def _given_rows(scheduler: Any, rows: Any) -> Any:
+    scheduler.rows = rows
+    return scheduler
 
 
 def _sms() -> int:

@@ -14,15 +14,18 @@ def takes_lists(version: str, device: Device) -> bool:
     return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
-def fits_lists(head_dim: int, q_len: int, kv_len: int) -> bool:
-    """Tell whether block-sparse lists of a call have at most `MOST_TILES` tiles in either pass.
+def fits_lists(head_dim: int, q_len: int, kv_len: int, rows: int = 0) -> bool:
+    """Tell whether block-sparse lists have at most so many tiles in either pass as fit memory.
 
     Args:
         head_dim: H.
         q_len, kv_len: of one device.
+        rows: batch rows that have lists of their own, made on the device; 0 where lists are of
+            positions alone.
     """
     tiles = forward_tile(head_dim, lambda tile: tile.queries * tile.keys), backward_tile(head_dim)
-    return all(-(-q_len // t.queries) * -(-kv_len // t.keys) <= MOST_TILES for t in tiles)
+    most = MOST_ROW_TILES // rows if rows else MOST_TILES
+    return all(-(-q_len // t.queries) * -(-kv_len // t.keys) <= most for t in tiles)
 
 
 class Tile(NamedTuple):
@@ -36,6 +39,9 @@ SMALL, LEAST_GAIN = Tile(128, 128), 0.13
 SHORT_ROW = 16  # tiles
 # Of all that a call has, in the lists or not: a list may name each of them, in 4 bytes.
 MOST_TILES = 2**27
+# The same of lists that are made on the device for each batch row: full and mixed tiles have an
+# index of 4 bytes each, in two arrays, and sorting takes as much again.
+MOST_ROW_TILES = 2**25
 
 
 def forward_tile(head_dim: int, visited: Callable[[Tile], int] | None = None) -> Tile:

@@ -19,7 +19,8 @@ class Pairs(NamedTuple):
     """Allow pairs by intervals of keys and by ids, for kernels that test pairs of a rectangle.
 
     Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] ==
-    kv_ids[b, j]`. `tiles` are the block-sparse lists of a kernel that takes them.
+    kv_ids[b, j]` and `j < limits[b]`. `tiles` are the block-sparse lists of a kernel that takes
+    them.
     """
 
     lo: Int[Array, "M T"] | None
@@ -27,6 +28,7 @@ class Pairs(NamedTuple):
     q_ids: Int[Array, "B T"] | None
     kv_ids: Int[Array, "B S"] | None
     tiles: Any = None
+    limits: Int[Array, " B"] | None = None
 
 
 Lengths = Int[Array, " B"] | Pairs | None

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxattn.modules.norm_rope.cute_launch import CuteLaunch
 from maxattn.modules.norm_rope.cute_threads import CuteThreads
 from maxattn.modules.norm_rope.row import NormRopeRow
+from maxattn.target import Target
 
 Vectors = dict[str, Array]
 Tables = tuple[Array, ...]
@@ -23,10 +25,10 @@ def forward(
     of: NormRopeRow, x: Float[Array, "M N H"], vectors: Vectors, tables: Tables, keep: bool = False
 ) -> tuple[Float[Array, "M N H"], Float[Array, " M"] | None]:
     """Run the forward kernel; arguments and results are those of `triton.forward`."""
-    threads, kept = CuteThreads.of(of), keep and of.norm == "across"
+    kept = keep and of.norm == "across"
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     results += [jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)] if kept else []
-    launch = _launch("Forward", threads, tuple(vectors))
+    launch = _launch("Forward", launch_of(of, 1, x, vectors), tuple(vectors))
     rows, fixed, table, numbers = _specs()
     y, *r = import_module("cutejax").call(
         run_forward,
@@ -52,15 +54,15 @@ def backward(
     tables: Tables,
 ) -> tuple[Float[Array, "M N H"], dict[str, Float[Array, "N H"]]]:
     """Run the backward kernel; arguments and results are those of `triton.backward`."""
-    threads = CuteThreads.of(of)
-    blocks = min(threads.blocks, len(x))
+    launch = launch_of(of, 2, x, vectors)
+    blocks = min(launch.blocks, len(x))
     total = jax.ShapeDtypeStruct((blocks, of.heads, of.head_dim), jnp.float32)
     rows, fixed, table, numbers = _specs()
     kept = [] if r is None else [r]
     dx, *sums = import_module("cutejax").call(
         run_backward,
         [jax.ShapeDtypeStruct(x.shape, x.dtype), *[total] * len(vectors)],
-        _launch("Backward", threads, tuple(vectors)),
+        _launch("Backward", launch, tuple(vectors)),
         (dy, x),
         kept,
         tuple(vectors.values()),
@@ -87,10 +89,18 @@ def run_backward(
     launch(rows, kept, vectors, tables, dx, sums, stream)
 
 
+def launch_of(of: NormRopeRow, arrays: int, x: Array, vectors: Vectors) -> CuteLaunch:
+    """Return how rows are shared; `arrays` of them are read."""
+    held = sum(of.heads * of.head_dim * v.dtype.itemsize for v in vectors.values())
+    gpu = Target.here().device
+    sms, shared = gpu.sms, gpu.family.shared_memory
+    return CuteLaunch(CuteThreads.of(of), arrays, x.dtype.itemsize, held, sms, shared)
+
+
 @lru_cache(maxsize=256)
-def _launch(name: str, threads: CuteThreads, vectors: tuple[str, ...]) -> Any:
+def _launch(name: str, launch: CuteLaunch, vectors: tuple[str, ...]) -> Any:
     kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
-    return getattr(kernels, name)(threads, vectors)
+    return getattr(kernels, name)(launch, vectors)
 
 
 def _specs() -> tuple[Any, Any, Any, Any]:

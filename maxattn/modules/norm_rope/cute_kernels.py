@@ -1,36 +1,35 @@
 """The CuTe kernels of norm and rotary embedding: what the threads of a block do to its rows.
 
-`cute_threads.py` says which channels are a thread's, and `cute_memory.py` moves them. The formulas
-are those of `triton.py`; all arithmetic is float32. A block takes one row after another, and loads
-the next while it computes one.
+`cute_threads.py` says which channels are a thread's, and `cute_stages.py` brings them. The formulas
+are those of `triton.py`; all arithmetic is float32. A block takes one row after another.
 
 CuTe comes with fa4-jax: this file is imported where a kernel is compiled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from maxattn.modules.norm_rope.cute_launch import CuteLaunch
 from maxattn.modules.norm_rope.cute_memory import (
+    Kept,
     Place,
-    Raw,
-    load_angles,
-    load_row,
-    load_vector,
-    new_angles,
-    new_row,
+    keep_vector,
     pairs_of,
     store_head,
     values,
+    vector_of,
     zeros,
 )
+from maxattn.modules.norm_rope.cute_stages import RowSource, Stages, of_angles, of_numbers, of_rows
 from maxattn.modules.norm_rope.cute_steps import (
-    Pair,
+    Heads,
     add_to,
     less,
     plus,
-    product,
+    products,
     rotated,
     scaled,
     times,
@@ -41,14 +40,15 @@ from maxattn.modules.norm_rope.cute_threads import WARP, CuteThreads
 cutlass: Any = import_module("cutlass")
 cute: Any = import_module("cutlass.cute")
 
+CARVEOUT = 100  # percent of what shared memory can have of the first-level cache
+
 
 class Block(NamedTuple):
     """Hold what a thread keeps from row to row.
 
     Args:
         place: where its channels are.
-        held: bias and scale, those that there are, as they stand in memory.
-        angles: cosines and sines of a row.
+        held: bias and scale, those that there are.
         shared: [2, warps], in which warps leave their sums; None where there is one.
         first, step: the block's first row, and how far it is to its next.
         rounds: how many rows it has.
@@ -56,8 +56,7 @@ class Block(NamedTuple):
     """
 
     place: Place
-    held: dict[str, list[Raw]]
-    angles: list[Any]
+    held: dict[str, Kept]
     shared: Any
     first: Any
     step: Any
@@ -69,141 +68,154 @@ class Block(NamedTuple):
         """Return how a row is shared."""
         return self.place.threads
 
-    def next(self, token: Any) -> Any:
-        """Return the block's row after one; the last of all where there is none."""
-        return cutlass.min(token + self.step, self.tokens - 1)
+    def token(self, i: Any) -> Any:
+        """Return the block's i-th row."""
+        return self.first + i * self.step
 
-    def vector(self, name: str) -> list[Pair] | None:
+    def vector(self, name: str) -> Heads | None:
         """Return bias or scale as pairs, pass by pass."""
-        raw = self.held.get(name)
-        return None if raw is None else [pairs_of(self.place, each) for each in raw]
+        return vector_of(self.place, self.held[name]) if name in self.held else None
 
-    def turns(self, back: bool = False) -> list[list[Any]]:
-        """Return cosines and sines of a row, of the way back with `back`; nothing without."""
-        found = [values(each) for each in self.angles]
-        return [found[0], [-x for x in found[1]]] if found and back else found
+    def start(self, stages: Stages) -> Stages:
+        """Start to copy the block's first rows."""
+        for i in range(stages.depth - 1):
+            stages.start(self._or_last(i), i)
+        return stages
+
+    def next(self, stages: Stages, i: Any) -> list[list[list[Any]]]:
+        """Return what the i-th row needs, and start to copy one that comes later."""
+        found, later = stages.read(i % stages.depth), i + stages.depth - 1
+        stages.start(self._or_last(later), later % stages.depth)
+        return found
+
+    def heads(self, parts: list[list[Any]]) -> Heads:
+        """Return a row as pairs, pass by pass."""
+        n = len(parts) // self.threads.passes
+        return [pairs_of(self.place, parts[k : k + n]) for k in range(0, len(parts), n)]
+
+    def _or_last(self, i: Any) -> Any:
+        """Return the block's i-th row, or the last of all where it has no so many."""
+        return cutlass.min(self.token(i), self.tokens - 1)
 
 
-def begin(threads: CuteThreads, names: tuple[str, ...], vectors: Any, tokens: Any) -> Block:
-    """Return what a thread keeps, before its block's first row."""
+def begin(kernel: Forward | Backward, vectors: Any, tokens: Any, where: str) -> Block:
+    """Return what a thread keeps, before its block's first row; bias and scale stay `where`."""
+    threads, names = kernel.launch.threads, kernel.names
     place = Place(threads, cute.arch.thread_idx()[0])
     first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    held = {name: load_vector(place, v) for name, v in zip(names, vectors, strict=True)}
+    held = {name: keep_vector(place, v, where) for name, v in zip(names, vectors, strict=True)}
     shared = None
     if threads.norm == "across" and threads.warps > 1:
         layout = cute.make_layout((2, threads.warps), stride=(threads.warps, 1))
-        memory = import_module("cutlass.utils").SmemAllocator()
-        shared = memory.allocate_tensor(cutlass.Float32, layout, 16)
+        shared = place.shared.allocate_tensor(cutlass.Float32, layout, 16)
     rounds = (tokens - first + step - 1) // step
-    return Block(place, held, new_angles(place), shared, first, step, rounds, tokens)
+    return Block(place, held, shared, first, step, rounds, tokens)
+
+
+def options(launch: CuteLaunch, tokens: Any, stream: Any) -> dict[str, Any]:
+    """Return how a kernel is launched: with registers few enough that an SM holds its blocks."""
+    return {
+        "grid": [cutlass.min(tokens, launch.blocks), 1, 1],
+        "block": [launch.threads.threads, 1, 1],
+        "stream": stream,
+        "min_blocks_per_mp": launch.per_sm,
+        "preferred_smem_carveout": CARVEOUT,
+    }
 
 
 class Forward:
     """Norm and rotate rows.
 
     Args:
-        threads: that share a row.
+        launch: how rows are shared.
         names: of the vectors, "bias" and "scale".
     """
 
-    def __init__(self, threads: CuteThreads, names: tuple[str, ...]) -> None:
-        self.threads, self.names = threads, names
+    def __init__(self, launch: CuteLaunch, names: tuple[str, ...]) -> None:
+        self.launch, self.names = launch, names
 
     @cute.jit
     def __call__(self, x: Any, vectors: Any, tables: Any, y: Any, r: Any, stream: Any) -> None:
         """Launch it; r is where 1 / root goes, in a list, or nothing."""
-        grid = [cutlass.min(x.shape[0], self.threads.blocks), 1, 1]
-        block = [self.threads.threads, 1, 1]
-        self.kernel(x, vectors, tables, y, r).launch(grid=grid, block=block, stream=stream)
+        work = self.kernel(x, vectors, tables, y, r)
+        work.launch(**options(self.launch, x.shape[0], stream))
 
     @cute.kernel
     def kernel(self, x: Any, vectors: Any, tables: Any, y: Any, r: Any) -> None:
         """Take the block's rows."""
-        block = begin(self.threads, self.names, vectors, x.shape[0])
-        ahead = new_row(block.place, x)
-        load_row(block.place, x, block.first, ahead)
+        block = begin(self, vectors, x.shape[0], "registers")
+        turns = [of_angles(block.place, each) for each in tables]
+        stages = block.start(self.stages(block.place, of_rows(block.place, x), turns))
         for i in cutlass.range(block.rounds):
-            self.take(block, i, ahead, x, tables, y, r)
+            self.take(block, i, stages, y, r)
 
-    def take(
-        self, block: Block, i: Any, ahead: list[Raw], x: Any, tables: Any, y: Any, r: Any
-    ) -> None:
-        """Compute the row that was loaded, and load the next."""
-        token = block.first + i * block.step
-        load_angles(block.place, tables, token, block.angles)
-        z = plus([pairs_of(block.place, raw) for raw in ahead], block.vector("bias"))
-        load_row(block.place, x, block.next(token), ahead)
+    def stages(self, place: Place, x: RowSource, turns: list[RowSource]) -> Stages:
+        """Return how rows and angles arrive: these may do so while the block adds up a row."""
+        if place.threads.norm == "across":
+            return Stages(place, [x], self.launch.stages, late=turns)
+        return Stages(place, [x, *turns], self.launch.stages)
+
+    def take(self, block: Block, i: Any, stages: Stages, y: Any, r: Any) -> None:
+        """Compute a row."""
+        token = block.token(i)
+        arriving = [each.read(token) for each in stages.late]
+        x, *turns = block.next(stages, i)
+        z = plus(block.heads(x), block.vector("bias"))
         roots = _over_roots(block, z, i)
         for each in r:
             each[token] = roots[0]
         u = times(scaled(z, roots), block.vector("scale"))
-        for step, pair in enumerate(rotated(u, *block.turns())):
+        angles = [parts[0] for parts in turns or arriving]
+        for step, pair in enumerate(rotated(u, *angles)):
             store_head(block.place, y, token, step, pair)
 
 
 class Backward:
     """Take gradients of rows back, and add up those of the vectors; arguments as for `Forward`."""
 
-    def __init__(self, threads: CuteThreads, names: tuple[str, ...]) -> None:
-        self.threads, self.names = threads, names
+    def __init__(self, launch: CuteLaunch, names: tuple[str, ...]) -> None:
+        self.launch, self.names = launch, names
 
     @cute.jit
     def __call__(
         self, rows: Any, kept: Any, vectors: Any, tables: Any, dx: Any, sums: Any, stream: Any
     ) -> None:
         """Launch it; `rows` are dy and x, `kept` is r in a list, or nothing."""
-        grid = [cutlass.min(dx.shape[0], self.threads.blocks), 1, 1]
-        block = [self.threads.threads, 1, 1]
         work = self.kernel(rows, kept, vectors, tables, dx, sums)
-        work.launch(grid=grid, block=block, stream=stream)
+        work.launch(**options(self.launch, dx.shape[0], stream))
 
     @cute.kernel
     def kernel(self, rows: Any, kept: Any, vectors: Any, tables: Any, dx: Any, sums: Any) -> None:
         """Take the block's rows, then store its sums."""
-        block = begin(self.threads, self.names, vectors, dx.shape[0])
-        ahead = self.load_first(block, rows)
-        added = self.no_sums(block)
+        where = "shared" if self.launch.holds_vectors else "memory"
+        block = begin(self, vectors, dx.shape[0], where)
+        sources = [of_rows(block.place, each) for each in rows]
+        sources += [of_angles(block.place, each) for each in tables]
+        sources += [of_numbers(each) for each in kept]
+        stages = block.start(Stages(block.place, sources, self.launch.stages))
+        added = {name: zeros(block.place) for name in self.names}
         for i in cutlass.range(block.rounds):
-            self.take(block, i, ahead, added, rows, kept, tables, dx)
+            self.take(block, i, stages, added, dx)
         self.store_sums(block, added, sums)
 
-    def load_first(self, block: Block, rows: Any) -> list[list[Raw]]:
-        """Load the block's first row of dy and of x."""
-        ahead = [new_row(block.place, each) for each in rows]
-        for each, raw in zip(rows, ahead, strict=True):
-            load_row(block.place, each, block.first, raw)
-        return ahead
-
-    def no_sums(self, block: Block) -> dict[str, list[list[Any]]]:
-        """Return zeros to add to, for each vector."""
-        return {name: zeros(block.place) for name in self.names}
-
-    def take(
-        self,
-        block: Block,
-        i: Any,
-        ahead: Any,
-        added: Any,
-        rows: Any,
-        kept: Any,
-        tables: Any,
-        dx: Any,
-    ) -> None:
-        """Compute the row that was loaded, and load the next."""
-        token = block.first + i * block.step
-        load_angles(block.place, tables, token, block.angles)
-        dy, x = ([pairs_of(block.place, raw) for raw in each] for each in ahead)
-        for each, raw in zip(rows, ahead, strict=True):
-            load_row(block.place, each, block.next(token), raw)
-        z, du = plus(x, block.vector("bias")), rotated(dy, *block.turns(back=True))
-        g = times(du, block.vector("scale"))
-        roots = [each[token] for each in kept] * block.threads.passes or _over_roots(block, z, i)
-        found = {"bias": _through_norm(block, g, z, roots, i)}
-        found["scale"] = scaled([product(*each) for each in zip(du, z, strict=True)], roots)
-        for step, pair in enumerate(found["bias"]):
+    def take(self, block: Block, i: Any, stages: Stages, added: Any, dx: Any) -> None:
+        """Compute a row."""
+        token, (dy, x, *more) = block.token(i), block.next(stages, i)
+        turns, kept = (more[:2], more[2:]) if block.threads.style else ([], more)
+        z = plus(block.heads(x), block.vector("bias"))
+        du = rotated(block.heads(dy), *_back([parts[0] for parts in turns]))
+        roots = [r[0][0] for r in kept] * block.threads.passes or _over_roots(block, z, i)
+        # Before the sum over threads, so that registers hold `du` no longer than that.
+        self.add("scale", added, lambda: scaled(products(du, z), roots))
+        dz = _through_norm(block, times(du, block.vector("scale")), z, roots, i)
+        for step, pair in enumerate(dz):
             store_head(block.place, dx, token, step, pair)
-        for name, sums in added.items():
-            add_to(sums, found[name])
+        self.add("bias", added, lambda: dz)
+
+    def add(self, name: str, added: Any, found: Callable[[], Heads]) -> None:
+        """Add to the sums of a vector, where there is one."""
+        if name in added:
+            add_to(added[name], found())
 
     def store_sums(self, block: Block, added: Any, sums: Any) -> None:
         """Store the block's sums: [blocks,N,H] of each vector."""
@@ -213,10 +225,15 @@ class Backward:
                 store_head(block.place, into, block.first, step, pair)
 
 
+def _back(turns: list[Any]) -> list[list[Any]]:
+    """Return cosines and sines of the way back; nothing without."""
+    return [turns[0], [-x for x in turns[1]]] if turns else []
+
+
 # ---- sums over threads ---------------------------------------------------------------------------
 
 
-def _over_roots(block: Block, z: list[Pair], i: Any) -> list[Any]:
+def _over_roots(block: Block, z: Heads, i: Any) -> list[Any]:
     """Return r, by which the norm multiplies each head; nothing without a norm."""
     if block.threads.norm is None:
         return []
@@ -224,9 +241,7 @@ def _over_roots(block: Block, z: list[Pair], i: Any) -> list[Any]:
     return [cute.math.rsqrt(m + block.threads.eps, fastmath=True) for m in means]
 
 
-def _through_norm(
-    block: Block, g: list[Pair], z: list[Pair], roots: list[Any], i: Any
-) -> list[Pair]:
+def _through_norm(block: Block, g: Heads, z: Heads, roots: list[Any], i: Any) -> Heads:
     """Return dz = (g - z mean(g z) r^2) r."""
     if block.threads.norm is None:
         return g
@@ -236,11 +251,11 @@ def _through_norm(
     return [less(each, other, slope, r) for each, other, slope, r in parts]
 
 
-def _means(block: Block, x: list[Pair], y: list[Pair], i: Any) -> list[Any]:
+def _means(block: Block, x: Heads, y: Heads, i: Any) -> list[Any]:
     """Return the mean of x * y over each head, or over the row: one for each pass."""
     threads, place = block.threads, block.place
-    products = [product(*each) for each in zip(x, y, strict=True)]
-    sums = [place.counted(step, total([*a, *b])) for step, (a, b) in enumerate(products)]
+    pairs = enumerate(products(x, y))
+    sums = [place.counted(step, total([*a, *b])) for step, (a, b) in pairs]
     if threads.norm == "head":
         return [_over_lanes(each, threads.lanes) * (1.0 / threads.head_dim) for each in sums]
     whole = _over_block(block, total(sums), i) * (1.0 / (threads.heads * threads.head_dim))

@@ -30,7 +30,12 @@ def plus(x: Heads, y: Heads | None) -> Heads:
 
 def times(x: Heads, y: Heads | None) -> Heads:
     """Multiply, where there is something to multiply by."""
-    return x if y is None else [product(*each) for each in zip(x, y, strict=True)]
+    return x if y is None else products(x, y)
+
+
+def products(x: Heads, y: Heads) -> Heads:
+    """Multiply, number by number."""
+    return [_product(*each) for each in zip(x, y, strict=True)]
 
 
 def scaled(x: Heads, factors: list[Any]) -> Heads:
@@ -43,8 +48,7 @@ def scaled(x: Heads, factors: list[Any]) -> Heads:
     ]
 
 
-def product(x: Pair, y: Pair) -> Pair:
-    """Multiply number by number."""
+def _product(x: Pair, y: Pair) -> Pair:
     first, second = ([a * b for a, b in zip(*each, strict=True)] for each in zip(x, y, strict=True))
     return first, second
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxattn.devices import SMS
 from maxattn.modules.norm_rope.row import NormRopeRow
 
 WARP = 32
@@ -64,12 +63,7 @@ class CuteThreads(NormRopeRow):
         """Return the warps of a block."""
         return self.threads // WARP
 
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks are launched: about as many as a GPU holds at once."""
-        return SMS * max(1, 1024 // self.threads)
-
     def fits(self) -> bool:
-        """Say whether the kernels take such a row."""
+        """Say whether a block can share such a row."""
         even = self.head_dim % (2 * PAIRS) == 0
         return even and self.lanes <= WARP and self.threads <= LARGEST_BLOCK

@@ -17,6 +17,7 @@ from maxattn.jax_private.triton import takes_triton, triton_there
 from maxattn.jax_private.varying import checked_axes
 from maxattn.kernels.flash import has_fa4
 from maxattn.kernels.requirements import untested
+from maxattn.modules.norm_rope import cute_launch
 from maxattn.modules.norm_rope.cute_threads import CuteThreads
 from maxattn.modules.norm_rope.row import NormRopeRow
 from maxattn.modules.norm_rope.triton_row import TritonRow
@@ -96,10 +97,7 @@ def _uneven(row: NormRopeRow, x: Array, shape: sharding.MeshShape, letters: str)
     return f"axis {odd[0]} does not divide over the mesh" if odd else ""
 
 
-# Triton's kernels were measured, and CuTe's were not: those take over where Triton's cannot run.
-_PREFERRED: ContextVar[tuple[str, ...]] = ContextVar(
-    "kernels, best first", default=tuple(_LANGUAGE)
-)
+_NAMED: ContextVar[tuple[str, ...] | None] = ContextVar("kernels, best first", default=None)
 
 
 @contextmanager
@@ -109,11 +107,11 @@ def only(*names: str) -> Iterator[None]:
     Args:
         names: "triton", "cute", best first; none for XLA's steps.
     """
-    token = _PREFERRED.set(names)
+    token = _NAMED.set(names)
     try:
         yield
     finally:
-        _PREFERRED.reset(token)
+        _NAMED.reset(token)
 
 
 def kernels_here(row: NormRopeRow) -> tuple[str, ...]:
@@ -126,9 +124,21 @@ def kernels_here(row: NormRopeRow) -> tuple[str, ...]:
         return ()
     takes = {
         "triton": triton_there() and TritonRow.of(row).fits(),
-        "cute": _cute_there() and CuteThreads.of(row).fits(),
+        "cute": _cute_there() and cute_takes(row),
     }
-    return tuple(name for name in _PREFERRED.get() if takes[name])
+    named = _NAMED.get()
+    return tuple(name for name in (_best_first() if named is None else named) if takes[name])
+
+
+def cute_takes(row: NormRopeRow) -> bool:
+    """Say whether CuTe's kernels take such rows on this GPU."""
+    return cute_launch.fits(CuteThreads.of(row), Target.here().device.family.shared_memory)
+
+
+def _best_first() -> tuple[str, ...]:
+    """Order the kernels: CuTe's were measured to be faster on Hopper GPUs, and nowhere else."""
+    names = tuple(_LANGUAGE)
+    return names[::-1] if Target.here().device.is_a("hopper") else names
 
 
 def _kernel_for(row: NormRopeRow) -> NormRopePath:

@@ -1,0 +1,111 @@
+"""FlashAttention-4 over the first keys of each batch row, on Hopper GPUs.
+
+The forward's kernel ends its loop at a batch row's length. The backward gets block-sparse lists: a
+tile of keys visits all queries or none, and only the tile that a length cuts is tested. Few keys
+have few such tiles, which would leave most SMs idle: their backward is split over the queries, as
+it is over all pairs (split_queries.py).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.fa4 import backward_steps, block_sparse
+from maxattn.kernels.fa4.block_sparse import TilePass
+from maxattn.kernels.fa4.block_sparse_lists import TileLists
+from maxattn.kernels.fa4.mask_inputs import tile_of
+from maxattn.kernels.fa4.mask_mod import PairTest
+from maxattn.kernels.fa4.split_queries import (
+    LEAST_GAIN,
+    MOST_SPLITS,
+    SUMS,
+    BackwardWork,
+    Dims,
+)
+from maxattn.kernels.fa4.split_queries_kernel import knows_rows
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks import Full
+
+TEST = PairTest(limits=True)
+SUMS_BYTES = 35e6  # of dK and dV of all splits, which take SUMS to be summed (split_queries.py)
+
+
+def forward(inputs: PieceInputs, scale: float) -> Result:
+    """Return (out, lse) over the first `lengths[b]` keys of each batch row."""
+    q, k, lengths = inputs.q, inputs.k, _lengths(inputs)
+    tile = tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
+    return Result(*block_sparse.forward(q, k, inputs.v, TilePass(tile, scale), lengths))
+
+
+def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
+    """Return (dq, dk, dv) over the same.
+
+    Args:
+        inputs: bfloat16 or float16, with lengths.
+        rows: of the queries.
+        scale: multiplies the scores.
+        sms: streaming multiprocessors (SMs) of the GPU.
+    """
+    q, k, lengths = inputs.q, inputs.k, _lengths(inputs)
+    tile, splits = backward_tile(q.shape[3]), 1
+    if knows_rows():
+        splits = splits_for(q.shape, k.shape, sms)
+    lists = lists_by_keys(lengths, tile, (q.shape[1], k.shape[1]), splits)
+    return block_sparse.backward(
+        inputs, rows, TilePass(tile, scale, lists, TEST, (lengths,), splits=splits)
+    )
+
+
+def splits_for(queries: Dims, keys: Dims, sms: int) -> int:
+    """Choose into how many splits of the queries a backward goes, for shapes of q and k.
+
+    Lengths are not known: what ends soon on the whole where all keys are real, half, or a quarter.
+    """
+    if not backward_steps.of_shape(queries, keys):
+        return 1
+    (batch, t, heads, head_dim), tile = queries, backward_tile(queries[3])
+    tiles, steps = -(-keys[1] // tile.keys), -(-t // tile.queries)
+    works = [BackwardWork(tiles, -(-batch * heads // part), steps, sms) for part in (1, 2, 4)]
+    bytes_each = tiles * batch * heads * tile.keys * head_dim * 4  # dK and dV of a split
+
+    def cost(splits: int) -> float:
+        ends = sum(work.lasts(tiles, splits) for work in works) / len(works)
+        return ends + (SUMS * max(1.0, splits * bytes_each / SUMS_BYTES) if splits > 1 else 0)
+
+    best = min(range(1, min(MOST_SPLITS, steps) + 1), key=cost)
+    return best if cost(best) <= (1 - LEAST_GAIN) * cost(1) else 1
+
+
+def lists_by_keys(
+    limits: Int[Array, " B"], tile: Tile, lengths: tuple[int, int], splits: int
+) -> TileLists:
+    """List the tiles of queries of each tile of keys, for each split and then each batch row.
+
+    Args:
+        limits: real keys of each batch row.
+        tile: of the backward.
+        lengths: numbers of queries and keys.
+        splits: of the queries.
+    """
+    rows, columns = -(-lengths[1] // tile.keys), -(-lengths[0] // tile.queries)
+    most = -(-columns // splits)
+    start = jnp.arange(rows, dtype=jnp.int32) * tile.keys
+    first = jnp.arange(splits, dtype=jnp.int32)[:, None, None] * most
+    count = jnp.clip(columns - first, 0, most)
+    some, whole = start < limits[:, None], start + tile.keys <= limits[:, None]
+    mixed, full = (
+        jnp.where(chosen, count, 0).reshape(-1, rows) for chosen in (some & ~whole, whole)
+    )
+    index = jnp.arange(most, dtype=jnp.int32)
+    if splits > 1:
+        index = jnp.broadcast_to(first[..., None] + index, (splits, len(limits), rows, most))
+        index = index.reshape(-1, rows, most)
+    return TileLists(mixed, index, full, index)
+
+
+def _lengths(inputs: PieceInputs) -> Int[Array, " B"]:
+    assert inputs.lengths is not None and inputs.pairs is None
+    return inputs.lengths.astype(jnp.int32)  # pyright: ignore[reportAttributeAccessIssue]
