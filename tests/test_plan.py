@@ -223,7 +223,7 @@ def test_plans_that_were_saved_with_older_names_are_read() -> None:
 
 def test_a_pair_that_was_saved_with_older_names_is_read() -> None:
     h200 = ma.Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
-    plan = ma.plan(ma.Call(2, 256, 512, 4, 4, 256, "float16", role="cross"), target=h200)
+    plan = ma.plan(ma.Call(2, 4096, 4096, 8, 8, 256, "bfloat16"), target=h200)
     saved = plan.to_dict()
     assert saved["kernel"] == "flash/cudnn"
     first = dict(saved["kernel.first"])

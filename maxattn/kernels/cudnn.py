@@ -100,18 +100,20 @@ class Cudnn(Fused):
 
 
 def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
-    """Refuse windows that are not `query - left <= key <= query` with query 0 at key 0."""
+    """Refuse windows that are not `query - left <= key <= query` with query 0 at key 0, and those
+    of more queries than keys.
+    """
     band = terms.band
     assert band is not None
     if band.left is None:
         return None
     cut = pieces(band, band.offset, call.q_len, call.kv_len)
-    ends_at_query = all(p.left is None or p.right == 0 for p in cut)
-    if ends_at_query and not call.sharded:
+    fits = all(p.left is None or (p.right == 0 and p.q1 - p.q0 <= p.k1 - p.k0) for p in cut)
+    if fits and not call.sharded:
         return None
     rule = (
-        "it takes windows that end at the query, with query 0 at key 0 and every token on one"
-        " device"
+        "it takes windows that end at the query, with query 0 at key 0, no more queries than keys"
+        " and every token on one device"
     )
     return Reason("cudnn", f"mask {terms.positions[0]}", rule, fused_masks.REMEDY)
 

@@ -122,6 +122,9 @@ REFUSED = {
     ),
     "flash_dense_no_extras": lambda: plan("flash", BARE, call(mask=M.Dense(TABLE))),
     "cudnn_two_sided": lambda: plan("cudnn", BARE, call(mask=M.LocalWindow(7, 3))),
+    "cudnn_window_of_more_queries": lambda: plan(
+        "cudnn", H200, call(512, 257, mask=M.LocalWindow(59, 0, offset=0))
+    ),
     "cudnn_causal_gathered": lambda: plan(
         "cudnn", BARE, call(mask=M.Causal()), {"context": 4}, context_parallel="all_gather"
     ),

@@ -16,6 +16,8 @@ from maxattn.jax_private.versions import Versions
 from maxattn.kernels.auto import gpu, published
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.tools.bench.auto_table import shapes
+from maxattn.tools.bench.grid.calls import of_shape
+from maxattn.tools.bench.grid.rows import GridRow
 from maxattn.tools.model_shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +96,21 @@ def rows_on(kind: str, files: tuple[str, ...]) -> list[dict[str, Any]]:
     documents = (json.loads((ROOT / file).read_text(encoding="utf-8")) for file in files)
     runs = [run for document in documents for run in _runs(document)]
     assert runs and {run["machine"]["device"] for run in runs} == {kind}
-    return [row for run in runs for row in run["rows"] if row["ms"]]
+    return [row for run in runs for each in run["rows"] for row in _flat(each) if row["ms"]]
+
+
+def _flat(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row as `bench` measures shapes; those of a grid hold every kernel of a call."""
+    if "call" not in row:
+        return [row]
+    call = GridRow.of_json(row)
+    names = [shape.name for shape in shapes() if of_shape(shape) == call.call]
+    return [
+        {"shape": name, "what": what, "who": who, "ms": ms}
+        for name in names
+        for what, times in call.times.items()
+        for who, ms in times.items()
+    ]
 
 
 def _runs(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,6 +146,9 @@ def test_a_device_is_measured_by_an_entry_of_its_name() -> None:
     gh200 = replace(sxm, device_kind="NVIDIA GH200 480GB")
     assert gpu.is_measured_on(sxm) and gpu.is_measured_on(h100)
     assert not gpu.is_measured_on(pcie) and not gpu.is_measured_on(gh200)
-    assert chosen(sxm)[1].endswith("measured on an NVIDIA H100 80GB HBM3")
-    assert chosen(pcie)[1].endswith("measured on an NVIDIA H100, and this is NVIDIA H100 PCIe")
+    call = SHAPES["flux-1024"].call()
+    assert chosen(sxm, call)[1].endswith("measured on an NVIDIA H100 80GB HBM3")
+    assert chosen(pcie, call)[1].endswith(
+        "measured on an NVIDIA H100, and this is NVIDIA H100 PCIe"
+    )
     assert chosen(gh200)[1].endswith("measured on an NVIDIA H200, and this is NVIDIA GH200 480GB")

@@ -1,79 +1,46 @@
-"""What `auto` tries on an NVIDIA GPU: the fastest kernels of `table.json`, measured by `maxattn
-bench --write-table`.
+"""What `auto` tries on an NVIDIA GPU: what `table.json` says is fastest, measured by `maxattn bench
+--write-table`.
 
-A call takes the entry of the measured shape nearest to it: of its own kind of mask, then of the
-nearest head dim, then of the least distance in doublings of T, S and B x N. Forward and backward
-are chosen apart. Hopper GPUs without entries take those of the H200. Other GPUs take what
-published.py holds of them, and cuDNN elsewhere, which the plan calls a rule.
-
-Under "measured_on" a table names each kind of device, as jax calls it, that its entries were
-measured on, with the files of the runs: the plan of such a device says that they were.
+A call that was measured itself takes its measured times. Another takes those that predict.py gives,
+of costs that are fitted on a grid of calls. Where the table has no such costs, or they choose worse
+than it on calls left out of the fit, the call takes the entry of the measured shape nearest to it:
+of its own kind of mask, then of the nearest head dim, then of the least distance in doublings of T,
+S and B x N. Forward and backward are chosen apart. Hopper GPUs without entries, or without costs,
+take those of the H200. Other GPUs take what published.py holds of them, and cuDNN elsewhere, which
+the plan calls a rule.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from math import log2
-from typing import Any
+from dataclasses import replace
 
 from maxattn.call import Call
 from maxattn.devices import device_of
 from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto import published
+from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, PLAIN
+from maxattn.kernels.auto.measured import (
+    FULL,
+    MeasuredShape,
+    Times,
+    fastest_first,
+    mask_kind,
+    measured_on,
+    nearest,
+    read_costs,
+    read_tables,
+)
+from maxattn.kernels.auto.predict import FittedCosts
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.target import Target
 
-TABLE = resources.files("maxattn.kernels.auto") / "table.json"
-PLAIN = ("memory_efficient", "dot_product")
 BIAS_RULE = (
     "a rule, not measured on this GPU: of those that take this bias cuDNN first, then"
     " TransformerEngine, then FlashAttention-4"
 )
-FULL, BAND, TILES = "full", "band", "tiles"
-UNSPLIT = "flash backward without split queries"
 BY_RULE = ("cudnn", "flash", "cudnn_flash_te")
 BIASED = ("cudnn", "cudnn_flash_te", "flash")
 USUAL = "NVIDIA H200"
-
-Times = tuple[tuple[str, float], ...]
-"""(kernel, ms), fastest first."""
-
-
-@dataclass(frozen=True)
-class MeasuredShape:
-    """Hold one measured shape: milliseconds by kernel, forward and backward.
-
-    Args:
-        shape: B, T, S, N, H.
-        mask: "full" (lengths included), "band" (causal, windows of tokens) or "tiles" (every other
-            mask).
-        forward, backward: (kernel, ms), fastest first.
-        unsplit: ms of flash's backward where its queries are not split (split_queries.py); 0 where
-            that was not measured.
-    """
-
-    shape: tuple[int, int, int, int, int]
-    mask: str
-    forward: Times
-    backward: Times
-    unsplit: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """Spell the shape."""
-        b, t, s, n, h = self.shape
-        return f"B={b} T={t} S={s} N={n} H={h}"
-
-    @property
-    def by_total(self) -> tuple[str, ...]:
-        """Name the kernels that were measured both ways, fastest first."""
-        backward = dict(self.backward)
-        both = {name: ms + backward[name] for name, ms in self.forward if name in backward}
-        return tuple(sorted(both, key=lambda name: both[name]))
-
 
 # ---- the order -----------------------------------------------------------------------------------
 
@@ -87,14 +54,60 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     device = _measured_device(target)
     if device is None:
         return _unmeasured(call, target)
-    entry = _as_launched(nearest(call, read_tables()[device]), call, target)
+    entry = _entry_for(call, target, device)
     forward, backward = (_first_usable(times, call, target) for times in _both_ways(entry))
     if forward is None or backward is None:
         why = f"plain JAX, since no kernel that was measured on an {device} takes this call"
         return (entry.forward[0][0], *PLAIN), why
     names = _in_order(entry, forward, backward, target)
     faster = _faster(entry, forward, backward)
-    return names, _because(entry, device, target, faster) + _lost(faster, target)
+    if entry.costs is not None:
+        line = _compared(entry, (forward, backward), call, target)
+        where = _measured_there(_costs_device(device), target)
+        return names, f"{line}; {entry.costs.accuracy} measured{where}" + _lost(faster, target)
+    is_own = entry is _own_entry(call, read_tables()[device])
+    return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
+
+
+def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
+    """Return the times that hold for a call: its own, else predicted, else of the nearest shape."""
+    entries, costs = read_tables()[device], read_costs()
+    if (own := _own_entry(call, entries)) is not None:
+        return own
+    mine = costs.get(_costs_device(device))
+    if mine is not None and mine.decides:
+        predicted = _predicted(call, target, mine)
+        if predicted.forward and predicted.backward:
+            return predicted
+    return _as_launched(nearest(call, entries), call, target)
+
+
+def _costs_device(device: str) -> str:
+    """Return the device whose costs hold for one with entries: its own, else the usual one."""
+    return device if device in read_costs() else USUAL
+
+
+def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape | None:
+    """Return the entry of the very call, where it was measured."""
+    if call.dtype != "bfloat16" or call.kv_heads != call.heads or call.mask.has_data:
+        return None
+    size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
+    mask = "" if call.mask.is_full else str(call.mask)
+    same = (e for e in entries if e.shape == size and e.mask_text == mask)
+    return next((e for e in same if mask or e.mask == FULL), None)
+
+
+def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
+    """Return predicted times, of kernels whose refusal is not the mask's: that would be no time."""
+    size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
+    few = call.batch * call.heads * call.q_len * call.kv_len <= FEW_SCORES
+    reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
+    names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
+    forward, backward = (
+        costs.ranked(costs.predict_all(names, what, call, target.device))
+        for what in (FORWARD, BACKWARD)
+    )
+    return MeasuredShape(size, mask_kind(call), forward, backward, costs=costs)
 
 
 def fused_with_bias(call: Call, target: Target) -> tuple[str, ...]:
@@ -160,12 +173,37 @@ def _faster(entry: MeasuredShape, forward: str, backward: str) -> tuple[str, ...
     return tuple(ahead)
 
 
-def _because(entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...]) -> str:
+def _compared(entry: MeasuredShape, chosen: tuple[str, str], call: Call, target: Target) -> str:
+    """Say the predicted times of what was chosen, and of the next best that can run."""
+    parts = []
+    for what, times, name in zip((FORWARD, BACKWARD), _both_ways(entry), chosen, strict=True):
+        others = (each for each in times if each[0] != name and _usable(each[0], call, target))
+        following = next(others, None)
+        beside = f", {following[0]} {_ms(following[1])}" if following else ""
+        parts.append(f"{what} {name} {_ms(dict(times)[name])} ms{beside}")
+    return f"predicted {'; '.join(parts)}"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.2g}" if ms < 100 else f"{ms:.0f}"
+
+
+def _because(
+    entry: MeasuredShape, device: str, target: Target, faster: tuple[str, ...], is_own: bool
+) -> str:
     first = "the fastest that can run" if faster else "fastest"
-    mask = "" if entry.mask == FULL else f" mask {entry.mask}"
-    on = target.device_kind if is_measured_on(target) else device
-    here = "" if on == target.device_kind else f", and this is {target.device_kind}"
-    return f"{first} at {entry.text}{mask}, the nearest shape measured on an {on}{here}"
+    mask = "" if entry.mask == FULL else f" mask {entry.mask_text or entry.mask}"
+    near = "as measured" if is_own else "the nearest shape measured"
+    return f"{first} at {entry.text}{mask}, {near}{_measured_there(device, target)}"
+
+
+def _measured_there(device: str, target: Target) -> str:
+    """Say where times were measured, and where that is another device."""
+    is_own = device == _measured_device(target) and is_measured_on(target)
+    on = target.device_kind if is_own else device
+    return f" on an {on}" + (
+        "" if on == target.device_kind else f", and this is {target.device_kind}"
+    )
 
 
 def _lost(faster: tuple[str, ...], target: Target) -> str:
@@ -174,71 +212,12 @@ def _lost(faster: tuple[str, ...], target: Target) -> str:
     return f"; flash would be faster: {install(target)}" if is_lost else ""
 
 
-# ---- the nearest entry ---------------------------------------------------------------------------
-
-
-def nearest(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape:
-    """Return the measured shape nearest to a call."""
-    kind = mask_kind(call)
-    same = [e for e in entries if e.mask == kind] or [e for e in entries if e.mask == FULL]
-    return min(same, key=lambda entry: _distance(call, entry))
-
-
-def _distance(call: Call, entry: MeasuredShape) -> tuple[float, float]:
-    """Return doublings between the head dims, and between the other sizes together."""
-    b, t, s, n, h = entry.shape
-    size = (call.head_dim, call.q_len, call.kv_len, call.batch * call.heads)
-    measured = (h, t, s, b * n)
-    apart = [abs(log2(mine / its)) for mine, its in zip(size, measured, strict=True)]
-    return apart[0], sum(apart[1:])
-
-
-def mask_kind(call: Call) -> str:
-    """Sort a mask into the kinds that were measured."""
-    # Terms of keys alone (lengths, flags) cost no kernel more than the full mask does.
-    of_pairs = [term for term in call.mask.terms() if not (term.is_full or term.is_of_keys)]
-    if not of_pairs:
-        return FULL
-    band = None if len(of_pairs) > 1 or of_pairs[0].has_data else of_pairs[0].band()
-    if band is None:
-        return TILES
-    return FULL if band.is_full else BAND
-
-
 def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
     """Take the time of flash's backward as this call gets it: with its queries split or not."""
     if not entry.unsplit or KERNELS["flash"].splits_backward(call, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.unsplit}
-    return replace(entry, backward=_fastest_first(times))
-
-
-@cache
-def read_tables() -> dict[str, tuple[MeasuredShape, ...]]:
-    """Read the committed tables, by device kind."""
-    return {
-        device: tuple(_entry(row) for row in rows["entries"])
-        for device, rows in json.loads(TABLE.read_text()).items()
-    }
-
-
-@cache
-def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Read which kinds of device the entries of each table were measured on, and by which runs."""
-    return {
-        device: {kind: tuple(files) for kind, files in rows.get("measured_on", {}).items()}
-        for device, rows in json.loads(TABLE.read_text()).items()
-    }
-
-
-def _entry(row: dict[str, Any]) -> MeasuredShape:
-    b, t, s, n, h = row["shape"]
-    times = _fastest_first(row["forward"]), _fastest_first(row["backward"])
-    return MeasuredShape((b, t, s, n, h), row["mask"], *times, row.get(UNSPLIT, 0.0))
-
-
-def _fastest_first(times: dict[str, float]) -> Times:
-    return tuple(sorted(times.items(), key=lambda pair: pair[1]))
+    return replace(entry, backward=fastest_first(times))
 
 
 # ---- what can run --------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ def visited(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int:
     return (count.full + count.mixed) * tile[0] * tile[1]
 
 
+@lru_cache(maxsize=4096)
 def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
     """Count the tiles of a mask of positions."""
     empty, full, mixed = mask.block_tally(*tile, *lengths)

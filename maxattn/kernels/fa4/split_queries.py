@@ -11,6 +11,7 @@ splits, 0.3 of one; a text's four are 4.0 waves of splits that take an eleventh 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,7 @@ def tail_of(work: BackwardWork) -> SplitTail | None:
     return best if best and work.cost(best) <= most else None
 
 
+@lru_cache(maxsize=4096)
 def tail_for(queries: Dims, keys: Dims, sms: int = SMS) -> SplitTail | None:
     """Choose for the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
     if not backward_steps.of_shape(queries, keys):

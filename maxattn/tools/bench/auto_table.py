@@ -1,4 +1,4 @@
-"""The table that `auto` reads on NVIDIA GPUs: which shapes and kernels are measured, and its form.
+"""The table that `auto` reads on NVIDIA GPUs: which shapes are measured, fitted costs, its form.
 
 The installed table is `maxattn/kernels/auto/table.json`. A new one is written where the user says.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxattn.config.plain_json import read_json
 from maxattn.devices import device_of
 from maxattn.errors import ConfigError
-from maxattn.kernels.auto.gpu import TABLE, UNSPLIT, mask_kind
-from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
+from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD
+from maxattn.kernels.auto.measured import TABLE, UNSPLIT, mask_kind
+from maxattn.kernels.auto.predict import FittedCosts
+from maxattn.tools.bench.grid.calls import of_shape
+from maxattn.tools.bench.grid.rows import GridRow, is_ours
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 from maxattn.tools.writable import write_whole
 
@@ -33,67 +36,88 @@ MEASURED = (
     "1,1024,1024,16,128",
     "2,4096,4096,8,256",
 )
-FUSED = ("cudnn", "cudnn_flash_te", "flash", "tokamax_flash")
-PLAIN = ("dot_product",)
-FEW_SCORES = 2e8  # up to which the plain kernels can win, and are measured
-
-
-def kernels(shape: Shape) -> tuple[str, ...]:
-    """Return what is measured of a shape."""
-    few = shape.batch * shape.heads * shape.q_len * shape.kv_len <= FEW_SCORES
-    return FUSED + PLAIN if few else FUSED
 
 
 def shapes() -> list[Shape]:
-    """Return the shapes of the table."""
+    """Return the models' shapes, and those around them."""
     return [SHAPES[name] if name in SHAPES else read(name) for name in MEASURED]
 
 
-def entries(rows: Sequence[BenchRow], measured: Sequence[Shape]) -> list[dict[str, Any]]:
+def entries(rows: Sequence[GridRow], measured: Sequence[Shape]) -> list[dict[str, Any]]:
     """Return one entry a shape: ms by kernel, forward and backward, without those that failed.
 
     Args:
-        rows: from `bench`.
+        rows: of a grid that holds the shapes.
         measured: the shapes, in the table's order.
     """
-    found = ((shape, _times(rows, shape)) for shape in measured)
-    return [
-        {"shape": _size(shape), "mask": mask_kind(shape.call()), **times}
-        for shape, times in found
-        if all(times.values())
-    ]
+    by_call = {row.call: row for row in rows}
+    found = ((shape, by_call.get(of_shape(shape))) for shape in measured)
+    return [_entry(shape, row) for shape, row in found if row and all(_times(row).values())]
 
 
-def _times(rows: Sequence[BenchRow], shape: Shape) -> dict[str, dict[str, float]]:
+def _entry(shape: Shape, row: GridRow) -> dict[str, Any]:
+    size = [shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim]
+    call = shape.call()
+    text = {} if call.mask.is_full else {"mask_text": str(call.mask)}
+    return {"shape": size, "mask": mask_kind(call), **text, **_times(row)}
+
+
+def _times(row: GridRow) -> dict[str, dict[str, float]]:
     """Return ms by pass and kernel."""
-    times: dict[str, dict[str, float]] = {FORWARD: {}, BACKWARD: {}}
-    for row in rows:
-        if row.shape == shape.name and row.ms and row.what in times:
-            times[row.what][row.who] = round(row.ms, 4)
-    return times
+    return {
+        what: {who: round(ms, 4) for who, ms in row.times[what].items() if is_ours(who)}
+        for what in (FORWARD, BACKWARD)
+    }
 
 
-def _size(shape: Shape) -> list[int]:
-    return [shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim]
+class NewTable(NamedTuple):
+    """Hold what a table gets of one device.
 
-
-def write(device: str, made_by: dict[str, Any], found: list[dict[str, Any]], path: Path) -> None:
-    """Replace a device's entries and keep those of other devices.
-
-    Args:
+    Attributes:
         device: its kind, as jax calls it.
         made_by: versions, the day, the command.
-        found: from `entries`.
+        entries: of shapes; none leaves those that are there.
+        costs: fitted; None leaves those that are there.
+        files: of the rows, as they are named in the project.
+    """
+
+    device: str
+    made_by: dict[str, Any]
+    entries: list[dict[str, Any]]
+    costs: FittedCosts | None = None
+    files: tuple[str, ...] = ()
+
+
+def write(new: NewTable, path: Path) -> None:
+    """Replace what a table says of a device, and keep what it says of others.
+
+    Args:
+        new: what it gets.
         path: the table to write; where it is missing, it begins as the one that `auto` reads.
     """
     table = read_table(path) if path.exists() else json.loads(TABLE.read_text())
-    kind = device_of(device).kind  # of "NVIDIA H100 80GB HBM3" the NVIDIA H100, which auto looks up
-    # `bench` launches this backward with split queries alone: its time without them is kept.
-    old = table.get(kind, {}).get("entries", [])
-    kept = {tuple(e["shape"]): e[UNSPLIT] for e in old if UNSPLIT in e}
-    measured = [e | _unsplit(kept, tuple(e["shape"])) for e in found]
-    table[kind] = {"measured_on": {device: []}, "made_by": made_by, "entries": measured}
+    kind = device_of(
+        new.device
+    ).kind  # of "NVIDIA H100 80GB HBM3" the NVIDIA H100, which auto looks up
+    old = table.get(kind, {})
+    table[kind] = (_replaced(old, new) if new.entries else old) | _costs(new)
     write_whole(path, json.dumps(table, indent=1) + "\n")
+
+
+def _replaced(old: dict[str, Any], new: NewTable) -> dict[str, Any]:
+    # `bench` launches this backward with split queries alone: its time without them is kept.
+    kept = {tuple(e["shape"]): e[UNSPLIT] for e in old.get("entries", []) if UNSPLIT in e}
+    measured = [e | _unsplit(kept, tuple(e["shape"])) for e in new.entries]
+    rest = {"costs": old["costs"]} if "costs" in old else {}
+    on = {new.device: list(new.files)}
+    return {"measured_on": on, "made_by": new.made_by, "entries": measured, **rest}
+
+
+def _costs(new: NewTable) -> dict[str, Any]:
+    if new.costs is None:
+        return {}
+    where = {"measured_on": {new.device: list(new.files)}, "made_by": new.made_by}
+    return {"costs": where | new.costs.to_json()}
 
 
 def read_table(path: Path) -> dict[str, Any]:

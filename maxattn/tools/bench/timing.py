@@ -121,7 +121,7 @@ def _timed_in_turns(
     for i in range(BATCHES):
         for (program, inputs), (rounds, calls), found in in_order(i, turns):
             if i < rounds:
-                found.append(_queue(program, inputs, calls) / calls)
+                found.append(queue(program, inputs, calls) / calls)
     return times
 
 
@@ -153,13 +153,13 @@ def _compiled(work: TimedFunction, options: dict[str, Any]) -> tuple[Any, Any]:
         inputs = work.make()
         one = jax.jit(work.f)
         with (work.around or nullcontext)():
-            several = jax.jit(lambda sets: _in_turn(one, sets), compiler_options=options)
-            return several.lower(inputs).compile(), inputs
+            program = jax.jit(lambda sets: several(one, sets), compiler_options=options)
+            return program.lower(inputs).compile(), inputs
     except FAILURES as failed:
-        return None, _first_line(failed)
+        return None, first_line(failed)
 
 
-def _in_turn(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
+def several(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
     """Call one after the other, or the compiler would keep parts of several calls in memory."""
     found: list[Any] = []
     for inputs in sets:
@@ -175,13 +175,15 @@ def _warmed(program: Any, inputs: Any) -> Timed:
         return Timed(failed=inputs)
     try:
         first = jax.block_until_ready(program(inputs))[0]
-        return Timed(_queue(program, inputs, 1), _peak(program, len(inputs)), first)
+        return Timed(queue(program, inputs, 1), _peak(program, len(inputs)), first)
     except FAILURES as failed:
-        return Timed(failed=_first_line(failed))
+        return Timed(failed=first_line(failed))
 
 
-def _first_line(failed: Exception) -> str:
-    return f"{type(failed).__name__}: {str(failed).strip().splitlines()[0][:160]}"
+def first_line(failed: Exception) -> str:
+    """Say which failure it was, and the first line of it."""
+    first, *_ = str(failed).strip().splitlines() or [""]
+    return f"{type(failed).__name__}: {first[:160]}"
 
 
 def _calls(warm: Timed, budget: float) -> tuple[int, int]:
@@ -197,7 +199,7 @@ def _result(ready: tuple[Any, Any], warm: Timed, times: list[float]) -> Timed:
     return replace(warm, seconds=median(times) / len(ready[1])) if times else warm
 
 
-def _queue(program: Any, inputs: Any, calls: int) -> float:
+def queue(program: Any, inputs: Any, calls: int) -> float:
     start, out = perf_counter(), None
     for _ in range(calls):
         out = program(inputs)

@@ -17,8 +17,12 @@
       a whole FlaxAttention, beside its attention and its matmuls
   maxattn bench --report implementations --pictures out
       tables and pictures: implementations, block-window, layers
+  maxattn bench --grid 1
+      60 drawn calls: what auto takes over the best
   maxattn bench --write-table table.json
-      measure the table that auto reads, and write it
+      measure what auto reads, and write it: models' shapes, and a grid to fit costs to
+  maxattn bench --fit rows.json --write-table table.json
+      fit costs to rows that are measured
 
 Times are of the device: short calls are compiled together into one program, so that the host does
 not count. GiB are those of one device: arguments, results and temporaries, as the compiler reports
@@ -29,10 +33,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxattn.tools.cli import bench_grid
 from maxattn.tools.cli.bench_options import REPORTS, STRATEGIES, check, read_mesh
 from maxattn.tools.cli.progress import progress, say_where
 from maxattn.tools.model_shapes import SHAPES, Shape, read
@@ -88,25 +92,31 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the measurements")
     table = "measure the table that auto reads, and write it to PATH"
     add("--write-table", nargs="?", const="", metavar="PATH", help=table)
-    add("--seconds", type=float, default=0.5, help="for one measurement, about (default 0.5)")
+    add("--fit", nargs="+", type=Path, default=[], metavar="FILE", help="fit costs to these rows")
+    drawn = "measure 60 drawn calls: what auto takes over the best"
+    add("--grid", type=int, metavar="SEED", help=drawn)
+    seconds = f"for one measurement, about (default 0.5; of a grid {bench_grid.SECONDS})"
+    add("--seconds", type=float, help=seconds)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from maxattn.target import Target
 
+    if args.seconds is None:
+        args.seconds = bench_grid.SECONDS if bench_grid.is_asked_for(args) else 0.5
     check(args)
     target = Target.here()
+    if bench_grid.is_asked_for(args):
+        return bench_grid.run(args, target)
     shapes = _shapes(args, target.platform)
     say_where(", ".join(args.report or [shape.name for shape in shapes]), target)
     with progress():
-        rows = _printed(args, target, shapes)
-    if args.write_table:
-        _write_table(args.write_table, target, rows, shapes)
+        _print(args, target, shapes)
     return 0
 
 
-def _printed(args: argparse.Namespace, target: Target, shapes: list[Shape]) -> list[Any]:
+def _print(args: argparse.Namespace, target: Target, shapes: list[Shape]) -> None:
     """Measure and print; what is measured so far stands in the file of --json."""
     from maxattn.tools import bench
 
@@ -118,7 +128,6 @@ def _printed(args: argparse.Namespace, target: Target, shapes: list[Shape]) -> l
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             write_whole(args.json, bench.to_json(rows, target))
-    return rows
 
 
 def _measured(
@@ -135,7 +144,7 @@ def _measured(
         elif args.module:
             new = _of_module(args, shape, options)
         else:
-            new = bench.bench(shape, _kernels(args, shape), args.peers, target, args.seconds)
+            new = bench.bench(shape, tuple(args.kernel), args.peers, target, args.seconds)
         yield new, bench.as_table(new)
 
 
@@ -144,7 +153,7 @@ def _on_mesh(
 ) -> list[Any]:
     from maxattn.tools.bench.mesh import bench_mesh
 
-    kernel, *_ = (*_kernels(args, shape), "auto")
+    kernel, *_ = (*args.kernel, "auto")
     strategies = args.strategy or STRATEGIES[:3]
     measuring = (args.seconds, options, args.profile)
     return bench_mesh(shape, mesh, strategies, kernel, args.peers, *measuring, args.ring_on)
@@ -153,17 +162,8 @@ def _on_mesh(
 def _of_module(args: argparse.Namespace, shape: Shape, options: dict[str, Any]) -> list[Any]:
     from maxattn.tools.bench.module import bench_module
 
-    kernel, *_ = (*_kernels(args, shape), "auto")
+    kernel, *_ = (*args.kernel, "auto")
     return bench_module(shape, kernel, args.param_dtype, args.seconds, options, args.profile)
-
-
-def _kernels(args: argparse.Namespace, shape: Shape) -> tuple[str, ...]:
-    """Return the named kernels, or those of auto's table; none where both are open."""
-    if args.kernel or not args.write_table:
-        return tuple(args.kernel)
-    from maxattn.tools.bench import auto_table
-
-    return auto_table.kernels(shape)
 
 
 def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[Any], str]]:
@@ -179,18 +179,5 @@ def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[An
 
 
 def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
-    if args.write_table:
-        from maxattn.tools.bench.auto_table import shapes
-
-        return shapes()
     named = [*args.shapes, *args.shape]
     return [read(name) for name in named or (CPU_SHAPES if platform == "cpu" else GPU_SHAPES)]
-
-
-def _write_table(path: str, target: Target, rows: list[Any], measured: list[Shape]) -> None:
-    from maxattn.tools.bench.auto_table import entries, write
-
-    made_by = {"date": date.today().isoformat(), "command": f"maxattn bench --write-table {path}"}
-    found = entries(rows, measured)
-    write(target.device_kind, made_by | dict(target.packages), found, Path(path))
-    print(f"wrote {path}")

@@ -28,11 +28,12 @@ def check(args: argparse.Namespace) -> None:
     from maxattn.tools.bench.jobs import check_kernels
 
     _check_together(args)
+    _check_grid(args)
     if not 0 < args.seconds < float("inf"):
         rule = "a measurement takes some time"
         raise InputError("--seconds", args.seconds, rule, "write --seconds 0.5")
     check_kernels(args.kernel)
-    _check_table(args.write_table)
+    _check_table(args.write_table, bool(args.fit))
     if args.json:
         check_writable("--json", args.json)
     if args.pictures:
@@ -64,7 +65,23 @@ def _check_read(name: str, given: str | Path | None, is_read: Any, other: str) -
         raise InputError(name, given, f"it is read with {other}", remedy)
 
 
-def _check_table(path: str | None) -> None:
+def _check_grid(args: argparse.Namespace) -> None:
+    """Refuse what a grid does not read: it draws its own calls, for one NVIDIA GPU."""
+    from maxattn.target import Target
+
+    if args.grid is None:
+        return
+    if args.fit or args.write_table is not None:
+        rule = "a drawn grid is held against auto, and takes no part in its table"
+        raise InputError("--grid", args.grid, rule, "leave out --fit and --write-table")
+    if args.grid < 0:
+        raise InputError("--grid", args.grid, "a seed is a number from 0", "write --grid 1")
+    if (target := Target.here()).device.vendor != "NVIDIA":
+        rule = "the grid is of the kernels of NVIDIA GPUs"
+        raise InputError("--grid", target.device_kind, rule, "run it on one")
+
+
+def _check_table(path: str | None, is_read: bool) -> None:
     from maxattn.target import Target
     from maxattn.tools.bench.auto_table import read_table
 
@@ -78,7 +95,7 @@ def _check_table(path: str | None) -> None:
     check_writable("--write-table", path)
     if Path(path).exists():
         read_table(Path(path))
-    if (target := Target.here()).device.vendor != "NVIDIA":
+    if not is_read and (target := Target.here()).device.vendor != "NVIDIA":
         rule = "the table is of NVIDIA GPUs"
         raise InputError("--write-table", target.device_kind, rule, "run it on one")
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.auto.gpu import TABLE, UNSPLIT
+from maxattn.kernels.auto.measured import TABLE, UNSPLIT
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
-from maxattn.tools.bench.auto_table import entries, write
+from maxattn.tools.bench.auto_table import NewTable, entries, write
+from maxattn.tools.bench.grid.calls import GridCall
+from maxattn.tools.bench.grid.rows import GridRow
 from maxattn.tools.bench.jobs import random_inputs
 from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
 from maxattn.tools.cli import main
@@ -84,15 +86,16 @@ def test_report(rows: list[BenchRow]) -> None:
     assert saved["machine"]["device"] == "cpu" and len(saved["rows"]) == len(rows)
 
 
+def a_row(forward: dict[str, float], backward: dict[str, float]) -> GridRow:
+    times = {FORWARD: forward, BACKWARD: backward}
+    return GridRow(GridCall((1, 256, 256, 2, 2, 64)), times)
+
+
 def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
-    shape, path = read("1,256,256,2,64"), tmp_path / "table.json"
-    rows = [
-        BenchRow(shape.name, "flash", FORWARD, 0.2), BenchRow(shape.name, "flash", BACKWARD, 0.5),
-        BenchRow(shape.name, "cudnn", FORWARD, 0.1),
-        BenchRow(shape.name, "cudnn", BACKWARD, note="failed"),
-    ]  # fmt: skip
+    shapes, path = [read("1,256,256,2,64"), read("1,512,512,2,64")], tmp_path / "table.json"
+    rows = [a_row({"flash": 0.2, "cudnn": 0.1, "bare fa4-jax": 0.1}, {"flash": 0.5})]
     path.write_text(json.dumps({"another": {"entries": []}}))
-    write("NVIDIA H200", {"date": "2026-11-21"}, entries(rows, [shape]), path)
+    write(NewTable("NVIDIA H200", {"date": "2026-11-21"}, entries(rows, shapes)), path)
     found = json.loads(path.read_text())
     assert set(found) == {"another", "NVIDIA H200"}
     entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {"flash": 0.2, "cudnn": 0.1}}
@@ -102,7 +105,7 @@ def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
 def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
     before, path = TABLE.read_text(), tmp_path / "table.json"
     entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {}, "backward": {}}
-    write("NVIDIA H200", {}, [entry], path)
+    write(NewTable("NVIDIA H200", {}, [entry]), path)
     found, installed = json.loads(path.read_text()), json.loads(before)
     assert found.keys() == installed.keys() and TABLE.read_text() == before
     assert found.pop("NVIDIA H200")["entries"] == [entry]
@@ -111,7 +114,8 @@ def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
 
 def test_auto_finds_the_table_of_a_device_whatever_jax_calls_it(tmp_path: Path) -> None:
     path, jax_s_name = tmp_path / "table.json", "NVIDIA H100 80GB HBM3"
-    write(jax_s_name, {}, [], path)
+    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {}, "backward": {}}
+    write(NewTable(jax_s_name, {}, [entry]), path)
     found = json.loads(path.read_text())
     assert found[Target("gpu", jax_s_name).device.kind]["measured_on"] == {jax_s_name: []}
 
@@ -121,7 +125,7 @@ def test_the_time_without_split_queries_is_kept(tmp_path: Path) -> None:
     old = {"shape": [1, 256, 256, 2, 64], UNSPLIT: 0.7}
     path.write_text(json.dumps({"NVIDIA H200": {"entries": [old]}}))
     new = [{"shape": [1, 256, 256, 2, 64]}, {"shape": [1, 512, 512, 2, 64]}]
-    write("NVIDIA H200", {}, new, path)
+    write(NewTable("NVIDIA H200", {}, new), path)
     found = json.loads(path.read_text())["NVIDIA H200"]["entries"]
     assert found == [new[0] | {UNSPLIT: 0.7}, new[1]]
 

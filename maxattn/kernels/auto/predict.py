@@ -1,0 +1,118 @@
+"""How long a kernel takes on an NVIDIA GPU: the terms of its cost, weighed as they were fitted.
+
+The weights are not negative, so that more work never takes less time by them. `maxattn bench
+--write-table` measures a grid of calls and fits them, by relative error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxattn.call import Call
+from maxattn.devices import Device
+from maxattn.kernels.auto.cost_terms import Terms, terms
+from maxattn.kernels.auto.near import NearCalls
+
+# Kernels pad heads to sizes of their own, with tiles of their own: each range has its weights.
+HEAD_CLASSES = (64, 96, 128, 192, 256)
+Key = tuple[str, str, int]
+"""Kernel, pass, head class."""
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Hold the weights of every kernel and pass, and how far off they are.
+
+    Args:
+        weights: by kernel, pass and head class, then by term.
+        error: the median relative error of a call that is left out of the fit.
+        calls: on how many it was fitted.
+        decides: whether `auto` chooses by them: where they are no worse than the nearest measured
+            shape, on calls that are left out.
+        near: corrects predictions by measured calls that are like them; None for nothing.
+        usual: the kernel that is fastest on most calls, which is taken unless another is predicted
+            to take less than its time by more than `margin`, a share of it: predictions err.
+        margin: that share.
+    """
+
+    weights: Mapping[Key, Terms]
+    error: float = 0.0
+    calls: int = 0
+    decides: bool = False
+    near: NearCalls | None = None
+    usual: str = ""
+    margin: float = 0.0
+
+    def predict_all(
+        self, kernels: Iterable[str], what: str, call: Call, device: Device
+    ) -> dict[str, float]:
+        """Return ms of those kernels that were measured.
+
+        Args:
+            kernels: their names; they take the call.
+            what: "forward" or "backward".
+            call: of one device.
+            device: an NVIDIA GPU.
+        """
+        heads = head_class(call.head_dim)
+        known = [name for name in kernels if (name, what, heads) in self.weights]
+        found = {name: terms(name, what, call, device) for name in known}
+        return self.weigh_all(found, what, call)
+
+    def weigh_all(self, found: Mapping[str, Terms], what: str, call: Call) -> dict[str, float]:
+        """Return ms of kernels from their terms, which are known; arguments as `predict_all`."""
+        heads = head_class(call.head_dim)
+        ms = {name: weighed(self.weights[name, what, heads], its) for name, its in found.items()}
+        if self.near is None or not ms:
+            return ms
+        alike = self.near.alike(call)
+        return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
+
+    def ranked(self, times: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+        """Return (kernel, ms), what is taken first."""
+        handicap = {self.usual: 1 - self.margin}
+        return tuple(sorted(times.items(), key=lambda each: each[1] * handicap.get(each[0], 1.0)))
+
+    @property
+    def accuracy(self) -> str:
+        """Say how far off it is, and of what."""
+        margin = (
+            f"{self.usual} unless another takes {self.margin:.0%} less, " if self.margin else ""
+        )
+        return f"{margin}{self.error:.0%} median error on {self.calls} calls left out of the fit,"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a file holds it."""
+        found: dict[str, Any] = {}
+        for (kernel, what, heads), weights in self.weights.items():
+            rounded = {name: float(f"{x:.4g}") for name, x in weights.items() if x > 0}
+            found.setdefault(kernel, {}).setdefault(what, {})[str(heads)] = rounded
+        rest = {"error": round(self.error, 4), "calls": self.calls, "decides": self.decides}
+        near = {} if self.near is None else {"near": self.near.to_json()}
+        rest |= {"usual": self.usual, "margin": self.margin}
+        return rest | {"weights": found} | near
+
+    @staticmethod
+    def of_json(row: Mapping[str, Any]) -> FittedCosts:
+        """Read it back."""
+        weights = {
+            (kernel, what, int(heads)): its
+            for kernel, passes in row["weights"].items()
+            for what, classes in passes.items()
+            for heads, its in classes.items()
+        }
+        near = NearCalls.of_json(row["near"]) if "near" in row else None
+        rest = near, row.get("usual", ""), row.get("margin", 0.0)
+        return FittedCosts(weights, row["error"], row["calls"], row["decides"], *rest)
+
+
+def weighed(weights: Terms, found: Terms) -> float:
+    """Return the sum of terms, each times its weight."""
+    return sum(weight * found.get(name, 0.0) for name, weight in weights.items())
+
+
+def head_class(head_dim: int) -> int:
+    """Return the least class that holds a head dim."""
+    return next((most for most in HEAD_CLASSES if head_dim <= most), HEAD_CLASSES[-1])

@@ -1,0 +1,135 @@
+"""Draw the calls of a grid by a seed: every kind of mask, head dim and ratio of lengths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from maxattn.tools.bench.auto_table import shapes
+from maxattn.tools.bench.grid.calls import (
+    BLOCKS,
+    CAUSAL,
+    FULL,
+    LENGTHS,
+    OF_LENGTHS,
+    SEGMENTS,
+    WINDOW,
+    GridCall,
+    of_shape,
+)
+
+Rng = np.random.Generator
+# Strata: each is dealt in these shares, whatever the others are.
+MASKS = (FULL,) * 9 + (CAUSAL,) * 2 + (WINDOW,) * 2 + (BLOCKS,) * 2
+MASKS += (LENGTHS,) * 2 + (SEGMENTS,) + (OF_LENGTHS,) * 2
+HEAD_DIMS = (64,) * 6 + (128,) * 6 + (40, 72, 80, 96, 96, 160, 192, 256)
+RATIOS = ("square",) * 10 + ("few keys",) * 5 + ("few queries",) * 3 + ("near",) * 2
+TEXTS = (77, 226, 256, 257, 333, 512)  # keys of models' texts and images
+LEAST, MOST, MOST_ROWS = 64, 131072, 2000
+MOST_WORK, MOST_BYTES = 8e12, 6e8  # operations of all pairs; bytes of Q, K, V and the output
+MOST_LENGTHS = 64  # batch rows of drawn lengths: each is written down
+FIT_SEED, FIT_CALLS = 21, 200
+HEADS = (1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40)
+
+
+def fitting_calls() -> list[GridCall]:
+    """Return what the costs of `auto` are fitted on: shapes of models, and drawn calls."""
+    return [*map(of_shape, shapes()), *draw(FIT_SEED, FIT_CALLS)]
+
+
+def draw(seed: int, count: int) -> list[GridCall]:
+    """Return calls: the same ones for a seed on every machine.
+
+    Args:
+        seed: of the draw.
+        count: how many.
+    """
+    rng = np.random.default_rng(seed)
+    strata = zip(*(_dealt(rng, x, count) for x in (MASKS, HEAD_DIMS, RATIOS)), strict=True)
+    return [_call(rng, *stratum) for stratum in strata]
+
+
+def _dealt(rng: Rng, shares: tuple, count: int) -> list:
+    """Deal `count` cards of packs that are shuffled one by one."""
+    packs = [
+        shares[i] for _ in range(-(-count // len(shares))) for i in rng.permutation(len(shares))
+    ]
+    return packs[:count]
+
+
+def _call(rng: Rng, kind: str, head_dim: int, ratio: str) -> GridCall:
+    """Draw sizes until a call is no more work than can be measured in a moment."""
+    while True:
+        (t, s), heads = _lengths(rng, "square" if _is_of_tokens(kind) else ratio), _heads(rng)
+        most = _most_batch(t, s, heads[0], head_dim)
+        if most < 1:
+            continue
+        batch = round(_log_uniform(rng, 1, min(most, MOST_LENGTHS) if kind == LENGTHS else most))
+        dtype = "f16" if rng.random() < 0.15 else "bf16"
+        sizes = batch, t, s, *heads, head_dim
+        return GridCall(sizes, dtype, kind, _numbers(rng, kind, batch, t, s))
+
+
+def _is_of_tokens(kind: str) -> bool:
+    return kind in (SEGMENTS, OF_LENGTHS, BLOCKS)
+
+
+def _log_uniform(rng: Rng, low: float, high: float) -> float:
+    return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+
+def _length(rng: Rng, low: float = LEAST, high: float = MOST) -> int:
+    """Draw a length: every other one a multiple of 64."""
+    n = round(_log_uniform(rng, low, high))
+    return max(64, n // 64 * 64) if rng.random() < 0.5 else n
+
+
+def _lengths(rng: Rng, ratio: str) -> tuple[int, int]:
+    long = _length(rng)
+    if ratio == "square":
+        return long, long
+    if ratio == "near":
+        return long, _length(rng, max(LEAST, long // 3), min(MOST, long * 3))
+    short = int(rng.choice(TEXTS)) if rng.random() < 0.6 else _length(rng, LEAST, 2048)
+    short = min(short, long)
+    return (long, short) if ratio == "few keys" else (short, long)
+
+
+def _heads(rng: Rng) -> tuple[int, int]:
+    heads = int(rng.choice(HEADS))
+    shared = [g for g in (2, 4, 8) if heads % g == 0]
+    grouped = shared and rng.random() < 0.12
+    return heads, heads // int(rng.choice(shared)) if grouped else heads
+
+
+def _most_batch(t: int, s: int, heads: int, head_dim: int) -> int:
+    row = GridCall((1, t, s, heads, heads, head_dim))
+    by_work = MOST_WORK / (4 * row.pairs * head_dim)
+    return int(min(by_work, MOST_BYTES / row.bytes, MOST_ROWS / heads))
+
+
+def _numbers(rng: Rng, kind: str, batch: int, t: int, s: int) -> tuple[int, ...]:
+    first = (0,) if t > s else ()  # where the first query sits; else the last is at the last key
+    if kind == CAUSAL:
+        return first
+    if kind == WINDOW:
+        left = round(_log_uniform(rng, 32, max(64, s / 2)))
+        return left, int(rng.choice((0, left))), *first
+    if kind == BLOCKS:
+        block = max(1, min(round(_log_uniform(rng, 64, 4096)), s // 2))
+        return block, int(rng.integers(1, max(2, -(-s // block))))
+    if kind == LENGTHS:
+        return tuple(int(x) for x in rng.integers(max(1, s // 8), s + 1, batch))
+    return _segments(rng, t) if kind in (SEGMENTS, OF_LENGTHS) else ()
+
+
+def _segments(rng: Rng, tokens: int) -> tuple[int, ...]:
+    """Cut tokens into 2 to 32 segments: equal ones, or of drawn lengths."""
+    many = min(round(_log_uniform(rng, 2, 32)), tokens // 16)
+    if rng.random() < 0.5:
+        cuts = np.arange(1, many) * tokens // many
+    else:
+        cuts = np.sort(rng.choice(np.arange(1, tokens), many - 1, replace=False))
+    ends = [0, *map(int, cuts), tokens]
+    return tuple(b - a for a, b in pairwise(ends))

@@ -1,0 +1,120 @@
+"""Fit `auto`'s costs to measured rows: weights of terms, and what near calls leave over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from maxattn.call import Call
+from maxattn.devices import Device
+from maxattn.kernels.auto import near as near_calls
+from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, Terms, terms
+from maxattn.kernels.auto.near import NearCalls
+from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class
+from maxattn.tools.bench.grid.rows import GridRow, is_ours
+
+OTHER_CLASSES = 0.1  # the say of other head dims, where few calls have one's own
+ROUNDS, LEAST_ERROR = 6, 0.02
+
+
+class Sample(NamedTuple):
+    """Hold one measured time: whose, of which call, its terms, ms, and which row's."""
+
+    kernel: str
+    what: str
+    call: Call
+    terms: Terms
+    ms: float
+    row: int
+
+    @property
+    def key(self) -> Key:
+        """Which weights are its."""
+        return self.kernel, self.what, head_class(self.call.head_dim)
+
+    def predicted(self, costs: FittedCosts) -> float | None:
+        """Return ms by costs; None where they have no weights of it."""
+        if self.key not in costs.weights:
+            return None
+        return costs.weigh_all({self.kernel: self.terms}, self.what, self.call)[self.kernel]
+
+
+class NearSettings(NamedTuple):
+    """Say how calls near a measured one are corrected by it (near.py)."""
+
+    reach: float
+    ridge: float
+
+
+def samples(rows: Sequence[GridRow], device: Device) -> list[Sample]:
+    """Return every measured time with its terms.
+
+    Args:
+        rows: of a grid.
+        device: that they were measured on.
+    """
+    found = []
+    for at, row in enumerate(rows):
+        call = call_of(row)
+        found += [
+            Sample(name, what, call, terms(name, what, call, device), ms, at)
+            for what in (FORWARD, BACKWARD)
+            for name, ms in row.times[what].items()
+            if is_ours(name)
+        ]
+    return found
+
+
+def call_of(row: GridRow) -> Call:
+    """Return a row's call as a plan takes it."""
+    return row.call.shape().call()
+
+
+def fitted(found: Sequence[Sample], near: NearSettings | None = None) -> FittedCosts:
+    """Fit weights that are not negative, by relative error, and what near calls leave over."""
+    passes = _by_pass(found)
+    weights = {
+        (*key, heads): _fit(its, heads) for key, its in passes.items() for heads in HEAD_CLASSES
+    }
+    costs = FittedCosts(weights)
+    return costs if near is None else replace(costs, near=_near(passes, costs, near))
+
+
+def _by_pass(found: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
+    passes: dict[tuple[str, str], list[Sample]] = {}
+    for sample in found:
+        passes.setdefault((sample.kernel, sample.what), []).append(sample)
+    return passes
+
+
+def _near(
+    passes: dict[tuple[str, str], list[Sample]], costs: FittedCosts, settings: NearSettings
+) -> NearCalls:
+    """Interpolate what is left over of each pass, between the calls that it was measured on."""
+    calls = {s.row: s.call for its in passes.values() for s in its}
+    at = {row: i for i, row in enumerate(calls)}
+    points = np.array([near_calls.coordinates(call) for call in calls.values()])
+    shares = {}
+    for key, its in passes.items():
+        mine = [at[s.row] for s in its]
+        left_over = np.array([np.log(s.ms / (s.predicted(costs) or s.ms)) for s in its])
+        shares[key] = np.zeros(len(points))
+        shares[key][mine] = near_calls.fitted(*settings, points[mine], left_over)
+    return NearCalls(settings.reach, points, shares)
+
+
+def _fit(found: list[Sample], heads: int) -> Terms:
+    """Fit one class: its own samples, and the others' with less weight."""
+    names = sorted({name for sample in found for name in sample.terms})
+    matrix = np.array([[s.terms.get(n, 0.0) / s.ms for n in names] for s in found])
+    say = np.array([1.0 if s.key[2] == heads else OTHER_CLASSES for s in found])
+    scale = np.maximum(matrix.max(axis=0), 1e-12)
+    weight, ones = say, np.ones(len(found))
+    for _ in range(ROUNDS):  # towards the least absolute error: some calls stay unlike the rest
+        x, _ = nnls(matrix / scale * weight[:, None], weight)
+        weight = say / np.sqrt(np.maximum(np.abs(matrix / scale @ x - ones), LEAST_ERROR))
+    return {name: float(value) for name, value in zip(names, x / scale, strict=True) if value > 0}

@@ -1,0 +1,142 @@
+"""What was measured of one call of a grid, and the files that hold it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from maxattn.kernels import KERNELS
+from maxattn.kernels.auto.cost_terms import FEW_SCORES, PLAIN
+from maxattn.tools.bench.grid.calls import GridCall, of_shape
+from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
+from maxattn.tools.model_shapes import read
+
+GridTime = dict[str, float]
+"""Milliseconds by kernel."""
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """Hold what was measured of one call.
+
+    Args:
+        call: of the grid.
+        times: milliseconds by pass and kernel; of libraries called bare the forward, and forward
+            and backward together.
+        failed: why a kernel that took the call did not run, by kernel.
+        spent: seconds to compile, and on the device.
+        device: that ran it, as jax calls it; "" where that is not written.
+    """
+
+    call: GridCall
+    times: dict[str, GridTime]
+    failed: dict[str, str] = field(default_factory=dict)
+    spent: tuple[float, float] = (0.0, 0.0)
+    device: str = ""
+
+    @property
+    def forward(self) -> GridTime:
+        """Milliseconds of the forward."""
+        return self.times[FORWARD]
+
+    @property
+    def backward(self) -> GridTime:
+        """Milliseconds of the backward."""
+        return self.times[BACKWARD]
+
+    @property
+    def summary(self) -> str:
+        """Say what it found, in a line."""
+        text = "; ".join(
+            f"{what} " + " ".join(f"{name} {ms:.4g}" for name, ms in times.items())
+            for what, times in self.times.items()
+        )
+        failed = "".join(f"; {name} failed: {why}" for name, why in self.failed.items())
+        compiled, timed = self.spent
+        return f"{text}{failed} ({compiled:.1f} s compiled, {timed:.1f} s timed)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a file holds it."""
+        row: dict[str, Any] = {"call": self.call.to_json(), **self.times}
+        return row | ({"failed": self.failed} if self.failed else {})
+
+    @staticmethod
+    def of_json(row: dict[str, Any], device: str = "") -> GridRow:
+        """Read it back; `device` is that of its file, where the row says none."""
+        times = {what: row[what] for what in (FORWARD, BACKWARD, BOTH) if what in row}
+        device = row.get("device", device)
+        return GridRow(GridCall.of_json(row["call"]), times, row.get("failed", {}), device=device)
+
+
+def is_measured(name: str, call: GridCall) -> bool:
+    """Tell whether a kernel's time is worth the measurement.
+
+    Plain JAX is fastest on few scores alone, and then in one piece.
+    """
+    return name not in PLAIN or (name == "dot_product" and call.pairs <= FEW_SCORES)
+
+
+def is_ours(name: str) -> bool:
+    """Tell a kernel from another library, and from what is made of kernels."""
+    return name in KERNELS
+
+
+def read_rows(files: Iterable[Path]) -> list[GridRow]:
+    """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote.
+
+    Of a call that stands in several, each kernel gets the median of its times.
+    """
+    found: list[GridRow] = []
+    for path in files:
+        if path.suffix == ".jsonl":
+            found += [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+        else:
+            found += [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
+    return merged(found)
+
+
+def _runs(document: Any) -> list[dict[str, Any]]:
+    """List the runs of a file: it is one, or holds several by name."""
+    of = document if isinstance(document, dict) else {}
+    inside = [run for run in of.values() if isinstance(run, dict) and "rows" in run]
+    return [of] if "rows" in of else inside
+
+
+def _of_run(run: dict[str, Any]) -> list[GridRow]:
+    """Read the rows of a grid, and those of shapes as `bench` measures them."""
+    device = run.get("machine", {}).get("device", "")
+    rows = [GridRow.of_json(row, device) for row in run["rows"] if "call" in row]
+    for row in run["rows"]:
+        if row.get("what") in (FORWARD, BACKWARD) and is_ours(row["who"]) and row["ms"]:
+            times: dict[str, GridTime] = {FORWARD: {}, BACKWARD: {}}
+            times[row["what"]][row["who"]] = row["ms"]
+            rows.append(GridRow(of_shape(read(row["shape"])), times, device=device))
+    return rows
+
+
+def merged(rows: Iterable[GridRow]) -> list[GridRow]:
+    """Return one row a call: the median of each kernel's times."""
+    by_call: dict[GridCall, list[GridRow]] = {}
+    for row in rows:
+        by_call.setdefault(row.call, []).append(row)
+    return [its[0] if len(its) == 1 else _median_of(its) for its in by_call.values()]
+
+
+def _median_of(rows: list[GridRow]) -> GridRow:
+    times: dict[str, dict[str, list[float]]] = {FORWARD: {}, BACKWARD: {}}
+    for row in rows:
+        for what, its in row.times.items():
+            for who, ms in its.items():
+                times.setdefault(what, {}).setdefault(who, []).append(ms)
+    middle = {what: {who: median(ms) for who, ms in its.items()} for what, its in times.items()}
+    return replace(rows[0], times=middle)
+
+
+def to_file(rows: Iterable[GridRow], machine: dict[str, Any]) -> str:
+    """Write rows as a file of docs/measured, a row in a line."""
+    lines = ",\n  ".join(json.dumps(row.to_json(), separators=(",", ":")) for row in rows)
+    return f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n  {lines}\n ]\n}}\n'

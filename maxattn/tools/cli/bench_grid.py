@@ -1,0 +1,102 @@
+"""`maxattn bench --grid`, `--fit` and `--write-table`: a drawn grid of calls, and auto's costs."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxattn.devices import device_of
+from maxattn.errors import InputError
+from maxattn.tools.cli.progress import progress, say_where
+from maxattn.tools.writable import write_whole
+
+if TYPE_CHECKING:
+    from maxattn.target import Target
+    from maxattn.tools.bench.grid.calls import GridCall
+    from maxattn.tools.bench.grid.rows import GridRow
+
+SECONDS = 0.05  # for one measurement: a grid has thousands
+DRAWN = 60
+
+
+def is_asked_for(args: argparse.Namespace) -> bool:
+    """Tell whether the command is about a grid."""
+    return args.grid is not None or bool(args.fit) or args.write_table is not None
+
+
+def run(args: argparse.Namespace, target: Target) -> int:
+    """Measure a grid or read one; print what `auto` makes of it; write the table."""
+    if args.grid is not None:
+        from maxattn.tools.bench.grid.draw import draw
+        from maxattn.tools.bench.grid.report import against_best
+
+        print(against_best(_measured(args, target, draw(args.grid, DRAWN)), target))
+        return 0
+    rows = _read(args.fit) if args.fit else _measured(args, target, _calls())
+    _fit(args, target, rows)
+    return 0
+
+
+def _calls() -> list[GridCall]:
+    from maxattn.tools.bench.grid.draw import fitting_calls
+
+    return fitting_calls()
+
+
+def _read(files: list[Path]) -> list[GridRow]:
+    """Read rows of one kind of device.
+
+    Raises:
+        InputError: a file holds none, or the files' rows are of several devices.
+    """
+    from maxattn.tools.bench.grid.rows import read_rows
+
+    named = " ".join(map(str, files))
+    try:
+        rows = read_rows(files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it reads what bench measured, and found {type(error).__name__}: {error}"
+        raise InputError("--fit", named, why, "name files of --json, or rows-*.jsonl") from None
+    devices = sorted({row.device for row in rows if row.device})
+    if len(devices) != 1:
+        rule = f"costs are of one kind of device, and these are of {', '.join(devices) or 'none'}"
+        raise InputError("--fit", named, rule, "name files of one device")
+    return rows
+
+
+def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -> list[GridRow]:
+    """Measure calls, and write the rows where --json says."""
+    from maxattn.tools.bench.grid.rows import to_file
+    from maxattn.tools.bench.grid.run import run_grid
+
+    say_where(f"{len(calls)} calls", target)
+    with progress():
+        rows = run_grid(calls, args.seconds, kernels=args.kernel, peers=int(args.peers))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        machine = {"device": target.device_kind, "packages": dict(target.packages)}
+        write_whole(args.json, to_file(rows, machine))
+    return rows
+
+
+def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:
+    """Fit costs, print what they are worth, and write them where --write-table says."""
+    from maxattn.tools.bench.auto_table import NewTable, entries, shapes, write
+    from maxattn.tools.bench.grid.left_out import fit
+
+    device = rows[0].device if args.fit else target.device_kind
+    found = fit(rows, device_of(device))
+    print(found.text)
+    if not args.write_table:
+        return
+    fitted = f"--fit {' '.join(map(str, args.fit))} " if args.fit else ""
+    command = f"maxattn bench {fitted}--write-table {args.write_table}"
+    made_by = {"date": date.today().isoformat(), "command": command}
+    made_by |= {} if args.fit else dict(target.packages)
+    files = tuple(map(str, args.fit or ([args.json] if args.json else [])))
+    measured = entries(rows, shapes())
+    whole = measured if len(measured) == len(shapes()) else []
+    write(NewTable(device, made_by, whole, found.costs, files), Path(args.write_table))
+    print(f"wrote {args.write_table}")
