@@ -332,6 +332,20 @@ def test_cute_takes_rows_that_triton_does_not(
         assert path_here(row, X, None).name == "xla"  # a version that was not tested
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name"),
+    [
+        ("NVIDIA H200", jnp.bfloat16, "cute"),
+        ("NVIDIA H200", jnp.float32, "triton"),
+        ("NVIDIA A100", jnp.bfloat16, "triton"),
+    ],
+)
+def test_the_faster_of_two_kernels_runs(kind: str, dtype: Any, name: str, on_gpu: Any) -> None:
+    row = NormRopeRow(12, 128, "across", EPS, "interleaved")
+    with ma.Target.named(kind, FA4).assumed():
+        assert path_here(row, X.astype(dtype), None) == NormRopePath(name)
+
+
 def test_cute_takes_over_where_triton_is_gone(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "triton_there", lambda: False)
     row = NormRopeRow(12, 128, "across", EPS, "interleaved")

@@ -12,6 +12,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+from maxattn.kernels.fa4.cute_packages import import_cute
+
 # The widest load of these kernels is 16 bytes, and so is what the bulk copies ask of an address; a
 # row's LSE is read number by number.
 ALIGNED: Final = {"_QKV_SPEC": 16, "_QKV3_SPEC": 16, "_F32_SPEC": 16, "_LSE_SPEC": 4}
@@ -20,6 +22,7 @@ ALIGNED: Final = {"_QKV_SPEC": 16, "_QKV3_SPEC": 16, "_F32_SPEC": 16, "_LSE_SPEC
 @cache
 def library() -> Any:
     """Return fa4-jax's own module of launches, which promises no more than XLA keeps."""
+    import_cute()
     found = import_module("fa4_jax.kernels")  # an extra: it may be missing when this file is read
     for name, size in ALIGNED.items():
         setattr(found, name, replace(getattr(found, name), assumed_align=size))

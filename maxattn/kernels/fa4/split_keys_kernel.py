@@ -108,9 +108,9 @@ def split_keys_class(grid: SplitGrid) -> Any:
     def of_split(operands: tuple[Any, ...]) -> list[Any]:
         return [SplitKeys(**vars(x)) if isinstance(x, ranges) else x for x in operands]
 
-    def place(params: Any, at: Any, *_: Any) -> tuple[Any, ...]:
+    def place(scheduler: Any, at: Any, *_: Any) -> tuple[Any, ...]:
         tile, lane = grid.place(at, Numbers)
-        heads = params.num_head
+        heads = scheduler.params.num_head
         return tile, lane % heads, lane // heads, number(0)
 
     class SplitForward(with_scheduler(_library_class(), single_tile_scheduler(place))):

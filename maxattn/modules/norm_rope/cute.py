@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxattn.kernels.fa4.cute_packages import import_cute
 from maxattn.modules.norm_rope.cute_launch import CuteLaunch
 from maxattn.modules.norm_rope.cute_threads import CuteThreads
 from maxattn.modules.norm_rope.row import NormRopeRow
@@ -99,6 +100,7 @@ def launch_of(of: NormRopeRow, arrays: int, x: Array, vectors: Vectors) -> CuteL
 
 @lru_cache(maxsize=256)
 def _launch(name: str, launch: CuteLaunch, vectors: tuple[str, ...]) -> Any:
+    import_cute()
     kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
     return getattr(kernels, name)(launch, vectors)
 

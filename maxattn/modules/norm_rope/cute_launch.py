@@ -11,7 +11,7 @@ from maxattn.modules.norm_rope.cute_threads import PAIRS, CuteThreads
 AHEAD = {1: 26_000, 2: 42_000}
 STAGES = {1: 2, 2: 3}  # rows that a block has in shared memory, forward and backward
 OF_A_BLOCK = 2048  # bytes of shared memory besides: the system's, and sums over warps
-MOST_THREADS = 1024  # of the blocks of an SM: each then has 64 registers or more
+MOST_THREADS = 800  # of the blocks of an SM: each then has 80 registers or more
 MOST_BLOCKS = 32  # of an SM
 WIDEST = 4  # bytes of a number
 

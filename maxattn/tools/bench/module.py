@@ -110,7 +110,7 @@ def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> 
 def _by_path(module: list[BenchJob], shape: Shape) -> list[BenchJob]:
     """Return the module with each kernel of norm and rotary embedding, and with none."""
     found = []
-    for names in [(name,) for name in kernels_here(row_of_shape(shape))] + [()]:
+    for names in [(name,) for name in kernels_here(row_of_shape(shape), shape.dtype)] + [()]:
         who = f"module, {' '.join(names) or 'no'} norm-rope kernel"
         around = partial(only, *names)
         found += [replace(job, row=replace(job.row, who=who), around=around) for job in module]

@@ -32,7 +32,7 @@ def norm_rope_jobs(shape: Shape) -> list[BenchJob]:
     """
     row = row_of_shape(shape)
     runs: dict[str, Callable[..., Array]] = {"xla": partial(_steps, row)}
-    runs |= {name: partial(on_shard, Work(row, name)) for name in kernels_here(row)}
+    runs |= {name: partial(on_shard, Work(row, name)) for name in kernels_here(row, shape.dtype)}
     return [job for name, run in runs.items() for job in _both(shape, name, run)]
 
 
