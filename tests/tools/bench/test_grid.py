@@ -194,10 +194,10 @@ def test_costs_read_back_and_are_written_beside_what_is_there(tmp_path: Path) ->
     back = FittedCosts.of_json(json.loads(json.dumps(costs.to_json())))
     assert back.weights == {("flash", FORWARD, 64): {"launch": 2.0}} and back.decides
     path = tmp_path / "table.json"
-    write(NewTable("NVIDIA H200", {}, [], costs, ("docs/measured/a.json",)), path)
+    write(NewTable("NVIDIA H200", {}, [], costs, ("runs/a.json",)), path)
     new, old = (json.loads(text)["NVIDIA H200"] for text in (path.read_text(), TABLE.read_text()))
     assert new["entries"] == old["entries"] and new["costs"]["weights"]["flash"]
-    assert new["costs"]["measured_on"] == {"NVIDIA H200": ["docs/measured/a.json"]}
+    assert new["costs"]["measured_on"] == {"NVIDIA H200": ["runs/a.json"]}
 
 
 def test_auto_is_held_against_the_best_of_all() -> None:
