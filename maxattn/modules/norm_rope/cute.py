@@ -110,6 +110,7 @@ def _specs() -> tuple[Any, Any, Any, Any]:
 
     XLA hands over slices where they lie: 16 bytes are what the widest load asks of an address.
     """
+    import_cute()
     spec = import_module("cutejax").ArraySpec
     rows, fixed = (
         spec(static_dims=(1, 2), assumed_align=16),
