@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -355,5 +356,7 @@ def test_an_index_of_any_kind_is_refused(kind, tmp_path):
     with within():
         error = refused(indexed(tmp_path, NO_INDEX[kind]))
     assert len(str(error)) < 2000
-    if kind != "long_name":  # which is cut where the test's folder ends
+    if kind == "deep" and sys.version_info >= (3, 13):  # which reads deeper than this file goes
+        assert "cut off" in str(error)
+    elif kind != "long_name":  # which is cut where the test's folder ends
         check_golden(f"weights/index_{kind}", str(error).replace(str(tmp_path), "FOLDER"))
