@@ -53,8 +53,8 @@ class CrossAttention(AttentionBase):
     Args:
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
-        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
-            out_proj, gate: as in `FlaxAttention`.
+        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps: as in `FlaxAttention`.
+        scale, out_dim, out_proj, gate: as in `FlaxAttention`.
         added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its
             own softmax, and the two results summed; default no image.
         config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
