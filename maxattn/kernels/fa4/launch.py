@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
-from maxattn.kernels.fa4.score_mod import (
-    BiasAxes,
-    bias_adder,
-    library_backward,
-    library_forward,
-)
+from maxattn.kernels.fa4.score_mod import BiasAxes, bias_adder
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_queries_kernel import (
     knows_rows,
@@ -85,6 +81,7 @@ def _dtype(name: str) -> Any:
 @lru_cache(maxsize=256)
 def forward_launch(spec: LaunchSpec) -> Launch:
     """Make the forward for one kind of operands and one test."""
+    # With a bias under its own tile scheduler.
     kernel = forward_class(spec.order) if spec.adds is None else library_forward()
     return Launch(_forward(kernel, spec), spec.scale)
 
@@ -129,6 +126,7 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     """Make the backward, likewise, with the settings that the library has for this tile."""
     lib, plan, scale = library(), _plan_of(spec), spec.scale
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
+    # The library hides what stands past the last key by itself.
     kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
     if spec.splits is not None:
         kernel_class = split_lists_class(kernel_class, *spec.splits)

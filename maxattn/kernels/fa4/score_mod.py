@@ -36,13 +36,3 @@ def bias_adder(axes: BiasAxes) -> Callable[..., Any]:
         return scores + to_vector(number(bias), number)
 
     return add
-
-
-def library_forward() -> Any:
-    """Return the library's forward, under its own tile scheduler."""
-    return import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
-
-
-def library_backward() -> Any:
-    """Return the library's backward, which hides what stands past the last key by itself."""
-    return import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90

@@ -17,6 +17,7 @@ from maxattn.devices import SMS
 from maxattn.kernels.fa4 import block_sparse, mask_inputs
 from maxattn.kernels.fa4.launch_order import PERSISTENT_START, START
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid
+from maxattn.kernels.fa4.split_queries import splits_text
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.masks import Full
 
@@ -45,8 +46,7 @@ class KeySplits(NamedTuple):
     @property
     def line(self) -> str:
         """Describe it for `explain`."""
-        which = f"the last {self.tiles} tiles" if self.tiles > 1 else "the last tile"
-        return f"{which} of queries in {self.splits} splits of the keys, so that fewer SMs wait"
+        return splits_text(self.tiles, "queries", self.splits, "keys")
 
 
 class ForwardWork(NamedTuple):

@@ -12,6 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
+from maxattn.kernels.fa4.cute_packages import library_forward
 from maxattn.kernels.fa4.mask_mod_rows import Numbers
 from maxattn.kernels.fa4.tile_schedulers import OnGrid, single_tile_scheduler, with_scheduler
 
@@ -113,7 +114,7 @@ def split_keys_class(grid: SplitGrid) -> Any:
         heads = scheduler.params.num_head
         return tile, lane % heads, lane // heads, number(0)
 
-    class SplitForward(with_scheduler(_library_class(), single_tile_scheduler(place))):
+    class SplitForward(with_scheduler(library_forward(), single_tile_scheduler(place))):
         results: Any = None
 
         def kernel(self, *operands: Any) -> Any:
@@ -181,11 +182,7 @@ def _write() -> Any:
 
 def knows_operands() -> bool:
     """Tell whether the operands of the library's methods are where they are looked for."""
-    library_class = _library_class()
+    library_class = library_forward()
     epilogue = list(signature(library_class.epilogue).parameters)[1:]
     mma = list(signature(library_class.mma).parameters)[1:]
     return all(epilogue[n] == name for name, n in EPILOGUE.items()) and mma[AUX] == "aux_data"
-
-
-def _library_class() -> Any:
-    return import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90

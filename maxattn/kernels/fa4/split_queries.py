@@ -52,8 +52,13 @@ class SplitTail(NamedTuple):
     @property
     def line(self) -> str:
         """Describe it for `explain`."""
-        which = f"the last {self.tiles} tiles" if self.tiles > 1 else "the last tile"
-        return f"{which} of keys in {self.splits} splits of the queries, so that fewer SMs wait"
+        return splits_text(self.tiles, "keys", self.splits, "queries")
+
+
+def splits_text(tiles: int, of: str, splits: int, over: str) -> str:
+    """Describe the last tiles that go in splits, for `explain`."""
+    which = f"the last {tiles} tiles" if tiles > 1 else "the last tile"
+    return f"{which} of {of} in {splits} splits of the {over}, so that fewer SMs wait"
 
 
 class BackwardWork(NamedTuple):

@@ -12,6 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from maxattn.kernels.fa4.cute_packages import library_backward
 from maxattn.kernels.fa4.tile_schedulers import OnGrid, single_tile_scheduler, with_scheduler
 
 ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
@@ -35,7 +36,7 @@ def split_class(batch: int, splits: int) -> Any:
     def of_split(x: Any) -> Any:
         return SplitRange(**vars(x)) if isinstance(x, ranges) else x
 
-    return _split(_library_class(), (batch, splits), of_split)
+    return _split(library_backward(), (batch, splits), of_split)
 
 
 @cache
@@ -94,9 +95,5 @@ def _split(backward: Any, sizes: tuple[int, int], of_split: Callable[[Any], Any]
 
 def knows_rows() -> bool:
     """Tell whether the batch row is where it is looked for."""
-    names = list(signature(_library_class().epilogue_dKV).parameters)
+    names = list(signature(library_backward().epilogue_dKV).parameters)
     return names[1 + ROW] == "batch_idx"  # after self
-
-
-def _library_class() -> Any:
-    return import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90

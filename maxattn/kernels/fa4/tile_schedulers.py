@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from maxattn.devices import SMS
+from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
 from maxattn.kernels.fa4.launch_order import Order, at_wave
 from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_ids, by_rows
 
@@ -27,7 +28,7 @@ FREE_BARRIER = 15  # of the 16 that a thread block has; the library counts up fr
 @cache
 def forward_class(order: Order) -> Any:
     """Make a forward that goes through its rows in this order."""
-    library_class = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
+    library_class = library_forward()
     persistent = order.persistent and _knows_results(library_class)
     scheduler = _persistent_scheduler(order) if persistent else _scheduler(order)
 
@@ -78,7 +79,7 @@ def _with_own_results(forward: Any) -> Any:
 @cache
 def backward_class(order: Order) -> Any:
     """Make a backward that starts its rows in this order, and takes full tiles without a test."""
-    library_class = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
+    library_class = library_backward()
 
     class Backward(with_scheduler(library_class, _scheduler(order))):
         def load(self, *operands: Any) -> None:

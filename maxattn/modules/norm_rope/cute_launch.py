@@ -13,7 +13,7 @@ STAGES = {1: 2, 2: 3}  # rows that a block has in shared memory, forward and bac
 OF_A_BLOCK = 2048  # bytes of shared memory besides: the system's, and sums over warps
 MOST_THREADS = 800  # of the blocks of an SM: each then has 80 registers or more
 MOST_BLOCKS = 32  # of an SM
-WIDEST = 4  # bytes of a number
+FLOAT32 = 4  # bytes of its numbers, the widest that the kernels take
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,6 @@ def fits(threads: CuteThreads, shared: int) -> bool:
         threads: that share a row.
         shared: bytes of shared memory that an SM gives.
     """
-    vectors = 2 * WIDEST * threads.heads * threads.head_dim
-    both = (CuteLaunch(threads, arrays, WIDEST, vectors, 1, shared) for arrays in (1, 2))
+    vectors = 2 * FLOAT32 * threads.heads * threads.head_dim
+    both = (CuteLaunch(threads, arrays, FLOAT32, vectors, 1, shared) for arrays in (1, 2))
     return all(launch.fits() for launch in both)
