@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,11 +20,13 @@ from maxattn.kernels.auto.measured import TABLE
 from maxattn.kernels.auto.predict import FittedCosts, head_class, weighed
 from maxattn.target import Target
 from maxattn.tools.bench.auto_table import NewTable, write
+from maxattn.tools.bench.grid import busy, call_timing
 from maxattn.tools.bench.grid import draw as drawing
 from maxattn.tools.bench.grid import fit as fitting
 from maxattn.tools.bench.grid import left_out as judging
 from maxattn.tools.bench.grid import run as running
 from maxattn.tools.bench.grid.calls import KINDS, LENGTHS, SEGMENTS, GridCall
+from maxattn.tools.bench.grid.job import GridJob
 from maxattn.tools.bench.grid.report import against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
 from maxattn.tools.bench.grid.run import run_grid
@@ -73,6 +76,20 @@ def test_models_shapes_are_calls_of_the_fitting_grid() -> None:
 
 
 # ---- what is measured ----------------------------------------------------------------------------
+
+
+def test_short_calls_are_timed_behind_work_whose_time_is_taken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes first takes far longer than the call, and the time that is told does not."""
+    monkeypatch.setattr(call_timing, "inputs_of", lambda call: 2)
+    monkeypatch.setattr(busy, "ENTRIES", 1 << 22)
+    job = GridJob(tmp_path, (SMALL,), 0.5, 1, 0.0, ("dot_product",))
+    row = call_timing.CompiledCall.of(job, 0, Target.here()).timed(job)
+    x = busy.memory()
+    alone = call_timing.queue(jax.jit(busy.pass_over).lower(x).compile(), x, 1)
+    assert not row.failed and set(row.times) == {FORWARD, BACKWARD}
+    assert all(0 < row.times[what]["dot_product"] < 1e3 * alone / 4 for what in row.times)
 
 
 def test_processes_measure_what_they_claim(tmp_path: Path) -> None:
