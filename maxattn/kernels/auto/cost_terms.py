@@ -40,7 +40,7 @@ from maxattn.masks.blocks import stretches
 
 FORWARD, BACKWARD = "forward", "backward"
 PLAIN = ("memory_efficient", "dot_product")
-FEW_SCORES = 2e8  # up to which plain JAX can be fastest, and was measured
+FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
 OTHERS = Tile(128, 128)  # of the libraries that do not say
 NAMED = DEVICES["NVIDIA H200"]
 EXPONENTIALS = 16 * 1.755e6  # an SM and ms: of the special function units, at the boost clock

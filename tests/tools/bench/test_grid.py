@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,15 +82,20 @@ def test_models_shapes_are_calls_of_the_fitting_grid() -> None:
 def test_short_calls_are_timed_behind_work_whose_time_is_taken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes first takes far longer than the call, and the time that is told does not."""
+    """By a clock on which passes over memory take 10 s, and what else there is 1 s."""
+
+    def queue(program: Any, inputs: tuple[Any, ...], calls: int) -> float:
+        assert inputs[0].shape == busy.memory().shape
+        jax.block_until_ready(program(inputs))
+        return calls * (10.0 + (len(inputs) > 1))
+
+    monkeypatch.setattr(call_timing, "queue", queue)
     monkeypatch.setattr(call_timing, "inputs_of", lambda call: 2)
     monkeypatch.setattr(busy, "ENTRIES", 1 << 22)
     job = GridJob(tmp_path, (SMALL,), 0.5, 1, 0.0, ("dot_product",))
     row = call_timing.CompiledCall.of(job, 0, Target.here()).timed(job)
-    x = busy.memory()
-    alone = call_timing.queue(jax.jit(busy.pass_over).lower(x).compile(), x, 1)
     assert not row.failed and set(row.times) == {FORWARD, BACKWARD}
-    assert all(0 < row.times[what]["dot_product"] < 1e3 * alone / 4 for what in row.times)
+    assert all(row.times[what] == {"dot_product": 500.0} for what in row.times), "1 s for 2 calls"
 
 
 def test_processes_measure_what_they_claim(tmp_path: Path) -> None:
@@ -197,7 +203,7 @@ def test_what_the_terms_do_not_know_is_taken_from_near_calls() -> None:
     found = fitting.samples(rows, H200)
     alone, near = (judging.left_out(found, 5, x) for x in (None, fitting.NearSettings(2, 0.1)))
     errors = [x.errors["cudnn", FORWARD].mean() for x in (alone, near)]
-    assert errors[1] < 0.75 * errors[0]
+    assert errors[1] < 0.8 * errors[0]
     costs = fitting.fitted(found, fitting.NearSettings(2, 0.1))
     back = FittedCosts.of_json(json.loads(json.dumps(costs.to_json())))
     call = fitting.call_of(rows[7])
