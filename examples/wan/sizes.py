@@ -101,6 +101,8 @@ SIZES = {
     "wan-2.1-t2v-1.3b": Sizes(),
     "wan-2.1-t2v-14b": _14B,
     "wan-2.1-i2v-14b": replace(_14B, in_channels=36, image_dim=1280, added_kv_proj_dim=5120),
+    "wan-2.2-t2v-a14b": _14B,
+    "wan-2.2-i2v-a14b": replace(_14B, in_channels=36),
     "wan-2.2-ti2v-5b": Sizes(
         num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48
     ),

@@ -122,7 +122,7 @@ def test_a_sampler_closes_over_the_model(config: str) -> None:
         ("wan-2.1-t2v-14b", 14.29),
         ("wan-2.1-i2v-14b", 16.4),
         ("wan-2.2-ti2v-5b", 5.0),
-    ],  # fmt: skip
+    ],
 )
 def test_real_sizes(name: str, billions: float) -> None:
     model = nnx.eval_shape(lambda: WanTransformer3D(SIZES[name], rngs=nnx.Rngs(0)))
