@@ -93,7 +93,11 @@ def test_short_calls_are_timed_behind_work_whose_time_is_taken_off(
     monkeypatch.setattr(call_timing, "inputs_of", lambda call: 2)
     monkeypatch.setattr(busy, "ENTRIES", 1 << 22)
     job = GridJob(tmp_path, (SMALL,), 0.5, 1, 0.0, ("dot_product",))
-    row = call_timing.CompiledCall.of(job, 0, Target.here()).timed(job)
+    ready = call_timing.CompiledCall.of(job, 0, Target.here())
+    for _, program in ready.programs[0].passes:
+        text = program.compiled.as_text()
+        assert text.count(f"f32[{busy.ENTRIES}]") >= busy.PASSES, "XLA dropped the passes"
+    row = ready.timed(job)
     assert not row.failed and set(row.times) == {FORWARD, BACKWARD}
     assert all(row.times[what] == {"dot_product": 500.0} for what in row.times), "1 s for 2 calls"
 

@@ -34,7 +34,9 @@ def pass_over(x: Memory) -> Memory:
     return x[:1]
 
 
-def behind(x: Memory, inputs: T) -> T:
-    """Return inputs that are there after the passes over memory."""
-    inputs, _ = jax.lax.optimization_barrier((inputs, pass_over(x)))
-    return inputs
+def behind(x: Memory, inputs: T) -> tuple[T, Memory]:
+    """Return inputs that are there after the passes over memory, and what these leave.
+
+    A program returns both: XLA drops passes of which nothing is used.
+    """
+    return optimization_barrier((inputs, pass_over(x)))

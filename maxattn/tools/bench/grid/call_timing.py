@@ -135,8 +135,22 @@ def _lowered(f: Callable[..., Any], sets: list[Any]) -> Any:
     if len(sets) == 1:
         return jax.jit(lambda each: several(one, each)).lower(sets).compile(_options())
     memory = jax.eval_shape(busy.memory)
-    work = jax.jit(lambda memory, each: several(one, busy.behind(memory, each)))
-    return work.lower(memory, sets).compile(_options())
+
+    def work(memory: busy.Memory, sets: list[Any]) -> tuple[list[Any], busy.Memory]:
+        sets, left = busy.behind(memory, sets)
+        return several(one, sets), left
+
+    return BehindWork(jax.jit(work).lower(memory, sets).compile(_options()))
+
+
+class BehindWork(NamedTuple):
+    """Call a program that begins with passes over memory, and return what comes after them."""
+
+    compiled: Any
+
+    def __call__(self, memory: busy.Memory, sets: list[Any]) -> list[Any]:
+        """Return the results of all sets."""
+        return self.compiled(memory, sets)[0]
 
 
 def _options() -> dict[str, Any] | None:
