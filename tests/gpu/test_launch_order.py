@@ -39,6 +39,11 @@ def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
     assert early == sorted(early)  # head by head
 
 
+def test_all_heads_of_a_row_follow_each_other() -> None:
+    assert started(Order(across=True), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
+    assert started(Order(True, across=True), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+
+
 def test_light_rows_of_several_heads_end_with_the_lightest() -> None:
     got = started(Order(True, 2, 3), 5, 4)
     assert got[5:14] == [(r, h) for h in (1, 2, 3) for r in (4, 3, 2)]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.kernels.base import Offset
+from maxattn.kernels.fa4 import set_bits
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import FULL, MIXED, Mask
 
@@ -64,6 +65,8 @@ def lists_of(kinds: Any) -> TileLists:
 
 
 def _listed(chosen: Any) -> tuple[Any, Any]:
+    if isinstance(chosen, jax.Array) and set_bits.fits(chosen.shape[-1]):
+        return set_bits.set_columns(chosen)
     count = chosen.sum(axis=-1).astype(np.int32)
     if isinstance(chosen, jax.Array):
         columns = jnp.arange(chosen.shape[-1], dtype=jnp.int32)

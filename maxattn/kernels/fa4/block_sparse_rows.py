@@ -2,7 +2,7 @@
 
 Arithmetic on the least and the largest id of a tile, so lists are right for any ids, and short for
 sorted ones. Rows with most tiles go first: a GPU is then busy until the end, however long segments
-are.
+are. Rows of about as many are one class, and stay in their order: neighbours read the same tiles.
 """
 
 from __future__ import annotations
@@ -44,8 +44,25 @@ def _shared(kinds: Int8[Array, "B rows columns"]) -> Int8[Array, "*B rows column
     return kinds[0] if kinds.shape[0] == 1 else kinds
 
 
-def heaviest_first(lists: TileLists) -> Int32[Array, " rows"]:
-    """Order the rows of all batch rows by their tiles, most first: batch row * rows + row."""
+def heaviest_first(lists: TileLists) -> Int32[Array, "3 R"]:
+    """Order the rows of all batch rows in classes, those with most tiles first.
+
+    Returns:
+        batch row * rows + row; where the class of each begins among them; how many rows it has.
+    """
     work = lists.work.reshape(-1)
     xp: Any = np if isinstance(work, np.ndarray) else jnp
-    return xp.argsort(-work, stable=True).astype(np.int32)
+    # A class is of 2**n to 2**(n + 1) - 1 tiles. The number of a row stands behind that of its
+    # class, so that one array is sorted: a single launch.
+    light = 31 - xp.frexp(work.astype(np.float32))[1].astype(np.int32)
+    bits = max(1, (work.size - 1).bit_length())
+    found = xp.sort((light << bits) | xp.arange(work.size, dtype=np.int32))
+    start, end = (_searched(found >> bits, side) for side in ("left", "right"))
+    return xp.stack([found & ((1 << bits) - 1), start, end - start]).astype(np.int32)
+
+
+def _searched(classes: Any, side: str) -> Any:
+    """Find where each entry's class begins, or ends, in ascending classes."""
+    if isinstance(classes, np.ndarray):
+        return np.searchsorted(classes, classes, side=side)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return jnp.searchsorted(classes, classes, side=side, method="scan_unrolled")
