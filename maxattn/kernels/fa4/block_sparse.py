@@ -255,7 +255,8 @@ def _wide(head_dim: int) -> int:
 
 
 def _on_device(tiles: TilePass) -> tuple[Array, ...]:
-    found = () if tiles.lists is None else tiles.lists
+    lists = tiles.lists
+    found = () if lists is None else (lists.packed(),) if lists.is_traced else lists
     rows = () if tiles.rows is None else (tiles.rows,)
     return tuple(jnp.asarray(x, jnp.int32) for x in (*found, *rows))
 

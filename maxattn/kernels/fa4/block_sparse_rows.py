@@ -18,6 +18,8 @@ from maxattn.kernels.fa4.block_sparse_lists import TileLists, Tiling, lists_of, 
 from maxattn.kernels.mask_split import kinds_by_arrays
 from maxattn.masks import Mask
 
+LIGHTEST = 26  # the class of rows without a tile; others have less than 2**26
+
 
 def row_tiling(
     mask: Mask,
@@ -54,15 +56,18 @@ def heaviest_first(lists: TileLists) -> Int32[Array, "3 R"]:
     xp: Any = np if isinstance(work, np.ndarray) else jnp
     # A class is of 2**n to 2**(n + 1) - 1 tiles. The number of a row stands behind that of its
     # class, so that one array is sorted: a single launch.
-    light = 31 - xp.frexp(work.astype(np.float32))[1].astype(np.int32)
+    light = LIGHTEST - xp.frexp(work.astype(np.float32))[1].astype(np.int32)
     bits = max(1, (work.size - 1).bit_length())
     found = xp.sort((light << bits) | xp.arange(work.size, dtype=np.int32))
-    start, end = (_searched(found >> bits, side) for side in ("left", "right"))
-    return xp.stack([found & ((1 << bits) - 1), start, end - start]).astype(np.int32)
+    start, size = _bounds(light, found >> bits, xp)
+    return xp.stack([found & ((1 << bits) - 1), start, size]).astype(np.int32)
 
 
-def _searched(classes: Any, side: str) -> Any:
-    """Find where each entry's class begins, or ends, in ascending classes."""
-    if isinstance(classes, np.ndarray):
-        return np.searchsorted(classes, classes, side=side)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return jnp.searchsorted(classes, classes, side=side, method="scan_unrolled")
+def _bounds(classes: Any, ascending: Any, xp: Any) -> tuple[Any, Any]:
+    """Return where the class of each entry of `ascending` begins there, and how many it has."""
+    many = (classes[:, None] == xp.arange(LIGHTEST + 1)[None]).sum(axis=0, dtype=np.int32)
+    start = size = xp.zeros_like(ascending)
+    for n in range(LIGHTEST + 1):
+        start = start + xp.where(ascending > n, many[n : n + 1], 0)
+        size = xp.where(ascending == n, many[n : n + 1], size)
+    return start, size

@@ -29,16 +29,21 @@ def set_columns(
     What is past the count means nothing.
     """
     words = _words(chosen)
+    through = _summed_up_to(jax.lax.population_count(words).astype(jnp.int32))
     rank = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
-    before = jnp.zeros((*chosen.shape[:-1], 1), jnp.int32)
     word, first, behind = words[..., :1], jnp.int32(0), rank
-    for i in range(words.shape[-1]):
-        this = words[..., i : i + 1]
-        here = rank >= before
-        word, first = jnp.where(here, this, word), jnp.where(here, BITS * i, first)
-        behind = jnp.where(here, rank - before, behind)
-        before = before + jax.lax.population_count(this).astype(jnp.int32)
-    return before[..., 0], first + _nth_set_bit(word, behind)
+    for i in range(1, words.shape[-1]):
+        past = rank >= through[..., i - 1 : i]
+        word, first = jnp.where(past, words[..., i : i + 1], word), jnp.where(past, BITS * i, first)
+        behind = jnp.where(past, rank - through[..., i - 1 : i], behind)
+    return through[..., -1], first + _nth_set_bit(word, behind)
+
+
+def _summed_up_to(x: Int32[Array, "*rows words"]) -> Int32[Array, "*rows words"]:
+    """Sum up to each word, that one included."""
+    shape = (*x.shape, x.shape[-1])
+    to, of = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - i) for i in (2, 1))
+    return jnp.where(of <= to, x[..., None, :], 0).sum(axis=-1)
 
 
 def _words(chosen: Bool[Array, "*rows columns"]) -> UInt32[Array, "*rows words"]:
