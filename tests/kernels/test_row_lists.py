@@ -87,10 +87,19 @@ def allowed_by(given: TilePass, by_keys: bool, batch: int = BATCH) -> np.ndarray
     return found[:, :T, :S] > 0
 
 
+def unpacked(packed: Any) -> TileLists:
+    """Read the one array that holds lists."""
+    parts = ((x[..., 0], x[..., 1:]) for x in np.asarray(packed))
+    return TileLists(*(y for part in parts for y in part))
+
+
 @pytest.mark.parametrize("offsets", [(0, 0), (70, 30)])
 @pytest.mark.parametrize("name", MASKS)
 def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, int]) -> None:
-    """With offsets, as in a hop of a ring: they are traced, and ids are those of the shards."""
+    """With offsets, as in a hop of a ring: they are traced, and ids are those of the shards.
+
+    The kernel gets the lists as one array.
+    """
 
     @jax.jit
     def passes(mask: M.Mask, q_offset: Any, kv_offset: Any) -> Any:
@@ -98,12 +107,13 @@ def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, 
         pairs = mask_inputs.listed(inputs_of(mask, at)).pairs
         assert pairs is not None
         made.append((pairs.tiles.forward(pairs, 1.0), pairs.tiles.backward(pairs, 1.0)))
-        return [(x.lists, x.arrays, x.rows) for x in made[-1]]
+        return [(x.lists.packed(), x.arrays, x.rows) for x in made[-1]]
 
     made: list[Any] = []
     found = passes(MASKS[name], *offsets)
     want = table_of(MASKS[name], offsets)
-    for by_keys, (lists, arrays, rows) in enumerate(found):
+    for by_keys, (packed, arrays, rows) in enumerate(found):
+        lists = unpacked(packed)
         given = made[-1][by_keys]._replace(lists=lists, arrays=arrays)
         assert (allowed_by(given, bool(by_keys)) == want).all()
         work = np.asarray(lists.work).reshape(-1)
@@ -118,6 +128,8 @@ def test_splits_share_out_what_lengths_allow(splits: int, limits: tuple[int, ...
     lists = key_lengths.lists_by_keys(ends, tile, (T, S), splits)
     if splits > 1:
         assert lists.mixed.shape == (splits * BATCH, 4, -(-5 // splits))
+    assert lists.is_traced
+    lists = unpacked(lists.packed())
     given = TilePass(tile, 1.0, lists, key_lengths.TEST, (ends,), splits=splits)
     found = allowed_by(given, by_keys=True).reshape(splits, BATCH, T, S)
     want = np.arange(S) < np.array(limits)[:, None, None]
