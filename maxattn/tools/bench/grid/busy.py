@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 from jaxtyping import Array, Float
