@@ -1,0 +1,149 @@
+"""Time the kernels of one call in turns on one device, the forward and the backward apart.
+
+Lengths and ids are arguments of what is compiled, as they are in a model: what is prepared of them
+on the device counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.kernels import Kernel
+from maxattn.kernels.base import Inputs, Rows
+from maxattn.masks import Mask
+from maxattn.tools.bench.timing import Timed, TimedFunction, measure
+from maxattn.tools.random_inputs import normal
+
+SECONDS = 0.3  # for a kernel and pass, about; each of them runs seven times at least
+FORWARD, BACKWARD = "forward", "backward"
+Passes = dict[str, tuple[float, ...]]
+"""Milliseconds of each round, by kernel."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Hold what was measured.
+
+    Args:
+        forward, backward: of the kernels that ran.
+        failed: why the others did not.
+        is_dead: whether the device stopped answering, by the last one that failed.
+    """
+
+    forward: Passes = field(default_factory=dict)
+    backward: Passes = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    is_dead: bool = False
+
+
+def time_forward(kernels: Mapping[str, Kernel], call: Call, mask: Mask) -> KernelTimes:
+    """Time the forward of each kernel.
+
+    Args:
+        kernels: built for the call, by name.
+        call: of one device.
+        mask: of the call, with its arrays.
+    """
+    inputs = _inputs(call, mask)
+    found = _measured(kernels, FORWARD, lambda kernel: partial(_forward, kernel), lambda: inputs)
+    times, failed, is_dead = found
+    return KernelTimes(times, {}, failed, is_dead)
+
+
+def time_backward(kernels: Mapping[str, Kernel], call: Call, mask: Mask, of: str) -> KernelTimes:
+    """Time the backward of each kernel, from the output and the LSE of one forward.
+
+    Args:
+        kernels, call, mask: as for `time_forward`.
+        of: the kernel whose forward that is.
+    """
+    inputs, forward = _inputs(call, mask), jax.jit(partial(_forward, kernels[of]))
+    sets = [(*each, *forward(*each)) for each in inputs]
+    found = _measured(kernels, BACKWARD, lambda kernel: partial(_backward, kernel), lambda: sets)
+    times, failed, is_dead = found
+    return KernelTimes({}, times, failed, is_dead)
+
+
+def _measured(
+    kernels: Mapping[str, Kernel],
+    what: str,
+    function: Callable[[Kernel], Callable[..., Any]],
+    make: Callable[[], list[Any]],
+) -> tuple[Passes, dict[str, str], bool]:
+    works = [TimedFunction(function(k), make, name=f"{n}, {what}") for n, k in kernels.items()]
+    timed = dict(zip(kernels, measure(works, SECONDS), strict=True))
+    failed = {name: f"{what}: {each.failed}" for name, each in timed.items() if each.failed}
+    return sorted_out(timed, failed, answers())
+
+
+def sorted_out(
+    timed: Mapping[str, Timed], failed: dict[str, str], is_alive: bool
+) -> tuple[Passes, dict[str, str], bool]:
+    """Return milliseconds by kernel, who failed, and whether the device is lost.
+
+    A device that does not answer any more fails every kernel after the one that broke it: that one
+    alone is said to have failed, and nothing else is known.
+    """
+    if not is_alive:
+        first = next(iter(failed.items()), None)
+        return {}, dict([first] if first else []), True
+    times = {name: _rounds(each) for name, each in timed.items() if each.rounds}
+    return times, failed, False
+
+
+def _rounds(timed: Timed) -> tuple[float, ...]:
+    return tuple(float(f"{1e3 * seconds:.5g}") for seconds in timed.rounds)
+
+
+def answers() -> bool:
+    """Tell whether the device still computes."""
+    try:
+        return float(jnp.zeros(()) + 1) == 1
+    except Exception:  # whatever a lost device raises
+        return False
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def _forward(kernel: Kernel, q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
+    return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
+
+
+def _backward(kernel: Kernel, *arrays: Any) -> Any:
+    q, k, v, dout, mask, out, lse = arrays
+    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+    dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
+    """Make random (q, k, v, dout, mask): several of short calls, which one program computes."""
+    sets = inputs_of(call)
+    q = (call.batch, call.q_len, call.heads, call.head_dim)
+    kv = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+    make, dims = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1), (q, kv, kv, q)
+    keys = jax.random.split(jax.random.key(0), (sets, len(dims)))
+    of_device = jax.tree.map(jnp.asarray, mask)
+    return [
+        (*(make(key, dim) for key, dim in zip(row, dims, strict=True)), of_device) for row in keys
+    ]
+
+
+def inputs_of(call: Call) -> int:
+    """Return how many calls one program makes, so that the host's share does not show."""
+    if jax.default_backend() == "cpu":
+        return 1
+    pairs = 4.0 * call.batch * call.heads * call.q_len * call.kv_len * call.head_dim
+    tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
+    micros = max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6)
+    steps = (1000, 1), (300, 2), (100, 4), (15, 6), (0, 12)
+    return next(sets for least, sets in steps if micros >= least)
