@@ -100,6 +100,10 @@ class Target:
         capability = read_capability(self.capability)
         return device_of(self.device_kind, self.platform, capability)
 
+    def untuned(self) -> Target:
+        """Return the same machine without what was measured on it."""
+        return replace(self, tuned=(), kernel_times=())
+
     def version(self, package: str) -> str | None:
         """Return the version of an optional package, or None where it is not installed."""
         return dict(self.packages).get(package)

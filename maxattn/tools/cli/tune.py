@@ -147,7 +147,7 @@ class Tuning:
     def is_here(self) -> bool:
         """Whether this machine runs the kernel; on a CPU all others are interpreted."""
         runs = self.kernel == CHUNKS or self.target.platform != "cpu"
-        return self.target == replace(Target.here(), kernel_times=()) and runs
+        return self.target.untuned() == Target.here().untuned() and runs
 
     def yaml(self, sizes: Sizes) -> str:
         """Write the lines to paste."""

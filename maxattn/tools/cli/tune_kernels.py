@@ -100,7 +100,7 @@ def tune(args: argparse.Namespace, tuning: KernelTuning) -> int:
         print(f"  {why}")
         return 0
     found = kernel_candidates(local, tuning.config, tuning.target)
-    if args.target or replace(Target.here(), kernel_times=()) != tuning.target:
+    if args.target or Target.here().untuned() != tuning.target.untuned():
         _say_elsewhere(tuning, found)
     elif len(found.built) < 2:
         alone = f"{', '.join(found.built)} alone can run it"
