@@ -56,6 +56,10 @@ class CallTimes:
     data: str = ""
     source: str = ""
 
+    def __hash__(self) -> int:
+        # Targets are hashed at every call of attention: times would take long.
+        return hash((self.call, self.settings, self.data))
+
 
 # ---- what makes two calls the same ---------------------------------------------------------------
 
