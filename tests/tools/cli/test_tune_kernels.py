@@ -247,6 +247,15 @@ def test_without_the_device_and_bad_input(capsys, quick, name):
     check_golden(f"cli/tune/{name}", ran.text)
 
 
+@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("mask", ["lengths:9,512", "segment-ids:100,412"])
+def test_masks_of_arrays_are_spelt_for_plans_too(capsys, command, mask):
+    words = ["attention=auto", "--target", "H200", "--shape", "2,512,512,4,64", "--mask", mask]
+    ran = run(capsys, command, *words)
+    kind = "KeyPadding(int32[2])" if mask.startswith("lengths") else "Segments(int32[1,512], "
+    assert ran.status == 0 and kind in ran.out
+
+
 def test_another_target_takes_nothing_of_this_machine(capsys, quick):
     run(capsys, "tune", *SMALL, "--forward")
     assert Target.here().kernel_times and not Target.named("cpu").kernel_times
