@@ -1,13 +1,14 @@
 """Time the kernels of one call in turns on one device, the forward and the backward apart.
 
 Lengths and ids are arguments of what is compiled, as they are in a model: what is prepared of them
-on the device counts.
+on the device counts. Short calls stand several in a program, behind passes over memory, so that the
+host is ahead of the device (bench/grid/busy.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from maxattn.call import Call
 from maxattn.kernels import Kernel
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
-from maxattn.tools.bench.timing import Timed, TimedFunction, measure
+from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.timing import Timed, TimedFunction, measure, several
 from maxattn.tools.random_inputs import normal
 
 SECONDS = 0.3  # for a kernel and pass, about; each of them runs seven times at least
 FORWARD, BACKWARD = "forward", "backward"
+LEAST = 1e-6  # seconds: where the time of passes over memory hides that of a call
 Passes = dict[str, tuple[float, ...]]
 """Milliseconds of each round, by kernel."""
 
@@ -52,8 +55,8 @@ def time_forward(kernels: Mapping[str, Kernel], call: Call, mask: Mask) -> Kerne
         call: of one device.
         mask: of the call, with its arrays.
     """
-    inputs = _inputs(call, mask)
-    found = _measured(kernels, FORWARD, lambda kernel: partial(_forward, kernel), lambda: inputs)
+    functions = {name: partial(_forward, kernel) for name, kernel in kernels.items()}
+    found = _measured(functions, FORWARD, _inputs(call, mask))
     times, failed, is_dead = found
     return KernelTimes(times, {}, failed, is_dead)
 
@@ -67,21 +70,53 @@ def time_backward(kernels: Mapping[str, Kernel], call: Call, mask: Mask, of: str
     """
     inputs, forward = _inputs(call, mask), jax.jit(partial(_forward, kernels[of]))
     sets = [(*each, *forward(*each)) for each in inputs]
-    found = _measured(kernels, BACKWARD, lambda kernel: partial(_backward, kernel), lambda: sets)
+    functions = {name: partial(_backward, kernel) for name, kernel in kernels.items()}
+    found = _measured(functions, BACKWARD, sets)
     times, failed, is_dead = found
     return KernelTimes({}, times, failed, is_dead)
 
 
 def _measured(
-    kernels: Mapping[str, Kernel],
-    what: str,
-    function: Callable[[Kernel], Callable[..., Any]],
-    make: Callable[[], list[Any]],
+    functions: Mapping[str, Callable[..., Any]], what: str, sets: list[tuple[Any, ...]]
 ) -> tuple[Passes, dict[str, str], bool]:
-    works = [TimedFunction(function(k), make, name=f"{n}, {what}") for n, k in kernels.items()]
-    timed = dict(zip(kernels, measure(works, SECONDS), strict=True))
-    failed = {name: f"{what}: {each.failed}" for name, each in timed.items() if each.failed}
-    return sorted_out(timed, failed, answers())
+    """Measure functions on the same inputs, in turns."""
+    names = {name: f"{name}, {what}" for name in functions}
+    memory = busy.memory() if len(sets) > 1 else None
+    works = [_work(f, sets, memory, names[name]) for name, f in functions.items()]
+    before = [] if memory is None else [_busy_alone(memory)]
+    timed = measure([*works, *before], SECONDS, options=_options())
+    off = timed.pop().seconds if before else 0.0
+    of = {n: _each(t, off, len(sets)) for n, t in zip(functions, timed, strict=True)}
+    failed = {name: f"{what}: {each.failed}" for name, each in of.items() if each.failed}
+    return sorted_out(of, failed, answers())
+
+
+def _work(
+    f: Callable[..., Any], sets: list[tuple[Any, ...]], memory: Array | None, name: str
+) -> TimedFunction:
+    """Return what is timed of a function: one call, or several behind passes over memory."""
+    if memory is None:
+        return TimedFunction(f, lambda: sets, name=name)
+    one = jax.jit(f)
+
+    def after_passes(memory: Array, each: list[tuple[Any, ...]]) -> list[Any]:
+        return several(one, busy.behind(memory, each))
+
+    return TimedFunction(after_passes, lambda: [(memory, sets)], name=name)
+
+
+def _busy_alone(memory: Array) -> TimedFunction:
+    return TimedFunction(busy.pass_over, lambda: [(memory,)], name="memory alone")
+
+
+def _each(timed: Timed, off: float, calls: int) -> Timed:
+    """Return the time of one of several calls, without that of the passes before them."""
+    return replace(timed, rounds=tuple(max(x - off, LEAST) / calls for x in timed.rounds))
+
+
+def _options() -> dict[str, Any]:
+    """Have XLA choose by time as ever, without a check of what each candidate gives: minutes."""
+    return {"xla_gpu_autotune_level": 2} if jax.default_backend() == "gpu" else {}
 
 
 def sorted_out(
@@ -145,5 +180,5 @@ def inputs_of(call: Call) -> int:
     pairs = 4.0 * call.batch * call.heads * call.q_len * call.kv_len * call.head_dim
     tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
     micros = max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6)
-    steps = (1000, 1), (300, 2), (100, 4), (15, 6), (0, 12)
+    steps = (1000, 1), (300, 2), (100, 3), (15, 4), (0, 6)
     return next(sets for least, sets in steps if micros >= least)
