@@ -99,8 +99,9 @@ def _work(
         return TimedFunction(f, lambda: sets, name=name)
     one = jax.jit(f)
 
-    def after_passes(memory: Array, each: list[tuple[Any, ...]]) -> list[Any]:
-        return several(one, busy.behind(memory, each))
+    def after_passes(memory: Array, each: list[tuple[Any, ...]]) -> tuple[list[Any], Array]:
+        each, left = busy.behind(memory, each)
+        return several(one, each), left
 
     return TimedFunction(after_passes, lambda: [(memory, sets)], name=name)
 
