@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 _MATRICES = {
     "test_matrix.py": "kernels against float64",
-    "context/test_meshes.py": "kernels on meshes against float64",
+    "context_parallel/test_meshes.py": "kernels on meshes against float64",
     "test_kernels_on_meshes.py": "all kernels inside all context strategies",
     "test_zigzag.py": "masks on zig-zag rings against float64",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -122,10 +123,19 @@ def test_of_sorted_ids_and_of_lengths_nothing_empty_is_visited(name: str) -> Non
     assert (visited == some).all() and not (tested & every).any()
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_against_float64(name: str) -> None:
-    x, bias = operands(), jnp.asarray(RNG.normal(size=(BATCH, 4, T, S)), "float32")
-    judge(jax.jit(gradients)(MASKS[name], *x), MASKS[name], *x)
+def with_and_without_a_bias() -> list[Any]:
+    """Let every mask meet a bias, and one of each kind of array a call without."""
+    plain = ("sorted", "shared", "lengths", "flags", "not segments", "table | lengths")
+    return [
+        pytest.param(name, biased, marks=[] if biased or name in plain else pytest.mark.slow)
+        for name, biased in product(MASKS, (True, False))
+    ]
+
+
+@pytest.mark.parametrize(("name", "biased"), with_and_without_a_bias())
+def test_against_float64(name: str, biased: bool) -> None:
+    drawn = jnp.asarray(RNG.normal(size=(BATCH, 4, T, S)), "float32")
+    x, bias = operands(), drawn if biased else None
     judge(jax.jit(gradients)(MASKS[name], *x, bias=bias), MASKS[name], *x, bias=bias)
 
 
@@ -195,8 +205,17 @@ def test_under_vmap_of_arrays_and_masks() -> None:
     judge(tuple(y[:, 0] for y in found), SORTED, *operands())
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-@pytest.mark.parametrize("name", ["sorted", "unsorted", "causal & lengths", "flags"])
+def on_meshes() -> list[Any]:
+    """Pair strategies with masks; each strategy meets ids, and a ring lengths with offsets too."""
+    few = {("sorted", "ring"), ("causal & lengths", "ring"), ("unsorted", "ulysses"),
+           ("flags", "all_gather")}  # fmt: skip
+    every = product(
+        ("sorted", "unsorted", "causal & lengths", "flags"), ("ring", "ulysses", "all_gather")
+    )
+    return [pytest.param(*x, marks=[] if x in few else pytest.mark.slow) for x in every]
+
+
+@pytest.mark.parametrize(("name", "strategy"), on_meshes())
 def test_on_a_mesh(name: str, strategy: str) -> None:
     """Two devices of the batch by four of the sequence."""
     axes = {"ici_data_parallelism": 2, "ici_context_parallelism": 4}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import jax
@@ -118,15 +119,16 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("axes", "jitted"),
-    [
-        *((axes, True) for axes in AXES),
-        (AXES[0], False),
-        *(pytest.param(axes, False, marks=pytest.mark.slow) for axes in AXES[1:]),
-    ],
-)
+def _ways() -> list[Any]:
+    """Compile every case; run one of them op by op, and the others in make test-all."""
+    ways = product(AXES, (False, True), (True, False))
+    plain = (AXES[0], True, False)
+    return [
+        pytest.param(*way, marks=[] if way[2] or way == plain else pytest.mark.slow) for way in ways
+    ]
+
+
+@pytest.mark.parametrize(("axes", "causal", "jitted"), _ways())
 def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: bool) -> None:
     x = _drawn(axes)
     run = jax.vmap(partial(_step, causal), in_axes=(*axes, 0))
@@ -161,7 +163,7 @@ def test_nested_vmaps_are_one_call() -> None:
     x = _drawn(axes, many)
     each = (*axes, 0)
     batches.clear()
-    got = jax.vmap(jax.vmap(partial(_step, True), each), each)(*x)
+    got = jax.jit(jax.vmap(jax.vmap(partial(_step, True), each), each))(*x)
     assert batches[-1] == MANY * 2 * B
     for i, j in np.ndindex(*many):
         one = [y if a is None else y[i, j] for y, a in zip(x, each, strict=True)]
@@ -176,7 +178,7 @@ def test_inside_shard_map() -> None:
     run = jax.vmap(partial(_step, False))
     spec = P("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    for got, want in zip(jax.jit(sharded)(*x), run(*x), strict=True):
+    for got, want in zip(jax.jit(sharded)(*x), jax.jit(run)(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

@@ -93,7 +93,7 @@ def test_the_end_is_that_of_a_queue(sms: int) -> None:
 def test_splits_end_sooner(sms: int) -> None:
     """Played thread block by thread block, in their real lengths, they gain the margin."""
     rng, gains = np.random.default_rng(0), 0
-    for _ in range(300):
+    for _ in range(120):
         tiles, lanes, steps = (int(rng.integers(1, most)) for most in (40, 60, 500))
         work = ForwardWork(tiles, lanes, steps, 1.65, 0, 65536, START, sms)
         tail = split_of(work)
@@ -105,7 +105,7 @@ def test_splits_end_sooner(sms: int) -> None:
         merge = MERGE_US + 2 * (grid.blocks - grid.whole) * 65536 / BYTES_A_US
         played = 1.65 * ends((hi - lo + START).tolist(), sms) + merge
         assert played - 1e-6 <= work.cost(tail) <= min(0.95 * work.unsplit, work.unsplit - 2)
-    assert 50 < gains < 250
+    assert 20 < gains < 100
 
 
 SMALL_WORKS = list(product((1, 2, 3, 5, 13, 37), (1, 8, 12, 40), (1, 2, 16, 256)))
@@ -180,37 +180,49 @@ def test_what_sees_nothing_anywhere_stays_so() -> None:
 
 def launched(inputs: PieceInputs, scale: float, tile: Tile, grid: SplitGrid) -> list[jax.Array]:
     """Compute in jnp what each thread block writes; what none writes is NaN."""
-    q, k, v = split_keys_forward.operands(inputs)
-    (b, t, n, _), s = q.shape, inputs.k.shape[1]
+    q, k, v = (x.astype(jnp.float32) for x in split_keys_forward.operands(inputs))
+    (b, t, n, h), s = q.shape, inputs.k.shape[1]
     k, v = (x.reshape(b, s, *x.shape[-2:]) for x in (k, v))
-    pad = grid.tiles * tile.queries - t
-    q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
-    group = n // k.shape[2]
-    made = [
-        jnp.full(x.shape, jnp.nan, x.dtype)
-        for x in split_keys_forward._results(inputs.q, tile, grid)
-    ]
+    q = jnp.pad(q, ((0, 0), (0, grid.tiles * tile.queries - t), (0, 0), (0, 0)))
+    q, group = q.reshape(b, grid.tiles, tile.queries, n, h), n // k.shape[2]
     real: Any = jnp.full(b, s) if inputs.lengths is None else inputs.lengths
-    for at in range(grid.blocks):
-        row, lane = (int(x) for x in grid.place(at, np))
+
+    def block(at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, lane = grid.place(at, jnp)
         batch, head = lane // n, lane % n
         lo, hi = grid.keys(at, -(-real[batch] // tile.keys), jnp)
         key = jnp.arange(s)
         seen = (key >= lo * tile.keys) & (key < hi * tile.keys)  # a split may have no keys: NaN
-        here = slice(row * tile.queries, (row + 1) * tile.queries)
-        scores = scale * q[batch, here, head] @ k[batch, :, head // group].astype(jnp.float32).T
+        scores = scale * q[batch, row, :, head] @ k[batch, :, head // group].T
         scores = jnp.where(seen & (key < real[batch]), scores, -jnp.inf)
         lse = jax.nn.logsumexp(scores, -1)
-        out = jnp.exp(scores - lse[:, None]) @ v[batch, :, head // group].astype(jnp.float32)
-        if at >= grid.whole:
-            split, here = grid.split(at), slice((row - grid.first) * tile.queries, None)
-            here = slice(here.start, here.start + tile.queries)
-            made[0] = made[0].at[split, batch, here, head, : q.shape[3]].set(out)
-            made[1] = made[1].at[split, batch, head, here].set(lse)
-        else:
-            made[2] = made[2].at[batch, here, head].set(out.astype(made[2].dtype))
-            made[3] = made[3].at[batch, head, here].set(lse)
-    return made
+        return jnp.exp(scores - lse[:, None]) @ v[batch, :, head // group], lse
+
+    at = np.arange(grid.blocks)
+    return written(inputs.q, tile, grid, *jax.vmap(block)(at))
+
+
+def written(q: Any, tile: Tile, grid: SplitGrid, out: Any, lse: Any) -> list[jax.Array]:
+    """Lay out and lse of all thread blocks into the arrays that they write."""
+    (b, t, n, h), at = q.shape, np.arange(grid.blocks)
+    row, lane = grid.place(at, np)
+    batch, head, rows = lane // n, lane % n, tile.queries
+    splits, *whole = split_keys_forward._results(q, tile, grid)[::2]
+    tail = jnp.full((*splits.shape[:2], grid.tail, rows, *splits.shape[3:]), jnp.nan)
+    tail_lse = jnp.full((*splits.shape[:2], n, grid.tail, rows), jnp.nan)
+    late = slice(grid.whole, None)
+    here = grid.split(at)[late], batch[late], row[late] - grid.first
+    tail = tail.at[*here, :, head[late], :h].set(out[late])
+    tail_lse = tail_lse.at[*here[:2], head[late], here[2]].set(lse[late])
+    made = [tail.reshape(splits.shape), tail_lse.reshape(*splits.shape[:2], n, -1)]
+    if not whole:
+        return made
+    here = batch[: grid.whole], row[: grid.whole]
+    early, heads = jnp.full((b, grid.tiles, rows, n, h), jnp.nan), head[: grid.whole]
+    early = early.at[*here, :, heads].set(out[: grid.whole]).reshape(b, -1, n, h)[:, :t]
+    early_lse = jnp.full((b, n, grid.tiles, rows), jnp.nan)
+    early_lse = early_lse.at[here[0], heads, here[1]].set(lse[: grid.whole])
+    return [*made, early.astype(q.dtype), early_lse.reshape(b, n, -1)[:, :, :t]]
 
 
 CASES = {
@@ -277,7 +289,8 @@ def test_keys_past_the_lengths_are_not_seen() -> None:
     (q, k, v, lengths), want = drawn("lengths")
     real = (jnp.arange(k.shape[1]) < lengths[:, None])[..., None, None]
     k, v = (jnp.where(real, x, 1e4).astype(x.dtype) for x in (k, v))
-    assert error(run("lengths", q, k, v, lengths)[0], want.out) < 1e-2
+    out, _ = jax.jit(partial(run, "lengths"))(q, k, v, lengths)
+    assert error(out, want.out) < 1e-2
 
 
 def test_only_what_maxattn_launches_is_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn.errors import InputError
 from tests.golden_text import check_golden
+from tests.pairwise import pairwise, product
 from tests.reference import attention64
 
 C, N, T = 32, 4, 7
@@ -56,31 +57,60 @@ def mha(fn: Any, **how: Any) -> nnx.MultiHeadAttention:
 
 
 def flax_mha(rope: Any, **how: Any) -> nnx.MultiHeadAttention:
-    return mha(functools.partial(flax.dot_product_attention_with_rope, rope=rope), **how)
+    return mha(partial(flax.dot_product_attention_with_rope, rope=rope), **how)
 
 
 def ropes() -> list[Any]:
     return [flax.RoPE(), flax.RoPE(theta=100.0, embedding_size=H, max_seq_len=16)]
 
 
-@needs_flax_rope
-@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
-@pytest.mark.parametrize("build", [{}, {"num_kv_heads": 2, "normalize_qk": True}])
-@pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"inputs_k": TEXT}], ids=str)
-def test_a_swapped_mha_with_rope_is_flaxs(config: Any, build: Any, call: Any) -> None:
-    def loss(module: nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module(x, **call)) * jnp.arange(C))
+AXES: dict[str, list[Any]] = {
+    "config": ["dense", "blockwise"],
+    "build": ["plain", "shared keys"],
+    "call": ["full", "causal", "text"],
+    "rope": [0, 1],
+}
+CONFIGS = {"dense": DENSE, "blockwise": BLOCKWISE}
+BUILDS = {"plain": {}, "shared keys": {"num_kv_heads": 2, "normalize_qk": True}}
+CALLS = {"full": {}, "causal": {"is_causal": True}, "text": {"inputs_k": TEXT}}
+PAIRS = pairwise(AXES, lambda case: True)
 
-    step = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
-    for rope in ropes():
-        module = flax_mha(rope, **build)
-        want = step(module, X)
-        (row,) = ma.swap(module, config).rows
-        assert row.swapped and row.why.endswith(", after its rope")
-        got = step(module, X)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4), got, want)
-        plain = mha(nnx.dot_product_attention, **build)
-        assert np.abs(plain(X, **call) - module(X, **call)).max() > 1e-2, "the rope turned nothing"
+
+def name(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def check_swap(case: dict[str, Any]) -> None:
+    """Compare output and gradients before and after `swap`."""
+    build, call = BUILDS[case["build"]], CALLS[case["call"]]
+
+    @nnx.jit
+    @partial(nnx.value_and_grad, argnums=(0, 1), has_aux=True)
+    def step(module: nnx.MultiHeadAttention, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = module(x, **call)
+        return jnp.sum(jnp.sin(out) * jnp.arange(C)), out
+
+    module = flax_mha(ropes()[case["rope"]], **build)
+    want = step(module, X)
+    (row,) = ma.swap(module, CONFIGS[case["config"]]).rows
+    assert row.swapped and row.why.endswith(", after its rope")
+    got = step(module, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4), got, want)
+    plain = nnx.jit(lambda m, x: m(x, **call))(mha(nnx.dot_product_attention, **build), X)
+    assert np.abs(plain - got[0][1]).max() > 1e-2, "the rope turned nothing"
+
+
+@needs_flax_rope
+@pytest.mark.parametrize("case", PAIRS, ids=name)
+def test_a_swapped_mha_with_rope_is_flaxs(case: dict[str, Any]) -> None:
+    check_swap(case)
+
+
+@needs_flax_rope
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(AXES, lambda case: case not in PAIRS), ids=name)
+def test_a_swapped_mha_in_every_way(case: dict[str, Any]) -> None:
+    check_swap(case)
 
 
 @needs_flax_rope
@@ -112,10 +142,10 @@ def test_partials_that_bind_more_are_left_and_named() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
             with_rope, plain = flax.dot_product_attention_with_rope, nnx.dot_product_attention
-            fast = functools.partial(with_rope, rope=flax.RoPE(), precision="highest")
+            fast = partial(with_rope, rope=flax.RoPE(), precision="highest")
             self.fast = mha(fast)
             self.less = mha(with_rope)
-            self.mine = mha(functools.partial(plain, is_causal=True))
+            self.mine = mha(partial(plain, is_causal=True))
             self.turned = flax_mha(flax.RoPE())
 
     check_golden("modules/swap_rope", str(ma.swap(Model(), DENSE)))

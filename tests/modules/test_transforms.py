@@ -81,7 +81,9 @@ def test_jit_agrees_with_eager() -> None:
 def test_vmap_over_inputs_and_over_modules() -> None:
     module, xs = attn(), X.reshape(2, 4, T, C)
     np.testing.assert_allclose(
-        jax.vmap(lambda x: module(x, ROPE))(xs).reshape(X.shape), module(X, ROPE), atol=1e-5
+        jax.jit(jax.vmap(lambda x: module(x, ROPE)))(xs).reshape(X.shape),
+        module(X, ROPE),
+        atol=1e-5,
     )
 
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -90,11 +92,12 @@ def test_vmap_over_inputs_and_over_modules() -> None:
 
     many = build(nnx.Rngs(jax.random.split(jax.random.key(0), 3)))
     assert many.to_q.kernel.get_value().shape == (3, C, N * H)
-    ys = nnx.vmap(lambda m, x: m(x), in_axes=(0, None), out_axes=0)(many, X)
+    call = nnx.jit(lambda m, x: m(x))
+    ys = nnx.jit(nnx.vmap(lambda m, x: m(x), in_axes=(0, None), out_axes=0))(many, X)
     graphdef, state = nnx.split(many)
     for i in range(3):
         one = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state))
-        np.testing.assert_allclose(ys[i], one(X), atol=1e-5)
+        np.testing.assert_allclose(ys[i], call(one, X), atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["NONE", "SAVE_ATTENTION"])

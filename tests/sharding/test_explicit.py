@@ -21,7 +21,7 @@ from maxattn.errors import MeshError
 from maxattn.sharding import mesh_shape, partition_spec
 from maxattn.tools.compile.hlo import transfers
 from tests.cases import BIASES, allowed, arrays, judge
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, plainly
 from tests.reference import attention64, error
 
 P = PartitionSpec
@@ -60,11 +60,34 @@ def _ways(axes: Any, mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes)]))
 
 
-CASES = pairwise(AXES, lambda case: True)
+# What the code depends on; the rest meets every strategy, and each other only in test_all_pairs.
+CORE = ("strategy", "axes", "mesh")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def few() -> list[dict]:
+    """Leave out chunks, and calls that run op by op, where no pair of CORE needs them."""
+    cases = pairwise(AXES, lambda case: True, core=CORE)
+    for axis, plain in (("chunks", False), ("jit", True)):
+        cases = plainly(cases, axis, plain, lambda case: True, CORE)
+    return cases
+
+
+def name(case: dict) -> str:
+    return "-".join(map(str, case.values()))
+
+
+@pytest.mark.parametrize("case", few(), ids=name)
 def test_pairs(case: dict) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=name)
+def test_all_pairs(case: dict) -> None:
+    check(case)
+
+
+def check(case: dict) -> None:
     mesh = mesh_of(KINDS[case["axes"]], SIZES[case["sizes"]])
     fixed = {"dtype": "float32", "head_dim": 8, "batch": 2}
     with jax.set_mesh(mesh) if case["mesh"] == "ambient" else jax.set_mesh(None):

@@ -22,6 +22,9 @@ from tests.examples.parity import Tensors, channels_last, channels_second, compa
 from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
 
+# Each further config is a further model of shapes, which takes as long as a small one's forward.
+CONFIG = ma.AttentionConfig(remat_policy="FULL")
+
 
 @cache
 def shapes(config: ma.AttentionConfig, mesh: Any = None) -> UNet:
@@ -43,7 +46,7 @@ def call(model: UNet, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
 
 def test_the_whole_unet_is_diffusers() -> None:
     theirs = fixture("sdxl_unet")
-    compare(loaded(theirs, ma.AttentionConfig(remat_policy="FULL")), theirs, call)
+    compare(loaded(theirs, CONFIG), theirs, call)
 
 
 def test_the_whole_unet_is_diffusers_live() -> None:
@@ -53,7 +56,7 @@ def test_the_whole_unet_is_diffusers_live() -> None:
 
 def test_text_is_encoded_once_for_all_steps() -> None:
     theirs = fixture("sdxl_unet")
-    unet, given = loaded(theirs, ma.AttentionConfig()), part(theirs, "in.")
+    unet, given = loaded(theirs, CONFIG), part(theirs, "in.")
     kv = nnx.jit(UNet.encode)(unet, jnp.asarray(given["text"]))
     # Down: one of one layer and one of two; the middle; up: two of each.
     assert [x.k.shape[:3] for x in kv] == [(n, 2, 5) for n in (1, 2, 2, 2, 2, 1, 1)]
@@ -66,7 +69,7 @@ def test_text_is_encoded_once_for_all_steps() -> None:
 @pytest.mark.slow
 def test_jit_closes_over_the_unet() -> None:
     theirs = fixture("sdxl_unet")
-    unet = loaded(theirs, ma.AttentionConfig(remat_policy="FULL"))
+    unet = loaded(theirs, CONFIG)
     given = {name: jnp.asarray(x) for name, x in part(theirs, "in.").items()}
     out = channels_second(jax.jit(lambda x: call(unet, x, given))(channels_last(theirs["in.x"])))
     np.testing.assert_allclose(out, theirs["out"], atol=2e-5 * np.abs(theirs["out"]).max())
@@ -90,7 +93,7 @@ def test_real_size() -> None:
 
 
 def test_what_does_not_fit_is_said(tmp_path) -> None:
-    model = shapes(ma.AttentionConfig())
+    model = shapes(CONFIG)
     good = {
         "latents": jnp.ones((2, 8, 8, 4)),
         "pooled": jnp.ones((2, 5)),

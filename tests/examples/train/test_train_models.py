@@ -64,12 +64,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a stop, its last checkpoints kept; tests may read it, not change it."""
+    """A run without a stop, and its last two checkpoints; tests may read it, not change it."""
     path = tmp_path_factory.mktemp("whole") / "run"
     more = {
         "steps": STEPS,
-        "checkpoint_every": 1,
-        "keep_checkpoints": 3,
+        "checkpoint_every": STEPS - 1,
         "tensorboard": True,
         "export": True,
     }

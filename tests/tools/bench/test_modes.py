@@ -126,9 +126,12 @@ def test_what_cannot_be_spread_or_run_on_fewer_devices(
 
 
 def test_the_module_is_compared_with_its_parts() -> None:
-    rows = bench_module(read("1,64,64,2,16"), "dot_product", budget=0.01)
+    """Of shared key heads, which are measured too."""
+    shape = read("1,64,64,4,16,2")
+    rows = bench_module(shape, "dot_product", budget=0.01)
+    assert len(rows) == 10 and all(row.ms for row in rows), [row.note for row in rows]
     forward, both, *parts = rows
-    moved = [elementwise_bytes(read("1,64,64,2,16"), training) for training in (False, True)]
+    moved = [elementwise_bytes(shape, training) for training in (False, True)]
     for row, i in ((forward, 0), (both, 1)):
         assert row.bound == pytest.approx(parts[i].ms + parts[2 + i].ms + 1.15e3 * moved[i] / 4e12)
     assert "of it" in as_table(rows) and "efficiency" not in as_table(rows)
@@ -245,8 +248,3 @@ def test_nothing_is_given_that_is_not_read(
     assert main(["bench", "--shape", "1,64,64,2,16", *words.split()]) == 1
     said = capsys.readouterr().err
     assert words.split()[0] in said and f"it is read with {read_with}" in said
-
-
-def test_a_module_of_shared_key_heads_is_measured_too() -> None:
-    rows = bench_module(read("1,64,64,4,16,2"), "dot_product", budget=0.01)
-    assert len(rows) == 10 and all(row.ms for row in rows), [row.note for row in rows]
