@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.weights.families import flux, image, ltx, video
+from tests.weights.families import flux, hunyuan, image, ltx, video
 from tests.weights.families.case import Attention, drawn, theirs
 
 FAMILIES: dict[str, Attention] = (
-    flux.ATTENTIONS | image.ATTENTIONS | video.ATTENTIONS | ltx.ATTENTIONS
+    flux.ATTENTIONS | image.ATTENTIONS | video.ATTENTIONS | hunyuan.ATTENTIONS | ltx.ATTENTIONS
 )
 
 __all__ = ["FAMILIES", "Attention", "drawn", "theirs"]

@@ -144,6 +144,33 @@ def lumina() -> Attention:
     )
 
 
+def krea() -> Attention:
+    """Share key heads, add 1 to the scales of norms, and gate every channel."""
+    positions = np.concatenate((_texts(S, first=0), grid(1, ROWS, COLUMNS)))
+    table = rope_nd(AXES, positions, theta=1000)
+    keys = np.concatenate((KEPT, np.ones((B, T), bool)), 1)
+
+    def made() -> Any:
+        from diffusers.models.transformers.transformer_krea2 import Krea2Attention
+
+        return Krea2Attention(C, N, 1)
+
+    def run(m: Any, i: dict[str, Any]) -> Any:
+        from diffusers.models.transformers.transformer_krea2 import Krea2RotaryPosEmbed
+
+        rope = Krea2RotaryPosEmbed(1000, list(AXES))(tensor(positions))
+        return m(i["x"], attention_mask=tensor(keys[:, None, None]), image_rotary_emb=rope)
+
+    how: dict[str, Any] = {"qk_norm": "zero_centred_rms_norm", "gate": "per_channel"}
+    return Attention(
+        made,
+        run,
+        lambda rngs: ma.FlaxAttention(C, kv_heads=1, out_bias=False, **HOW, **how, rngs=rngs),
+        lambda m, i: m(i["x"], table, masks.KeyPadding(jnp.asarray(keys))),
+        {"x": (B, S + T, C)},
+    )
+
+
 def _texts(tokens: int, first: int) -> Any:
     """Count a text's tokens on the first of three axes."""
     return np.pad(np.arange(first, first + tokens)[:, None], ((0, 0), (0, 2))).astype(float)
@@ -185,6 +212,7 @@ ATTENTIONS = {
     "qwen_image": qwen(),
     "z_image": z_image(),
     "lumina2": lumina(),
+    "krea2": krea(),
     "pixart_self": pixart_self(),
     "pixart_cross": to_text("attention_processor.AttnProcessor2_0", C, bias=True),
     "sana_cross": to_text("transformers.sana_transformer.SanaAttnProcessor2_0", C, bias=True),

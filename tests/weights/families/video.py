@@ -1,4 +1,4 @@
-"""Models of videos: Wan, HunyuanVideo, LTX, CogVideoX, Mochi and Kandinsky 5."""
+"""Models of videos: Wan, CogVideoX, Mochi, Kandinsky 5 and MiniMax-H3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.weights.families.case import (
     H,
     N,
     S,
-    attention,
     tensor,
 )
 from tests.weights.families.positions import grid, still
@@ -30,7 +29,6 @@ T = FRAMES * ROWS * COLUMNS
 SIZES = (FRAMES, ROWS, COLUMNS)
 GRID = grid(*SIZES)
 X, TEXT = {"x": (B, T, C)}, {"text": (B, S, C)}
-RMS: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm", "eps": 1e-6}
 
 
 # ---- Wan -----------------------------------------------------------------------------------------
@@ -67,99 +65,6 @@ def wan_cross() -> Attention:
         lambda m, i: m(i["x"], i["text"]),
         lambda rngs: ma.CrossAttention(C, **WAN, rngs=rngs),
         lambda m, i: m(i["x"], i["text"]),
-        X | TEXT,
-    )
-
-
-# ---- HunyuanVideo --------------------------------------------------------------------------------
-
-HUNYUAN_AXES = (2, 2, 4)
-KEYS = np.concatenate((KEPT, np.ones((B, T), bool)), 1)
-
-
-def hunyuan_rope() -> Any:
-    import torch
-    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
-
-    return HunyuanVideoRotaryPosEmbed(1, 1, list(HUNYUAN_AXES))(torch.zeros(1, 1, *SIZES))
-
-
-def hunyuan_table(*positions: Any) -> ma.Rotary:
-    return rope_nd(HUNYUAN_AXES, np.concatenate(positions), theta=256)
-
-
-def hunyuan_double() -> Attention:
-    """Put the text last; our text comes first, and a mask and a table that do so too."""
-    mask = np.concatenate((np.ones((B, T), bool), KEPT), 1)[:, None, None]
-    table = hunyuan_table(still(S), GRID)
-    return Attention(
-        lambda: attention(
-            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
-            added_kv_proj_dim=C,
-            context_pre_only=False,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(mask),
-            image_rotary_emb=hunyuan_rope(),
-        ),
-        lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
-        lambda m, i: m(i["x"], i["text"], table, masks.KeyPadding(jnp.asarray(KEYS))),
-        X | TEXT,
-    )
-
-
-def hunyuan_single() -> Attention:
-    keys = np.concatenate((np.ones((B, T), bool), KEPT), 1)
-    table = hunyuan_table(GRID, still(S))
-
-    def call(m: Any, i: dict[str, Any]) -> Any:
-        both = jnp.concatenate((i["x"], i["text"]), 1)
-        y = m(both, table, masks.KeyPadding(jnp.asarray(keys)))
-        return y[:, :T], y[:, T:]
-
-    return Attention(
-        lambda: attention(
-            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
-            pre_only=True,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(keys[:, None, None]),
-            image_rotary_emb=hunyuan_rope(),
-        ),
-        lambda rngs: ma.FlaxAttention(C, out_proj=False, **HOW, **RMS, rngs=rngs),
-        call,
-        X | TEXT,
-    )
-
-
-def hunyuan_15() -> Attention:
-    """Hide the text's padding as keys and as queries: such a query sees nothing, and gives 0."""
-    ids = jnp.asarray(np.where(KEYS, 0, -1))
-    table = hunyuan_table(still(S), GRID)
-    return Attention(
-        lambda: attention(
-            "transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
-            added_kv_proj_dim=C,
-            context_pre_only=False,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(KEPT),
-            image_rotary_emb=hunyuan_rope(),
-        ),
-        lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
-        lambda m, i: m(i["x"], i["text"], table, masks.Segments(ids, ids)),
         X | TEXT,
     )
 
@@ -202,6 +107,7 @@ def cogvideox() -> Attention:
     )
 
 
+KEYS = np.concatenate((KEPT, np.ones((B, T), bool)), 1)
 MOCHI_TEXT = 12
 MOCHI_ROPE = np.random.RandomState(7).standard_normal((3, N, H // 2)).astype(np.float32)
 """Frequencies of Mochi, a parameter of the model: of each axis, head and pair of channels."""
@@ -309,15 +215,41 @@ def kandinsky_cross() -> Attention:
     )
 
 
+# ---- MiniMax-H3 ----------------------------------------------------------------------------------
+
+
+def minimax_h3() -> Attention:
+    """Turn 6 of 8 channels of each head, in halves; the heads are wider than the tokens."""
+    table = rope_nd((2, 2, 2), GRID, theta=100, style="half")
+    table = ma.Rotary(table.cos, table.sin, "half", partial=True)
+    width = 12
+
+    def made() -> Any:
+        from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attention
+
+        return MiniMaxH3Attention(width, N, H)
+
+    def run(m: Any, i: dict[str, Any]) -> Any:
+        from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3RotaryPosEmbed
+
+        return m(i["x"], MiniMaxH3RotaryPosEmbed(1, 100.0)(tensor(GRID)))
+
+    return Attention(
+        made,
+        run,
+        lambda rngs: ma.FlaxAttention(width, out_bias=False, qk_norm="rms_norm", **HOW, rngs=rngs),
+        lambda m, i: m(i["x"], rotary_emb=table),
+        {"x": (B, T, width)},
+    )
+
+
 ATTENTIONS = {
     "wan_self": wan_self(),
     "wan_cross": wan_cross(),
-    "hunyuan_video_double": hunyuan_double(),
-    "hunyuan_video_single": hunyuan_single(),
-    "hunyuan_video_15": hunyuan_15(),
     "cogvideox": cogvideox(),
     "mochi": mochi(last=False),
     "mochi_last": mochi(last=True),
     "kandinsky5_self": kandinsky_self(),
     "kandinsky5_cross": kandinsky_cross(),
+    "minimax_h3": minimax_h3(),
 }
