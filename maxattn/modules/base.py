@@ -94,6 +94,12 @@ class AttentionBase(nnx.Module):
 
     role: ClassVar[Literal["self", "cross"]]
     diffusers_names: ClassVar[dict[str, str]] = {"to_out": "to_out.0"}
+    diffusers_may_fuse: ClassVar[dict[str, tuple[str, ...]]] = {
+        "to_qkv": ("to_q", "to_k", "to_v"),
+        "to_kv": ("to_k", "to_v"),
+        "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+        "to_added_kv": ("add_k_proj", "add_v_proj"),
+    }
 
     def __init__(
         self,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import maxattn as ma
 from maxattn.rope import rope_nd
 from tests.weights.families.case import HOW, Attention, B, C, H, N, S
 from tests.weights.families.positions import grid, still
 
-ROWS, COLUMNS = 2, 3
+ROWS, COLUMNS, MLP = 2, 3, 8
 T = ROWS * COLUMNS
 AXES_1, AXES_2 = (2, 2, 4), (2, 2, 2, 2)
 RMS: dict[str, Any] = HOW | {"qk_norm": "rms_norm", "eps": 1e-6}
@@ -66,6 +67,32 @@ def flux_2() -> Any:
     return Flux2Attention(C, heads=N, dim_head=H, out_dim=C, bias=False, eps=1e-6, **how)
 
 
+class ParallelAttention(nnx.Module):
+    """Run a single block's attention and feed-forward layer between two shared projections."""
+
+    diffusers_names: ClassVar[dict[str, str]] = {"attn.norm_q": "norm_q", "attn.norm_k": "norm_k"}
+    diffusers_fused: ClassVar[dict[str, tuple[str, ...]]] = {
+        "to_qkv_mlp_proj": ("attn.to_q", "attn.to_k", "attn.to_v", "mlp")
+    }
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attn = ma.FlaxAttention(C, out_proj=False, **RMS, rngs=rngs)
+        self.mlp = nnx.Linear(C, 2 * MLP, use_bias=False, rngs=rngs)
+        self.to_out = nnx.Linear(C + MLP, C, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any, rotary: ma.Rotary) -> Any:
+        gate, up = jnp.split(self.mlp(x), 2, axis=-1)
+        heads = self.attn(x, rotary_emb=rotary)
+        return self.to_out(jnp.concatenate((heads, nnx.silu(gate) * up), -1))
+
+
+def flux_2_single() -> Any:
+    from diffusers.models.transformers.transformer_flux2 import Flux2ParallelSelfAttention
+
+    how: dict[str, Any] = {"out_bias": False, "eps": 1e-6, "mlp_ratio": MLP / C}
+    return Flux2ParallelSelfAttention(C, heads=N, dim_head=H, out_dim=C, **how)
+
+
 def flux_3() -> Any:
     from diffusers.models.transformers.transformer_flux3 import Flux3Attention
 
@@ -101,6 +128,13 @@ ATTENTIONS = {
     "flux2_double": Attention(
         **double(flux_2, rope_2, added_proj_bias=False, out_bias=False),
         call=lambda m, i: m(i["x"], i["text"], rotary_emb=TABLE_2),
+    ),
+    "flux2_single": Attention(
+        flux_2_single,
+        lambda m, i: m(i["x"], image_rotary_emb=rope_2()),
+        ParallelAttention,
+        lambda m, i: m(i["x"], TABLE_2),
+        BOTH,
     ),
     "flux3": Attention(
         flux_3,
