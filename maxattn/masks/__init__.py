@@ -10,6 +10,7 @@ from maxattn.masks.for_kernels import Band
 from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.position_mask import PositionMask
 from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
+from maxattn.masks.rectangle import Rectangle
 from maxattn.masks.tree import mask_type
 from maxattn.masks.video import VideoMask
 
@@ -33,6 +34,7 @@ __all__ = [
     "Not",
     "Or",
     "PositionMask",
+    "Rectangle",
     "SegmentLengths",
     "Segments",
     "VideoMask",

@@ -94,6 +94,12 @@ class AttentionBase(nnx.Module):
 
     role: ClassVar[Literal["self", "cross"]]
     diffusers_names: ClassVar[dict[str, str]] = {"to_out": "to_out.0"}
+    diffusers_may_fuse: ClassVar[dict[str, tuple[str, ...]]] = {
+        "to_qkv": ("to_q", "to_k", "to_v"),
+        "to_kv": ("to_k", "to_v"),
+        "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+        "to_added_kv": ("add_k_proj", "add_v_proj"),
+    }
 
     def __init__(
         self,
@@ -194,7 +200,7 @@ class AttentionBase(nnx.Module):
         row = fused_row(self.qk_norm, to.norm, rotary, to.heads, self.dim_head)
         path = path_here(row, x, self.mesh, to.letters)
         if row is None or not path.is_kernel:
-            return self._rotate(self._project(x, to), rotary)
+            return self._project(x, to, rotary)
         with self._scope("to_qkv"):
             y, bias = without_bias(to.linear, x)
             y = checkpoint_name(y, to.name)
@@ -209,14 +215,19 @@ class AttentionBase(nnx.Module):
         note = path_here(row, x, self.mesh).note
         return prepared._replace(notes=(note,)) if note else prepared
 
-    def _project(self, x: Array, to: Projection) -> Heads:
-        """Project to heads and norm them: across heads before the split, per head after it."""
+    def _project(self, x: Array, to: Projection, rotary: Rotary | None = None) -> Heads:
+        """Project to heads, norm and rotate them: across heads before the split, per head after it.
+
+        From the projection's result on all is float32, and rounded to its dtype once.
+        """
         with self._scope("to_qkv"):
             y = checkpoint_name(to.linear(x), to.name)
         with self._scope("norm"):
             if self.qk_norm == "rms_norm_across_heads":
-                return split_heads(normalise(to.norm, y), to.heads)
-            return normalise(to.norm, split_heads(y, to.heads))
+                z = split_heads(normalise(to.norm, y), to.heads)
+            else:
+                z = normalise(to.norm, split_heads(y, to.heads))
+        return self._rotate(z, rotary).astype(y.dtype)
 
     def _rotate(self, x: Heads, rotary: Rotary | None) -> Heads:
         if rotary is None:

@@ -29,6 +29,7 @@ from maxattn.modules.explicit import like_both, over_explicit_axes
 from maxattn.modules.heads import merge_heads
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.modules.self_attention import FlaxAttention
+from maxattn.rope import Rotary
 
 
 class JointAttention(FlaxAttention):
@@ -150,8 +151,7 @@ class JointAttention(FlaxAttention):
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
         prepared = self._prepare(b, s + t, s + t, mask, bias)
-        q, k, v = self._joint_heads(text, x)
-        q, k = (self._rotate(each, rotary) for each in (q, k))
+        q, k, v = self._joint_heads(text, x, rotary)
         q, k, v = (
             self._on_mesh(each, letters)
             for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
@@ -160,14 +160,16 @@ class JointAttention(FlaxAttention):
         picture = self._output(out[:, s:], x, deterministic, rngs)
         return picture, self._text_output(out[:, :s])
 
-    def _joint_heads(self, text: Array, x: Array) -> tuple[Array, Array, Array]:
+    def _joint_heads(
+        self, text: Array, x: Array, rotary: Rotary | None
+    ) -> tuple[Array, Array, Array]:
         both = sum_grads_in_order(text), sum_grads_in_order(x)
         added = Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k)
-        k = self._joint(*both, added, self.to_k, self.norm_k)
+        k = self._joint(*both, added, self.to_k, self.norm_k, rotary)
         added = Projection(self.add_v_proj, "value_proj", self.kv_heads)
         v = self._joint(*both, added, self.to_v)
         added = Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q)
-        return self._joint(text, x, added, self.to_q, self.norm_q), k, v
+        return self._joint(text, x, added, self.to_q, self.norm_q, rotary), k, v
 
     def _joint(
         self,
@@ -176,10 +178,13 @@ class JointAttention(FlaxAttention):
         added: Projection,
         linear: nnx.Linear,
         norm: QKNorm | None = None,
+        rotary: Rotary | None = None,
     ) -> Float[Array, "B ST N H"]:
         """Project the text by `added`, and the picture by its own projection and norm."""
-        own = added._replace(linear=linear, norm=norm)
-        return jnp.concatenate((self._project(text, added), self._project(x, own)), axis=1)
+        own, s = added._replace(linear=linear, norm=norm), text.shape[1]
+        mine, theirs = (None, None) if rotary is None else rotary.split(s)
+        parts = self._project(text, added, mine), self._project(x, own, theirs)
+        return jnp.concatenate(parts, axis=1)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
         if not self.text_out:

@@ -39,8 +39,8 @@ class FlaxAttention(AttentionBase):
         dropout: probability of dropping an output channel; default 0.
         bias: whether to_q, to_k and to_v have a bias; default False.
         out_bias: whether to_out has one; default True.
-        qk_norm: None, "rms_norm" or "layer_norm" (per head), or "rms_norm_across_heads"; default
-            None.
+        qk_norm: None, "rms_norm", "layer_norm" or "zero_centred_rms_norm" (per head; the last keeps
+            its scale less 1), or "rms_norm_across_heads"; default None.
         eps: of both norms; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.

@@ -6,7 +6,7 @@ Tables are numpy arrays, computed in float64 and kept in float32: making one tou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -55,6 +55,22 @@ class Rotary:
             which = "use 'interleaved' for Wan and Flux, 'half' for LLaMA"
             remedy = did_you_mean(str(self.style), STYLES) or which
             raise InputError("style", self.style, rule, remedy)
+
+    def split(self, tokens: int) -> tuple[Rotary, Rotary]:
+        """Return the angles of the first tokens, and those of the others.
+
+        Args:
+            tokens: how many are first.
+
+        >>> text, picture = ma.rope_1d(8, length=10).split(3)
+        >>> text.cos.shape, picture.cos.shape
+        ((3, 4), (7, 4))
+        """
+        return self._tokens(slice(tokens)), self._tokens(slice(tokens, None))
+
+    def _tokens(self, some: slice) -> Rotary:
+        at = some if self.cos.ndim == 2 else (slice(None), some)
+        return replace(self, cos=self.cos[at], sin=self.sin[at])
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from maxattn.errors import WeightsError
 from maxattn.weights import checks, files
 from maxattn.weights.access import read_slice, variable_at
 from maxattn.weights.fit import Loaded, check_names, check_numbers
+from maxattn.weights.fused import unfused, written
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.safetensors_writer import Form
 
@@ -69,7 +70,7 @@ def load_diffusers(
     checks.prefix(prefix)
     checks.mesh(mesh)
     wanted = entries(module, prefix)
-    held = checks.tensors(tensors)
+    held = unfused(checks.tensors(tensors), wanted)
     found = _meant(module, held, prefix)
     missing = tuple(e.name for e in wanted if e.name not in found)
     result = Loaded(missing, tuple(sorted(found - {e.name for e in wanted})))
@@ -102,7 +103,8 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
         prefix: put before every name.
     """
     checks.prefix(prefix)
-    return {entry.name: _read(module, entry) for entry in entries(module, prefix)}
+    every = written(entries(module, prefix))
+    return {name: _joined(module, parts) for name, parts in every.items()}
 
 
 def save_diffusers(
@@ -137,15 +139,26 @@ def save_diffusers(
         [('to_q.bias', (2,)), ('to_q.weight', (2, 3))]
     """
     folder, shard_bytes = checks.folder(folder), checks.shard_bytes(shard_bytes)
-    every = {entry.name: entry for entry in entries(module)}
-    dtypes = {name: variable_at(module, e.path).get_value().dtype for name, e in every.items()}
-    forms = {name: Form(entry.shape, dtypes[name]) for name, entry in every.items()}
+    every = written(entries(module))
+    dtypes = {n: variable_at(module, e[0].path).get_value().dtype for n, e in every.items()}
+    forms = {name: Form(_shape(parts), dtypes[name]) for name, parts in every.items()}
     read = partial(_read_named, module, every)
     return files.save_tensors(forms, read, folder, shard_bytes=shard_bytes)
 
 
-def _read_named(module: nnx.Module, every: Mapping[str, Entry], name: str) -> np.ndarray:
-    return _read(module, every[name])
+def _read_named(module: nnx.Module, every: Mapping[str, list[Entry]], name: str) -> np.ndarray:
+    return _joined(module, every[name])
+
+
+def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
+    """Read a tensor to be written: of one layer, or of several one after the other."""
+    read = [_read(module, entry) for entry in parts]
+    return read[0] if len(read) == 1 else np.concatenate(read)
+
+
+def _shape(parts: list[Entry]) -> tuple[int, ...]:
+    first = parts[0].shape
+    return first if len(parts) == 1 else (sum(e.shape[0] for e in parts), *first[1:])
 
 
 # ---- one parameter -------------------------------------------------------------------------------

@@ -5,19 +5,37 @@ A path of attributes joined by dots is diffusers' name already, but for the para
 A class that stacks its layers along a leading axis (`nnx.scan`, `nnx.vmap`) names them in
 `diffusers_stacked`: diffusers numbers them. What its files hold beside that, and no version of the
 model reads, a class names in `diffusers_ignored`.
+
+A tensor that holds the rows of several layers one after the other stands in `diffusers_fused`, with
+diffusers' names of those layers: it is read and written so. What files may hold in this way, and is
+written by layers, stands in `diffusers_may_fuse`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from maxattn.errors import WeightsError
 
 Path = tuple[Any, ...]
+
+
+class FusedPlace(NamedTuple):
+    """Say where the rows of a layer's tensor stand in one of several layers.
+
+    Args:
+        name: of that tensor.
+        index: among its layers.
+        written: whether it is written so, too.
+    """
+
+    name: str
+    index: int
+    written: bool
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class Entry:
         shape: of the tensor as diffusers has it.
         axes: axis i of the parameter (of one layer) is axis axes[i] of the tensor.
         layer: the place in a stacked parameter, or None.
+        fused: the tensors of several layers that hold it too.
     """
 
     name: str
@@ -37,6 +56,7 @@ class Entry:
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     layer: int | None = None
+    fused: tuple[FusedPlace, ...] = ()
 
 
 def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
@@ -65,9 +85,11 @@ def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
 def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> Iterator[Entry]:
     names: list[str] = []
     owner: Any = module
+    owners: list[tuple[int, type]] = []
     stacked: int | None = None
     rest = list(path)
     while len(rest) > 1:
+        owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
         stacked = len(names) if name in getattr(type(owner), "diffusers_stacked", ()) else stacked
         names.append(name)
@@ -76,12 +98,27 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         rest = rest[taken:]
     end, axes = _parameter(owner, rest[0], variable.get_value().ndim - (stacked is not None))
     shape = tuple(variable.get_value().shape)
-    if stacked is None:
-        yield Entry(prefix + ".".join([*names, end]), path, _theirs(shape, axes), axes)
-        return
-    for layer in range(shape[0]):
-        numbered = [*names[: stacked + 1], str(layer), *names[stacked + 1 :], end]
-        yield Entry(prefix + ".".join(numbered), path, _theirs(shape[1:], axes), axes, layer)
+    for layer in (None,) if stacked is None else range(shape[0]):
+        full, theirs = [*names, end], shape
+        if stacked is not None:
+            full, theirs = [*full[: stacked + 1], str(layer), *full[stacked + 1 :]], shape[1:]
+        fused = tuple(_places(owners, names, full, prefix))
+        yield Entry(prefix + ".".join(full), path, _theirs(theirs, axes), axes, layer, fused)
+
+
+def _places(
+    owners: list[tuple[int, type]], names: list[str], full: list[str], prefix: str
+) -> Iterator[FusedPlace]:
+    """List the tensors of several layers that this layer is in, as the classes on its way say."""
+    for depth, kind in owners:
+        layer = ".".join(names[depth:])
+        begin = full[: len(full) - 1 - len(names[depth:])]
+        for written, which in ((True, "diffusers_fused"), (False, "diffusers_may_fuse")):
+            fusions: Mapping[str, tuple[str, ...]] = getattr(kind, which, {})
+            for name, layers in fusions.items():
+                if layer in layers:
+                    whole = prefix + ".".join([*begin, name, full[-1]])
+                    yield FusedPlace(whole, layers.index(layer), written)
 
 
 def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:

@@ -87,6 +87,10 @@ def _segments(q: int, k: int, shift: int, lengths: list[int], kv_lengths: list[i
     return of_query[q] == of_key[k]
 
 
+def _rectangle(q: int, k: int, shift: int, q0: int, q1: int, k0: int, k1: int) -> bool:
+    return q in range(q0, q1) and k in range(k0, k1)
+
+
 LEAVES = {
     "full": lambda q, k, shift: True,
     "empty": lambda q, k, shift: False,
@@ -97,6 +101,7 @@ LEAVES = {
     "block_window": _block_window,
     "video": _video,
     "segments": _segments,
+    "rectangle": _rectangle,
 }
 MAKERS = {
     "full": M.Full,
@@ -108,6 +113,7 @@ MAKERS = {
     "block_window": M.BlockSlidingWindow,
     "video": M.VideoMask,
     "segments": M.Segments.of_lengths,
+    "rectangle": M.Rectangle,
 }
 
 
@@ -144,7 +150,16 @@ def leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
         st.tuples(st.just("block_causal"), block, offset | st.integers(-10, -1)),
         st.tuples(st.just("block_window"), block, st.integers(1, 5), offset | st.integers(-10, -1)),
     ]
+    kinds.append(st.builds(_sorted_rectangle, _run(q_len), _run(kv_len)))
     return st.one_of(*kinds, _packed(q_len, kv_len), *_videos(kv_len, offset))
+
+
+def _run(length: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, length + 3), min_size=2, max_size=2).map(sorted)
+
+
+def _sorted_rectangle(queries: list[int], keys: list[int]) -> Spec:
+    return ("rectangle", *queries, *keys)
 
 
 @st.composite

@@ -47,6 +47,8 @@ BAD: dict[str, Callable[[], object]] = {
     "segments_wrong_length": lambda: M.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)).bind(
         6, 4
     ),
+    "rectangle_backwards": lambda: M.Rectangle(0, 8, 6, 4),
+    "rectangle_below_0": lambda: M.Rectangle(-1, 8, 0, 4),
     "packed_float": lambda: M.Segments.of_lengths((4096, 0.5)),  # pyright: ignore[reportArgumentType]
     "packed_negative": lambda: M.Segments.of_lengths((4096, -512)),
     "packed_traced": lambda: jax.jit(lambda n: M.Segments.of_lengths(n).show(4, 4))(

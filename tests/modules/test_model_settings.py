@@ -1,5 +1,6 @@
 """What single models need of the modules: no output projection, gates, a text without an output,
-angles of each head and of part of a head. Against float64, with gradients, on meshes.
+zero-centred norms, angles of each head and of part of a head. Against float64, with gradients, on
+meshes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
     "gate_of_heads": ({"gate": "per_head", "bias": True}, None),
     "gate_of_channels": ({"gate": "per_channel", "kv_heads": 2}, None),
     "gated_heads_joined": ({"gate": "per_head", "out_proj": False, "out_dim": N * H}, None),
+    "zero_centred_norms": ({"qk_norm": "zero_centred_rms_norm"}, table(ANGLES[:, :, :1])),
     "angles_of_heads": ({}, table(ANGLES)),
     "angles_of_heads_in_halves": ({}, table(ANGLES, "half")),
     "angles_of_a_part": ({}, table(PARTIAL[:, :, 0], "half", partial=True)),
@@ -53,7 +55,7 @@ def turned(x: Any, rotary: ma.Rotary | None) -> Any:
     if rotary is None:
         return x
     cos, sin = (np.asarray(a, np.float64) for a in (rotary.cos, rotary.sin))
-    cos, sin = (a if a.ndim == 4 else a.reshape(-1, T, 1, a.shape[-1]) for a in (cos, sin))
+    cos, sin = (a if a.ndim == 4 else a.reshape(-1, x.shape[1], 1, a.shape[-1]) for a in (cos, sin))
     d = cos.shape[-1]
     of = (slice(0, 2 * d, 2), slice(1, 2 * d, 2))
     a, b = of if rotary.style == "interleaved" else (slice(0, d), slice(d, 2 * d))
@@ -68,7 +70,14 @@ def wanted(p: dict[str, Any], x: Any, text: Any, module: Any, rotary: Any) -> An
         y = linear(p[name], of)
         return y.reshape(*y.shape[:2], -1, H)
 
+    def normed(name: str, y: Any) -> Any:
+        if module.qk_norm is None:
+            return y
+        mean = jnp.mean(y * y, -1, keepdims=True)
+        return y / jnp.sqrt(mean + module.eps) * (1 + p[name]["scale"])
+
     q, k, v = heads("to_q", x), heads("to_k", text), heads("to_v", text)
+    q, k = normed("norm_q", q), normed("norm_k", k)
     out = attend(turned(q, rotary), turned(k, rotary), v, xp=jnp)
     if module.gate == "per_head":
         out = out * (2 / (1 + jnp.exp(-linear(p["to_gate_logits"], x))))[..., None]
@@ -146,6 +155,38 @@ def test_on_a_mesh(name: str, mesh: str) -> None:
     np.testing.assert_allclose(y, one(X, rotary_emb=rotary), atol=1e-5)
 
 
+def rounded_once(got: Any, y: Any, norm: Any, rotary: ma.Rotary) -> None:
+    """Hold queries to half of a step of bfloat16 from what float64 makes of the projection y."""
+    with jax.enable_x64(True):
+        z = jnp.asarray(np.asarray(y, np.float64)).reshape(B, -1, N, H)
+        scale = np.asarray(norm.scale.get_value(), np.float64)
+        want = turned(
+            z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + norm.epsilon) * scale, rotary
+        )
+        _, exponent = np.frexp(np.asarray(want))
+    steps = np.abs(np.asarray(got, np.float64) - want) / 2.0 ** (exponent - 8)
+    assert got.dtype == jnp.bfloat16 and steps.max() < 0.501
+
+
+def test_norm_and_angles_are_rounded_once() -> None:
+    module = built({"qk_norm": "rms_norm", "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16})
+    x, rotary = jnp.asarray(X, jnp.bfloat16), table(ANGLES[:, :, 0])
+    rounded_once(module._queries(x, rotary), module.to_q(x), module.norm_q, rotary)
+
+
+def test_each_part_of_a_joint_sequence_is_rounded_once() -> None:
+    how = {"qk_norm": "rms_norm", "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    module, rotary = built(how, ma.JointAttention), table(ANGLES)
+    text, x = (jnp.asarray(a, jnp.bfloat16) for a in (TEXT[:, :5], X[:, 5:]))
+    both = module._joint_heads(text, x, rotary)[0]
+    mine, theirs = (table(part) for part in np.split(ANGLES, [5], 1))
+    rounded_once(both[:, :5], module.add_q_proj(text), module.norm_added_q, mine)
+    rounded_once(both[:, 5:], module.to_q(x), module.norm_q, theirs)
+
+
+OF_BOTH = table(RNG.uniform(0, 6, (B, S + T, N, H // 2)), "half")
+
+
 @pytest.mark.parametrize("how", [{"text_out": False}, {"out_proj": False}], ids=["no_text", "raw"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_joint_attention(how: dict[str, Any], kind: AxisType) -> None:
@@ -153,7 +194,7 @@ def test_joint_attention(how: dict[str, Any], kind: AxisType) -> None:
     whole, module = (built(each, ma.JointAttention) for each in ({}, how))
     shared = {k: v for k, v in nnx.to_pure_dict(nnx.state(whole)).items() if hasattr(module, k)}
     nnx.update(module, shared)
-    (picture, text), (want, want_text) = module(X, TEXT), whole(X, TEXT)
+    (picture, text), (want, want_text) = (m(X, TEXT, OF_BOTH) for m in (module, whole))
     if "text_out" in how:
         assert text is None and not hasattr(module, "to_add_out")
         np.testing.assert_allclose(picture, want, atol=1e-6)
@@ -165,7 +206,7 @@ def test_joint_attention(how: dict[str, Any], kind: AxisType) -> None:
     place(module, devices)
     x, t = (jax.device_put(a, NamedSharding(devices, PartitionSpec("data"))) for a in (X, TEXT))
     with jax.set_mesh(devices):
-        spread = jax.jit(lambda x, t: module(x, t))(x, t)
+        spread = jax.jit(lambda x, t: module(x, t, OF_BOTH))(x, t)
     close(spread, (picture, text))
 
 

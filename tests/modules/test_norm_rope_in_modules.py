@@ -90,7 +90,12 @@ def gradients(module: ma.FlaxAttention) -> Any:
 
 @pytest.mark.parametrize(
     ("qk_norm", "policy"),
-    [("rms_norm_across_heads", "NONE"), ("rms_norm", "SAVE_ATTENTION_AND_MATMUL"), (None, "FULL")],
+    [
+        ("rms_norm_across_heads", "NONE"),
+        ("rms_norm", "SAVE_ATTENTION_AND_MATMUL"),
+        ("zero_centred_rms_norm", "NONE"),
+        (None, "FULL"),
+    ],
 )
 def test_modules_give_the_same_with_it(
     qk_norm: str | None, policy: str, on_gpu: list[NormRopeRow]
@@ -109,6 +114,7 @@ def test_modules_give_the_same_with_it(
     ("qk_norm", "axes"),
     [
         ("rms_norm", {"data": 2, "context": 2, "tensor": 2}),
+        ("zero_centred_rms_norm", {"fsdp": 2, "context": 2, "tensor": 2}),
         ("rms_norm_across_heads", {"fsdp": 2, "context": 4}),
     ],
 )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.modules.norm_rope import cute, triton
 from maxattn.modules.norm_rope.row import NormRopeRow
-from maxattn.modules.qk_norm import QKNorm
+from maxattn.modules.qk_norm import QKNorm, scale_of
 from maxattn.rope import Rotary, apply_rotary
 
 Vectors = dict[str, Float[Array, "#N H"]]
@@ -69,8 +69,8 @@ def _vectors(row: NormRopeRow, bias: Array | None, norm: QKNorm | None, summed: 
             float32.
     """
     vectors = {} if bias is None else {"bias": jnp.reshape(bias, (row.heads, row.head_dim))}
-    if norm is not None and norm.scale is not None:
-        vectors["scale"] = jnp.reshape(norm.scale.get_value(), (-1, row.head_dim))
+    if norm is not None and (scale := scale_of(norm)) is not None:
+        vectors["scale"] = jnp.reshape(scale, (-1, row.head_dim))
     return {name: v.astype(jnp.float32) for name, v in vectors.items()} if summed else vectors
 
 

@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.modules.qk_norm import QKNorm
+from maxattn.modules.qk_norm import QKNorm, ZeroCentredRMSNorm
 from maxattn.rope import Rotary
 
-KINDS = {None: None, "rms_norm": "head", "rms_norm_across_heads": "across"}
+KINDS = {
+    None: None,
+    "rms_norm": "head",
+    "zero_centred_rms_norm": "head",
+    "rms_norm_across_heads": "across",
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,14 @@ def fused_row(
     nothing = norm is None and rotary is None
     if rotary is not None and (rotary.partial or rotary.cos.ndim == 4):
         return None
-    plain = type(norm) in (nnx.RMSNorm, type(None))  # a class made of RMSNorm may do something else
-    if nothing or not plain or qk_norm not in KINDS:
+    if nothing or qk_norm not in KINDS:
         return None
-    kind, eps = (None, 0.0) if norm is None else (KINDS[qk_norm], norm.epsilon)
+    kind, eps = None, 0.0
+    if norm is not None:
+        if type(norm) not in (
+            nnx.RMSNorm,
+            ZeroCentredRMSNorm,
+        ):  # a class of them may do other things
+            return None
+        kind, eps = KINDS[qk_norm], norm.epsilon
     return NormRopeRow(heads, head_dim, kind, eps, None if rotary is None else rotary.style)

@@ -1,0 +1,117 @@
+"""HunyuanVideo and HunyuanVideo 1.5, which put the text last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import maxattn as ma
+from maxattn import masks
+from maxattn.rope import rope_nd
+from tests.weights.families.case import HOW, KEPT, Attention, B, C, S, attention, tensor
+from tests.weights.families.positions import grid, still
+
+SIZES = (2, 2, 2)
+"""Frames, rows, columns."""
+T = 8
+GRID = grid(*SIZES)
+X, TEXT = {"x": (B, T, C)}, {"text": (B, S, C)}
+RMS: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm", "eps": 1e-6}
+HUNYUAN_AXES = (2, 2, 4)
+KEYS = np.concatenate((KEPT, np.ones((B, T), bool)), 1)
+
+
+def hunyuan_rope() -> Any:
+    import torch
+    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
+
+    return HunyuanVideoRotaryPosEmbed(1, 1, list(HUNYUAN_AXES))(torch.zeros(1, 1, *SIZES))
+
+
+def hunyuan_table(*positions: Any) -> ma.Rotary:
+    return rope_nd(HUNYUAN_AXES, np.concatenate(positions), theta=256)
+
+
+def hunyuan_double() -> Attention:
+    """Put the text last; our text comes first, and a mask and a table that do so too."""
+    mask = np.concatenate((np.ones((B, T), bool), KEPT), 1)[:, None, None]
+    table = hunyuan_table(still(S), GRID)
+    return Attention(
+        lambda: attention(
+            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
+            added_kv_proj_dim=C,
+            context_pre_only=False,
+            out_dim=C,
+            **RMS,
+        ),
+        lambda m, i: m(
+            i["x"],
+            encoder_hidden_states=i["text"],
+            attention_mask=tensor(mask),
+            image_rotary_emb=hunyuan_rope(),
+        ),
+        lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
+        lambda m, i: m(i["x"], i["text"], table, masks.KeyPadding(jnp.asarray(KEYS))),
+        X | TEXT,
+    )
+
+
+def hunyuan_single() -> Attention:
+    keys = np.concatenate((np.ones((B, T), bool), KEPT), 1)
+    table = hunyuan_table(GRID, still(S))
+
+    def call(m: Any, i: dict[str, Any]) -> Any:
+        both = jnp.concatenate((i["x"], i["text"]), 1)
+        y = m(both, table, masks.KeyPadding(jnp.asarray(keys)))
+        return y[:, :T], y[:, T:]
+
+    return Attention(
+        lambda: attention(
+            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
+            pre_only=True,
+            out_dim=C,
+            **RMS,
+        ),
+        lambda m, i: m(
+            i["x"],
+            encoder_hidden_states=i["text"],
+            attention_mask=tensor(keys[:, None, None]),
+            image_rotary_emb=hunyuan_rope(),
+        ),
+        lambda rngs: ma.FlaxAttention(C, out_proj=False, **HOW, **RMS, rngs=rngs),
+        call,
+        X | TEXT,
+    )
+
+
+def hunyuan_15() -> Attention:
+    """Hide the text's padding as keys and as queries: such a query sees nothing, and gives 0."""
+    ids = jnp.asarray(np.where(KEYS, 0, -1))
+    table = hunyuan_table(still(S), GRID)
+    return Attention(
+        lambda: attention(
+            "transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
+            added_kv_proj_dim=C,
+            context_pre_only=False,
+            out_dim=C,
+            **RMS,
+        ),
+        lambda m, i: m(
+            i["x"],
+            encoder_hidden_states=i["text"],
+            attention_mask=tensor(KEPT),
+            image_rotary_emb=hunyuan_rope(),
+        ),
+        lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
+        lambda m, i: m(i["x"], i["text"], table, masks.Segments(ids, ids)),
+        X | TEXT,
+    )
+
+
+ATTENTIONS = {
+    "hunyuan_video_double": hunyuan_double(),
+    "hunyuan_video_single": hunyuan_single(),
+    "hunyuan_video_15": hunyuan_15(),
+}

@@ -1,0 +1,68 @@
+"""Our modules compute the attentions of the models with diffusers' weights: outputs and gradients.
+
+From committed fixtures everywhere; against diffusers itself where torch and diffusers are
+installed.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import maxattn as ma
+from tests.closeness import hold
+from tests.fixtures import make_families
+from tests.weights.families import FAMILIES, Attention, drawn, theirs
+from tests.weights.families.case import Numbers
+
+
+def compare(name: str, case: Attention, want: Numbers) -> None:
+    """Hold output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
+    gradient's.
+    """
+    grads = {key.removeprefix("grad."): v for key, v in want.items() if key.startswith("grad.")}
+    shapes = {key: v.shape for key, v in grads.items() if not key.startswith("in.")}
+    module = case.ours(nnx.Rngs(0))
+    assert ma.weights.load_diffusers(module, drawn(shapes, 0)) == ma.weights.Loaded()
+    graph, state = nnx.split(module)
+    dout = drawn({"dout": (1, 1, *want["out"].shape)}, 2)["dout"].reshape(-1)
+
+    def loss(state: Any, given: dict[str, jax.Array]) -> Any:
+        results = jax.tree.leaves(case.call(nnx.merge(graph, state), given))
+        out = jnp.concatenate([each.reshape(-1) for each in results])
+        return out @ dout, out
+
+    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, out), (by_weights, by_inputs) = both(state, drawn(case.inputs, 1))
+    hold(f"{name}, output", {"": out}, {"": want["out"]}, 2e-5)
+    nnx.update(module, by_weights)  # so that gradients come out under diffusers' names, too
+    got = ma.weights.to_diffusers(module) | {f"in.{k}": np.asarray(v) for k, v in by_inputs.items()}
+    # The bias of keys moves all scores of a query alike: its gradient is 0 but for rounding.
+    least = max(float(np.abs(v).max()) for v in grads.values()) / 100
+    hold(f"{name}, gradients", got, grads, 1e-4, least)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_are_diffusers(name: str) -> None:
+    compare(name, FAMILIES[name], load_file(make_families.FOLDER / f"{name}.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_are_diffusers_live(name: str) -> None:
+    for package in ("torch", "diffusers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    compare(name, FAMILIES[name], theirs(FAMILIES[name]))
+
+
+def test_every_fixture_is_of_a_family() -> None:
+    assert {path.stem for path in Path(make_families.FOLDER).iterdir()} == set(FAMILIES)
