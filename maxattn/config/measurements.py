@@ -6,7 +6,7 @@ is left out. Neither is an error: the sizes in it change no result, and no call 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +18,7 @@ BLOCKS = ("flash", "tokamax_flash")  # whose sizes are flash_block_sizes
 CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
 _TEXTS = ("device_kind", "versions", "kernel", "call")
 _TIMES = ("forward_ms", "training_ms")
+ESTIMATED: Final = "estimated"  # the source of times of a compiler's schedule; others are measured
 
 
 class Kept(NamedTuple):
@@ -56,12 +57,18 @@ def is_sound(measurement: Any) -> bool:
     """Say whether a measurement is one that `maxattn tune` can have written."""
     if not isinstance(measurement, dict) or not {*_TEXTS, *_TIMES, "sizes"} <= measurement.keys():
         return False
-    texts = (*(measurement[key] for key in _TEXTS), measurement.get("error", ""))
+    said = (measurement.get(key, "") for key in ("error", "source"))
+    texts = (*(measurement[key] for key in _TEXTS), *said)
     if not all(isinstance(text, str) for text in texts):
         return False
     times = (measurement[key] for key in _TIMES)
     in_time = all(time is None or finite(time, 0) is not None for time in times)
     return in_time and _are_sizes(measurement["kernel"], measurement["sizes"])
+
+
+def is_estimated(measurement: Mapping[str, Any]) -> bool:
+    """Tell whether its times are a compiler's schedule's; then nothing ran."""
+    return measurement.get("source") == ESTIMATED
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:

@@ -3,12 +3,14 @@
   maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross --limit 40
   maxattn tune attention=dot_product use_memory_efficient_attention=true --shape 1,4096,4096,8,64
   maxattn tune configs/wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+  maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
 It prints the YAML of the fastest. Each measurement is kept at once in ~/.cache/maxattn (or
 $MAXATTN_CACHE): a killed command goes on where it was. Where nothing can be written, nothing is
 kept, and it says so. Plans on this machine then take the fastest
 sizes where the config sets none. With a --target that is not this machine, nothing is timed or
 kept: the sizes are ranked by what they compute, padding included, and by their steps: an estimate.
+With --offline they are ranked by the schedules that libtpu makes of their kernels, and kept.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
 from maxattn.plan import plan
 from maxattn.target import Target
+from maxattn.tools.cli import tune_offline
 from maxattn.tools.cli.machine import machine_arguments, mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
@@ -57,6 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add, limit = parser.add_argument, "sizes to time for each shape; default 24"
     add("--limit", type=int, default=24, metavar="N", help=limit)
     add("--again", action="store_true", help="time anew what was measured before")
+    tune_offline.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
     source, args.has_said_so = read_source(args), False
+    if args.offline:
+        return tune_offline.run(args, source)
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     for number, shape in enumerate(shapes_of(args, source)):
         made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))

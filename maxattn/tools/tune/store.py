@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maxattn.config.measurements import VERSION, read_kept
+from maxattn.config.measurements import VERSION, is_estimated, read_kept
 from maxattn.tools.writable import unwritable
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
@@ -65,7 +65,8 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in IDENTITY)
+    same_source = is_estimated(one) == is_estimated(other)
+    return same_source and all(one[key] == other[key] for key in IDENTITY)
 
 
 @contextmanager
