@@ -7,9 +7,10 @@
     # one prompt a line, a batch of them
     python examples/embed.py FOLDER --prompts prompts.txt --to FILE
 
-FOLDER is a Wan 2.1 or SDXL pipeline in diffusers' format. The file holds text and negative_text;
-for SDXL pooled and negative_pooled; for image-to-video image and condition. generate_wan.py and
-generate_sdxl.py take it by --embeddings. Needs pip install "maxattn[torch]".
+FOLDER is a Wan 2.1, Wan 2.2 or SDXL pipeline in diffusers' format. The file holds text and
+negative_text; for SDXL pooled and negative_pooled; for image-to-video image and condition, or
+first. generate_wan.py and generate_sdxl.py take it by --embeddings. Needs pip install
+"maxattn[torch]".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import sdxl.torch_parts
 import wan.torch_parts
 from common.command import user_errors
-from common.pipeline_folder import PIPELINES, absent, index_of
+from common.pipeline_folder import PIPELINES, absent, continues_images, index_of
 from common.writable import unwritable
 from sample import files
 from sample.checks import Needs, without_torch
@@ -77,7 +78,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
         yield ConfigError("folder", value, rule, "give one")
         return
     yield from _option_errors(found, kind)
-    needs = Needs(NEEDS[kind], "transformers", INSTEAD)
+    needs = Needs(_parts(found.folder, kind), "transformers", INSTEAD)
     yield from without_torch("folder", "encoding a prompt", found.folder, needs)
     if found.image is not None:
         needs = Needs(("vae",), "diffusers", INSTEAD)
@@ -85,8 +86,15 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     yield from device_errors("--torch-device", found.torch_device)
 
 
+def _parts(folder: Path, kind: str) -> tuple[str, ...]:
+    """Name what encodes prompts and images; Wan 2.2 has no image encoder."""
+    without = [name for name, of in index_of(folder).items() if of == [None, None]]
+    return tuple(part for part in NEEDS[kind] if part not in without)
+
+
 def _option_errors(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
-    if (kind == "WanImageToVideoPipeline") != (found.image is not None):
+    may = continues_images(index_of(found.folder))
+    if not may and (kind == "WanImageToVideoPipeline") != (found.image is not None):
         rule = "image-to-video pipelines, and no others, are told an image"
         yield ConfigError("--image", found.image or "(none)", rule, f"this is a {kind}")
     for option in ("image", "prompts"):

@@ -1,4 +1,4 @@
-"""Draw videos with Wan 2.1, or with the small model of digits that `train_wan.py` trained.
+"""Draw videos with Wan 2.1 and 2.2, or with the small model of digits that `train_wan.py` trained.
 
     python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER \\
         --prompt "a red fox in snow" --out out/fox
@@ -78,7 +78,8 @@ def main(found: argparse.Namespace) -> None:
     with hosts.first_speaks():
         if isinstance(settings, Settings):
             return wan(found, settings)
-        given = {name: value for name in FILES if (value := getattr(found, name)) is not None}
+        values = {name: getattr(found, name.replace("-", "_")) for name in FILES}
+        given = {name: value for name, value in values.items() if value is not None}
         rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
         if given:
             errors = [ConfigError(f"--{name}", path, rule, remedy) for name, path in given.items()]

@@ -116,9 +116,9 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
     sizes = _padded_sizes(call, over.strategy)
-    name, because = _named(question)
+    name, because = named_kernel(call, config)
     padded, local = _padded_and_local(call, over.strategy, sizes)
-    runs = run_or_choose(name, because, local, target, config.deterministic)
+    runs = run_or_choose(name, because, local, target, config)
     if runs.fell_back and question.asked.kernel != "auto":
         _refuse_if_asked(question, question.asked.kernel_key, runs.refused[0])
     kernel = build(runs.name, local, config, target)
@@ -137,7 +137,7 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
         because=runs.because,
-        notes=(*strategy.notes(), *notes, *kernel.notes(local, config, target)),
+        notes=(*strategy.notes(), *notes, *kernel.notes(local, config, target), *runs.notes),
         refused=(*over.refused, *runs.refused),
         fell_back=runs.fell_back or bool(over.refused),
         fallback=question.asked.fallback,
@@ -194,12 +194,18 @@ def _padded_and_local(call: Call, strategy: Strategy, sizes: _PaddedSizes) -> tu
     mask = limit_keys(call.mask, call.kv_len, sizes.kv_len)
     kv_heads = call.kv_heads * sizes.kv_repeat
     padded = call.derived(q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
+    return padded, kernel_call(padded, strategy)
+
+
+def kernel_call(padded: Call, strategy: Strategy) -> Call:
+    """Return what one device's kernel gets of a padded call.
+
+    A strategy's local call says nothing of a bias; that there is one decides which kernels can run.
+    """
     share = strategy.local_call(padded)
-    # A strategy's local call says nothing of a bias; that there is one decides which kernels can
-    # run.
     sharded = share.q_len < padded.q_len
     sequence = (padded.q_len, padded.kv_len) if sharded else None
-    return padded, share.derived(bias=padded.bias, sharded=sharded, sequence=sequence)
+    return share.derived(bias=padded.bias, sharded=sharded, sequence=sequence)
 
 
 # ---- the strategy --------------------------------------------------------------------------------
@@ -253,9 +259,9 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-def _named(question: _Question) -> tuple[str, str]:
-    """Return the kernel that the config names, or "auto", and which setting does."""
-    call, config, asked = question.call, question.config, question.asked
+def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
+    """Return the kernel that a config names for a call, or "auto", and which setting does."""
+    asked = Asked.of(config, call.role)
     in_chunks, least = config.use_memory_efficient_attention, config.flash_min_seq_length
     if call.q_len < least:
         because = f"T={call.q_len} < flash_min_seq_length={least}"

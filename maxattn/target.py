@@ -18,6 +18,7 @@ from maxattn.jax_private.aiter import aiter_in_jax
 from maxattn.jax_private.versions import CUDNN
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
+from maxattn.tuned.kernels import CallTimes, times_of
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -44,6 +45,8 @@ class Target:
         tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
         capability: the compute capability that jax gives of an NVIDIA GPU, for example "10.3"; ""
             where the device kind's own is taken.
+        kernel_times: of kernels that `maxattn tune` measured on it, which `attention: auto` takes
+            first.
     """
 
     platform: Platform
@@ -52,6 +55,7 @@ class Target:
     env: Pairs = ()
     tuned: tuple[Tuned, ...] = ()
     capability: str = ""
+    kernel_times: tuple[CallTimes, ...] = ()
 
     @staticmethod
     def here() -> Target:
@@ -63,7 +67,8 @@ class Target:
             return assumed
         names = (*table.switches(), *ENVIRONMENT)
         here = _here(tuple((k, os.environ[k]) for k in names if k in os.environ), installed())
-        return _with_tuned(here, table_of(here.device_kind, here.packages))
+        sizes = table_of(here.device_kind, here.packages)
+        return _with_tuned(here, sizes, times_of(here.device_kind))
 
     @staticmethod
     def named(kind: str, packages: Pairs = ()) -> Target:
@@ -95,6 +100,10 @@ class Target:
         capability = read_capability(self.capability)
         return device_of(self.device_kind, self.platform, capability)
 
+    def untuned(self) -> Target:
+        """Return the same machine without what was measured on it."""
+        return replace(self, tuned=(), kernel_times=())
+
     def version(self, package: str) -> str | None:
         """Return the version of an optional package, or None where it is not installed."""
         return dict(self.packages).get(package)
@@ -106,14 +115,17 @@ _ASSUMED: ContextVar[Target | None] = ContextVar(
 
 
 @lru_cache(maxsize=8)
-def _with_tuned(here: Target, table: tuple[Tuned, ...]) -> Target:
-    """Add the sizes that were measured here.
+def _with_tuned(
+    here: Target, table: tuple[Tuned, ...], times: tuple[CallTimes, ...] = ()
+) -> Target:
+    """Add the sizes and the kernels that were measured here.
 
     Not over several processes: their files may differ, and their programs must not.
     """
     import jax
 
-    return replace(here, tuned=table) if table and jax.process_count() == 1 else here
+    has_any = bool(table or times) and jax.process_count() == 1
+    return replace(here, tuned=table, kernel_times=times) if has_any else here
 
 
 _PLATFORMS: dict[str, Platform] = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}

@@ -26,7 +26,7 @@ WIDTH, README_LINES = 100, 120
 FREE = ("docs/guide/block_sizes_flowchart.md", "docs/measured/LOG.md")
 PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|txt|json|png)\b")
 # Files of which pages speak that somebody else has.
-MADE = ("scheduler/scheduler_config.json", "maxattn/kernels/mine.py")
+MADE = ("scheduler/scheduler_config.json", "model_index.json", "maxattn/kernels/mine.py")
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 CONFIG = re.compile(r"# ([\w/]+\.yml)\n")
 FILE = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|yml|json|sh))`")

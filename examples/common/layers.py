@@ -82,21 +82,23 @@ def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm
 def modulated(
     x: Float[Array, "B T D"],
     norm: nnx.LayerNorm,
-    scale: Float[Array, "B 1 D"],
-    shift: Float[Array, "B 1 D"],
+    scale: Float[Array, "B F D"],
+    shift: Float[Array, "B F D"],
 ) -> Float[Array, "B T D"]:
     """Compute norm(x) * (1 + scale) + shift in float32; keep the dtype of x."""
     return (norm(x) * (1 + scale) + shift).astype(x.dtype)
 
 
 def gated(
-    x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B 1 D"]
+    x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B F D"]
 ) -> Float[Array, "B T D"]:
     """Compute x + gate * y in float32; keep the dtype of x."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
 
 
-def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float[Array, "B {dim}"]:
+def sinusoids(
+    t: Float[Array, "..."], dim: int, max_period: float = 1e4
+) -> Float[Array, "... {dim}"]:
     """Write times as cosines, then sines, of geometrically spaced frequencies.
 
     Args:
@@ -106,7 +108,7 @@ def sinusoids(t: Float[Array, " B"], dim: int, max_period: float = 1e4) -> Float
     """
     half = dim // 2
     frequencies = max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = t.astype(jnp.float32)[:, None] * frequencies
+    angles = t.astype(jnp.float32)[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 

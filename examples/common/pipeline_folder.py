@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ REPOSITORIES = {
     "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "unet": "stabilityai/stable-diffusion-xl-base-1.0",
 }
-TWO_TRANSFORMERS = ("transformer_2", "boundary_ratio", "expand_timesteps")  # keys of Wan 2.2
+SECOND = "transformer_2"  # of Wan 2.2's A14B: it takes the steps with less noise
 
 
 def absent(
@@ -55,6 +55,11 @@ def index_of(folder: Path) -> dict[str, Any]:
     return _json(folder / "model_index.json")
 
 
+def continues_images(index: Mapping[str, Any]) -> bool:
+    """Tell whether the first frame of a video can be an image, by `model_index.json`."""
+    return bool(index.get("expand_timesteps"))
+
+
 def _json(path: Path) -> dict[str, Any]:
     return read_mapping(path) if path.is_file() else {}
 
@@ -65,7 +70,7 @@ def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
 
 
 def pipeline_errors(folder: Path, part: str) -> Iterator[ConfigError]:
-    """Yield what makes a pipeline one that the examples cannot sample, such as Wan 2.2.
+    """Yield what makes a pipeline one that the examples cannot sample.
 
     Args:
         folder: a pipeline's, or a model's alone.
@@ -75,12 +80,15 @@ def pipeline_errors(folder: Path, part: str) -> Iterator[ConfigError]:
     known = PIPELINES[part]
     if index and (kind := index.get("_class_name")) not in known:
         yield _error(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(known)}")
-    for key in TWO_TRANSFORMERS:
-        if index.get(key) not in (None, False, [None, None]):
-            rule = "a Wan 2.1 pipeline has one transformer for all times"
-            yield _error(folder, f"{key} {index[key]}", rule)
+    has_two = index.get(SECOND) not in (None, [None, None])
+    if has_two != (index.get("boundary_ratio") is not None):
+        value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {index.get('boundary_ratio')}"
+        rule = "boundary_ratio says at which time the second transformer takes over"
+        yield _error(folder, value, rule)
+    if has_two and not (folder / SECOND).is_dir():
+        yield _error(folder, f"without {SECOND}", "the pipeline has two transformers")
 
 
 def _error(folder: Path, value: str, rule: str) -> ConfigError:
-    remedy = "give the folder of Wan 2.1 or SDXL in diffusers' format"
+    remedy = "give the folder of Wan 2.1, Wan 2.2 or SDXL in diffusers' format"
     return ConfigError("model.folder", f"{folder}: {value}", rule, remedy)

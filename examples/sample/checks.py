@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.pipeline_folder import lacking, pipeline_errors
+from common.pipeline_folder import SECOND, index_of, lacking, pipeline_errors
 from common.writable import unwritable
 from common.xla_options import xla_options
 
@@ -37,6 +38,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *_input_errors(task, paths, sizes_fit),
         *_output_errors(paths),
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
+        *_expert_errors(task, paths),
         *_file_errors(task, paths),
         *_device_errors(task, paths),
     ]
@@ -57,16 +59,33 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     """Yield why the scheduler's file, those of the weights or compiler options are refused."""
     opened: list[Callable[[], Any]] = [
         lambda: task.sampler().schedule(task.settings.sampling.num_inference_steps),
-        lambda: weights.SafeTensors(paths.weights_of(task.part)),
+        *(partial(weights.SafeTensors, paths.weights_of(x)) for x in _parts(task, paths)),
         lambda: options(task),
     ]
-    if (lora := paths.lora) is not None:
-        opened.append(lambda: weights.SafeTensors(lora))
+    opened += [partial(weights.SafeTensors, x) for x in (paths.lora, paths.lora_2) if x]
     for read in opened:
         try:
             read()
         except MaxattnError as error:
             yield error
+
+
+def _parts(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
+    """Name the parts of the folder whose weights are read, of those that are there."""
+    has_two = (paths.weights or paths.model) / SECOND
+    return (task.part, SECOND) if has_two.is_dir() else (task.part,)
+
+
+def _expert_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield what is given for a second transformer that is not there, and what is not for both."""
+    both = index_of(paths.model).get("boundary_ratio") is not None
+    if paths.lora_2 is not None and not both:
+        rule = "it is merged into the second of two transformers, and this pipeline has one"
+        yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
+    if both and paths.weights is not None and not (paths.weights / SECOND).is_dir():
+        rule = f"a pipeline of two transformers takes a folder with transformer and {SECOND}"
+        remedy = "put the weights of each there, or give a model's folder by --model"
+        yield ConfigError("--weights", paths.weights, rule, remedy)
 
 
 def _device_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
@@ -128,7 +147,7 @@ def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
 
 
 def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigError]:
-    if task.takes_image and image is None:
+    if task.needs_image and image is None:
         rule = "an image-to-video model begins with an image"
         remedy = "give --image FILE, or --embeddings FILE (examples/embed.py)"
         yield ConfigError("--image", "(none)", rule, remedy)

@@ -35,6 +35,7 @@ FILES = {
         " training run"
     ),
     "lora": "LoRA weights to merge",
+    "lora-2": "the same, for the second transformer of Wan 2.2's A14B",
     "latents": "where to write latents",
     "out": "the folder for what they show, decoded with torch",
 }
@@ -90,5 +91,6 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
         rule = "weights to draw with are in a folder in diffusers' format"
         remedy = "give --model FOLDER, or write model.folder"
         raise ConfigErrors([ConfigError("model.folder", "null", rule, remedy)])
-    files = {name: getattr(found, name) for name in FILES}
+    names = (name.replace("-", "_") for name in FILES)
+    files = {name: getattr(found, name) for name in names}
     return Paths(Path(folder), **files, lora_scale=found.lora_scale)

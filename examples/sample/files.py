@@ -2,9 +2,10 @@
 
 An embeddings file holds text [B, L, D]; for SDXL pooled [B, P], and time_ids [B, 6] where they are
 not those of the size that is drawn; for image-to-video image [B, S, D] and condition
-[B, 4 + C, F, h, w]; and negative_text (with negative_pooled), which guidance leads away from. A
-batch of 1 goes with any other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the
-model sees them; a noise file holds noise of the same shape.
+[B, 4 + C, F, h, w], or first [B, C, 1, h, w] of a model that continues an encoded image; and
+negative_text (with negative_pooled), which guidance leads away from. A batch of 1 goes with any
+other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the model sees them; a noise
+file holds noise of the same shape.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from maxattn.errors import ConfigError
 
 from .task import Arrays
 
-NAMES = ("text", "pooled", "time_ids", "image", "condition", "negative_text", "negative_pooled")
+NAMES = ("text", "pooled", "time_ids", "image", "condition", "first")
+NAMES = (*NAMES, "negative_text", "negative_pooled")
+MAY_LACK = ("first",)  # of what a model is told
 OPTIONAL = ("time_ids", "negative_text", "negative_pooled")
 MAKE = "make it with examples/embed.py"
 DRAW = "make it with examples/generate_wan.py or generate_sdxl.py, --latents FILE"
@@ -79,6 +82,8 @@ def shape_errors(
         path, option: of the file, for errors.
     """
     for name, form in expected.items():
+        if name in MAY_LACK and name not in found:
+            continue
         yield from _array_errors(name, found.get(name), form, path, option)
     for name in sorted(found.keys() - expected.keys() - set(OPTIONAL)):
         rule = "this model is not told that"

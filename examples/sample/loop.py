@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,54 +17,88 @@ from samplers import Schedule, State, start, step
 from samplers.guidance import guided
 
 from .checks import options
-from .task import SamplingTask
+from .task import Expert, SamplingTask
 
 LINES = 10  # of a run without a terminal
 
 
-def denoise(
-    task: SamplingTask,
-    model: nnx.Module,
-    told: tuple[dict[str, Array], ...],
-    noise: Float[Array, "B ... C"],
-    schedule: Schedule,
-    console: Console | None = None,
-) -> Float[Array, "B ... C"]:
-    """Walk from noise to latents, channels last.
+class Program(NamedTuple):
+    """Hold what is compiled for a model's structure.
+
+    Attributes:
+        graph: the structure.
+        once: computes what every step needs of the arrays that a call is told.
+        step: from (parameters, schedule, step, state, known, guidance scale) to the next state.
+    """
+
+    graph: Any
+    once: Callable[[Any, Any], Any]
+    step: Callable[..., State]
+
+
+class Walk(AbstractContextManager["Walk"]):
+    """Walk from noise to a sample, channels last, with one model after the other.
+
+    Models of the same structure share one compiled step.
 
     Args:
-        task: how the model is called.
-        model: with its weights.
+        task: how the models are called.
         told: arrays for each call of a step, as `rows.told_in_rows` arranges them.
         noise: standard normal.
         schedule: of the sampler.
         console: where the bar is drawn; default standard output.
     """
-    graph, parameters = nnx.split(model)
 
-    def once(parameters: Any, told: Any) -> Any:
-        return task.told(nnx.merge(graph, parameters), told)
+    def __init__(
+        self,
+        task: SamplingTask,
+        told: tuple[dict[str, Array], ...],
+        noise: Float[Array, "B ... C"],
+        schedule: Schedule,
+        console: Console | None = None,
+    ) -> None:
+        self.task, self.told, self.schedule = task, told, schedule
+        self.state: State = jax.jit(start)(schedule, noise)
+        self.bar, self._program = Bar(len(schedule.times), console), None
 
-    known = tuple(jax.jit(once)(parameters, what) for what in told)
-    state = jax.jit(start)(schedule, noise)
-    compiled = _compiled(task, graph, (parameters, schedule, jnp.int32(0), state, known))
-    steps = len(schedule.times)
-    with Bar(steps, console) as bar:
-        for i in range(steps):
-            state = compiled(parameters, schedule, jnp.int32(i), state, known)
-            jax.block_until_ready(state)
-            bar.advance()
-    return state.x
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.stop()
+
+    def take(self, model: nnx.Module, expert: Expert) -> None:
+        """Take an expert's steps with its model."""
+        graph, parameters = nnx.split(model)
+        once = jax.jit(lambda p, told: self.task.told(nnx.merge(graph, p), told))
+        program = self._program
+        if program is not None and program.graph == graph:
+            once = program.once
+        known, scale = (
+            tuple(once(parameters, what) for what in self.told),
+            jnp.float32(expert.guidance_scale),
+        )
+        if program is None or program.graph != graph:
+            first = parameters, self.schedule, jnp.int32(0), self.state, known, scale
+            program = self._program = Program(graph, once, _compiled(self.task, graph, first))
+        self.bar.begin()
+        for i in range(self.bar.done, self.bar.done + expert.steps):
+            now = jnp.int32(i)
+            self.state = program.step(parameters, self.schedule, now, self.state, known, scale)
+            jax.block_until_ready(self.state)
+            self.bar.advance()
 
 
 def _compiled(task: SamplingTask, graph: Any, args: tuple[Any, ...]) -> Callable[..., State]:
     """Compile a step for these arguments, and print how long that took."""
-    scale = task.settings.sampling.guidance_scale
+    guides = task.settings.sampling.guidance_scale != 1
 
-    def one(parameters: Any, schedule: Schedule, i: Array, state: State, known: Any) -> State:
+    def one(
+        parameters: Any, schedule: Schedule, i: Array, state: State, known: Any, scale: Array
+    ) -> State:
         model = nnx.merge(graph, parameters)
-        predict = guided(lambda x, t, what: task.predict(model, x, t, what), known, scale)
-        return step(schedule, i, state, predict)
+        call = lambda x, t, what: task.predict(model, x, t, what)  # noqa: E731
+        return step(schedule, i, state, guided(call, known, scale if guides else 1))
 
     shardings = jax.tree.map(lambda x: x.sharding, args[3])
     began = time.perf_counter()
@@ -84,7 +117,7 @@ def _memory(compiled: Any) -> str:
     return f"; a step holds {(total - found.alias_size_in_bytes) / 2**30:.2f} GiB on a device"
 
 
-class Bar(AbstractContextManager["Bar"]):
+class Bar:
     """Show steps and their speed: a bar on a terminal, else a few lines.
 
     Args:
@@ -94,6 +127,7 @@ class Bar(AbstractContextManager["Bar"]):
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.steps, self.done, self.console = steps, 0, console or Console()
+        self._spent = 0.0
         facts = TextColumn("{task.fields[facts]}")
         columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), facts)
         more: dict[str, Any] = {"console": self.console, "disable": not self._live}
@@ -104,20 +138,20 @@ class Bar(AbstractContextManager["Bar"]):
     def _live(self) -> bool:
         return self.console.is_terminal
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Start the clock, or go on after a pause that does not count."""
         self._bar.start()
-        self._began = time.perf_counter()
-        return self
+        self._began = time.perf_counter() - self._spent
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
         self._bar.stop()
 
     def advance(self) -> None:
         """Count one step more."""
         self.done += 1
-        each = (time.perf_counter() - self._began) / self.done
+        self._spent = time.perf_counter() - self._began
+        each = self._spent / self.done
         facts = f"{1 / each:.2f} steps/s" if each < 1 else f"{each:.2f} s a step"
         self._bar.update(self._task, completed=self.done, facts=facts)
         now_and_then = not self._live and self.done % max(1, self.steps // LINES) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.pipeline_folder import part_of
+from common.pipeline_folder import SECOND, part_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Paths:
         image: what an image-to-video model begins with, encoded with torch.
         noise: where to begin, instead of noise of the seed.
         lora: weights that are merged.
+        lora_2: weights that are merged into a pipeline's second transformer.
         lora_scale: multiplies them.
         latents: where latents are written.
         out: the folder where what they show is written, decoded with torch.
@@ -30,6 +31,7 @@ class Paths:
     image: Path | None = None
     noise: Path | None = None
     lora: Path | None = None
+    lora_2: Path | None = None
     lora_scale: float = 1.0
     latents: Path | None = None
     out: Path | None = None
@@ -37,3 +39,7 @@ class Paths:
     def weights_of(self, part: str) -> Path:
         """Return the folder of the weights: a part of a pipeline's folder, or the folder."""
         return part_of(self.weights or self.model, part)
+
+    def lora_of(self, part: str) -> Path | None:
+        """Return the LoRA weights of a part."""
+        return self.lora_2 if part == SECOND else self.lora

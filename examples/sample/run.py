@@ -19,7 +19,7 @@ from maxattn.errors import ConfigError, InputError
 
 from . import files
 from .checks import check
-from .loop import denoise
+from .loop import Walk
 from .paths import Paths
 from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
@@ -67,19 +67,27 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     return latents
 
 
-def load(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> nnx.Module:
-    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any."""
+def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:
+    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on.
+        part: of the pipeline's folder; default the task's.
+    """
     began = time.perf_counter()
     model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
-    prefix = weights.lora_prefix(model, paths.lora) if paths.lora else ""
-    if paths.lora is not None:
-        weights.check_lora(model, paths.lora, prefix=prefix)
-    weights.load_diffusers(model, paths.weights_of(task.part), mesh=mesh)
+    lora = paths.lora_of(part or task.part)
+    prefix = weights.lora_prefix(model, lora) if lora else ""
+    if lora is not None:
+        weights.check_lora(model, lora, prefix=prefix)
+    weights.load_diffusers(model, paths.weights_of(part or task.part), mesh=mesh)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
-    if paths.lora is not None:
-        changed = weights.merge_lora(model, paths.lora, paths.lora_scale, prefix=prefix)
-        others = _passed_over(paths.lora, prefix)
+    if lora is not None:
+        changed = weights.merge_lora(model, lora, paths.lora_scale, prefix=prefix)
+        others = _passed_over(lora, prefix)
         print(f"LoRA weights of {len(changed)} layers merged, times {paths.lora_scale:g}{others}")
     return model
 
@@ -134,21 +142,39 @@ def _opening(
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
     guided = sampling.guidance_scale != 1
     yield f"guidance  {f'{sampling.guidance_scale:g}, {how}' if guided else 'none'}"
+    yield from _experts_lines(task, sampler)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
+
+
+def _experts_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
+    """Say which model takes which steps, where there are several."""
+    schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
+    experts, done = task.experts(schedule.times), 0
+    for expert in experts if len(experts) > 1 else ():
+        steps = f"steps {done + 1} to {done + expert.steps}" if expert.steps else "no step"
+        yield f"expert    {expert.part}, {steps}, guidance {expert.guidance_scale:g}"
+        done += expert.steps
+    if len(experts) > 1:
+        yield "          one at a time on the devices, each read when its turn comes"
 
 
 def _sampled(
     task: SamplingTask, paths: Paths, start: Start, sampler: Sampler, mesh: Mesh | None
 ) -> np.ndarray:
-    """Load the model, take the steps, and let the model go."""
+    """Take the steps of one model after the other; each is loaded when its turn comes."""
     schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
-    model = load(task, paths, mesh)
-    began = time.perf_counter()
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
-    first = place(np.moveaxis(start.noise, 1, -1), mesh)
-    latents = hosts.whole(denoise(task, model, told, first, schedule))
-    print(f"{start.rows.wanted} samples in {time.perf_counter() - began:.1f} s")
+    first, spent = place(np.moveaxis(start.noise, 1, -1), mesh), 0.0
+    with Walk(task, told, first, schedule) as walk:
+        for expert in (e for e in task.experts(schedule.times) if e.steps):
+            model = load(task, paths, mesh, expert.part)
+            began = time.perf_counter()
+            walk.take(model, expert)
+            spent += time.perf_counter() - began
+            del model  # before the next is loaded: a device may have room for one
+    latents = hosts.whole(task.finished(walk.state.x, told[-1]))
+    print(f"{start.rows.wanted} samples in {spent:.1f} s")
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
 
 

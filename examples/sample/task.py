@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,6 +17,20 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
+
+
+class Expert(NamedTuple):
+    """Say which model takes which steps.
+
+    Attributes:
+        part: the folder of a pipeline that holds it.
+        steps: how many, after those of the expert before.
+        guidance_scale: of these steps.
+    """
+
+    part: str
+    steps: int
+    guidance_scale: float
 
 
 class SamplingTask(Protocol):
@@ -44,7 +58,16 @@ class SamplingTask(Protocol):
 
     @property
     def takes_image(self) -> bool:
-        """Whether the model is told an image."""
+        """Whether the model can be told an image."""
+        ...
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether it draws nothing without one."""
+        ...
+
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Return the models that take the steps at these times, which descend: most have one."""
         ...
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
@@ -79,6 +102,12 @@ class SamplingTask(Protocol):
         self, model: Any, x: Float[Array, "B ... C"], t: Float[Array, " B"], told: Any
     ) -> Array:
         """Call the model on latents, channels last."""
+        ...
+
+    def finished(
+        self, x: Float[Array, "B ... C"], told: Mapping[str, Array]
+    ) -> Float[Array, "B ... C"]:
+        """Return what is drawn, from the last step's sample and the arrays of its last call."""
         ...
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:

@@ -16,7 +16,7 @@ from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
 from sample import media
-from sample.task import Arrays
+from sample.task import Arrays, Expert
 from samplers.read import Sampler
 
 import maxattn as ma
@@ -45,6 +45,7 @@ class SdxlSamplingTask:
 
     part: Literal["unet"] = "unet"
     takes_image: bool = False
+    needs_image: bool = False
     needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
     @cached_property
@@ -118,6 +119,16 @@ class SdxlSamplingTask:
         """Predict the noise, or v."""
         kv, pooled, picture = told
         return model(x, t, None, pooled, picture, kv)
+
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Take all steps with the UNet."""
+        return (Expert(self.part, len(times), self.settings.sampling.guidance_scale),)
+
+    def finished(
+        self, x: Float[Array, "B H W C"], told: Mapping[str, Array]
+    ) -> Float[Array, "B H W C"]:
+        """Return the sample as it is."""
+        return x
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""

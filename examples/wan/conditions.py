@@ -18,12 +18,12 @@ class Time(NamedTuple):
     """Hold what a time says: to the head, and to all blocks.
 
     Args:
-        embedding: [B, D].
-        modulation: [B, 6, D], float32.
+        embedding: [B, F, D] of each frame of tokens; F is 1 where a video has one time.
+        modulation: [B, F, 6, D], float32.
     """
 
-    embedding: Float[Array, "B D"]
-    modulation: Float[Array, "B 6 D"]
+    embedding: Float[Array, "B F D"]
+    modulation: Float[Array, "B F 6 D"]
 
 
 class Conditions(nnx.Module):
@@ -47,10 +47,10 @@ class Conditions(nnx.Module):
         embedder = None if image is None else ImageEmbedding(sizes, rngs=rngs, **how)
         self.image_embedder = nnx.data(embedder)
 
-    def time(self, t: Float[Array, " B"]) -> Time:
+    def time(self, t: Float[Array, "B F"]) -> Time:
         """Embed times, 0 to 1000."""
         e = self.time_embedder(sinusoids(t, self.freq_dim)).astype(self.dtype)
-        modulation = rearrange(self.time_proj(nnx.silu(e)), "B (six D) -> B six D", six=6)
+        modulation = rearrange(self.time_proj(nnx.silu(e)), "B F (six D) -> B F six D", six=6)
         return Time(e, modulation.astype(jnp.float32))
 
     def text(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:

@@ -1,4 +1,4 @@
-"""Wan 2.1's transformer: from a noisy latent video, its time, a text (and an image) to a velocity.
+"""Wan's transformer: from a noisy latent video, its time, a text (and an image) to a velocity.
 
     e = time;  c = text;  x = patches of the latents
     in each block:    (shift1, scale1, gate1, shift2, scale2, gate2) = table + modulation(e)
@@ -7,12 +7,14 @@
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
-The blocks are stacked along an axis and scanned: they compile once, however many there are.
+A video has one time, or one for each frame of tokens: Wan 2.2's TI2V model continues an image that
+is the first frame, at time 0. The blocks are stacked along an axis and scanned: they compile once,
+however many there are.
 
 Axes: B batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows,
 columns, channels of the latents.
 
-Source: Wan 2.1, https://arxiv.org/abs/2503.20314; parameter names are those of diffusers.
+Source: Wan 2.1 and 2.2, https://arxiv.org/abs/2503.20314; parameter names are those of diffusers.
 """
 
 from __future__ import annotations
@@ -62,18 +64,19 @@ class Block(nnx.Module):
         self.scale_shift_table = table(6, dim, rngs)
 
     def __call__(
-        self, x: Tokens, modulation: Float[Array, "B 6 D"], rotary: ma.Rotary, kv: KV
+        self, x: Tokens, modulation: Float[Array, "B F 6 D"], rotary: ma.Rotary, kv: KV
     ) -> Tokens:
         """Run the three layers.
 
         Args:
             x: the video's tokens.
-            modulation: what the time says to all blocks; this block's table is added.
+            modulation: what the times of all frames, or of the video, say to all blocks; this
+                block's table is added.
             rotary: positions of the tokens.
             kv: keys and values of text and image, from `attn2.compute_kv`.
         """
-        table = self.scale_shift_table[...] + modulation
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(table, 6, axis=1)
+        parts = _of_tokens(self.scale_shift_table[...] + modulation, x.shape[1])
+        shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = gated(x, self.attn1(modulated(x, self.norm1, scale1, shift1), rotary_emb=rotary), gate1)
         x = x + self.attn2(self.norm2(x).astype(x.dtype), kv=kv)
         x = gated(x, self.ffn(modulated(x, self.norm3, scale2, shift2)), gate2)
@@ -146,7 +149,7 @@ class WanTransformer3D(nnx.Module):
     def __call__(
         self,
         latents: Latents,
-        t: Float[Array, " B"],
+        t: Float[Array, " B"] | Float[Array, "B F"],
         text: Float[Array, "B S C"] | None = None,
         image: Float[Array, "B S2 C2"] | None = None,
         kv: KV | None = None,
@@ -155,7 +158,7 @@ class WanTransformer3D(nnx.Module):
 
         Args:
             latents: noisy; for image-to-video with the condition's channels behind the noise's.
-            t: times, 0 (clean) to 1000 (noise).
+            t: times, 0 (clean) to 1000 (noise), of each video or of each frame of its tokens.
             text, image: as for `encode`; or else
             kv: what `encode` gave.
         """
@@ -163,7 +166,7 @@ class WanTransformer3D(nnx.Module):
         grid = self._grid(latents)
         kv = self.encode(text, image) if text is not None else kv
         rotary = ma.rope_3d(self.sizes.attention_head_dim, *grid, theta=self.sizes.rope_theta)
-        time = self.condition_embedder.time(t)
+        time = self.condition_embedder.time(_times(t, grid[0]))
         x = rearrange(self.patch_embedding(latents.astype(self.dtype)), "B F H W D -> B (F H W) D")
         x = sharding.constrain(x, self.mesh, "BT.")
         run = ma.remat(Block.__call__, self.config)
@@ -173,9 +176,9 @@ class WanTransformer3D(nnx.Module):
 
         return self._head(run_layers(step, self.blocks, x, kv), time.embedding, grid)
 
-    def _head(self, x: Tokens, e: Float[Array, "B D"], grid: tuple[int, int, int]) -> Latents:
-        table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, None]
-        shift, scale = jnp.split(table, 2, axis=1)
+    def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
+        table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, :, None]
+        shift, scale = _of_tokens(table, x.shape[1])
         x = self.proj_out(modulated(x, self.norm_out, scale, shift))
         counts = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
         return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **counts)
@@ -203,6 +206,26 @@ class WanTransformer3D(nnx.Module):
         rule = f"this is a model for {kind} (image_dim={self.sizes.image_dim})"
         remedy = "pass no image" if image is not None else "pass the image's states"
         raise InputError("image", value, rule, remedy)
+
+
+def _of_tokens(table: Float[Array, "B F rows D"], tokens: int) -> tuple[Float[Array, "B _ D"], ...]:
+    """Return the rows of a modulation for every token, or for all where F is 1."""
+    b, frames, rows, d = table.shape
+    if frames > 1:
+        # [B, F, rows, D] -> [B, F, T / F, rows, D] -> [B, T, rows, D]
+        spread = (b, frames, tokens // frames, rows, d)
+        table = jnp.broadcast_to(table[:, :, None], spread).reshape(b, tokens, rows, d)
+    return tuple(table[:, :, row] for row in range(rows))
+
+
+def _times(t: Array, frames: int) -> Float[Array, "B F"]:
+    """Return the times as [B, F], with F 1 where a video has one."""
+    if t.ndim == 1:
+        return t[:, None]
+    if t.shape[1:] != (frames,):
+        rule = f"it has a time for each video, [B], or for each of {frames} frames of tokens"
+        raise InputError("t", f"shape {tuple(t.shape)}", rule, f"pass [B] or [B, {frames}]")
+    return t
 
 
 def _check_text(text: Any, kv: Any) -> None:

@@ -1,4 +1,9 @@
-"""Wan 2.1 in sampling: sizes of the video, what the transformer is told, and how it is called."""
+"""Wan in sampling: sizes of the video, what the transformer is told, and how it is called.
+
+What a pipeline's model_index.json says of Wan 2.2 is followed: expand_timesteps, with which the
+first frame can be an encoded image at time 0, and boundary_ratio, above which one transformer takes
+the steps and below which another does.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.pipeline_folder import config_of
+from common.pipeline_folder import SECOND, config_of, continues_images, index_of
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
 from sample import media
-from sample.task import Arrays
+from sample.task import Arrays, Expert
 from samplers.read import Sampler
 
 import maxattn as ma
@@ -28,10 +33,12 @@ from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
 
+TRAINING_TIMES = 1000  # a boundary is a share of them
+
 
 @dataclass(frozen=True)
 class WanSamplingTask:
-    """Draw videos with a Wan 2.1 transformer.
+    """Draw videos with Wan's transformers.
 
     Args:
         settings: of everything.
@@ -46,16 +53,32 @@ class WanSamplingTask:
 
     part: Literal["transformer"] = "transformer"
 
+    @cached_property
+    def index(self) -> Mapping[str, Any]:
+        """What the pipeline says of itself."""
+        return index_of(self.folder)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the first frame can be an image, at time 0."""
+        return continues_images(self.index)
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether it is an image-to-video model: it takes a condition beside the noise."""
+        return self.sizes.in_channels > self.sizes.out_channels
+
     @property
     def takes_image(self) -> bool:
-        """Whether it is an image-to-video model."""
-        return self.sizes.image_dim is not None
+        """Whether a video can begin with an image."""
+        return self.needs_image or self.continues
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
-        """The parts that encode a prompt (and an image)."""
-        image = ("image_encoder", "image_processor", "vae") if self.takes_image else ()
-        return ("tokenizer", "text_encoder", *image)
+        """The parts that encode a prompt, and an image that the model needs."""
+        states = ("image_encoder", "image_processor") if self.sizes.image_dim is not None else ()
+        vae = ("vae",) if self.needs_image else ()
+        return ("tokenizer", "text_encoder", *states, *vae)
 
     @cached_property
     def scale(self) -> tuple[int, int, int]:
@@ -75,8 +98,19 @@ class WanSamplingTask:
         """Choose the sampler, as the pipeline and the settings say."""
         return self.settings.sampling.sampler_of(str(self.folder))
 
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Divide the steps at the pipeline's boundary, where it has one."""
+        s, boundary = self.settings.sampling, self.index.get("boundary_ratio")
+        if boundary is None:
+            return (Expert(self.part, len(times), s.guidance_scale),)
+        above = int((np.asarray(times) >= boundary * TRAINING_TIMES).sum())
+        low = s.guidance_scale if s.guidance_scale_2 is None else s.guidance_scale_2
+        rest = Expert(SECOND, len(times) - above, low)
+        return Expert(self.part, above, s.guidance_scale), rest
+
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield sides and frames that tokens do not divide, and models of two images."""
+        """Yield sides and frames that tokens do not divide, and what a pipeline cannot do."""
+        yield from self._pipeline_errors()
         if self.sizes.pos_embed_seq_len is not None:
             rule = "a model of first and last frame takes two images, which sampling does not"
             yield ConfigError("model.folder", self.folder, rule, "give another")
@@ -91,6 +125,26 @@ class WanSamplingTask:
                 yield ConfigError(f"sampling.{key}", value, rule, near)
         yield from self._frame_errors(frames)
 
+    def _pipeline_errors(self) -> Iterable[ConfigError]:
+        boundary, second = self.index.get("boundary_ratio"), self.folder / SECOND
+        scale = self.settings.sampling.guidance_scale_2
+        name = self.settings.model.sizes
+        if name and self.index and name.endswith("a14b") != (boundary is not None):
+            has = "one transformer" if boundary is None else "two, with a boundary_ratio"
+            rule = f"{name} is not the model of this pipeline, which has {has}"
+            yield ConfigError("model.sizes", name, rule, "set it to null to take the folder's")
+        if boundary is None and scale is not None:
+            rule = "it is the second transformer's, and this pipeline has one"
+            yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")
+        if scale not in (None, 1) and self.settings.sampling.guidance_scale == 1:
+            rule = "guidance is for both transformers or for none, and guidance_scale is 1"
+            remedy = "set guidance_scale too, 1.001 for next to none"
+            yield ConfigError("sampling.guidance_scale_2", scale, rule, remedy)
+        if boundary is not None and second.is_dir() and Sizes.of_folder(second) != self.sizes:
+            rule = "both transformers of a pipeline have the same sizes"
+            remedy = "fetch the whole folder anew"
+            yield ConfigError("model.folder", f"{second}: {Sizes.of_folder(second)}", rule, remedy)
+
     def _frame_errors(self, unit: int) -> Iterable[ConfigError]:
         frames = self.settings.sampling.frames
         if (frames - 1) % unit:
@@ -99,14 +153,19 @@ class WanSamplingTask:
             yield ConfigError("sampling.frames", frames, rule, f"use {below} or {below + unit}")
 
     def expected(self, guided: bool) -> dict[str, Form]:
-        """Return text, and for image-to-video the image's states and the condition."""
+        """Return text, for image-to-video the condition (and the image's states), and the first
+        frame, which may be lacking.
+        """
         sizes = self.sizes
         forms: dict[str, Form] = {"text": ("L", sizes.text_dim)}
         if guided:
             forms["negative_text"] = ("L", sizes.text_dim)
         if sizes.image_dim is not None:
             forms["image"] = ("L", sizes.image_dim)
+        if self.needs_image:
             forms["condition"] = (sizes.in_channels - sizes.out_channels, *self.latents[1:])
+        if self.continues:
+            forms["first"] = (sizes.out_channels, 1, *self.latents[2:])
         return forms
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -132,16 +191,28 @@ class WanSamplingTask:
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of text and image in every block, once for all steps."""
         kv = model.encode(arrays["text"], arrays.get("image"))
-        condition = arrays.get("condition")
-        return kv, None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
+        return kv, _last(arrays.get("condition")), _last(arrays.get("first"))
 
     def predict(
         self, model: Any, x: Float[Array, "B F H W C"], t: Float[Array, " B"], told: Any
     ) -> Array:
-        """Predict the velocity, the condition's channels behind the noise's."""
-        kv, condition = told
+        """Predict the velocity: a condition's channels behind the noise's, a first frame before
+        the others, at time 0.
+        """
+        kv, condition, first = told
         x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
-        return model(x, t, kv=kv)
+        if first is None:
+            return model(x, t, kv=kv)
+        frames = x.shape[1] // self.sizes.patch_size[0]
+        times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
+        return model(_begun(first, x), times, kv=kv)
+
+    def finished(
+        self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]
+    ) -> Float[Array, "B F H W C"]:
+        """Return the sample, its first frame the one that was given."""
+        first = _last(told.get("first"))
+        return x if first is None else _begun(first[-x.shape[0] :], x)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
@@ -152,3 +223,15 @@ class WanSamplingTask:
         videos = torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
         fps = self.settings.sampling.fps
         return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(videos)]
+
+
+def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:
+    """Move the channels to the end, in float32."""
+    return None if x is None else jnp.moveaxis(jnp.asarray(x, jnp.float32), 1, -1)
+
+
+def _begun(
+    first: Float[Array, "B 1 H W C"], x: Float[Array, "B F H W C"]
+) -> Float[Array, "B F H W C"]:
+    """Begin a video with a frame."""
+    return jnp.concatenate([first, x[:, 1:]], axis=1)

@@ -1,4 +1,4 @@
-"""The settings of Wan 2.1: those of attention, and four sections of its own.
+"""The settings of Wan 2.1 and 2.2: those of attention, and four sections of its own.
 
 The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
 """
@@ -25,7 +25,14 @@ from maxattn.errors import ConfigError
 
 from .sizes import SIZES, Sizes
 
-Name = Literal["wan-2.1-t2v-1.3b", "wan-2.1-t2v-14b", "wan-2.1-i2v-14b"]
+Name = Literal[
+    "wan-2.1-t2v-1.3b",
+    "wan-2.1-t2v-14b",
+    "wan-2.1-i2v-14b",
+    "wan-2.2-t2v-a14b",
+    "wan-2.2-i2v-a14b",
+    "wan-2.2-ti2v-5b",
+]
 
 
 class ModelSettings(Section):
@@ -112,6 +119,8 @@ class SamplingSettings(CommonSampling):
     """Frames of the video: a multiple of 4, and one."""
     fps: Count = 16
     """Frames a second, in the file."""
+    guidance_scale_2: Annotated[float, Ge(0)] | None = None
+    """Of Wan 2.2's second transformer, which takes the steps with less noise; null: the first's."""
     text_tokens: Count = 512
     """Tokens of a prompt; a shorter one is padded with zeros, as in the model's training."""
 
@@ -138,7 +147,7 @@ class Settings(ma.AttentionConfig):
 
 
 def describes_wan(path: str, overrides: Sequence[str]) -> bool:
-    """Tell whether a file, with overrides, is for Wan 2.1: its model has `sizes` or a `folder`."""
+    """Tell whether a file, with overrides, is for Wan: its model has `sizes` or a `folder`."""
     try:
         sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
         keys = _keys(sections.get("model")) if isinstance(sections, dict) else set()

@@ -1,8 +1,8 @@
-"""Sizes of Wan 2.1's transformers, by name or from a folder's `config.json`."""
+"""Sizes of Wan's transformers, by name or from a folder's `config.json`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from common.pipeline_folder import absent
 from maxattn.errors import WeightsError
 
 CLASS_NAME = "WanTransformer3DModel"
-# What diffusers' transformer could be beside Wan 2.1.
+# What diffusers' transformer could be beside Wan 2.1 and 2.2.
 NORMS = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
 
 
@@ -91,20 +91,19 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise WeightsError("_class_name", name, rule, remedy)
     for key, only in NORMS.items():
         if config.get(key, only) != only:
-            rule = f"every Wan 2.1 model has {only}"
+            rule = f"every Wan model has {only}"
             raise WeightsError(key, config[key], rule, "give the weights of one")
     return config
 
 
+_14B = Sizes(num_attention_heads=40, num_layers=40, ffn_dim=13824)
 SIZES = {
     "wan-2.1-t2v-1.3b": Sizes(),
-    "wan-2.1-t2v-14b": Sizes(num_attention_heads=40, num_layers=40, ffn_dim=13824),
-    "wan-2.1-i2v-14b": Sizes(
-        num_attention_heads=40,
-        num_layers=40,
-        ffn_dim=13824,
-        in_channels=36,
-        image_dim=1280,
-        added_kv_proj_dim=5120,
+    "wan-2.1-t2v-14b": _14B,
+    "wan-2.1-i2v-14b": replace(_14B, in_channels=36, image_dim=1280, added_kv_proj_dim=5120),
+    "wan-2.2-t2v-a14b": _14B,
+    "wan-2.2-i2v-a14b": replace(_14B, in_channels=36),
+    "wan-2.2-ti2v-5b": Sizes(
+        num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48
     ),
 }

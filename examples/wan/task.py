@@ -1,4 +1,4 @@
-"""What Wan 2.1 learns: velocities of noisy latents, from a text (and an image)."""
+"""What Wan learns: velocities of noisy latents, from a text (and an image)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class WanTask(LatentTask):
-    """Train a Wan 2.1 transformer by flow matching.
+    """Train a Wan transformer by flow matching.
 
     Args:
         settings: of everything.
@@ -73,10 +73,11 @@ class WanTask(LatentTask):
             "text": ("L", sizes.text_dim),
         }
         if sizes.image_dim is not None:
-            sides = shapes.get("latents", ("F", "h", "w"))[1:]
             expected["image"] = ("S", sizes.image_dim)
+        if takes_condition := sizes.in_channels > sizes.out_channels:
+            sides = shapes.get("latents", ("F", "h", "w"))[1:]
             expected["condition"] = (sizes.in_channels - sizes.out_channels, *sides)
-        kind = "text-to-video" if sizes.image_dim is None else "image-to-video"
+        kind = "image-to-video" if takes_condition else "text-to-video"
         return shape_errors(shapes, expected, f"a model for {kind}")
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.pipeline_folder import continues_images, index_of
 from jaxtyping import Float, UInt8
 from sample.media import to_pixels
 from sample.task import Arrays
@@ -54,10 +55,11 @@ def cleaned(prompt: str) -> str:
 
 
 def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
-    """Encode the first frame of an image-to-video model: the image's states, and the condition.
+    """Encode the first frame of an image-to-video model, as the folder says.
 
-    The condition's first channels mark the frames that are given, one channel for each frame of a
-    latent; the others are the encoded video, which is the image and then zeros.
+    The image becomes "first", its latents, or else the condition, whose first channels mark the
+    frames that are given, one channel for each frame of a latent, and whose others are the encoded
+    video, which is the image and then zeros; and its states where there is an image encoder.
 
     Args:
         folder: with image_encoder, image_processor and vae.
@@ -68,8 +70,12 @@ def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> 
     from PIL import Image
 
     picture = Image.open(path).convert("RGB")
-    states = _image_states(folder, picture, device)
-    return {"image": states, "condition": _condition(folder, picture, size, device)}
+    if continues_images(index_of(folder)):
+        return {"first": _encoded(folder, picture, (1, *size[1:]), device)[0].numpy()}
+    condition = {"condition": _condition(folder, picture, size, device)}
+    if not (folder / "image_encoder").is_dir():
+        return condition
+    return {"image": _image_states(folder, picture, device)} | condition
 
 
 def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
@@ -89,6 +95,18 @@ def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
 def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: str) -> np.ndarray:
     """Encode the picture and then zeros, and mark the frame that is given."""
     import torch
+
+    latents, frames = _encoded(folder, picture, size, device)
+    given = torch.zeros(1, frames, *latents.shape[2:])
+    given[:, :, 0] = 1.0
+    return torch.cat([given, latents], 1).numpy()
+
+
+def _encoded(
+    folder: Path, picture: Any, size: tuple[int, int, int], device: str
+) -> tuple[Any, int]:
+    """Return the latents of a picture and then zeros, and how many frames a latent stands for."""
+    import torch
     from diffusers.video_processor import VideoProcessor
 
     vae, mean, std = _vae(folder, device)
@@ -98,9 +116,7 @@ def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: s
     video[:, :, 0] = processor.preprocess(picture, height, width)
     with torch.no_grad():
         latents = (vae.encode(video.to(device)).latent_dist.mode() - mean) / std
-    given = torch.zeros(1, vae.config.scale_factor_temporal, *latents.shape[2:])
-    given[:, :, 0] = 1.0
-    return torch.cat([given, latents.cpu()], 1).numpy()
+    return latents.cpu(), vae.config.scale_factor_temporal
 
 
 def decode(

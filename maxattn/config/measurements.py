@@ -1,7 +1,10 @@
 """Reads the file that `maxattn tune` keeps, and takes nothing from it that tune does not write.
 
 A file that is damaged, or of another version, holds no measurements; a measurement that is damaged
-is left out. Neither is an error: the sizes in it change no result, and no call may break by them.
+is left out. Neither is an error: what is in it changes no result, and no call may break by it.
+
+There are two kinds: times of one kernel with certain sizes, and times of several kernels on one
+call, which were taken in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_si
 _TEXTS = ("device_kind", "versions", "kernel", "call")
 _TIMES = ("forward_ms", "training_ms")
 ESTIMATED: Final = "estimated"  # the source of times of a compiler's schedule; others are measured
+_OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
+PASSES = ("forward_ms", "backward_ms")
+MOST_KERNELS, MOST_ROUNDS = 64, 1000
 
 
 class Kept(NamedTuple):
@@ -50,12 +56,25 @@ def read_kept(path: Path) -> Kept:
     sound = [m for m in listed if is_sound(m)]
     wrong = len(listed) - len(sound)
     said = f"{wrong} of its {len(listed)} measurements are not as `maxattn tune` writes them"
-    return Kept([{"error": ""} | m for m in sound], said if wrong else "")
+    completed = [{"error": ""} | m if is_of_sizes(m) else m for m in sound]
+    return Kept(completed, said if wrong else "")
+
+
+def is_of_sizes(measurement: Mapping[str, Any]) -> bool:
+    """Tell times of one kernel's sizes from those of several kernels."""
+    return "sizes" in measurement
 
 
 def is_sound(measurement: Any) -> bool:
     """Say whether a measurement is one that `maxattn tune` can have written."""
-    if not isinstance(measurement, dict) or not {*_TEXTS, *_TIMES, "sizes"} <= measurement.keys():
+    if not isinstance(measurement, dict):
+        return False
+    of_sizes = is_of_sizes(measurement)
+    return _is_sound_of_sizes(measurement) if of_sizes else _is_sound_of_kernels(measurement)
+
+
+def _is_sound_of_sizes(measurement: dict[str, Any]) -> bool:
+    if not {*_TEXTS, *_TIMES} <= measurement.keys():
         return False
     said = (measurement.get(key, "") for key in ("error", "source"))
     texts = (*(measurement[key] for key in _TEXTS), *said)
@@ -69,6 +88,27 @@ def is_sound(measurement: Any) -> bool:
 def is_estimated(measurement: Mapping[str, Any]) -> bool:
     """Tell whether its times are a compiler's schedule's; then nothing ran."""
     return measurement.get("source") == ESTIMATED
+
+
+def _is_sound_of_kernels(measurement: dict[str, Any]) -> bool:
+    if not {*_OF_KERNELS, *PASSES, "failed"} <= measurement.keys():
+        return False
+    texts, failed = [measurement[key] for key in _OF_KERNELS], measurement["failed"]
+    if not isinstance(failed, dict) or len(failed) > MOST_KERNELS:
+        return False
+    if not all(isinstance(text, str) for text in (*texts, *failed, *failed.values())):
+        return False
+    return all(_are_rounds(measurement[key]) for key in PASSES)
+
+
+def _are_rounds(times: Any) -> bool:
+    """Say whether these are milliseconds of each round, by kernel."""
+    if not isinstance(times, dict) or len(times) > MOST_KERNELS:
+        return False
+    listed = list(times.values())
+    if not all(isinstance(ms, list) and 1 <= len(ms) <= MOST_ROUNDS for ms in listed):
+        return False
+    return all(times) and all(finite(x, 0) for ms in listed for x in ms)
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:

@@ -76,6 +76,8 @@ _ALL = (
     _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
     _cross("wan-i2v-cross", 1, 75600, 257, 40, 128,
            "Wan 14B 720p, to the image's 257 tokens, beside the text"),
+    _self("wan-5b-720p", 1, 27280, 24, 128, "Wan 2.2 TI2V 5B, 121 frames of 1280x704"),
+    _cross("wan-5b-cross", 1, 27280, 512, 24, 128, "Wan 2.2 TI2V 5B, to 512 text tokens"),
     _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
     _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
     _cross("sdxl-cross", 16, 4096, 77, 10, 64, "SDXL 64x64, to 77 text tokens"),

@@ -10,8 +10,10 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.devices import SMS
+from maxattn.kernels.fa4.block_sparse import order
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
 from maxattn.kernels.fa4.launch_order import Order, at_wave, order_of
+from maxattn.kernels.fa4.tile_sizes import Tile
 
 ORDERS = [Order(), Order(True)]
 ORDERS += [Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
@@ -37,6 +39,25 @@ def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
     assert {h for _, h in ends} == (set(range(lanes - heads, lanes)) if order.light else set())
     early = [h for _, h in got[: rows * (lanes - heads)]]
     assert early == sorted(early)  # head by head
+
+
+def test_all_heads_of_a_row_follow_each_other() -> None:
+    assert started(Order(across=True), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
+    assert started(Order(True, across=True), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None:
+    """Rows of long segments have a thread block each, and calls without a mask no lists."""
+    shape, tile = (1, 32_768, 12, 128), Tile(128, 128)
+
+    def chosen(segments: int) -> Order:
+        mask = M.Segments.of_lengths((shape[1] // segments,) * segments).bind(shape[1], shape[1])
+        lists = tiling(TilingSpec(mask, tile, (64, 128), (shape[1], shape[1])), (0, 0))
+        return order(shape, shape, lists.forward, tile, forward=True)
+
+    assert chosen(32) == Order(persistent=True, across=True)
+    assert not chosen(8).persistent and not chosen(8).across
+    assert not order((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).across
 
 
 def test_light_rows_of_several_heads_end_with_the_lightest() -> None:

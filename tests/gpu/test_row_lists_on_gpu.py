@@ -70,6 +70,8 @@ MASKS: dict[str, tuple[M.Mask, int, int]] = {
     "lengths, one 0": (M.KeyPadding(np.array([0, 301], np.int32)), 1500, 333),
     "lengths, long": (M.KeyPadding(np.array([1777, 640], np.int32)), 900, 1777),
     "flags": (M.KeyPadding(RNG.random((2, 400)) < np.array([[0.8], [0.1]])), 700, 400),
+    # more tiles in a row than a word has bits, and rows of many and of few
+    "long and short": (twice(cut(1300, 64, 200, 130, 3, 503)), 2200, 2200),
     "segments of known lengths": (M.Segments.of_lengths((700, 13, 64, 400, 160)), 1337, 1337),
 }
 CASES = [

@@ -87,10 +87,19 @@ def allowed_by(given: TilePass, by_keys: bool, batch: int = BATCH) -> np.ndarray
     return found[:, :T, :S] > 0
 
 
+def unpacked(packed: Any) -> TileLists:
+    """Read the one array that holds lists."""
+    parts = ((x[..., 0], x[..., 1:]) for x in np.asarray(packed))
+    return TileLists(*(y for part in parts for y in part))
+
+
 @pytest.mark.parametrize("offsets", [(0, 0), (70, 30)])
 @pytest.mark.parametrize("name", MASKS)
 def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, int]) -> None:
-    """With offsets, as in a hop of a ring: they are traced, and ids are those of the shards."""
+    """With offsets, as in a hop of a ring: they are traced, and ids are those of the shards.
+
+    The kernel gets the lists as one array.
+    """
 
     @jax.jit
     def passes(mask: M.Mask, q_offset: Any, kv_offset: Any) -> Any:
@@ -98,17 +107,18 @@ def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, 
         pairs = mask_inputs.listed(inputs_of(mask, at)).pairs
         assert pairs is not None
         made.append((pairs.tiles.forward(pairs, 1.0), pairs.tiles.backward(pairs, 1.0)))
-        return [(x.lists, x.arrays, x.rows) for x in made[-1]]
+        return [(x.lists.packed(), x.arrays, x.rows) for x in made[-1]]
 
     made: list[Any] = []
     found = passes(MASKS[name], *offsets)
     want = table_of(MASKS[name], offsets)
-    for by_keys, (lists, arrays, rows) in enumerate(found):
+    for by_keys, (packed, arrays, rows) in enumerate(found):
+        lists = unpacked(packed)
         given = made[-1][by_keys]._replace(lists=lists, arrays=arrays)
         assert (allowed_by(given, bool(by_keys)) == want).all()
         work = np.asarray(lists.work).reshape(-1)
-        assert sorted(np.asarray(rows).tolist()) == list(range(len(work)))
-        assert (np.diff(work[np.asarray(rows)]) <= 0).all()
+        assert sorted(np.asarray(rows)[0].tolist()) == list(range(len(work)))
+        assert (np.asarray(heaviest_first(TileLists(work, None, 0 * work, None))) == rows).all()
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -118,22 +128,36 @@ def test_splits_share_out_what_lengths_allow(splits: int, limits: tuple[int, ...
     lists = key_lengths.lists_by_keys(ends, tile, (T, S), splits)
     if splits > 1:
         assert lists.mixed.shape == (splits * BATCH, 4, -(-5 // splits))
+    assert lists.is_traced
+    lists = unpacked(lists.packed())
     given = TilePass(tile, 1.0, lists, key_lengths.TEST, (ends,), splits=splits)
     found = allowed_by(given, by_keys=True).reshape(splits, BATCH, T, S)
     want = np.arange(S) < np.array(limits)[:, None, None]
     assert (found.sum(axis=0) == np.broadcast_to(want, (BATCH, T, S))).all()
 
 
+@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("own_rows", [False, True])
-def test_every_row_starts_once_and_long_ones_first(own_rows: bool) -> None:
-    rows, heads, batch = 5, 3, 2
-    work = RNG.integers(0, 9, (batch, rows) if own_rows else rows)
+@pytest.mark.parametrize("most", [1, 9, 300])
+def test_every_row_starts_once_and_long_ones_first(own_rows: bool, across: bool, most: int) -> None:
+    """Of a class, rows of up to twice as many tiles, head by head or row by row."""
+    rows, heads, batch = 19, 3, 2
+    work = RNG.integers(0, most, (batch, rows) if own_rows else rows)
     named = heaviest_first(TileLists(work, work, 0 * work, work))
-    order, at = Order(listed=True, own_rows=own_rows), np.arange(rows * heads * batch)
-    row, head, b = order.named(at, named, (rows, heads, batch))
-    assert len({*zip(row.tolist(), head.tolist(), b.tolist(), strict=True)}) == len(at)
-    each = work[b, row] if own_rows else work[row]
-    assert (np.diff(each) <= 0).all() and head.max() == heads - 1 and b.max() == batch - 1
+    on_device = heaviest_first(TileLists(jnp.asarray(work), None, jnp.asarray(0 * work), None))
+    assert (np.asarray(on_device) == named).all()
+    order = Order(listed=True, own_rows=own_rows, across=across)
+    row, head, b = order.named(np.arange(rows * heads * batch), named, (rows, heads, batch))
+    at = [*zip(b.tolist(), head.tolist(), row.tolist(), strict=True)]
+    assert len({*at}) == len(at) and head.max() == heads - 1 and b.max() == batch - 1
+    each = np.floor(np.log2(np.maximum(work[b, row] if own_rows else work[row], 0.5)))
+    assert (np.diff(each) <= 0).all()
+    for tiles in np.unique(each):
+        of_class = [at[i] for i in np.flatnonzero(each == tiles)]
+        entry = [(x[0], x[2]) if own_rows else (x[2],) for x in of_class]
+        lane = [(x[1],) if own_rows else x[:2] for x in of_class]
+        turns = zip(entry, lane, strict=True) if across else zip(lane, entry, strict=True)
+        assert sorted(turns) == [*(zip(entry, lane) if across else zip(lane, entry))]  # noqa: B905
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])

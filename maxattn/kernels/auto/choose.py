@@ -1,14 +1,19 @@
-"""Which kernel `auto` takes: measured where it says so, a stated rule elsewhere."""
+"""Which kernel `auto` takes: what `maxattn tune` measured of a call, then what the project
+measured, and a stated rule elsewhere.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
 from maxattn.jax_private.aiter import AITER
 from maxattn.kernels import refusal
+from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
 from maxattn.target import Target
 
+DEFAULTS = AttentionConfig()
 PLAIN = ("memory_efficient", "dot_product")
 UNMEASURED = "a rule, not measured on this machine"
 # Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
@@ -29,6 +34,7 @@ class KernelChoice(NamedTuple):
         refused: the kernels that come before it, or that the user named.
         fell_back: whether another runs than was named.
         warns: whether it is slow for a reason that the caller can lift.
+        notes: what else a plan says of the choice.
     """
 
     name: str
@@ -36,40 +42,43 @@ class KernelChoice(NamedTuple):
     refused: tuple[Reason, ...] = ()
     fell_back: bool = False
     warns: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def run_or_choose(
-    name: str, because: str, local: Call, target: Target, deterministic: bool = False
+    name: str, because: str, local: Call, target: Target, config: AttentionConfig = DEFAULTS
 ) -> KernelChoice:
     """Return the named kernel where it can compute a local call, else what `auto` takes.
 
     Args:
         name: of a kernel, or "auto".
         because: why it is named.
-        local, target, deterministic: as for `choose_kernel`.
+        local, target, config: as for `choose_kernel`.
     """
-    reason = None if name == "auto" else refusal(name, local, target, deterministic)
+    reason = None if name == "auto" else refusal(name, local, target, config.deterministic)
     if reason is None and name != "auto":
         return KernelChoice(name, because)
-    chosen = choose_kernel(local, target, deterministic)
+    chosen = choose_kernel(local, target, config)
     return chosen if reason is None else chosen._replace(refused=(reason,), fell_back=True)
 
 
-def choose_kernel(local: Call, target: Target, deterministic: bool = False) -> KernelChoice:
+def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULTS) -> KernelChoice:
     """Return the first kernel that can compute a local call on the target.
 
     Args:
         local: the call that one device computes.
         target: the machine.
-        deterministic: whether its backward must repeat bit for bit.
+        config: whether the backward must repeat bit for bit; and what measurements must be of.
     """
-    names, because = order(local, target)
+    usual = order(local, target)
+    tuned = tuned_order(local, target, config, usual) or TunedOrder(*usual, (), ())
     refused: list[Reason] = []
-    for name in names:
-        reason = refusal(name, local, target, deterministic)
+    for name in tuned.names:
+        reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            warns = _lost_to_bias(name, local, target) and not deterministic
-            return KernelChoice(name, because, tuple(refused), warns=warns)
+            warns = _lost_to_bias(name, local, target) and not config.deterministic
+            said = (*refused, *tuned.failed)
+            return KernelChoice(name, tuned.because, said, warns=warns, notes=tuned.notes)
         refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 

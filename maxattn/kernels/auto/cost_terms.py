@@ -30,7 +30,7 @@ from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels import mask_split
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
-from maxattn.kernels.fa4 import split_queries
+from maxattn.kernels.fa4 import split_keys, split_queries
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
@@ -40,12 +40,13 @@ from maxattn.masks.blocks import stretches
 
 FORWARD, BACKWARD = "forward", "backward"
 PLAIN = ("memory_efficient", "dot_product")
-FEW_SCORES = 2e8  # up to which plain JAX can be fastest, and was measured
+FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
 OTHERS = Tile(128, 128)  # of the libraries that do not say
 NAMED = DEVICES["NVIDIA H200"]
 EXPONENTIALS = 16 * 1.755e6  # an SM and ms: of the special function units, at the boost clock
 START, LAUNCH = 1e-3, 1e-3  # ms
-KNOWN_LENGTHS = 0.6  # of the keys: a plan knows that there are lengths, and not which
+# Of the pairs: a plan knows that there are lengths or ids, and not which.
+KNOWN_LENGTHS, KNOWN_IDS = 0.6, 0.25
 
 Terms = dict[str, float]
 
@@ -89,7 +90,21 @@ def _forward(kernel: str, call: Call, device: Device) -> Terms:
     if kernel == "flash":
         tile = tile_of(positions_of(call.mask), call.head_dim, (call.q_len, call.kv_len))
     work = _work(kernel, call, tile)
-    return _of_tiles(work, tile, 4, _width(kernel, call), device)
+    found = _of_tiles(work, tile, 4, _width(kernel, call), device)
+    return found | _split_forward(found, call, device) if kernel == "flash" else found
+
+
+def _split_forward(found: Terms, call: Call, device: Device) -> Terms:
+    """Return what a forward takes less of where the last tiles are split over the keys."""
+    if not (call.mask.is_full or _has_lengths_alone(call)):
+        return {}
+    sms, sizes = device.sms or SMS, shapes_of(call)
+    tail = split_keys.split_for(*sizes, sms)
+    if tail is None:
+        return {}
+    of_tiles = split_keys.work_of(*sizes, sms)
+    share = of_tiles.cost(tail) / of_tiles.unsplit
+    return {name: share * found[name] for name in ("waves", "longest", "starts")}
 
 
 def _backward(kernel: str, call: Call, device: Device) -> Terms:
@@ -152,12 +167,13 @@ def _of_tiles(work: TileWork, tile: Tile, products: int, width: int, device: Dev
 def _work(kernel: str, call: Call, tile: Tile, backward: bool = False) -> TileWork:
     """Count the tiles that a kernel visits: thread blocks take queries, of a backward keys."""
     positions = positions_of(call.mask)
-    tests_all = kernel == "flash" and call.mask.has_data and not _has_lengths_alone(call)
+    by_ids = kernel == "flash" and has_ids(call)
+    tests_all = by_ids
     if kernel == "tokamax_flash" and backward and not _is_causal(positions):
         positions, tests_all = Full(), not positions.is_full
     lengths = call.q_len, call.kv_len
     full, mixed, _ = tally(positions, tile, lengths)
-    share = KNOWN_LENGTHS if _has_lengths_alone(call) else 1.0
+    share = KNOWN_LENGTHS if _has_lengths_alone(call) else KNOWN_IDS if by_ids else 1.0
     tested = full + mixed if tests_all else mixed * (not positions.is_full)
     heads, side = call.batch * call.heads, int(backward)
     steps = max(1.0, share * heads * (full + mixed))
@@ -197,6 +213,11 @@ def positions_of(mask: Mask) -> Mask:
 def _is_causal(positions: Mask) -> bool:
     band = positions.band()
     return band is not None and band.left is None
+
+
+def has_ids(call: Call) -> bool:
+    """Tell whether a mask has arrays that are not of keys alone: what it allows is not known."""
+    return call.mask.has_data and not _has_lengths_alone(call)
 
 
 def _has_lengths_alone(call: Call) -> bool:

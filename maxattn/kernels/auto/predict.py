@@ -16,7 +16,7 @@ from maxattn.kernels.auto.cost_terms import Terms, terms
 from maxattn.kernels.auto.near import NearCalls
 
 # Kernels pad heads to sizes of their own, with tiles of their own: each range has its weights.
-HEAD_CLASSES = (64, 96, 128, 192, 256)
+HEAD_CLASSES = (64, 96, 128, 160, 192, 256)
 Key = tuple[str, str, int]
 """Kernel, pass, head class."""
 

@@ -28,7 +28,14 @@ from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import Tile, persistent_pays
+from maxattn.kernels.fa4.tile_sizes import (
+    ACROSS_BACKWARD,
+    ACROSS_FORWARD,
+    ACROSS_SHORT,
+    SHORT_ROW,
+    Tile,
+    persistent_pays,
+)
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
@@ -47,8 +54,8 @@ class TilePass(NamedTuple):
             each tile of keys in a backward; None for all tiles.
         test: of pairs in mixed tiles; None with no lists.
         arrays: what the test reads, int32.
-        rows: of tiles in the order in which they start, int32; None where the order is known when
-            tracing.
+        rows: of tiles in the order in which they start, int32 [3, R] of `heaviest_first`; None
+            where the order is known when tracing.
         splits: of the queries in a backward, each of which has lists of its own: they stand before
             the batch rows.
         bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
@@ -164,7 +171,8 @@ def order(
     work = _even(queries[1], keys[1], tile) if lists is None else lists.work
     known = forward and not isinstance(work, jax.Array)
     may_persist = known and persistent_pays(queries[3], float(work.mean()))
-    return order_of(work, queries[0] * queries[2], may_persist)
+    short = known and lists is not None and float(work.mean()) <= SHORT_ROW
+    return order_of(work, queries[0] * queries[2], may_persist, short and ACROSS_SHORT)
 
 
 def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
@@ -188,7 +196,8 @@ def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
     work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
     mean = mean if isinstance(work, jax.Array) else float(work.mean())
     persistent = forward and persistent_pays(q.shape[3], mean)
-    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
+    across = ACROSS_FORWARD if forward else ACROSS_BACKWARD
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, across=across)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -246,7 +255,8 @@ def _wide(head_dim: int) -> int:
 
 
 def _on_device(tiles: TilePass) -> tuple[Array, ...]:
-    found = () if tiles.lists is None else tiles.lists
+    lists = tiles.lists
+    found = () if lists is None else (lists.packed(),) if lists.is_traced else lists
     rows = () if tiles.rows is None else (tiles.rows,)
     return tuple(jnp.asarray(x, jnp.int32) for x in (*found, *rows))
 

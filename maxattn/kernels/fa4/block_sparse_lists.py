@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from maxattn.kernels.base import Offset
+from maxattn.kernels.fa4 import set_bits
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import FULL, MIXED, Mask
 
@@ -42,6 +44,28 @@ class TileLists(NamedTuple):
         """The number of tiles of each row."""
         return self.mixed_count + self.full_count
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether they are known on the device alone."""
+        return isinstance(self.mixed_count, jax.Array)
+
+    def packed(self) -> Int32[Array, "2 *B rows entries"]:
+        """Return mixed and full tiles as one array: in each row the count, then the tiles.
+
+        One array is a single launch to make.
+        """
+        most = max(self.mixed.shape[-1], self.full.shape[-1])
+        halves = (self.mixed_count, self.mixed), (self.full_count, self.full)
+        return jnp.stack([_with_count(count, tiles, most) for count, tiles in halves])
+
+
+def _with_count(
+    count: Int32[Array, "*B rows"], tiles: Int32[Array, "..."], most: int
+) -> Int32[Array, "*B rows entries"]:
+    tiles = jnp.pad(tiles, [(0, 0)] * (tiles.ndim - 1) + [(0, most - tiles.shape[-1])])
+    each = jnp.broadcast_to(tiles, (*count.shape, most))
+    return jnp.concatenate([count[..., None], each], axis=-1)
+
 
 class Tiling(NamedTuple):
     """Hold the lists of one call: of keys for a tile of queries, of queries for a tile of keys."""
@@ -60,6 +84,9 @@ class Tally(NamedTuple):
 
 def lists_of(kinds: Any) -> TileLists:
     """List the tiles of each row of `kinds` [..., rows, columns], from `tile_kinds`."""
+    if isinstance(kinds, jax.Array) and set_bits.fits(kinds.shape[-1]):
+        count, tiles = set_bits.set_columns(jnp.stack([kinds == MIXED, kinds == FULL]))
+        return TileLists(count[0], tiles[0], count[1], tiles[1])
     return TileLists(*_listed(kinds == MIXED), *_listed(kinds == FULL))
 
 

@@ -146,19 +146,34 @@ def _settings(stream: Any, lists: Any, arrays: Any) -> dict[str, Any]:
 def _block_sparse(lists: Any) -> Any:
     """Hand the lists to every head, and shared ones to every batch row: strides of 0.
 
-    After the four arrays of `TileLists` there may be the rows in the order in which they start.
+    They are the four arrays of `TileLists`, or one that holds them all (`TileLists.packed`). After
+    them there may be the rows in the order in which they start.
     """
     if not lists:
         return None
-    cute = import_module("cutlass.cute")
-
-    def spread(x: Any, inner: int) -> Any:
-        # Axes that are missing are those that batch rows, or tiles, share.
-        missing = 1 + inner - len(x.shape)
-        shape, stride = (*(1,) * missing, *x.shape), (*(0,) * missing, *x.stride)
-        layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
-        return cute.make_tensor(x.iterator, layout)
-
     tensors = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
-    found = tensors(*(spread(x, 1 + i % 2) for i, x in enumerate(lists[:4])))
-    return found._replace(dq_write_order=lists[4]) if len(lists) > 4 else found
+    parts, rows = (lists[:4], lists[4:]) if len(lists) > 2 else (_unpacked(lists[0]), lists[1:])
+    found = tensors(*(_spread(x, 1 + i % 2) for i, x in enumerate(parts)))
+    return found._replace(dq_write_order=rows[0]) if rows else found
+
+
+def _spread(x: Any, inner: int) -> Any:
+    """Give an array axes of batch rows and heads; `inner` axes are its own."""
+    cute = import_module("cutlass.cute")
+    # Axes that are missing are those that batch rows, or tiles, share.
+    missing = 1 + inner - len(x.shape)
+    shape, stride = (*(1,) * missing, *x.shape), (*(0,) * missing, *x.stride)
+    layout = cute.make_layout((shape[0], 1, *shape[1:]), stride=(stride[0], 0, *stride[1:]))
+    return cute.make_tensor(x.iterator, layout)
+
+
+def _unpacked(packed: Any) -> list[Any]:
+    """Take the four arrays of `TileLists` out of the one that holds them, where they stand."""
+    cute, found = import_module("cutlass.cute"), []
+    (_, *shape, entries), (half, *stride, each) = packed.shape, packed.stride
+    for which in (0, 1):
+        start = packed.iterator + which * half
+        count = cute.make_layout(tuple(shape), stride=tuple(stride))
+        tiles = cute.make_layout((*shape, entries - 1), stride=(*stride, each))
+        found += [cute.make_tensor(start, count), cute.make_tensor(start + each, tiles)]
+    return found

@@ -9,6 +9,10 @@ Other heads keep to themselves: rows of one head read the same keys, and find th
 Or thread blocks are persistent: one runs on each SM and takes a row in each wave, from the first
 thread block to the last and back (tile_schedulers.py). That saves the start of each row, and pays
 where the rows of a wave are even.
+
+Or an array on the device names the rows, those with most tiles first (block_sparse_rows.py). Rows
+of about as many tiles are one class, whose rows start head by head, as above; or row by row, all
+heads of a row after each other.
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ class Order(NamedTuple):
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
         persistent: whether persistent thread blocks take a row in each wave.
-        listed: whether an array on the device names the rows in their order, and the others here
-            say nothing; all heads of a row follow each other.
+        listed: whether an array on the device names the rows in their order; what says so here
+            counts for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
+        across: whether all heads of a row follow each other.
     """
 
     backwards: bool = False
@@ -46,6 +51,7 @@ class Order(NamedTuple):
     persistent: bool = False
     listed: bool = False
     own_rows: bool = False
+    across: bool = False
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         """Return the (row, lane) that is started as the `row`-th one of the `lane`-th head.
@@ -56,7 +62,10 @@ class Order(NamedTuple):
             rows, lanes: how many there are.
             xp: has `where`.
         """
-        if self.light:
+        if self.across:
+            at = lane * rows + row
+            row, lane = at // lanes, at % lanes
+        elif self.light:
             row, lane = self._light_last(row, lane, rows, lanes, xp)
         return (rows - 1 - row if self.backwards else row), lane
 
@@ -76,24 +85,30 @@ class Order(NamedTuple):
 
         Args:
             at: a number from 0, over all rows, heads and batch rows.
-            rows: the array: rows, or batch row * rows + row where `own_rows`.
+            rows: the array [3, R]: rows, or batch row * rows + row where `own_rows`; where the
+                class of each begins in it, and how many rows that class has.
             sizes: numbers of rows, heads and batch rows.
         """
         count, heads, batch = sizes
         each = heads if self.own_rows else heads * batch
-        entry, lane = rows[at // each], at % each
+        entry, lane = rows[0, at // each], at % each
+        if not self.across:
+            start, size = rows[1, at // each], rows[2, at // each]
+            behind = at - start * each
+            entry, lane = rows[0, start + behind % size], behind // size
         if self.own_rows:
             return entry % count, lane, entry // count
         return entry, lane % heads, lane // heads
 
 
-def order_of(work: Any, lanes: int, may_persist: bool = False) -> Order:
+def order_of(work: Any, lanes: int, may_persist: bool = False, across: bool = False) -> Order:
     """Choose an order.
 
     Args:
         work: [rows], the tiles of each row; a numpy array where it is known.
         lanes: heads times batch rows.
         may_persist: whether thread blocks can be persistent.
+        across: whether persistent ones take all heads of a row after each other.
     """
     if isinstance(work, jax.Array):
         return Order()
@@ -103,6 +118,7 @@ def order_of(work: Any, lanes: int, may_persist: bool = False) -> Order:
     # More light rows than a GPU has SMs bring nothing.
     heads = min(lanes, -(-SMS // light)) if light else 0
     one_each, persistent = Order(backwards, light, heads), Order(backwards, light, persistent=True)
+    persistent = Order(backwards, persistent=True, across=True) if across else persistent
     if not may_persist or _end_persistent(persistent, work, lanes) > _end(one_each, work, lanes):
         return one_each
     return persistent

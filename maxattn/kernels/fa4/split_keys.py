@@ -139,15 +139,18 @@ def split_of(work: ForwardWork) -> KeySplits | None:
 @lru_cache(maxsize=1024)
 def split_for(queries: Dims, keys: Dims, sms: int = SMS) -> KeySplits | None:
     """Choose for the shapes [B,T,N,H] of q and [B,S,K,H] of k, on a Hopper GPU."""
+    return None if 0 in queries or 0 in keys else split_of(work_of(queries, keys, sms))
+
+
+def work_of(queries: Dims, keys: Dims, sms: int = SMS) -> ForwardWork:
+    """Return the work of a forward over all pairs; arguments as `split_for`."""
     (batch, t, heads, width), tile = queries, tile_for(queries, keys)
-    if 0 in queries or 0 in keys:
-        return None
     step = tile.queries * tile.keys * (width + 64) / PAIRS_A_US
     persistent = block_sparse.order(queries, keys, None, tile, forward=True).persistent
     start = PERSISTENT_START if persistent else START
     read, result = 4 * tile.keys * width * keys[2] / heads, 4 * tile.queries * wide(width)
     sizes = -(-t // tile.queries), batch * heads, -(-keys[1] // tile.keys)
-    return split_of(ForwardWork(*sizes, step, read, result, start, sms))
+    return ForwardWork(*sizes, step, read, result, start, sms)
 
 
 def tile_for(queries: Dims, keys: Dims) -> Tile:

@@ -30,7 +30,6 @@ BATCHES = 5
 # finishes none.
 MOST_CALLS, ON_SEVERAL = 400, 20
 LONG = 0.1  # seconds, from which fewer batches will do
-FAILURES = (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Timed:
         first: result of the first call, or None.
         failed: why there is none.
         profile: device time by kernel, where it was asked for.
+        rounds: seconds of one call in each round; long calls stop after the first rounds.
     """
 
     seconds: float = 0.0
@@ -68,6 +68,7 @@ class Timed:
     first: Any = None
     failed: str = ""
     profile: Profile = field(default_factory=Profile)
+    rounds: tuple[float, ...] = ()
 
 
 def measure(
@@ -155,7 +156,7 @@ def _compiled(work: TimedFunction, options: dict[str, Any]) -> tuple[Any, Any]:
         with (work.around or nullcontext)():
             program = jax.jit(lambda sets: several(one, sets), compiler_options=options)
             return program.lower(inputs).compile(), inputs
-    except FAILURES as failed:
+    except Exception as failed:  # any, of a compiler or a device
         return None, first_line(failed)
 
 
@@ -176,7 +177,7 @@ def _warmed(program: Any, inputs: Any) -> Timed:
     try:
         first = jax.block_until_ready(program(inputs))[0]
         return Timed(queue(program, inputs, 1), _peak(program, len(inputs)), first)
-    except FAILURES as failed:
+    except Exception as failed:  # any, of a compiler or a device
         return Timed(failed=first_line(failed))
 
 
@@ -196,7 +197,10 @@ def _calls(warm: Timed, budget: float) -> tuple[int, int]:
 
 
 def _result(ready: tuple[Any, Any], warm: Timed, times: list[float]) -> Timed:
-    return replace(warm, seconds=median(times) / len(ready[1])) if times else warm
+    if not times:
+        return warm
+    rounds = tuple(seconds / len(ready[1]) for seconds in times)
+    return replace(warm, seconds=median(rounds), rounds=rounds)
 
 
 def queue(program: Any, inputs: Any, calls: int) -> float:

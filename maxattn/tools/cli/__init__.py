@@ -22,7 +22,7 @@ COMMANDS = {
     "check": "validate a config; print what it sets, its plans, memory and advice",
     "compile": "compile for a TPU topology here: memory, time, transfers, whether it fits",
     "bench": "measure kernels on this machine: device time, TFLOP/s, memory, error",
-    "tune": "time block sizes on this machine and keep the fastest",
+    "tune": "time kernels or block sizes on this machine and keep the fastest",
     "convert": "print the attention settings of a MaxDiffusion YAML as ours",
 }
 STOPPED = 130  # what shells report of a program that Ctrl-C ended

@@ -76,18 +76,18 @@ def _plans(
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     # Lengths are those of the text, unless there is no text.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
-    known = {shape: lengths if shape.role == padded else () for shape in shapes}
-    for shape in shapes:
-        _check_lengths(known[shape], shape)
+    known = [(shape, lengths if shape.role == padded else ()) for shape in shapes]
+    for shape, real in known:
+        _check_lengths(real, shape)
     status = 0
-    for shape in shapes:
+    for shape, real in known:
         try:
             made = plan(shape.call(), source.config, mesh, target)
         except MaxattnError as error:
             print(f"\n{shape.name}\n{error}")
             status = 1
             continue
-        print(f"\n{shape.name}\n{of_shape(made, source, not args.inference, known[shape])}")
+        print(f"\n{shape.name}\n{of_shape(made, source, not args.inference, real)}")
         status = max(status, int(_too_much(made, not args.inference)))
     return status
 

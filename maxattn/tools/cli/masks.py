@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from maxattn import masks
 from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, whole_in
@@ -17,6 +19,15 @@ def _segments(*lengths: int) -> Mask:
     return masks.Segments.of_lengths(lengths)
 
 
+def _ids(*lengths: int) -> Mask:
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    return masks.Segments(ids, ids)
+
+
+def _lengths(*lengths: int) -> Mask:
+    return masks.KeyPadding(np.array(lengths, np.int32))
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
     "full": (masks.Full, "full", (0, 0)),
     "causal": (masks.Causal, "causal", (0, 0)),
@@ -24,6 +35,8 @@ SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
     "block-window": (masks.BlockSlidingWindow, "block-window:BLOCK,WINDOW", (2, 2)),
     "block-causal": (masks.BlockCausal, "block-causal:BLOCK", (1, 1)),
     "segments": (_segments, "segments:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
+    "segment-ids": (_ids, "segment-ids:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
+    "lengths": (_lengths, "lengths:KEYS,KEYS,...", (1, MOST_LENGTHS)),
     "video": (masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", (2, 5)),
 }
 MOST_MASKS = 16  # that are joined: the work of an `and` grows with them

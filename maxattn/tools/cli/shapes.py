@@ -18,7 +18,9 @@ _SHAPE = (
 )  # fmt: skip
 _MASK = (
     "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
-    "segments:LENGTH,LENGTH,..., video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
+    "segments:LENGTH,LENGTH,... (known when traced), segment-ids:LENGTH,LENGTH,... (an array), "
+    "lengths:KEYS,KEYS,... (an array, of each batch row), "
+    "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
 )
 
 

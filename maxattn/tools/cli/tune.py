@@ -1,16 +1,19 @@
-"""Time the legal block sizes of a model's shapes on this machine, and keep the fastest.
+"""Time kernels, or the sizes of one, on a model's calls on this machine, and keep the fastest.
 
-  maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross --limit 40
-  maxattn tune attention=dot_product use_memory_efficient_attention=true --shape 1,4096,4096,8,64
-  maxattn tune configs/wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
+  maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross
+  maxattn tune attention=auto --shape 64,256,256,16,72 --forward
+  maxattn tune attention=flash --shape wan-14b-720p --target "TPU v6e" --limit 40
   maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
-It prints the YAML of the fastest. Each measurement is kept at once in ~/.cache/maxattn (or
-$MAXATTN_CACHE): a killed command goes on where it was. Where nothing can be written, nothing is
-kept, and it says so. Plans on this machine then take the fastest
-sizes where the config sets none. With a --target that is not this machine, nothing is timed or
-kept: the sizes are ranked by what they compute, padding included, and by their steps: an estimate.
-With --offline they are ranked by the schedules that libtpu makes of their kernels, and kept.
+On GPUs and CPUs `attention: auto` has its kernels timed: every one that can run the call, in turns.
+Plans on this machine then take the fastest first. On TPUs, and where a kernel is named, its sizes
+are timed: plans take them where the config sets none. --kernels and --sizes say it otherwise.
+
+Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE): a killed command goes on
+where it was. Where nothing can be written, nothing is kept, and it says so. With a --target that is
+not this machine, nothing is timed or kept: kernels are listed, and sizes are ranked by what they
+compute, padding included, and by their steps: an estimate. With --offline sizes are
+ranked by the schedules that libtpu makes of their kernels, and kept as estimated.
 """
 
 from __future__ import annotations
@@ -24,19 +27,20 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
 from maxattn.config.write import yaml_of
+from maxattn.decide import named_kernel, plan
 from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
-from maxattn.plan import plan
 from maxattn.target import Target
-from maxattn.tools.cli import tune_offline
+from maxattn.tools.cli import tune_kernels, tune_offline
 from maxattn.tools.cli.machine import machine_arguments, mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
+from maxattn.tools.cli.tune_kernels import KernelTuning, say_kept
+from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import Candidate, candidates
 from maxattn.tuned import (
-    VARIABLE,
     Sizes,
     Tuned,
     cache_path,
@@ -57,6 +61,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     train = "time forward and backward together, and not forward alone"
     what.add_argument("--train", action="store_true", help=train)
     what.add_argument("--forward", action="store_true", help="time the forward alone")
+    of = parser.add_mutually_exclusive_group()
+    kernels = "time the kernels that auto chooses among; on GPUs and CPUs the default under auto"
+    of.add_argument("--kernels", action="store_true", help=kernels)
+    sizes = "time the sizes of the kernel that runs"
+    of.add_argument("--sizes", action="store_true", help=sizes)
     add, limit = parser.add_argument, "sizes to time for each shape; default 24"
     add("--limit", type=int, default=24, metavar="N", help=limit)
     add("--again", action="store_true", help="time anew what was measured before")
@@ -71,14 +80,40 @@ def run(args: argparse.Namespace) -> int:
     if args.offline:
         return tune_offline.run(args, source)
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
+    target, status = replace(target, kernel_times=()), 0
     for number, shape in enumerate(shapes_of(args, source)):
-        made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))
-        local = made.strategy.local_call(made.padded_call)
-        before = "\n" if number else ""
-        head = f"{before}{shape.name}: {made.kernel.name}, one device's {_local(local)}"
-        print(head, flush=True)
-        _tune(args, Tuning(source.config, made.kernel.name, local, target))
-    return 0
+        print("\n" if number else "", end="")
+        if _is_of_kernels(args, shape, source.config, target):
+            data = args.mask if shape.mask.has_data else ""
+            kernels = KernelTuning(shape, source.config, mesh, target, data)
+            status = max(status, tune_kernels.tune(args, kernels))
+        else:
+            _tune_sizes(args, shape, source.config, mesh, target)
+    return status
+
+
+def _is_of_kernels(
+    args: argparse.Namespace, shape: Shape, config: AttentionConfig, target: Target
+) -> bool:
+    """Tell whether kernels are timed for a shape, and not the sizes of one."""
+    named, because = named_kernel(shape.call(), config)
+    if args.kernels:
+        tune_kernels.check_kernels_are_chosen(named, because)
+    is_usual = named == "auto" and target.platform != "tpu"
+    return args.kernels or (is_usual and not args.sizes)
+
+
+def _tune_sizes(
+    args: argparse.Namespace,
+    shape: Shape,
+    config: AttentionConfig,
+    mesh: dict[str, int],
+    target: Target,
+) -> None:
+    made = plan(shape.call(), config, mesh, replace(target, tuned=()))
+    local = made.strategy.local_call(made.padded_call)
+    print(f"{shape.name}: {made.kernel.name}, one device's {_local(local)}", flush=True)
+    _tune(args, Tuning(config, made.kernel.name, local, target))
 
 
 @dataclass(frozen=True)
@@ -117,7 +152,7 @@ class Tuning:
     def is_here(self) -> bool:
         """Whether this machine runs the kernel; on a CPU all others are interpreted."""
         runs = self.kernel == CHUNKS or self.target.platform != "cpu"
-        return self.target == Target.here() and runs
+        return self.target.untuned() == Target.here().untuned() and runs
 
     def yaml(self, sizes: Sizes) -> str:
         """Write the lines to paste."""
@@ -165,7 +200,7 @@ _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
 
 def _timed(args: argparse.Namespace, tuning: Tuning, found: tuple[Candidate, ...]) -> None:
     with store.writable_copy(cache_path()) as (path, problem):
-        _say_kept(path, "" if args.has_said_so else problem, len(found))
+        say_kept(path, "" if args.has_said_so else problem, f"{len(found)} candidates")
         args.has_said_so = bool(problem)
         say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
         for number, candidate in enumerate(found, start=1):
@@ -175,18 +210,6 @@ def _timed(args: argparse.Namespace, tuning: Tuning, found: tuple[Candidate, ...
             said = f"{number:>3}/{len(found)}  {_words(measured):<40}  {candidate}{before}"
             print(f"  {said}", flush=True)
         _say_winner(tuning, found[0], path, is_kept=not problem)
-
-
-def _say_kept(path: Path, problem: str, count: int) -> None:
-    """Say where measurements are kept, or once why they are not."""
-    if problem:
-        where = f"{cache_path()} cannot be written, so nothing is kept: {problem}"
-        print(f"  {where}; set {VARIABLE} to a folder that you may write to")
-    is_kept = path == cache_path()
-    if aside := store.put_aside(path):
-        copied = f"; a copy is kept as {aside[1].name}" if is_kept else ""
-        print(f"  {cache_path()} is damaged: {aside[0]}{copied}")
-    print(f"  {count} candidates{f'; measurements in {path}' if is_kept else ''}", flush=True)
 
 
 def _words(measured: dict[str, Any]) -> str:

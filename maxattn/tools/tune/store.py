@@ -11,14 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maxattn.config.measurements import VERSION, is_estimated, read_kept
+from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
 from maxattn.tools.writable import unwritable
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
+OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the measurement of the same sizes, call, device and versions, if there is one."""
+    """Return the measurement of the same sizes or kernels, call, device and versions, if any."""
     return next((m for m in read_kept(path).measurements if _is_same(m, wanted)), None)
 
 
@@ -65,8 +66,9 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    same_source = is_estimated(one) == is_estimated(other)
-    return same_source and all(one[key] == other[key] for key in IDENTITY)
+    if is_of_sizes(one) != is_of_sizes(other) or is_estimated(one) != is_estimated(other):
+        return False
+    return all(one[key] == other[key] for key in (IDENTITY if is_of_sizes(one) else OF_KERNELS))
 
 
 @contextmanager

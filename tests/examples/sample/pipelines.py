@@ -21,6 +21,8 @@ FIXTURES = Path(runs.__file__).parent
 SIZES: dict[str, dict[str, Any]] = {
     "wan": made.MODEL | {"_class_name": "WanTransformer3DModel"},
     "wan_i2v": made.MODEL | made.IMAGE | {"_class_name": "WanTransformer3DModel"},
+    "wan_ti2v": made.MODEL | {"_class_name": "WanTransformer3DModel"},
+    "wan_a14b": made.MODEL | {"_class_name": "WanTransformer3DModel"},
     "sdxl": made.UNET
     | {
         "_class_name": "UNet2DConditionModel",
@@ -36,16 +38,18 @@ EXACT = (
     f"guidance_scale={runs.GUIDANCE}",
     f"num_inference_steps={runs.STEPS}",
 )
-SIZE = {"wan": runs.VIDEO, "wan_i2v": runs.VIDEO, "sdxl": runs.PICTURE}
+SIZE = dict.fromkeys(SIZES, runs.VIDEO) | {"sdxl": runs.PICTURE}
+# Settings that a fixture was made with, beside those of all.
+MORE = {"wan_a14b": (f"guidance_scale_2={runs.GUIDANCE_2}",)}
 
 
 def pipeline(path: Path, name: str, which: str) -> Path:
     """Write a pipeline's folder: the model's weights and sizes, the scheduler's options."""
-    weights = part(load_file(FIXTURES / f"diffusers_{runs.WEIGHTS[name]}.safetensors"), "weights.")
-    model = path / ("unet" if name == "sdxl" else "transformer")
-    model.mkdir(parents=True)
-    save_file(weights, model / "diffusion_pytorch_model.safetensors")
-    (model / "config.json").write_text(json.dumps(SIZES[name]))
+    write_model(path / ("unet" if name == "sdxl" else "transformer"), name, runs.WEIGHTS[name])
+    if name in runs.SECOND:
+        write_model(path / "transformer_2", name, runs.SECOND[name])
+    if name in runs.INDEX:
+        (path / "model_index.json").write_text(json.dumps(runs.INDEX[name]))
     kind, options = runs.SCHEDULERS[name][which]
     (path / "scheduler").mkdir()
     (path / "scheduler" / "scheduler_config.json").write_text(
@@ -55,6 +59,14 @@ def pipeline(path: Path, name: str, which: str) -> Path:
         (path / "vae").mkdir()
         (path / "vae" / "config.json").write_text(json.dumps(VAES[name]))
     return path
+
+
+def write_model(folder: Path, name: str, case: str) -> None:
+    """Write a model's weights, from a fixture, and its sizes."""
+    weights = part(load_file(FIXTURES / f"diffusers_{case}.safetensors"), "weights.")
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SIZES[name]))
 
 
 def told(path: Path, name: str) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -91,6 +103,8 @@ def draw(name: str, *arguments: str) -> None:
     config = {
         "wan": "wan_1_3b.yml",
         "wan_i2v": "wan_i2v_14b.yml",
+        "wan_ti2v": "wan_ti2v_5b.yml",
+        "wan_a14b": "wan_1_3b.yml",
         "sdxl": "sdxl.yml",
         "demo": "wan_tiny.yml",
     }[name]

@@ -17,7 +17,7 @@ from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
 from tests.golden_text import check_golden
 
-from .pipelines import EXACT, draw, pipeline, sizes_of, told
+from .pipelines import EXACT, MORE, draw, pipeline, sizes_of, told
 
 SLOW = [("wan", "flow_euler"), ("sdxl", "ddim")]
 CASES = [
@@ -30,7 +30,8 @@ CASES = [
 def run(folder: Path, name: str, *arguments: object) -> np.ndarray:
     """Draw from a folder, and return the latents that were written."""
     file = folder / "latents.safetensors"
-    draw(name, "--model", folder, *EXACT, *sizes_of(name), "--latents", file, *arguments)
+    said = (*EXACT, *MORE.get(name, ()), *sizes_of(name))
+    draw(name, "--model", folder, *said, "--latents", file, *arguments)
     return load_file(file)["latents"]
 
 
@@ -56,7 +57,7 @@ def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
     check(got, held["out.unipc"])
 
 
-def lora(path: Path, model: Path) -> dict[str, np.ndarray]:
+def lora(path: Path, model: Path, part: str = "transformer") -> dict[str, np.ndarray]:
     """Write LoRA weights for one layer of a Wan model and one of another part; return the model's
     weights with them.
     """
@@ -64,7 +65,7 @@ def lora(path: Path, model: Path) -> dict[str, np.ndarray]:
     down, up = (draw_numbers.standard_normal(shape, np.float32) for shape in ((2, 24), (24, 2)))
     tensors = {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
     save_file(tensors | {"text_encoder.q.lora_A.weight": down}, path)
-    weights = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    weights = load_file(model / part / "diffusion_pytorch_model.safetensors")
     return weights | {f"{layer}.weight": weights[f"{layer}.weight"] + 0.5 * up @ down}
 
 
@@ -247,6 +248,66 @@ def test_a_model_s_folder_that_is_not_there(name: str, tmp_path: Path) -> None:
         ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"
     ):
         draw(name, "--model", tmp_path / "nowhere", *PROMPT, "--out", tmp_path / "out")
+
+
+SMALL = [f"model.{key}={value}" for key, value in made.MODEL.items()]
+A14B_REFUSALS = {
+    "one_of_two": ("wan_a14b", {"boundary_ratio": None}, ()),
+    "second_guidance": ("wan", {}, ("sampling.guidance_scale_2=3",)),
+    "guidance_of_one": ("wan_a14b", {}, ("guidance_scale=1", "guidance_scale_2=3")),
+    "second_lora": ("wan", {}, ("--lora-2", "told.safetensors")),
+    "weights_of_one": ("wan_a14b", {}, ("--weights", "transformer")),
+    "named_two": ("wan_ti2v", {}, ("model.sizes=wan-2.2-t2v-a14b", *SMALL)),
+    "named_one": ("wan_a14b", {}, ("model.sizes=wan-2.1-t2v-14b", *SMALL)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", A14B_REFUSALS)
+def test_what_two_transformers_are_not_told(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, index, words = A14B_REFUSALS[case]
+    told(tmp_path, name)
+    pipeline(tmp_path, name, "unipc")
+    monkeypatch.chdir(tmp_path)
+    Path("model_index.json").write_text(json.dumps(runs.INDEX.get(name, {}) | index))
+    files = ("--embeddings", "told.safetensors", "--latents", "out.safetensors")
+    with pytest.raises(ConfigError) as error:
+        draw(name, "--model", ".", *EXACT, *sizes_of(name), *files, *words)
+    check_golden(f"generate/{case}", str(error.value))
+
+
+def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights merged into files are what `--lora` and `--lora-2` merge; steps are said."""
+    _, options = told(tmp_path, "wan_a14b")
+    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    files = {
+        "transformer": tmp_path / "one.safetensors",
+        "transformer_2": tmp_path / "two.safetensors",
+    }
+    merged = {part: lora(path, folder, part) for part, path in files.items()}
+    given = ("--lora", files["transformer"], "--lora-2", files["transformer_2"])
+    given = (*given, "--lora-scale", 0.5)
+    got = run(folder, "wan_a14b", *options, *given)
+    said = capsys.readouterr().out
+    assert "expert    transformer, steps 1 to 2, guidance 4\n" in said
+    assert "expert    transformer_2, steps 3 to 4, guidance 2.5\n" in said
+    for part, tensors in merged.items():
+        save_file(tensors, folder / part / "diffusion_pytorch_model.safetensors")
+    check(got, run(folder, "wan_a14b", *options))
+
+
+def test_without_an_image_the_first_frame_is_drawn(tmp_path: Path) -> None:
+    """A model that may continue an image draws videos of text alone, at one time."""
+    held, options = told(tmp_path, "wan_ti2v")
+    folder = pipeline(tmp_path, "wan_ti2v", "unipc")
+    begun = run(folder, "wan_ti2v", *options)
+    np.testing.assert_array_equal(begun[:, :, :1], held["first"])
+    save_file({k: held[k] for k in ("text", "negative_text")}, tmp_path / "told.safetensors")
+    drawn = run(folder, "wan_ti2v", *options)
+    (folder / "model_index.json").unlink()
+    check(drawn, run(folder, "wan_ti2v", *options))
+    assert np.abs(drawn - begun).max() > 0.1
 
 
 def test_models_that_are_others_are_refused(

@@ -4,6 +4,7 @@ mesh.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from tests.examples.parity import channels_last, compare, fixture, part
 from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
 
-CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE}
+CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE, "wan_ti2v": {}}
+TIMES = {"wan_ti2v": made.FRAME_TIMES}
 CONFIGS = {
     "plain": ma.AttentionConfig(),
     "remat": ma.AttentionConfig(remat_policy="SAVE_ATTENTION"),
@@ -41,23 +43,31 @@ def loaded(
     return model
 
 
-def call(model: WanTransformer3D, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
-    return model(x, jnp.asarray(made.TIMES), given["text"], given.get("image"))
+def call(
+    model: WanTransformer3D, x: jax.Array, given: dict[str, jax.Array], times: Any = made.TIMES
+) -> jax.Array:
+    return model(x, jnp.asarray(times), given["text"], given.get("image"))
+
+
+def call_of(case: str) -> Any:
+    """Call a case's model: with a time for each video, or for each of its frames."""
+    return partial(call, times=TIMES.get(case, made.TIMES))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_model_is_diffusers(case: str) -> None:
     theirs = fixture(case)
-    compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call)
+    compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call_of(case))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_model_is_diffusers_live(case: str) -> None:
     theirs = live(case)
-    compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call)
+    compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call_of(case))
 
 
-def test_on_a_mesh_it_is_the_same() -> None:
+@pytest.mark.parametrize("case", ["wan_t2v", "wan_ti2v"])
+def test_on_a_mesh_it_is_the_same(case: str) -> None:
     config = ma.AttentionConfig(
         ici_data_parallelism=1,
         ici_fsdp_parallelism=2,
@@ -65,15 +75,15 @@ def test_on_a_mesh_it_is_the_same() -> None:
         ici_tensor_parallelism=2,
         attention="ring",
     )
-    theirs = fixture("wan_t2v")
-    model = loaded("wan_t2v", theirs, config, config.make_mesh())
+    theirs = fixture(case)
+    model = loaded(case, theirs, config, config.make_mesh())
     kernel = model.blocks.attn1.to_q.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (
         2,
         12,
         12,
     ), "layers whole; [in, out] over fsdp and tensor"
-    compare(model, theirs, call)
+    compare(model, theirs, call_of(case))
 
 
 def test_text_is_encoded_once_for_all_steps() -> None:
@@ -107,7 +117,12 @@ def test_a_sampler_closes_over_the_model(config: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("wan-2.1-t2v-1.3b", 1.42), ("wan-2.1-t2v-14b", 14.29), ("wan-2.1-i2v-14b", 16.4)],
+    [
+        ("wan-2.1-t2v-1.3b", 1.42),
+        ("wan-2.1-t2v-14b", 14.29),
+        ("wan-2.1-i2v-14b", 16.4),
+        ("wan-2.2-ti2v-5b", 5.0),
+    ],
 )
 def test_real_sizes(name: str, billions: float) -> None:
     model = nnx.eval_shape(lambda: WanTransformer3D(SIZES[name], rngs=nnx.Rngs(0)))
@@ -124,6 +139,7 @@ def test_what_does_not_fit_is_said(tmp_path) -> None:
         ((jnp.ones((1, 1, 4, 4, 5)), t, text), "channels"),
         ((x, t, text, jnp.ones((1, 5, 10))), "text-to-video"),
         ((x, t), "exactly one of text and kv"),
+        ((x, jnp.ones((1, 4)), text), "each of 1 frames of tokens"),
     ):
         with pytest.raises(InputError, match=word):
             nnx.eval_shape(lambda m, a=arguments: m(*a), model)

@@ -1,4 +1,4 @@
-"""The file of tuned sizes, mutated: a damaged one never breaks a call, and changes no result."""
+"""The file of `maxattn tune`, mutated: a damaged one never breaks a call, and changes no result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ import pathlib, tempfile
 from unittest import mock
 from maxattn.target import Target, installed
 from maxattn.tuned import versions_of
+from maxattn.tuned.kernels import versions_text
 folder = pathlib.Path(tempfile.mkdtemp())
 versions = versions_of('memory_efficient', installed()).encode()
+packages = versions_text(installed()).encode()
 kind = Target.here().device_kind.encode()
-(folder / 'tuned.json').write_bytes({data!r}.replace(b'VERSIONS', versions).replace(b'KIND', kind))
+data = {data!r}.replace(b'VERSIONS', versions).replace(b'KIND', kind)
+(folder / 'tuned.json').write_bytes(data.replace(b'PACKAGES', packages))
 os.environ['MAXATTN_CACHE'] = str(folder)
 try:
 {body}finally:
@@ -35,7 +38,8 @@ def draw(rng: Random, seed: int, machine: Machine) -> Case:
     operands = Operands(
         Sizes(1, 8, 8, 2, 2, 8), "float32", "normal", None, None, "", "float32", "", None, seed
     )
-    body = config_text({"attention": "dot_product", "use_memory_efficient_attention": True})
+    named = {"attention": "dot_product", "use_memory_efficient_attention": True}
+    body = config_text(rng.choice([named, {"attention": "auto"}]))
     body = operands.text() + body + call_text(operands) + BOTH
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     source = SOURCE.format(data=_data(rng), body=indented)
@@ -56,6 +60,20 @@ def _data(rng: Random) -> bytes:
 
 
 def _measurement(rng: Random) -> dict[str, Any]:
+    return rng.choice([_of_sizes, _of_kernels])(rng)
+
+
+def _of_kernels(rng: Random) -> dict[str, Any]:
+    names = rng.sample(["dot_product", "memory_efficient", "cudnn", "nothing"], 2)
+    forward, backward = ({name: [rng.random()] * 5 for name in names} for _ in range(2))
+    return {
+        "device_kind": "KIND", "versions": "PACKAGES", "call": CALL.removeprefix("self-attention "),
+        "settings": "", "data": "", "forward_ms": forward, "backward_ms": backward,
+        "failed": rng.choice([{}, {"dot_product": "forward: no"}]),
+    }  # fmt: skip
+
+
+def _of_sizes(rng: Random) -> dict[str, Any]:
     sizes = {"query_chunk_size": rng.choice([1, 3, 128]), "key_chunk_size": rng.choice([2, 64])}
     return {
         "device_kind": "KIND", "versions": "VERSIONS", "kernel": "memory_efficient", "call": CALL,

@@ -8,7 +8,9 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,11 +21,13 @@ from maxattn.kernels.auto.measured import TABLE
 from maxattn.kernels.auto.predict import FittedCosts, head_class, weighed
 from maxattn.target import Target
 from maxattn.tools.bench.auto_table import NewTable, write
+from maxattn.tools.bench.grid import busy, call_timing
 from maxattn.tools.bench.grid import draw as drawing
 from maxattn.tools.bench.grid import fit as fitting
 from maxattn.tools.bench.grid import left_out as judging
 from maxattn.tools.bench.grid import run as running
 from maxattn.tools.bench.grid.calls import KINDS, LENGTHS, SEGMENTS, GridCall
+from maxattn.tools.bench.grid.job import GridJob
 from maxattn.tools.bench.grid.report import against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
 from maxattn.tools.bench.grid.run import run_grid
@@ -73,6 +77,29 @@ def test_models_shapes_are_calls_of_the_fitting_grid() -> None:
 
 
 # ---- what is measured ----------------------------------------------------------------------------
+
+
+def test_short_calls_are_timed_behind_work_whose_time_is_taken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which passes over memory take 10 s, and what else there is 1 s."""
+
+    def queue(program: Any, inputs: tuple[Any, ...], calls: int) -> float:
+        assert inputs[0].shape == busy.memory().shape
+        jax.block_until_ready(program(inputs))
+        return calls * (10.0 + (len(inputs) > 1))
+
+    monkeypatch.setattr(call_timing, "queue", queue)
+    monkeypatch.setattr(call_timing, "inputs_of", lambda call: 2)
+    monkeypatch.setattr(busy, "ENTRIES", 1 << 22)
+    job = GridJob(tmp_path, (SMALL,), 0.5, 1, 0.0, ("dot_product",))
+    ready = call_timing.CompiledCall.of(job, 0, Target.here())
+    for _, program in ready.programs[0].passes:
+        text = program.compiled.as_text()
+        assert text.count(f"f32[{busy.ENTRIES}]") >= busy.PASSES, "XLA dropped the passes"
+    row = ready.timed(job)
+    assert not row.failed and set(row.times) == {FORWARD, BACKWARD}
+    assert all(row.times[what] == {"dot_product": 500.0} for what in row.times), "1 s for 2 calls"
 
 
 def test_processes_measure_what_they_claim(tmp_path: Path) -> None:
@@ -180,7 +207,7 @@ def test_what_the_terms_do_not_know_is_taken_from_near_calls() -> None:
     found = fitting.samples(rows, H200)
     alone, near = (judging.left_out(found, 5, x) for x in (None, fitting.NearSettings(2, 0.1)))
     errors = [x.errors["cudnn", FORWARD].mean() for x in (alone, near)]
-    assert errors[1] < 0.75 * errors[0]
+    assert errors[1] < 0.8 * errors[0]
     costs = fitting.fitted(found, fitting.NearSettings(2, 0.1))
     back = FittedCosts.of_json(json.loads(json.dumps(costs.to_json())))
     call = fitting.call_of(rows[7])

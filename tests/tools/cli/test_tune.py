@@ -101,6 +101,11 @@ def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
     ]
 
 
+def test_every_shape_of_a_command_is_timed(capsys, cache):
+    ran = run(capsys, "tune", *BLOCKWISE, "--shape", "1,200,200,2,8", "--limit", "1", "--forward")
+    assert "an estimate" not in ran.out and len(measurements(cache)) == 2
+
+
 def test_forward_and_training_times_add_up(capsys, cache):
     run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward")
     assert measurements(cache)[0]["training_ms"] is None

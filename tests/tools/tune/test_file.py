@@ -19,6 +19,7 @@ import maxattn as ma
 from maxattn import tuned
 from maxattn.target import Target, _with_tuned
 from maxattn.tools.model_shapes import read
+from maxattn.tuned.kernels import CallTimes
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of, memory_efficient
 from tests.tools.tune.small import CONFIG, plan_here
@@ -76,9 +77,12 @@ def test_without_a_home_there_is_no_cache(monkeypatch):
 
 def test_several_processes_take_none(monkeypatch):
     entry = tuned.Tuned("flash", "c", (), 1.0, False, "x")
-    assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == (entry,)
+    times = CallTimes("c", "", (), (("flash", (1.0,)),))
+    here = Target.named("cpu")
+    both = _with_tuned.__wrapped__(here, (entry,), (times,))
+    assert (both.tuned, both.kernel_times) == ((entry,), (times,)) and both.untuned() == here
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert _with_tuned.__wrapped__(Target.named("cpu"), (entry,)).tuned == ()
+    assert _with_tuned.__wrapped__(here, (entry,), (times,)) == here
 
 
 SOUND = {

@@ -12,7 +12,7 @@ from scipy.optimize import nnls
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.kernels.auto import near as near_calls
-from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, Terms, terms
+from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, Terms, has_ids, terms
 from maxattn.kernels.auto.near import NearCalls
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
@@ -85,8 +85,9 @@ def fitted(found: Sequence[Sample], near: NearSettings | None = None) -> FittedC
 
 
 def _by_pass(found: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
+    """Sort samples, without ids: a kernel is chosen before it is known what they allow."""
     passes: dict[tuple[str, str], list[Sample]] = {}
-    for sample in found:
+    for sample in (s for s in found if not has_ids(s.call)):
         passes.setdefault((sample.kernel, sample.what), []).append(sample)
     return passes
 

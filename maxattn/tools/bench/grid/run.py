@@ -13,11 +13,11 @@ from pathlib import Path
 from time import sleep, time
 
 from maxattn.tools.bench.grid.calls import GridCall
+from maxattn.tools.bench.grid.job import HOLDER, GridJob
 from maxattn.tools.bench.grid.rows import GridRow, read_rows
-from maxattn.tools.bench.grid.worker import HOLDER, GridJob
 
 log = logging.getLogger("maxattn.tools.bench")
-COMPILING = 0.6  # of the limit: the rest is for timing
+COMPILING = 0.7  # of the limit: the rest is for timing
 PAUSE = 0.5
 STUCK = 60.0  # seconds that a process may hold the device
 

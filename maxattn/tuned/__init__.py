@@ -16,7 +16,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
-from maxattn.config.measurements import BLOCKS, CHUNKS, is_estimated, read_kept
+from maxattn.config.measurements import BLOCKS, CHUNKS, is_estimated, is_of_sizes, read_kept
 from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,35 +154,41 @@ def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[T
 
     What is damaged in the file is left out, and said once: a warning of the logger `maxattn`.
     """
-    try:
-        path = cache_path()
-        stamp = path.stat()
-    except (OSError, ValueError):  # no file; ConfigError: no home to look in
-        return ()
-    if not S_ISREG(stamp.st_mode):  # to read a pipe would wait for its writer
-        return ()
-    return _table((path, stamp.st_mtime_ns, stamp.st_size), device_kind, packages)
+    state = cache_state()
+    return () if state is None else _table(state, device_kind, packages)
 
 
 State = tuple[Path, int, int]
 """A file with its time and size, which tell one state of it from the next."""
 
 
+def cache_state() -> State | None:
+    """Return the file of measurements as it is, or None where there is none to read."""
+    try:
+        path = cache_path()
+        stamp = path.stat()
+    except (OSError, ValueError):  # no file; ConfigError: no home to look in
+        return None
+    if not S_ISREG(stamp.st_mode):  # to read a pipe would wait for its writer
+        return None
+    return path, stamp.st_mtime_ns, stamp.st_size
+
+
 @lru_cache(maxsize=8)
 def _table(
     state: State, device_kind: str, packages: tuple[tuple[str, str], ...]
 ) -> tuple[Tuned, ...]:
-    return winners(_sound(state), device_kind, packages, str(state[0]))
+    return winners(sound_in(state), device_kind, packages, str(state[0]))
 
 
 @lru_cache(maxsize=8)
-def _sound(state: State) -> list[dict[str, Any]]:
+def sound_in(state: State) -> list[dict[str, Any]]:
     """Return the sound measurements of a file; say once what is wrong with the others."""
     measurements, damage = read_kept(state[0])
     if damage:
         remedy = f"delete it, or point {VARIABLE} to another folder"
         log.warning(
-            "sizes kept by `maxattn tune` are ignored: %s: %s; %s", state[0], damage, remedy
+            "measurements of `maxattn tune` are ignored: %s: %s; %s", state[0], damage, remedy
         )
     return measurements
 
@@ -199,7 +205,7 @@ def winners(
     count where nothing was measured.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for m in measurements:
+    for m in (m for m in measurements if is_of_sizes(m)):
         if m["device_kind"] == device_kind and m["versions"] == versions_of(m["kernel"], packages):
             groups.setdefault((m["kernel"], m["call"]), []).append(m)
     found = (_fastest(group, source) for group in groups.values())

@@ -1,0 +1,184 @@
+"""Time the kernels of one call in turns on one device, the forward and the backward apart.
+
+Lengths and ids are arguments of what is compiled, as they are in a model: what is prepared of them
+on the device counts. Short calls stand several in a program, behind passes over memory, so that the
+host is ahead of the device (bench/grid/busy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.kernels import Kernel
+from maxattn.kernels.base import Inputs, Rows
+from maxattn.masks import Mask
+from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.timing import Timed, TimedFunction, measure, several
+from maxattn.tools.random_inputs import normal
+
+SECONDS = 0.3  # for a kernel and pass, about; each of them runs seven times at least
+FORWARD, BACKWARD = "forward", "backward"
+LEAST = 1e-6  # seconds: where the time of passes over memory hides that of a call
+Passes = dict[str, tuple[float, ...]]
+"""Milliseconds of each round, by kernel."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Hold what was measured.
+
+    Args:
+        forward, backward: of the kernels that ran.
+        failed: why the others did not.
+        is_dead: whether the device stopped answering, by the last one that failed.
+    """
+
+    forward: Passes = field(default_factory=dict)
+    backward: Passes = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    is_dead: bool = False
+
+
+def time_forward(kernels: Mapping[str, Kernel], call: Call, mask: Mask) -> KernelTimes:
+    """Time the forward of each kernel.
+
+    Args:
+        kernels: built for the call, by name.
+        call: of one device.
+        mask: of the call, with its arrays.
+    """
+    functions = {name: partial(_forward, kernel) for name, kernel in kernels.items()}
+    found = _measured(functions, FORWARD, _inputs(call, mask))
+    times, failed, is_dead = found
+    return KernelTimes(times, {}, failed, is_dead)
+
+
+def time_backward(kernels: Mapping[str, Kernel], call: Call, mask: Mask, of: str) -> KernelTimes:
+    """Time the backward of each kernel, from the output and the LSE of one forward.
+
+    Args:
+        kernels, call, mask: as for `time_forward`.
+        of: the kernel whose forward that is.
+    """
+    inputs, forward = _inputs(call, mask), jax.jit(partial(_forward, kernels[of]))
+    sets = [(*each, *forward(*each)) for each in inputs]
+    functions = {name: partial(_backward, kernel) for name, kernel in kernels.items()}
+    found = _measured(functions, BACKWARD, sets)
+    times, failed, is_dead = found
+    return KernelTimes({}, times, failed, is_dead)
+
+
+def _measured(
+    functions: Mapping[str, Callable[..., Any]], what: str, sets: list[tuple[Any, ...]]
+) -> tuple[Passes, dict[str, str], bool]:
+    """Measure functions on the same inputs, in turns."""
+    names = {name: f"{name}, {what}" for name in functions}
+    memory = busy.memory() if len(sets) > 1 else None
+    works = [_work(f, sets, memory, names[name]) for name, f in functions.items()]
+    before = [] if memory is None else [_busy_alone(memory)]
+    timed = measure([*works, *before], SECONDS, options=_options())
+    off = timed.pop().seconds if before else 0.0
+    of = {n: _each(t, off, len(sets)) for n, t in zip(functions, timed, strict=True)}
+    failed = {name: f"{what}: {each.failed}" for name, each in of.items() if each.failed}
+    return sorted_out(of, failed, answers())
+
+
+def _work(
+    f: Callable[..., Any], sets: list[tuple[Any, ...]], memory: Array | None, name: str
+) -> TimedFunction:
+    """Return what is timed of a function: one call, or several behind passes over memory."""
+    if memory is None:
+        return TimedFunction(f, lambda: sets, name=name)
+    one = jax.jit(f)
+
+    def after_passes(memory: Array, each: list[tuple[Any, ...]]) -> list[Any]:
+        return several(one, busy.behind(memory, each))
+
+    return TimedFunction(after_passes, lambda: [(memory, sets)], name=name)
+
+
+def _busy_alone(memory: Array) -> TimedFunction:
+    return TimedFunction(busy.pass_over, lambda: [(memory,)], name="memory alone")
+
+
+def _each(timed: Timed, off: float, calls: int) -> Timed:
+    """Return the time of one of several calls, without that of the passes before them."""
+    return replace(timed, rounds=tuple(max(x - off, LEAST) / calls for x in timed.rounds))
+
+
+def _options() -> dict[str, Any]:
+    """Have XLA choose by time as ever, without a check of what each candidate gives: minutes."""
+    return {"xla_gpu_autotune_level": 2} if jax.default_backend() == "gpu" else {}
+
+
+def sorted_out(
+    timed: Mapping[str, Timed], failed: dict[str, str], is_alive: bool
+) -> tuple[Passes, dict[str, str], bool]:
+    """Return milliseconds by kernel, who failed, and whether the device is lost.
+
+    A device that does not answer any more fails every kernel after the one that broke it: that one
+    alone is said to have failed, and nothing else is known.
+    """
+    if not is_alive:
+        first = next(iter(failed.items()), None)
+        return {}, dict([first] if first else []), True
+    times = {name: _rounds(each) for name, each in timed.items() if each.rounds}
+    return times, failed, False
+
+
+def _rounds(timed: Timed) -> tuple[float, ...]:
+    return tuple(float(f"{1e3 * seconds:.5g}") for seconds in timed.rounds)
+
+
+def answers() -> bool:
+    """Tell whether the device still computes."""
+    try:
+        return float(jnp.zeros(()) + 1) == 1
+    except Exception:  # whatever a lost device raises
+        return False
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def _forward(kernel: Kernel, q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
+    return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
+
+
+def _backward(kernel: Kernel, *arrays: Any) -> Any:
+    q, k, v, dout, mask, out, lse = arrays
+    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+    dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
+    """Make random (q, k, v, dout, mask): several of short calls, which one program computes."""
+    sets = inputs_of(call)
+    q = (call.batch, call.q_len, call.heads, call.head_dim)
+    kv = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+    make, dims = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1), (q, kv, kv, q)
+    keys = jax.random.split(jax.random.key(0), (sets, len(dims)))
+    of_device = jax.tree.map(jnp.asarray, mask)
+    return [
+        (*(make(key, dim) for key, dim in zip(row, dims, strict=True)), of_device) for row in keys
+    ]
+
+
+def inputs_of(call: Call) -> int:
+    """Return how many calls one program makes, so that the host's share does not show."""
+    if jax.default_backend() == "cpu":
+        return 1
+    pairs = 4.0 * call.batch * call.heads * call.q_len * call.kv_len * call.head_dim
+    tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
+    micros = max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6)
+    steps = (1000, 1), (300, 2), (100, 3), (15, 4), (0, 6)
+    return next(sets for least, sets in steps if micros >= least)

@@ -1,0 +1,176 @@
+"""Kernels that were measured on a machine: `maxattn tune` writes their times, `Target.here()` reads
+them, and `attention: auto` takes the fastest.
+
+A plan stays a pure function: the times reach it inside its `Target`. They decide which kernel runs,
+and change no result beyond rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import jax
+
+from maxattn.call import Call
+from maxattn.config.measurements import is_of_sizes
+from maxattn.kernels.table import TABLE
+from maxattn.masks import Mask
+from maxattn.tuned import State, cache_state, sound_in
+
+if TYPE_CHECKING:
+    from maxattn.config import AttentionConfig
+
+Rounds = tuple[tuple[str, tuple[float, ...]], ...]
+"""(kernel, ms of each round): the kernels of one pass were timed in turns."""
+# Settings that change what a kernel does, beside those that its row lists.
+SETTINGS = ("float32_qk_product", "split_head_dim")
+NOISE = 0.01  # a share of the time by which two kernels may differ and be as fast
+DECISIVE = 0.8  # the share of rounds in which a kernel must be faster to be so
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Hold what was measured of the kernels of one local call.
+
+    Args:
+        call: `key_of_kernels` of the call that one device computes.
+        settings: `settings_of` the config.
+        versions: (package, version) of what it was measured with.
+        forward, backward: of each kernel; empty where the pass was not measured.
+        failed: (kernel, why it did not run).
+        data: what the arrays of the mask held, as a user wrote it; "" for no arrays.
+        source: the file that they are from.
+    """
+
+    call: str
+    settings: str
+    versions: tuple[tuple[str, str], ...]
+    forward: Rounds
+    backward: Rounds = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    data: str = ""
+    source: str = ""
+
+    def __hash__(self) -> int:
+        # Targets are hashed at every call of attention: times would take long.
+        return hash((self.call, self.settings, self.data))
+
+
+# ---- what makes two calls the same ---------------------------------------------------------------
+
+
+def key_of_kernels(call: Call) -> str:
+    """Spell what makes a local call, as far as times depend on it.
+
+    The values of lengths and ids are known only where they run: those of one shape are one call.
+    The role and the scale cost no time.
+
+    >>> mask = ma.masks.KeyPadding(jnp.array([60, 512]))
+    >>> q = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
+    >>> from maxattn.tuned.kernels import key_of_kernels
+    >>> key_of_kernels(ma.Call.of(q, q, mask))
+    'B=2 T=S=512 N=8 H=64 bf16 KeyPadding(int[2])'
+    """
+    mask = _local_form(call)
+    numbers = tuple(_numbers(mask))
+    # A long tuple of lengths is spelt by its first ones.
+    which = f" {crc32(repr(numbers).encode()):08x}" if "..." in str(mask) else ""
+    text = str(mask).replace("int64[", "int[").replace("int32[", "int[")
+    return f"{call.shape_text} {text}{which}"
+
+
+def unmeasured_for(call: Call) -> str:
+    """Say why kernels are not measured for a local call; "" where they are."""
+    if call.bias is not None:
+        return "beside a bias kernels are not measured"
+    if call.sharded and not call.mask.is_full:
+        mask = "which pairs a mask leaves to each device"
+        return f"{mask} is known only where the sequence is split, so kernels are not measured"
+    return ""
+
+
+def settings_of(config: AttentionConfig) -> str:
+    """Spell the settings that differ from their default and change what a kernel does."""
+    keys = sorted({*TABLE.readers(), *SETTINGS} & config.changed)
+    return ", ".join(f"{key} {getattr(config, key)}" for key in keys)
+
+
+def _local_form(call: Call) -> Mask:
+    """Return the mask's structure with arrays of one device's batch rows and heads."""
+    sizes = {"B": call.batch, "N": call.heads}
+
+    def of_device(leaf: Any, axes: str) -> jax.ShapeDtypeStruct:
+        shape = tuple(sizes.get(axis, size) for axis, size in zip(axes, leaf.shape, strict=True))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(of_device, call.mask, call.mask.leaf_axes())
+
+
+def _numbers(mask: Mask) -> Iterator[tuple[int, ...]]:
+    """Yield the tuples of numbers that a mask and its parts hold."""
+    for part in mask.parts():
+        yield from _numbers(part)
+    values = (getattr(mask, f.name) for f in fields(mask))  # pyright: ignore[reportArgumentType]
+    for value in values:
+        if isinstance(value, tuple) and all(isinstance(x, int) for x in value):
+            yield tuple(value)
+
+
+# ---- which is faster -----------------------------------------------------------------------------
+
+
+def milliseconds_of(rounds: tuple[float, ...]) -> float:
+    """Return the time of a kernel, the median of its rounds."""
+    return median(rounds)
+
+
+def is_as_fast(one: tuple[float, ...], fastest: tuple[float, ...]) -> bool:
+    """Tell whether the rounds of two kernels leave open which is faster."""
+    if median(one) <= (1 + NOISE) * median(fastest):
+        return True
+    lost = sum(mine > its for mine, its in zip(one, fastest, strict=False))
+    return lost < DECISIVE * min(len(one), len(fastest))
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def times_of(device_kind: str) -> tuple[CallTimes, ...]:
+    """Return what is kept of kernels on a device kind, the last measured last."""
+    state = cache_state()
+    return () if state is None else _times(state, device_kind)
+
+
+@lru_cache(maxsize=8)
+def _times(state: State, device_kind: str) -> tuple[CallTimes, ...]:
+    kept = (m for m in sound_in(state) if not is_of_sizes(m))
+    source = str(state[0])
+    return tuple(call_times(m, source) for m in kept if m["device_kind"] == device_kind)
+
+
+def call_times(measurement: Mapping[str, Any], source: str) -> CallTimes:
+    """Read a sound measurement of kernels."""
+    of = measurement
+    forward, backward = (_rounds(of[key]) for key in ("forward_ms", "backward_ms"))
+    versions, failed = _packages(of["versions"]), tuple(of["failed"].items())
+    rest = forward, backward, failed, of["data"], source
+    return CallTimes(of["call"], of["settings"], versions, *rest)
+
+
+def _rounds(times: Mapping[str, list[float]]) -> Rounds:
+    return tuple((name, tuple(map(float, ms))) for name, ms in times.items())
+
+
+def versions_text(packages: tuple[tuple[str, str], ...]) -> str:
+    """Spell the versions that kernels are measured with."""
+    return ", ".join(f"{name} {version}" for name, version in packages)
+
+
+def _packages(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.partition(" ") for part in text.split(", ") if part)
+    return tuple((name, version) for name, _, version in pairs)

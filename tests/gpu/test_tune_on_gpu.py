@@ -1,0 +1,62 @@
+"""`maxattn tune` on an NVIDIA GPU: the real command, and plans by what it kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn.masks import KeyPadding
+from maxattn.target import Target
+from maxattn.tools.cli import main
+from maxattn.tools.model_shapes import read
+from tests.gpu.requirements import skip_unless_available
+from tests.reference import attention64, error
+
+pytestmark = pytest.mark.gpu
+CASES = {"1,512,512,4,72": None, "2,300,64,4,64": "lengths:9,64"}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_a_plan_takes_what_was_fastest_here(text, tmp_path, monkeypatch, capsys):
+    skip_unless_available("cudnn")
+    monkeypatch.setenv("MAXATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr("maxattn.tools.tune.kernel_times.SECONDS", 0.05)
+    spelt = CASES[text]
+    words = ["tune", "attention=auto", "--shape", text] + (["--mask", spelt] if spelt else [])
+    assert main(words) == 0
+    (found,) = json.loads((tmp_path / "tuned.json").read_text())["measurements"]
+    assert found["forward_ms"].keys() >= {"cudnn", "dot_product"} <= found["backward_ms"].keys()
+    shape, lengths = read(text), np.array([9, 64], np.int32)
+    shape = replace(shape, mask=KeyPadding(lengths)) if spelt else shape
+    plan = ma.plan(shape.call())
+    assert plan.because.startswith("measured here by maxattn tune: forward ")
+    assert main(words) == 0 and "measured before" in capsys.readouterr().out
+    bare = Target.here().untuned()
+    own = ma.plan(shape.call(), target=bare).kernel.name.split("/")
+    for taken, its, key in zip(
+        (plan.kernel.name.split("/")[0], plan.kernel.name.split("/")[-1]),
+        (own[0], own[-1]),
+        ("forward_ms", "backward_ms"),
+        strict=True,
+    ):
+        ms = {name: float(np.median(rounds)) for name, rounds in found[key].items()}
+        assert ms[taken] <= ms.get(its, np.inf) * 1.01 or taken == its
+    _check_result(shape, lengths if spelt else None)
+
+
+def _check_result(shape, lengths) -> None:
+    """Compare attention by the plan that was tuned with float64."""
+    rng = np.random.default_rng(0)
+    of_q = (shape.batch, shape.q_len, shape.heads, shape.head_dim)
+    of_k = (shape.batch, shape.kv_len, shape.heads, shape.head_dim)
+    q, k, v = (jnp.asarray(rng.normal(size=s), "bfloat16") for s in (of_q, of_k, of_k))
+    real = np.full(shape.batch, shape.kv_len) if lengths is None else lengths
+    allowed = (np.arange(shape.kv_len) < real[:, None])[:, None, None]
+    out = jax.jit(lambda q, k, v: ma.attention(q, k, v, shape.mask, role=shape.role))(q, k, v)
+    assert error(out, attention64(q, k, v, allowed).out) < 1e-2

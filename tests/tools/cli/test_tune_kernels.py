@@ -1,0 +1,262 @@
+"""`maxattn tune` under `attention: auto`: kernels that are timed here, and plans that take them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn.kernels import table
+from maxattn.masks import KeyPadding, LocalWindow
+from maxattn.target import Target
+from maxattn.tools.model_shapes import changed, read
+from tests.golden_text import check_golden
+from tests.tools.cli.command import run
+from tests.tools.tune.small import measurements
+
+SMALL = ["attention=auto", "--shape", "1,300,300,2,8", "--dtype", "f32"]
+# Few scores, of which the window leaves one in forty: the rule takes dense, which is far slower.
+WINDOW = [
+    "attention=auto",
+    "--shape",
+    "1,1400,1400,2,16",
+    "--dtype",
+    "f32",
+    "--mask",
+    "window:32,0",
+]
+
+
+@pytest.fixture
+def quick(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and a short timing."""
+    monkeypatch.setattr("maxattn.tools.tune.kernel_times.SECONDS", 0.01)
+    return cache
+
+
+@pytest.fixture
+def broken() -> Iterator[None]:
+    """A kernel whose backward does not compile."""
+    table.add(table.KernelRow("broken", "tests.tools.tune.broken:Broken"))
+    yield
+    table.remove("broken")
+
+
+def small(**changes: object) -> ma.Call:
+    return replace(changed(read("1,300,300,2,8"), None, "f32", None, None), **changes).call()
+
+
+def without_times(text: str, cache: Path) -> str:
+    """Put # in the place of what differs from run to run, and name one winner."""
+    text = re.sub(r" +\d[\d.,]*(?=[ \n])", " #", text.replace(str(cache), "tuned.json"))
+    text = re.sub(r"fastest [\w/]+", "fastest KERNEL", text)
+    text = re.sub(r"  (without it|auto takes the same).*\n", "  WITHOUT IT\n", text)
+    return re.sub(r"to name one kernel:\n(    .*\n)+", "to name one kernel:\n    YAML\n", text)
+
+
+def times(measurement: dict, what: str) -> dict[str, float]:
+    return {name: float(np.median(ms)) for name, ms in measurement[what].items()}
+
+
+def test_a_shape_that_the_rule_mispredicts_is_one_command_from_right(capsys, quick):
+    shape = changed(read("1,1400,1400,2,16"), None, "f32", LocalWindow(32, 0), None)
+    before = ma.plan(shape.call())
+    assert before.kernel.name == "dot_product" and before.because.startswith("dense, since")
+    ran = run(capsys, "tune", *WINDOW)
+    (found,) = measurements(quick)
+    assert ran.status == 0 and times(found, "forward_ms").keys() == {
+        "dot_product",
+        "memory_efficient",
+    }
+    plan = ma.plan(shape.call())
+    forward, *_, backward = [*plan.kernel.name.split("/")] * 2  # a forward is short beside noise
+    assert backward == "memory_efficient"
+    assert plan.because.startswith(f"measured here by maxattn tune: forward {forward} ")
+    assert "; backward memory_efficient " in plan.because
+    assert "without it auto takes dot_product: " in ran.out
+    of_forward, of_backward = times(found, "forward_ms"), times(found, "backward_ms")
+    dense = of_forward["dot_product"] + of_backward["dot_product"]
+    blockwise = of_forward[forward] + of_backward[backward]
+    said = re.search(r"([\d.]+) times as long", ran.out)
+    assert (
+        said and float(said[1]) == pytest.approx(dense / blockwise, rel=0.01) and dense > blockwise
+    )
+    q = jax.random.normal(jax.random.key(0), (1, 1400, 2, 16))
+    dense = ma.attention(q, q, q, shape.mask, config=ma.AttentionConfig(attention="dot_product"))
+    np.testing.assert_allclose(ma.attention(q, q, q, shape.mask), dense, atol=2e-6)
+
+
+def test_what_it_prints(capsys, quick):
+    ran = run(capsys, "tune", *SMALL)
+    assert ran.status == 0 and "compiling dot_product, backward" in ran.err
+    check_golden("cli/tune/kernels", without_times(ran.out, quick))
+    again = run(capsys, "tune", *SMALL)
+    assert again.err == "" and "measured before; --again times it anew" in again.out
+    before = measurements(quick)
+    assert "compiling" in run(capsys, "tune", *SMALL, "--again").err
+    assert len(measurements(quick)) == 1 and measurements(quick) != before
+
+
+def test_the_forward_alone_leaves_the_backward_to_the_rule(capsys, quick):
+    ran = run(capsys, "tune", *SMALL, "--forward")
+    (found,) = measurements(quick)
+    assert found["backward_ms"] == {} and "ms forward\n" in ran.out and "backward" not in ran.out
+    plan = ma.plan(small())
+    assert plan.kernel.name.split("/")[-1] == "dot_product"
+    assert "; backward dot_product as without it, dense, since" in plan.because
+    assert "compiling dot_product, backward" in run(capsys, "tune", *SMALL, "--train").err
+    (both,) = measurements(quick)
+    assert (
+        both["forward_ms"] == found["forward_ms"]
+        and both["backward_ms"].keys() == both["forward_ms"].keys()
+    )
+
+
+def test_lengths_of_one_shape_are_one_call(capsys, quick):
+    words = ["attention=auto", "--shape", "2,64,48,2,8", "--dtype", "f32", "--forward"]
+    run(capsys, "tune", *words, "--mask", "lengths:5,48")
+    shape = changed(read("2,64,48,2,8"), None, "f32", None, None)
+    for lengths in (np.array([9, 10]), np.array([1, 2], np.int32)):
+        plan = ma.plan(replace(shape, mask=KeyPadding(lengths)).call())
+        assert (
+            plan.because.startswith("measured here")
+            and "with the mask lengths:5,48" in plan.notes[-1]
+        )
+    flags = replace(shape, mask=KeyPadding(np.ones((2, 48), bool)))
+    assert not any("measured" in ma.plan(s.call()).because.split("(")[0] for s in (shape, flags))
+    run(capsys, "tune", *words, "--mask", "lengths:40,41")  # other arrays: timed anew, and taken
+    assert [m["data"] for m in measurements(quick)] == ["lengths:5,48", "lengths:40,41"]
+    plan = ma.plan(replace(shape, mask=KeyPadding(np.array([9, 10]))).call())
+    assert "lengths:40,41" in plan.notes[-1]
+
+
+def test_the_call_of_one_device_is_timed(capsys, quick):
+    run(capsys, "tune", "attention=auto", "--shape", "4,64,64,4,8", "--mask", "lengths:5,48,9,9",
+        "--mesh", "data=2,tensor=2", "--forward")  # fmt: skip
+    (found,) = measurements(quick)
+    assert found["call"] == "B=2 T=S=64 N=2 H=8 bf16 KeyPadding(int[2])"
+    call = replace(read("2,64,64,2,8"), mask=KeyPadding(np.array([5, 48]))).call()
+    assert ma.plan(call).because.startswith("measured here")
+
+
+def test_a_kernel_that_does_not_compile_is_kept_out_and_said(capsys, quick, broken):
+    ran = run(capsys, "tune", *SMALL)
+    (found,) = measurements(quick)
+    why = "backward: CompilerError: no registers for head dim 8"
+    assert ran.status == 0 and found["failed"] == {"broken": why}
+    assert f"does not run: {why}" in ran.out and "broken" not in found["backward_ms"]
+    plan = ma.plan(small())
+    (reason,) = plan.refused
+    check_golden("cli/tune/kernel_failed", str(reason))
+    assert plan.kernel.name.split("/")[-1] != "broken"
+    assert "compiling" not in run(capsys, "tune", *SMALL).err
+
+
+def test_a_named_kernel_is_not_displaced(capsys, quick):
+    run(capsys, "tune", *SMALL, "--forward")
+    config = ma.AttentionConfig(attention="dot_product")
+    assert ma.plan(small(), config).because == "named in the config"
+    least = ma.AttentionConfig(flash_min_seq_length=4096)
+    assert "flash_min_seq_length" in ma.plan(small(), least).because
+
+
+def test_settings_of_kernels_are_part_of_a_call(capsys, quick):
+    run(capsys, "tune", *SMALL, "--forward")
+    assert "measured here" in ma.plan(small(), ma.AttentionConfig(attention="auto")).because
+    for other in ({"float32_qk_product": True}, {"query_chunk_size": 64}):
+        assert "measured here" not in ma.plan(small(), ma.AttentionConfig(**other)).because
+    run(capsys, "tune", *SMALL, "query_chunk_size=64", "--forward")
+    assert [m["settings"] for m in measurements(quick)] == ["", "query_chunk_size 64"]
+    assert "measured here" in ma.plan(small(), ma.AttentionConfig(query_chunk_size=64)).because
+
+
+def test_a_kill_loses_at_most_a_pass(quick):
+    words = [sys.executable, "-m", "maxattn", "tune", *SMALL, "--shape", "1,301,301,2,8"]
+    child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit = time.time() + 120
+    while not (quick.exists() and measurements(quick)):
+        assert child.poll() is None and time.time() < limit
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    first = measurements(quick)[0]
+    assert first["forward_ms"] and "measured here" in ma.plan(small()).because
+    ran = subprocess.run(words, capture_output=True, text=True)
+    assert ran.returncode == 0 and len(measurements(quick)) == 2
+    of_first = next(m for m in measurements(quick) if m["call"] == first["call"])
+    assert of_first["forward_ms"] == first["forward_ms"] and of_first["backward_ms"]
+
+
+def test_a_damaged_file_is_put_aside(capsys, quick):
+    quick.write_text('{"version": 1, "measurements": [{"forward_ms": {}}]}')
+    ran = run(capsys, "tune", *SMALL, "--forward")
+    assert ran.status == 0 and "tuned.json is damaged: 1 of its 1 measurements" in ran.out
+    assert len(measurements(quick)) == 1 and quick.with_suffix(".damaged.json").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing here is read-only to root")
+def test_a_cache_that_cannot_be_written(capsys, quick, monkeypatch):
+    monkeypatch.setenv("MAXATTN_CACHE", "/proc/maxattn")
+    ran = run(capsys, "tune", *SMALL, "--shape", "1,200,200,2,8", "--forward")
+    assert ran.status == 0 and ran.out.count("cannot be written, so nothing is kept") == 1
+    assert "plans on this machine" not in ran.out and "fastest " in ran.out
+
+
+def test_several_shapes_stand_in_one_file_beside_sizes(capsys, quick):
+    run(capsys, "tune", *SMALL, "--shape", "1,200,100,2,8", "--forward")
+    run(capsys, "tune", *SMALL, "--sizes", "--limit", "1", "--forward")
+    kinds = ["sizes" in m for m in json.loads(quick.read_text())["measurements"]]
+    assert (
+        kinds == [False, False]
+        and "dot_product has no sizes to tune" in run(capsys, "tune", *SMALL, "--sizes").out
+    )
+    chunks = ["attention=dot_product", "use_memory_efficient_attention=true", *SMALL[1:]]
+    run(capsys, "tune", *chunks, "--limit", "1", "--forward")
+    assert ["sizes" in m for m in measurements(quick)] == [False, False, True]
+    assert "measured here" in ma.plan(small()).because
+
+
+ELSEWHERE = {
+    "kernels_h200": "--shape 64,256,256,16,72 --target H200 --with fa4-jax=0.1.0",
+    "kernels_on_a_masked_ring": "attention=ring --shape 1,4096,4096,8,64 --mask causal"
+    " --target H200 --mesh context=4",
+    "kernels_of_a_tpu": "--shape 1,4096,4096,8,64 --target v6e --kernels",
+    "kernels_of_a_named_one": "attention=flash --shape sdxl-64 --kernels",
+    "kernels_below_the_least": "flash_min_seq_length=4096 --shape 1,300,300,2,8 --kernels",
+    "lengths_of_another_batch": "--shape 2,64,48,2,8 --mask lengths:1,2,3",
+    "lengths_of_nothing": "--shape 2,64,48,2,8 --mask lengths:",
+    "ids_of_another_length": "--shape 2,64,64,2,8 --mask segment-ids:9,9",
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_without_the_device_and_bad_input(capsys, quick, name):
+    ran = run(capsys, "tune", *ELSEWHERE[name].split())
+    assert not quick.exists()
+    check_golden(f"cli/tune/{name}", ran.text)
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("mask", ["lengths:9,512", "segment-ids:100,412"])
+def test_masks_of_arrays_are_spelt_for_plans_too(capsys, command, mask):
+    words = ["attention=auto", "--target", "H200", "--shape", "2,512,512,4,64", "--mask", mask]
+    ran = run(capsys, command, *words)
+    kind = "KeyPadding(int32[2])" if mask.startswith("lengths") else "Segments(int32[1,512], "
+    assert ran.status == 0 and kind in ran.out
+
+
+def test_another_target_takes_nothing_of_this_machine(capsys, quick):
+    run(capsys, "tune", *SMALL, "--forward")
+    assert Target.here().kernel_times and not Target.named("cpu").kernel_times
+    assert "measured here" not in ma.plan(small(), target=Target.named("cpu")).because
