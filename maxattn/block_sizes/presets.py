@@ -1,6 +1,6 @@
-"""Block sizes that ship, by chip and model: the largest that all TPU kernels take.
+"""Block sizes that ship, by chip and model: the fastest by estimates that all TPU kernels take.
 
-They pad little.
+They pad little. Where no estimates ship, they are the largest.
 
 `python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in
 `configs/block_sizes` are its output.
@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from maxattn.block_sizes.adjust import DEFAULT, adjust
 from maxattn.block_sizes.chips import CHIPS
+from maxattn.block_sizes.estimated.choose import TIE, seconds_of
+from maxattn.block_sizes.estimated.defaults import how_estimated
+from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.block_sizes.padding import padding
 from maxattn.block_sizes.sizes import LANES, BlockSizes, KernelKind, divisors
 from maxattn.call import Call
-from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 UNSHARDED, SHARDED = 0.01, 0.03  # most padding, as a share of the tokens
 LONGEST, LONGEST_COMPUTE = 2048, 1024  # tokens
+PARTS = "fwd", "dkv"
 KERNELS: tuple[tuple[KernelKind, bool], ...] = (
     ("flash", False),
     ("flash", True),
@@ -110,45 +116,115 @@ MODELS = (
 )
 
 
-def preset(model: Model, target: Target) -> BlockSizes:
-    """Choose the largest tiles that flash and tokamax_flash take as they are, in training.
+class Preset(NamedTuple):
+    """Hold the sizes of a preset.
+
+    Args:
+        sizes: what ships.
+        gains: how many times as fast the forward is as with the largest tiles, and the forward and
+            backward together, by the slow ends of estimates; None where no estimates ship.
+    """
+
+    sizes: BlockSizes
+    gains: tuple[float, float] | None = None
+
+
+@cache
+def preset(model: Model, target: Target) -> Preset:
+    """Choose tiles that flash and tokamax_flash take as they are, in training.
 
     Flash takes them with either backward.
 
-    The blocks are multiples of 128 up to 2,048 tokens and up to the shortest sequence, and pad each
-    of the model's lengths by no more than its share. Fewest steps of the kernel first, then the
-    longer Q block, which reads K and V less often. No time is measured: that is what `maxattn tune`
-    is for.
+    The blocks pad each of the model's lengths by no more than its share. The fastest by estimates
+    are taken where the estimates know the largest tiles too, and are no tie with them. The largest
+    have fewest steps of the kernel, then the longer Q block. No time is measured: that is what
+    `maxattn tune` is for.
 
     Args:
         model: one of `MODELS`.
         target: a TPU.
     """
-    found = [sizes for q, kv in _candidates(model) if (sizes := _taken(q, kv, model, target))]
+    largest = _largest(model, target)
+    known = _times(largest, model, target)
+    if known is None:
+        return Preset(largest)
+    every = ((_times(sizes, model, target), sizes) for sizes in _estimated(model, target))
+    gains = [(_gains(known, times), sizes) for times, sizes in every if times is not None]
+    best, sizes = max(gains, key=lambda pair: (sum(pair[0]), str(pair[1])))
+    return Preset(sizes, best) if sum(best) > 2 * (1 + TIE) else Preset(largest, (1.0, 1.0))
+
+
+def _gains(known: tuple[float, float], times: tuple[float, float]) -> tuple[float, float]:
+    return known[0] / times[0], known[1] / times[1]
+
+
+def _largest(model: Model, target: Target) -> BlockSizes:
+    found = [
+        sizes
+        for q, kv in _candidates(model)
+        if _is_taken(sizes := _sizes(q, kv, compute_of(kv)), model, target)
+    ]
     return max(found, key=lambda sizes: (sizes.block_q * sizes.block_kv, sizes.block_q))
 
 
 def _candidates(model: Model) -> Iterator[tuple[int, int]]:
     most = min(LONGEST, *(length + LANES - 1 for length, _ in model.lengths))
-    fine = [
-        n
-        for n in range(LANES, most + 1, LANES)
-        if all(padding(t, n).share <= m for t, m in model.lengths)
-    ]
+    fine = [n for n in range(LANES, most + 1, LANES) if _pads_little(n, model)]
     yield from ((q, kv) for q in fine for kv in fine)
 
 
-def _taken(q: int, kv: int, model: Model, target: Target) -> BlockSizes | None:
-    """Return the sizes where no kernel needs a change of them, else None."""
-    length, compute = model.lengths[0][0], compute_of(kv)
-    call = Call(1, length, length, 1, 1, model.head_dim, "bfloat16")
-    sizes = BlockSizes(q, kv, compute, q, kv, compute)
-    asked = {
-        fused: FlashBlockSizes(**sizes.given(), use_fused_bwd_kernel=fused)
-        for fused in (False, True)
-    }
+def _pads_little(block: int, model: Model) -> bool:
+    return all(padding(length, block).share <= most for length, most in model.lengths)
+
+
+def _sizes(q: int, kv: int, compute: int) -> BlockSizes:
+    return BlockSizes(q, kv, compute, q, kv, compute)
+
+
+def _is_taken(sizes: BlockSizes, model: Model, target: Target) -> bool:
+    """Tell whether no kernel needs a change of the sizes."""
+    call = _call(model, model.lengths[0][0])
+    asked = {fused: replace(sizes, use_fused_bwd_kernel=fused).asked() for fused in (False, True)}
     changes = (adjust(asked[fused], call, kernel, target, True)[1] for kernel, fused in KERNELS)
-    return None if any(changes) else sizes
+    return not any(changes)
+
+
+def _call(model: Model, length: int) -> Call:
+    return Call(1, length, length, 1, 1, model.head_dim, "bfloat16")
+
+
+# ---- by estimates --------------------------------------------------------------------------------
+
+
+def _estimated(model: Model, target: Target) -> Iterator[BlockSizes]:
+    """Yield sizes whose kernels have estimates, and that every kernel takes."""
+    costs = shipped_costs(target.device_kind, "flash", model.head_dim, "bfloat16")
+    tiles = {kind: {t for (k, _), c in costs.items() if k == kind for t in c} for kind in PARTS}
+    for (q, kv, compute), dkv in product(sorted(tiles["fwd"]), sorted(tiles["dkv"])):
+        pads_little = _pads_little(q, model) and _pads_little(kv, model)
+        if pads_little and dkv[0] == q and kv % dkv[1] == 0:
+            sizes = BlockSizes(q, kv, compute, dkv[0], dkv[1], dkv[2])
+            if _is_taken(sizes, model, target):
+                yield sizes
+
+
+def _times(sizes: BlockSizes, model: Model, target: Target) -> tuple[float, float] | None:
+    """Return the times of a pair of tokens in both passes, added up over the lengths."""
+    forward, training = (_time(sizes, model, target, t) for t in (False, True))
+    return None if forward is None or training is None else (forward, training)
+
+
+def _time(sizes: BlockSizes, model: Model, target: Target, training: bool) -> float | None:
+    costs = shipped_costs(target.device_kind, "flash", model.head_dim, "bfloat16")
+    total = 0.0
+    for length, _ in model.lengths:
+        call = _call(model, length)
+        filled, _ = adjust(sizes.asked(), call, "flash", target, training)
+        seconds = seconds_of(costs, filled, call, "flash", target)
+        if seconds is None:
+            return None
+        total += seconds.slow / length**2
+    return total
 
 
 def compute_of(kv: int) -> int:
@@ -171,7 +247,7 @@ def files() -> Iterator[tuple[str, str]]:
 
 def text_of(model: Model, kind: str, name: str) -> str:
     """Write one preset as a config, opening with what it needs and its command."""
-    sizes = preset(model, Target.named(kind))
+    sizes, gains = preset(model, Target.named(kind))
     batch, tokens, heads = model.example
     pads = ", ".join(_pads(length, sizes) for length, _ in model.lengths)
     strategy = f"context_parallel: {model.strategy}\n" if model.strategy else ""
@@ -188,12 +264,25 @@ def text_of(model: Model, kind: str, name: str) -> str:
 # Run      python -c "import maxattn as ma; print(ma.plan({planned}).explain())"
 # Pads     Q and KV of {pads}
 # Made by  python -m maxattn.block_sizes.presets configs/block_sizes
-#          (the largest tiles that fit; not timed on a {kind})
+#          ({_how(gains)}; not timed on a {kind})
 
 attention: flash                   # or tokamax_flash
 {strategy}flash_block_sizes:
 {keys}  use_fused_bwd_kernel: null       # true: one kernel for dQ, dK, dV, where dQ fits
 """
+
+
+def _how(gains: tuple[float, float] | None) -> str:
+    """Say how sizes were chosen."""
+    if gains is None:
+        return "the largest tiles that fit, without estimates"
+    if gains == (1.0, 1.0):
+        return f"the largest tiles that fit, which none beats by 3%;\n#          {how_estimated()}"
+    forward, training = gains
+    times = (
+        f"{forward:.2f} times as fast forward as the largest that fit, {training:.2f} in training"
+    )
+    return f"{times};\n#          {how_estimated()}"
 
 
 def _pads(length: int, sizes: BlockSizes) -> str:
@@ -204,10 +293,11 @@ def _pads(length: int, sizes: BlockSizes) -> str:
 
 def table() -> str:
     """Write every preset as a row of a Markdown table: tiles, and the most that they pad."""
-    rows = ["| preset | block_q | block_kv | compute | pads at most |", "|---|---|---|---|---|"]
+    heads = "preset", "block_q", "block_kv", "compute", "backward kv", "pads at most", "moved"
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for kind in CHIPS:
         for model in MODELS:
-            sizes = preset(model, Target.named(kind))
+            sizes, gains = preset(model, Target.named(kind))
             most = max(
                 padding(n, b).share
                 for n, _ in model.lengths
@@ -215,7 +305,9 @@ def table() -> str:
             )
             name = f"{kind.removeprefix('TPU ')}_{model.name}"
             tiles = f"{sizes.block_q:,} | {sizes.block_kv:,} | {sizes.block_kv_compute:,}"
-            rows.append(f"| {name} | {tiles} | {100 * most:.2f}% |")
+            backward = f"{sizes.block_kv_dkv:,} by {sizes.block_kv_dkv_compute:,}"
+            moved = "not estimated" if gains is None else "{:.2f}, {:.2f}".format(*gains)
+            rows.append(f"| {name} | {tiles} | {backward} | {100 * most:.2f}% | {moved} |")
     return "\n".join(rows)
 
 

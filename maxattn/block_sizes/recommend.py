@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.chips import chip_of
+from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
 from maxattn.block_sizes.padding import padding
 from maxattn.block_sizes.sizes import LANES, BlockSizes, Change
 from maxattn.call import Call
@@ -74,18 +75,36 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, 
 
 
 def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
-    """Give the TPU kernels' default, and the square blocks that pad least."""
+    """Give the fastest by estimates, the rules' default, and the square blocks that pad least."""
     if target.platform != "tpu":
         return []
     call = Call(1, seq, seq, 1, 1, head_dim, "bfloat16")
     default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
     fitting = [n for n in range(SHORTEST, LONGEST + 1, LANES) if not _asked(n, call, target)[1]]
     best = min(fitting, key=lambda n: (padding(seq, n).padded, -n), default=default.block_q)
+    estimated = [
+        row for training in (False, True) for row in _estimated_row(call, target, training)
+    ]
     source = f"least padding of the multiples of {LANES} that fit in training"
     return [
-        _row("default of the TPU kernels", default.block_q, default.block_kv, seq, True, ""),
+        *estimated,
+        _row("default of the rules", default.block_q, default.block_kv, seq, True, ""),
         _row(source, best, _asked(best, call, target)[0].block_kv, seq, True, ""),
     ]
+
+
+def _estimated_row(call: Call, target: Target, training: bool) -> list[Recommendation]:
+    """Give the fastest sizes of a pass by the estimates that ship, where they beat the rules'."""
+    found = estimated_sizes("flash", call, target, training)
+    if found is None or found.seconds == found.default:
+        return []
+    what = "forward and backward" if training else "forward"
+    gain = f"{found.default.slow / found.seconds.slow:.2f} times as fast as the default"
+    sizes = found.sizes
+    return [
+        _row(f"fastest {what}, {how_estimated()}", sizes.block_q, sizes.block_kv, call.q_len, True,
+             f"{sizes}; {gain}"),
+    ]  # fmt: skip
 
 
 def _asked(size: int, call: Call, target: Target) -> tuple[BlockSizes, tuple[Change, ...]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from maxattn.block_sizes.chips import Chip
-from maxattn.config import numbers
+from maxattn.config import FlashBlockSizes, numbers
 
 KernelKind = Literal["flash", "tokamax_flash"]
 LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
@@ -49,6 +49,11 @@ class BlockSizes:
     def given(self) -> dict[str, int | bool]:
         """Return the keys that are not None: what to write under `flash_block_sizes`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def asked(self) -> FlashBlockSizes:
+        """Return them as a config's section."""
+        values: dict[str, Any] = dict(self.given())
+        return FlashBlockSizes(**values)
 
     def __str__(self) -> str:
         q, kv, compute = self.block_q, self.block_kv, self.block_kv_compute

@@ -21,6 +21,7 @@ BLOCKS = ("flash", "tokamax_flash")  # whose sizes are flash_block_sizes
 CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
 _TEXTS = ("device_kind", "versions", "kernel", "call")
 _TIMES = ("forward_ms", "training_ms")
+ESTIMATED: Final = "estimated"  # the source of times of a compiler's schedule; others are measured
 _OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 PASSES = ("forward_ms", "backward_ms")
 MOST_KERNELS, MOST_ROUNDS = 64, 1000
@@ -75,12 +76,18 @@ def is_sound(measurement: Any) -> bool:
 def _is_sound_of_sizes(measurement: dict[str, Any]) -> bool:
     if not {*_TEXTS, *_TIMES} <= measurement.keys():
         return False
-    texts = (*(measurement[key] for key in _TEXTS), measurement.get("error", ""))
+    said = (measurement.get(key, "") for key in ("error", "source"))
+    texts = (*(measurement[key] for key in _TEXTS), *said)
     if not all(isinstance(text, str) for text in texts):
         return False
     times = (measurement[key] for key in _TIMES)
     in_time = all(time is None or finite(time, 0) is not None for time in times)
     return in_time and _are_sizes(measurement["kernel"], measurement["sizes"])
+
+
+def is_estimated(measurement: Mapping[str, Any]) -> bool:
+    """Tell whether its times are a compiler's schedule's; then nothing ran."""
+    return measurement.get("source") == ESTIMATED
 
 
 def _is_sound_of_kernels(measurement: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call
-from maxattn.config.measurements import BLOCKS, CHUNKS, is_of_sizes, read_kept
+from maxattn.config.measurements import BLOCKS, CHUNKS, is_estimated, is_of_sizes, read_kept
 from maxattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Tuned:
         milliseconds: what they took.
         training: whether that is forward and backward; else forward alone.
         source: the file that they are from.
+        estimated: whether that is a compiler's schedule's time, and nothing ran.
     """
 
     kernel: str
@@ -47,6 +48,7 @@ class Tuned:
     milliseconds: float
     training: bool
     source: str
+    estimated: bool = False
 
     def __str__(self) -> str:
         what = "forward and backward" if self.training else "forward"
@@ -86,7 +88,11 @@ def tuned_note(
 ) -> tuple[str, ...]:
     """Say that a kernel's sizes were measured, where they were."""
     tuned = tuned_for(config, kernel, local, target)
-    return (f"sizes measured on this machine, {tuned}; from {tuned.source}",) if tuned else ()
+    if tuned is None:
+        return ()
+    measured, estimated = "measured on this machine", "estimated by libtpu's schedule, not run"
+    how = estimated if tuned.estimated else measured
+    return (f"sizes {how}, {tuned}; from {tuned.source}",)
 
 
 def tuned_for(config: AttentionConfig, kernel: str, local: Call, target: Target) -> Tuned | None:
@@ -195,7 +201,8 @@ def winners(
 ) -> tuple[Tuned, ...]:
     """Choose the fastest sizes of each kernel and call.
 
-    Forward and backward together count where they were timed, else the forward.
+    Forward and backward together count where they were timed, else the forward. Estimated times
+    count where nothing was measured.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for m in (m for m in measurements if is_of_sizes(m)):
@@ -206,10 +213,16 @@ def winners(
 
 
 def _fastest(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
+    measured = [m for m in group if not is_estimated(m)]
+    estimated = [m for m in group if is_estimated(m)]
+    return _fastest_of(measured, source) or _fastest_of(estimated, source)
+
+
+def _fastest_of(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
     for field, training in (("training_ms", True), ("forward_ms", False)):
         timed = [m for m in group if m[field] is not None]
         if timed:
             best = min(timed, key=lambda m: m[field])
             what, sizes = (best["kernel"], best["call"]), tuple(best["sizes"].items())
-            return Tuned(*what, sizes, best[field], training, source)
+            return Tuned(*what, sizes, best[field], training, source, is_estimated(best))
     return None

@@ -69,12 +69,13 @@ def test_the_table_for_lds(seq, q, kv):
 @pytest.mark.parametrize("seq", [1024, 32_760, 75_600, 183_600])
 def test_what_is_recommended_for_a_tpu_runs_there(seq, target):
     rows = [row for row in recommend(seq, 128, target) if row.for_target]
-    assert len(rows) == 2
+    *estimated, default, least = rows
+    assert len(estimated) in (0, 2) and all("not run" in row.source for row in estimated)
     for row in rows:
         asked = FlashBlockSizes(block_q=row.block_q, block_kv=row.block_kv)
         assert adjust(asked, call(seq), "flash", target, True)[1] == ()
         assert row.padding_q == padding(seq, row.block_q).share
-    assert rows[1].padding_q <= rows[0].padding_q
+    assert least.padding_q <= default.padding_q
 
 
 def test_every_row_names_its_source():

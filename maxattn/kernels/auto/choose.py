@@ -139,9 +139,19 @@ def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
     if scores <= most:
         return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({where})"
-    tiled = ("flash",) if target.platform == "tpu" else ()
+    tiled, estimates = _tiled(call, target)
     names = (*tiled, "memory_efficient", "dot_product")
-    return names, f"not dense, since {size} > {limit} ({where})"
+    return names, f"not dense, since {size} > {limit} ({where}){estimates}"
+
+
+def _tiled(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+    """Return the tiled kernels of a TPU in order, and what is estimated of them."""
+    if target.platform != "tpu":
+        return (), ""
+    from maxattn.kernels.auto import tpu
+
+    names, estimates = tpu.tiled_kernels(call, target)
+    return names, f"; {estimates}" if estimates else ""
 
 
 def _millions(n: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -88,6 +89,7 @@ class Problem:
         parts: the mask.
         q_offset, kv_offset: position of the first local query and key.
         library: the kernels.
+        cores: of a device, which share the parallel axes of a kernel's grid.
     """
 
     q: Array
@@ -97,29 +99,59 @@ class Problem:
     q_offset: Offset
     kv_offset: Offset
     library: Library
+    cores: int = 1
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
-        blocks = _of(sizes, FORWARD)
+        out, lse = self.forward_of(_of(sizes, FORWARD))
+        return out[:, :, : self.q_len], lse[:, :, : self.q_len]
+
+    def forward_of(self, blocks: Blocks) -> tuple[Array, Array]:
+        """Return (out, lse), padded to whole tiles."""
         setup = self._setup(blocks)
         run = _over_batch(lambda row: self.library.forward(row, setup, blocks))
-        out, lse = run(setup.operands(self))
-        return out[:, :, : self.q_len], lse[:, :, : self.q_len]
+        return run(setup.operands(self))
 
     def backward(self, sizes: BlockSizes, stats: Stats) -> tuple[Array, Array, Array]:
         """Return (dq [B, N, T, H] of the scaled queries, dk and dv [B, K, S, H])."""
-        fused, blocks = bool(sizes.use_fused_bwd_kernel), _of(sizes, DKV)
-        setup = self._setup(blocks)
-        run = _over_batch(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
-        dq, dk, dv = run(setup.operands(self), setup.stats(stats))
-        if not fused:
-            dq = self._dq(_of(sizes, DQ), stats)
+        fused = bool(sizes.use_fused_bwd_kernel)
+        dq, dk, dv = self.dkv(_of(sizes, DKV), stats, fused)
+        if dq is None:
+            dq = self.dq(_of(sizes, DQ), stats)
         return dq[:, :, : self.q_len], dk[:, :, : self.kv_len], dv[:, :, : self.kv_len]
 
-    def _dq(self, blocks: Blocks, stats: Stats) -> Array:
+    def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
+        """Return (dq when fused else None, dk, dv), padded to whole tiles."""
+        setup = self._setup(blocks)
+        run = _over_batch(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        return self._over_cores(run, setup, stats)
+
+    def dq(self, blocks: Blocks, stats: Stats) -> Array:
+        """Return dq of the separate backward, padded to whole tiles."""
         setup = self._setup(blocks)
         run = _over_batch(lambda row, stats: self.library.dq(row, stats, setup, blocks))
-        return run(setup.operands(self), setup.stats(stats))
+        return self._over_cores(run, setup, stats)
+
+    def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
+        """Run a backward kernel with groups of heads as further rows of the batch.
+
+        The batch is the one parallel axis of its grid: a row alone would run on one core.
+        """
+        groups = self.head_groups
+        operands, stats = setup.operands(self), setup.stats(stats)
+        ids = jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), operands.ids)
+        batch = self.q.shape[0]
+        q, k, v = _regrouped(operands[:3], groups, batch)
+        done = run(Operands(q, k, v, ids), _regrouped(stats, groups, batch))
+        return _regrouped(done, 1, batch)
+
+    @property
+    def head_groups(self) -> int:
+        """Into how many groups the heads of a batch row go, for each core to have rows."""
+        batch, heads = self.q.shape[:2]
+        groups = self.cores // gcd(batch, self.cores)
+        divides = heads % groups == 0 and self.k.shape[1] % groups == 0
+        return groups if divides else 1
 
     @property
     def q_len(self) -> int:
@@ -200,6 +232,16 @@ class Setup:
         t = self.padded[0]
         lse, dout, delta = stats
         return Stats(_pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t))
+
+
+def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
+    """Give each array [b, n, ...] so many rows a batch row; the heads in them are in order."""
+
+    def of(x: Array) -> Array:
+        heads = x.shape[0] * x.shape[1] // (batch * groups)
+        return x.reshape(batch * groups, heads, *x.shape[2:])
+
+    return jax.tree.map(of, arrays)
 
 
 def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:

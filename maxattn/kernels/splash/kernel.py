@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
+from maxattn.block_sizes.estimated.defaults import estimate_note, estimated_sizes
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
-from maxattn.config import AttentionConfig
+from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
@@ -30,7 +31,7 @@ from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem, Stats
 from maxattn.masks import Mask
 from maxattn.target import Target
-from maxattn.tuned import tuned_config, tuned_note
+from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
 # The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
 # at all.
@@ -51,6 +52,7 @@ class Splash(Kernel):
         inference: tile sizes of a forward that is not differentiated, which the backward's rules do
             not bind; None: the same.
         inference_changes: how those differ from what was asked for.
+        cores: of a device, which share the backward's heads where its batch is no multiple of them.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,7 @@ class Splash(Kernel):
     changes: tuple[Change, ...] = ()
     inference: BlockSizes | None = None
     inference_changes: tuple[Change, ...] = ()
+    cores: int = 1
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -75,16 +78,28 @@ class Splash(Kernel):
         config = tuned_config(config, cls.name, call, target)
         float32 = config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
-        asked, kind = config.flash_block_sizes, cast(KernelKind, cls.name)
-        training, inference = (adjust(asked, local, kind, target, t) for t in (True, False))
+        kind = cast(KernelKind, cls.name)
+        training, inference = (
+            adjust(_asked(config, local, kind, target, t), local, kind, target, t)
+            for t in (True, False)
+        )
         interpret = target.platform == "cpu"
         blocks, changes = training
+        core = target.device.core
+        settings["cores"] = core.cores if core else 1
         return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say what the sizes pad, and where measured ones are from."""
-        measured = tuned_note(config, self.name, call, target)
-        return (*padding_notes(call, self.blocks), *measured)
+        """Say what the sizes pad, and where measured or estimated ones are from."""
+        return (*padding_notes(call, self.blocks), *self._source(call, config, target))
+
+    def _source(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say where sizes are from that the config leaves open."""
+        if measured := tuned_note(config, self.name, call, target):
+            return measured
+        if self.float32_qk_product or not leaves_open(config, self.name):
+            return ()
+        return estimate_note(cast(KernelKind, self.name), call, target)
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""
@@ -148,7 +163,8 @@ class Splash(Kernel):
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
         parts = mask_split.split(inputs.mask)
         assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
-        return Problem(q, k, v, parts, inputs.q_offset, inputs.kv_offset, self.library)
+        offsets = inputs.q_offset, inputs.kv_offset
+        return Problem(q, k, v, parts, *offsets, self.library, self.cores)
 
     def _scaled(self, q: Array, dtype: Any) -> Array:
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
@@ -158,6 +174,16 @@ class Splash(Kernel):
         # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
         factor = self.scale * self.library.query_factor(dtype)
         return (q.astype(jnp.float32) * factor).astype(dtype)
+
+
+def _asked(
+    config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
+) -> FlashBlockSizes:
+    """Return the sizes that a config asks for; where it sets none, the fastest by estimates."""
+    if not leaves_open(config, kind):
+        return config.flash_block_sizes
+    found = estimated_sizes(kind, local, target, training)
+    return found.sizes.asked() if found else config.flash_block_sizes
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:

@@ -3,6 +3,7 @@
   maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross
   maxattn tune attention=auto --shape 64,256,256,16,72 --forward
   maxattn tune attention=flash --shape wan-14b-720p --target "TPU v6e" --limit 40
+  maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
 On GPUs and CPUs `attention: auto` has its kernels timed: every one that can run the call, in turns.
 Plans on this machine then take the fastest first. On TPUs, and where a kernel is named, its sizes
@@ -11,7 +12,8 @@ are timed: plans take them where the config sets none. --kernels and --sizes say
 Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE): a killed command goes on
 where it was. Where nothing can be written, nothing is kept, and it says so. With a --target that is
 not this machine, nothing is timed or kept: kernels are listed, and sizes are ranked by what they
-compute, padding included, and by their steps: an estimate.
+compute, padding included, and by their steps: an estimate. With --offline sizes are
+ranked by the schedules that libtpu makes of their kernels, and kept as estimated.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from maxattn.decide import named_kernel, plan
 from maxattn.errors import InputError
 from maxattn.kernels import KERNELS
 from maxattn.target import Target
-from maxattn.tools.cli import tune_kernels
+from maxattn.tools.cli import tune_kernels, tune_offline
 from maxattn.tools.cli.machine import machine_arguments, mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
@@ -67,6 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add, limit = parser.add_argument, "sizes to time for each shape; default 24"
     add("--limit", type=int, default=24, metavar="N", help=limit)
     add("--again", action="store_true", help="time anew what was measured before")
+    tune_offline.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
     source, args.has_said_so = read_source(args), False
+    if args.offline:
+        return tune_offline.run(args, source)
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     target, status = replace(target, kernel_times=()), 0
     for number, shape in enumerate(shapes_of(args, source)):

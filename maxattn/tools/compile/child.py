@@ -122,7 +122,7 @@ def _estimate(job: CompileJob, decided: Plan, compiled: Any, folder: Path) -> di
         return {"refused": str(error)}
 
 
-def _dump_into(folder: Path) -> None:
+def dump_into(folder: Path) -> None:
     """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
     from maxattn.tools.estimate.program import dump_flags
 
@@ -138,7 +138,7 @@ def main() -> None:
     answer = Path(sys.argv[1])
     folder = answer.with_name("schedules")
     if job.estimate:
-        _dump_into(folder)
+        dump_into(folder)
     beside = answer.with_suffix(".partial")
     beside.write_text(json.dumps(asdict(outcome_of(job, folder))), encoding="utf-8")
     beside.replace(answer)  # a child that is killed leaves a whole one or none

@@ -171,7 +171,7 @@ def _spawned(python: str, text: str, seconds: float, folder: Path) -> Outcome:
 
 def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     words = [python, "-m", "maxattn.tools.compile.child", str(answer)]
-    variables = os.environ | ENVIRONMENT | {"PYTHONPATH": _python_path()}
+    variables = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path()}
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
@@ -183,7 +183,7 @@ def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]
         raise ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy) from None
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Let the child import this very maxattn, whatever its environment has installed."""
     own = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join(part for part in (own, os.environ.get("PYTHONPATH", "")) if part)

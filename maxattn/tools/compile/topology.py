@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -26,15 +27,28 @@ def devices_of(job: CompileJob) -> list[Any]:
     return devices[: job.devices]
 
 
+@lru_cache
+def one_device(topology: str) -> Any:
+    """Return the first device of a topology, which is described once.
+
+    Raises:
+        ConfigError: libtpu knows no such topology.
+    """
+    return _described(topology, 1)[0]
+
+
 def _all_devices(job: CompileJob) -> list[Any]:
+    return _described(job.topology, job.slices)
+
+
+def _described(topology: str, slices: int) -> list[Any]:
     from jax.experimental import topologies
 
-    slices = {"num_slices": job.slices} if job.slices > 1 else {}
-    options = _options(job.topology) | slices
+    options = _options(topology) | ({"num_slices": slices} if slices > 1 else {})
     try:
-        return list(topologies.get_topology_desc(job.topology, "tpu", **options).devices)
+        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except (RuntimeError, ValueError) as error:
-        raise _unknown(job.topology, str(error)) from None
+        raise _unknown(topology, str(error)) from None
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -202,16 +202,12 @@ class KernelDump:
         """
         inputs = [w for w in self.windows if not w.is_output]
         visited = steps * (shares.full + shares.masked)
-        total = sum(float(w.size * w.blocks) for w in self.windows if _in_hbm(w) and w.is_output)
+        total = sum(float(w.size * w.blocks) for w in self.windows if w.in_hbm and w.is_output)
         for place, window in enumerate(inputs):
             at_each = (place in (1, 2)) != (self.phase == "dkv")
             reads = visited if at_each else steps / shares.row
-            total += window.size * reads if _in_hbm(window) else 0.0
+            total += window.size * reads if window.in_hbm else 0.0
         return total
-
-
-def _in_hbm(window: Window) -> bool:
-    return window.memory == "hbm"
 
 
 def core_of(device: Device) -> TensorCore:

@@ -51,7 +51,7 @@ def estimate_of(
     program, version = HloProgram.read(text), metadata.version("libtpu")
     core, kernels = core_of(device), list[KernelEstimate]()
     dumps = Dumps.of(folder, version)
-    for call in _pallas_calls(program):
+    for call in pallas_calls(program):
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         phase = dump.phase
         kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
@@ -79,7 +79,8 @@ class PallasCall(NamedTuple):
     twins: tuple[str, ...]
 
 
-def _pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
+def pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
+    """Yield the calls of Pallas kernels that a program has."""
     found = [
         (one.name, program.times(name), _BODY.search(one.rest))
         for name, body in program.computations.items()

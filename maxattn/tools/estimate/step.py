@@ -92,15 +92,19 @@ class GridStep:
         return tuple(sorted(found, key=lambda s: s.end - s.start))
 
     @cached_property
-    def _always(self) -> list[int]:
+    def edges(self) -> tuple[Span, ...]:
+        """What begins and ends a row of tiles."""
+        return tuple(s for s in self._skipped if s not in self.bodies)
+
+    @cached_property
+    def always(self) -> list[int]:
         """The bundles of the loop that every step runs."""
         skipped = {i for s in self._skipped for i in range(*s)}
         return [i for i in range(*self.loop.span) if i not in skipped]
 
     def cycles(self, shares: BodyShares) -> Cycles:
         """Return what a step costs on average."""
-        edges = (s for s in self._skipped if s not in self.bodies)
-        issued = len(self._always) + sum(s.end - s.start for s in edges) / shares.row
+        issued = len(self.always) + sum(s.end - s.start for s in self.edges) / shares.row
         issued += sum(share * (body.end - body.start) for body, share in self._weights(shares))
         waited, busy = (
             sum(share * price(self.bundles, path, self.core) for path, share in self._paths(shares))
@@ -128,16 +132,16 @@ class GridStep:
     def _paths(self, shares: BodyShares) -> list[tuple[list[int], float]]:
         """Pair the bundles that run in a visited tile with the share of such steps."""
         if not self.bodies:
-            return [(self._always, 1.0)]
+            return [(self.always, 1.0)]
         weights = self._weights(shares)
-        return [(sorted((*self._always, *range(*body))), share) for body, share in weights]
+        return [(sorted((*self.always, *range(*body))), share) for body, share in weights]
 
     def _products_part(self, shares: BodyShares) -> list[int]:
         """Return the body that most steps run, or the stretch of every step with most products."""
         if self.bodies:
             body, _ = max(self._weights(shares), key=lambda pair: pair[1])
             return list(range(*body))
-        return max(_stretches(self._always), key=lambda rows: self._count(rows))
+        return max(_stretches(self.always), key=lambda rows: self._count(rows))
 
     def _multiplies(self, span: Span) -> bool:
         return self._count(range(*span)) > 0

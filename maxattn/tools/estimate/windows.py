@@ -31,6 +31,11 @@ class Window(NamedTuple):
     size: int
     blocks: int
 
+    @property
+    def in_hbm(self) -> bool:
+        """Whether its blocks come from HBM, or go there."""
+        return self.memory == "hbm"
+
 
 def windows_of(bundles: Bundles) -> tuple[Window, ...]:
     """Return the operands that a kernel takes in blocks: inputs in order, then outputs.

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maxattn.config.measurements import VERSION, is_of_sizes, read_kept
+from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
 from maxattn.tools.writable import unwritable
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
@@ -66,7 +66,7 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if is_of_sizes(one) != is_of_sizes(other):
+    if is_of_sizes(one) != is_of_sizes(other) or is_estimated(one) != is_estimated(other):
         return False
     return all(one[key] == other[key] for key in (IDENTITY if is_of_sizes(one) else OF_KERNELS))
 

@@ -41,6 +41,12 @@ def without_figures(text: str) -> str:
     )
 
 
+def without_codes(text: str) -> str:
+    """Leave out what libtpu 0.0.50 adds to an error: its code, the module and a link."""
+    text = re.sub(r"E\d{4}: \w+: ", "", text)
+    return re.sub(r" HLO module: .*\nSee https://.* for more details\.", "", text)
+
+
 @needs_libtpu
 def test_a_ring_fits(capsys):
     ran = run(capsys, "compile", *RING, "1,2048,2048,4,128")
@@ -54,7 +60,7 @@ def test_the_estimate_of_memory_is_near_the_compiler(training):
     config, shape = AttentionConfig(attention="flash"), read("wan-1.3b-480p")
     outcome = run_in_child(CompileJob("v5e:1x1", config, shape, training), 120)
     estimated = total(estimate(plan(shape.call(), config, None, Target.named("TPU v5e")), training))
-    assert 0.9 < estimated / outcome.needed < 1.1
+    assert 0.9 < estimated / outcome.needed < 1.16  # as `maxattn.tools.memory` says
 
 
 @needs_libtpu
@@ -126,7 +132,7 @@ def test_what_does_not_fit(capsys):
         capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p"
     )
     assert ran.status == 1
-    check_golden("cli/compile/too_much", re.sub(r"\(\d[\d.]*G\)", "(#G)", ran.out))
+    check_golden("cli/compile/too_much", without_codes(re.sub(r"\(\d[\d.]*G\)", "(#G)", ran.out)))
 
 
 @needs_libtpu

@@ -21,6 +21,7 @@ from tests.block_sizes.compiler import TOPOLOGIES
 
 FILE = Path(__file__).with_name("cycles.json")
 SHAPE = "1,2048,2048,2,128"
+TILE = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
 ROOM = 1.01
 SECONDS = 300
 
@@ -34,7 +35,7 @@ pytestmark = [
 
 def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:
     """Compile forward and backward; return cycles a thousand pairs by kernel, and the version."""
-    config = AttentionConfig(attention=kernel)
+    config = AttentionConfig(attention=kernel, flash_block_sizes=TILE)  # type: ignore[arg-type]
     job = CompileJob(TOPOLOGIES[kind], config, read(SHAPE), training=True, devices=1, estimate=True)
     outcome = run_in_child(job, SECONDS)
     assert outcome.ending == "compiled", outcome.message

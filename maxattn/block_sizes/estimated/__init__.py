@@ -1,0 +1,1 @@
+"""What TPU tiles cost by the schedule that libtpu makes of a kernel, and which are the fastest."""

@@ -1,0 +1,151 @@
+"""The fastest tiles of a call, by what a step of each kernel costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from maxattn.block_sizes.adjust import adjust
+from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, StepGrid, Tile
+from maxattn.block_sizes.hbm import fused_partials_bytes
+from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind
+from maxattn.call import Call
+from maxattn.target import Target
+
+TIE = 0.03
+"""Estimates that differ by less do not tell which tiles are faster."""
+Costs = Mapping[tuple[Kind, bool], Mapping[Tile, StepCost]]
+"""What a step costs, by kernel and whether it evaluates a mask, and by tile."""
+NO_COSTS: Costs = {}
+
+
+class Estimate(NamedTuple):
+    """Hold sizes and how long a call takes with them, fast and slow end."""
+
+    sizes: BlockSizes
+    seconds: Seconds
+
+
+def can_price(call: Call) -> bool:
+    """Tell whether estimates hold for a call: every tile is computed, padding among them."""
+    hides_padding = not call.mask.has_data and call.mask.key_limit() is not None
+    return call.bias is None and (call.mask.is_full or hides_padding)
+
+
+def price(costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target) -> Seconds | None:
+    """Price one kernel of a call; None where its schedule is not known.
+
+    A grid with one tile of queries or of keys has another schedule.
+    """
+    rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
+    masked = bool(call.kv_len % tile[1]) or not call.mask.is_full
+    cost = costs.get((kind, masked), {}).get(tile)
+    if cost is None or min(rows, columns) < 2:
+        return None
+    share = masked / columns
+    if kind in ("dkv", "fused"):
+        rows, columns = columns, rows
+    return cost.seconds(StepGrid(call.batch * call.heads, rows, columns, share), target.device)
+
+
+def seconds_of(
+    costs: Costs, sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target
+) -> Seconds | None:
+    """Price all kernels of a call with given sizes; None where one of them is not known."""
+    total = Seconds(0.0, 0.0)
+    for kind, tile in tiles_of(sizes).items():
+        one = price(costs, kind, tile, call, target)
+        if one is None:
+            return None
+        total = total.plus(*one)
+    machine, sums = target.device.machine, fused_partials_bytes(call, sizes, kernel)
+    # XLA reads the parts of dQ that the fused backward wrote, and adds them up.
+    summing = sums / machine.hbm if machine else 0.0
+    return total.plus(summing, summing)
+
+
+def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:
+    """Return the tiles of each kernel that runs with these sizes."""
+    s, found = sizes, dict[Kind, Tile]()
+    found["fwd"] = s.block_q, s.block_kv, s.block_kv_compute
+    if s.block_q_dkv and s.block_kv_dkv and s.block_kv_dkv_compute:
+        kind: Kind = "fused" if s.use_fused_bwd_kernel else "dkv"
+        found[kind] = s.block_q_dkv, s.block_kv_dkv, s.block_kv_dkv_compute
+    if s.block_q_dq and s.block_kv_dq:
+        found["dq"] = s.block_q_dq, s.block_kv_dq
+    return found
+
+
+def ranked(
+    costs: Costs, call: Call, kernel: KernelKind, target: Target, training: bool, fused: bool
+) -> tuple[Estimate, ...]:
+    """Rank the sizes that the rules take as they are by the slow end, for each forward tile one.
+
+    Args:
+        costs: of the target's kernels, head dim and dtype.
+        call: the local call.
+        kernel: "flash" or "tokamax_flash".
+        target: a TPU.
+        training: forward and backward; else forward alone.
+        fused: whether the backward is the fused one.
+    """
+    tiles = {tile for (kind, _), known in costs.items() if kind == "fwd" for tile in known}
+    every = (
+        _with_backward(costs, tile, call, target, fused) if training else _forward_alone(tile)
+        for tile in sorted(tiles)
+    )
+    found = (
+        Estimate(sizes, seconds)
+        for sizes in every
+        if sizes is not None
+        and (seconds := seconds_of(costs, sizes, call, kernel, target)) is not None
+        and is_taken(sizes, call, kernel, target, training)
+    )
+    return tuple(sorted(found, key=lambda one: one.seconds.slow))
+
+
+def is_taken(
+    sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
+) -> bool:
+    """Tell whether the rules take sizes as they are."""
+    return adjust(sizes.asked(), call, kernel, target, training) == (sizes, ())
+
+
+def _forward_alone(tile: Tile) -> BlockSizes:
+    q, kv, compute = tile
+    return BlockSizes(q, kv, compute)
+
+
+def _with_backward(
+    costs: Costs, forward: Tile, call: Call, target: Target, fused: bool
+) -> BlockSizes | None:
+    """Add the fastest tiles of the backward that go with a forward's."""
+    dkv = _fastest(costs, "fused" if fused else "dkv", forward, call, target)
+    dq = None if fused else _fastest(costs, "dq", forward, call, target)
+    if dkv is None or (dq is None and not fused):
+        return None
+    tiles = *forward, *dkv, *(dq or (None, None))
+    given: dict[str, Any] = dict(zip((*FORWARD, *DKV, *DQ), tiles, strict=True))
+    return BlockSizes(**given, use_fused_bwd_kernel=fused)
+
+
+def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
+    """Tell whether a backward's tile goes with a forward's."""
+    is_one_q = kind != "fused" or tile[0] == forward[0]
+    return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
+
+
+def _fastest(costs: Costs, kind: Kind, forward: Tile, call: Call, target: Target) -> Tile | None:
+    """Return the fastest tile of a backward kernel that divides the forward's."""
+    found = dict(_priced(costs, kind, forward, call, target))
+    return min(found, key=lambda tile: found[tile].slow, default=None)
+
+
+def _priced(
+    costs: Costs, kind: Kind, forward: Tile, call: Call, target: Target
+) -> Iterator[tuple[Tile, Seconds]]:
+    for tile in {tile for (k, _), known in costs.items() if k == kind for tile in known}:
+        if divides(kind, tile, forward):
+            seconds = price(costs, kind, tile, call, target)
+            if seconds is not None:
+                yield tile, seconds

@@ -1,0 +1,79 @@
+"""What steps cost by the schedules that ship: `table.json`, which says of which libtpu they are."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from maxattn.block_sizes.estimated.choose import NO_COSTS, Costs
+from maxattn.block_sizes.estimated.step_cost import Kind, StepCost, Tile
+
+MASKED, WHOLE = "padded keys", "whole keys"
+
+
+class ShippedCosts(NamedTuple):
+    """Hold the table.
+
+    Args:
+        libtpu: the version whose schedules they are.
+        groups: by device kind, kernel, head dim and dtype, as `group_name` spells them.
+    """
+
+    libtpu: str
+    groups: dict[str, Costs]
+
+
+def group_name(device_kind: str, kernel: str, head_dim: int, dtype: str) -> str:
+    """Spell for what costs hold."""
+    return f"{device_kind}, {kernel}, {head_dim}, {dtype}"
+
+
+@lru_cache(maxsize=1)
+def shipped() -> ShippedCosts:
+    """Read the table that ships."""
+    text = files("maxattn.block_sizes.estimated").joinpath("table.json").read_text(encoding="utf-8")
+    return read_table(text)
+
+
+def shipped_costs(device_kind: str, kernel: str, head_dim: int, dtype: str) -> Costs:
+    """Return the costs that hold for a kernel, none where the table has none."""
+    return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), NO_COSTS)
+
+
+def read_table(text: str) -> ShippedCosts:
+    """Read what `table_text` wrote."""
+    found = json.loads(text)
+    return ShippedCosts(found["libtpu"], {name: _costs(g) for name, g in found["costs"].items()})
+
+
+def _costs(group: dict[str, dict[str, list[Any]]]) -> Costs:
+    found: dict[tuple[Kind, bool], dict[Tile, StepCost]] = {}
+    for name, tiles in group.items():
+        kind, _, keys = name.partition(", ")
+        costs = {_tile(text): StepCost.of(values) for text, values in tiles.items()}
+        found[kind, keys == MASKED] = costs  # type: ignore[index]
+    return found
+
+
+def _tile(text: str) -> Tile:
+    return tuple(int(word) for word in text.split(" x "))
+
+
+def table_text(libtpu: str, groups: dict[str, Costs]) -> str:
+    """Write a table, a line for each tile."""
+    lines = [f'{{"libtpu": {json.dumps(libtpu)}, "costs": {{']
+    for name, costs in sorted(groups.items()):
+        lines.append(f" {json.dumps(name)}: {{")
+        for (kind, masked), tiles in sorted(costs.items()):
+            lines.append(f"  {json.dumps(f'{kind}, {MASKED if masked else WHOLE}')}: {{")
+            rows = (
+                f"   {json.dumps(' x '.join(map(str, t)))}: {json.dumps(c)}"
+                for t, c in sorted(tiles.items())
+            )
+            lines += [",\n".join(rows), "  },"]
+        lines[-1] = "  }"
+        lines.append(" },")
+    lines[-1] = " }"
+    return "\n".join([*lines, "}}"]) + "\n"

@@ -1,0 +1,75 @@
+"""One TPU kernel to compile, alone and over few tiles, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from maxattn.block_sizes.estimated.step_cost import Kind, Tile
+from maxattn.block_sizes.hbm import ITEMSIZE
+from maxattn.block_sizes.sizes import KernelKind
+
+ROWS, COLUMNS = 2, 4  # tiles of a head: a kernel has the same schedule over more
+# The largest VMEM of a TPU: in it the compiler would keep a shorter operand, and the kernel
+# would have no transfers.
+OPERAND = 2**27
+PADDED = 8  # keys of the last tile that are padding, where there are any
+
+
+@dataclass(frozen=True)
+class KernelJob:
+    """Say which kernel.
+
+    Args:
+        device_kind: such as "TPU v6e".
+        kernel: "flash" or "tokamax_flash".
+        kind: which of its kernels.
+        tile: queries, keys, keys computed at once.
+        head_dim, dtype: H, and the dtype of q, k and v.
+        masked: whether keys are padded, so that a mask is evaluated.
+    """
+
+    device_kind: str
+    kernel: KernelKind
+    kind: Kind
+    tile: Tile
+    head_dim: int
+    dtype: str
+    masked: bool
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of the call that is compiled."""
+        rows, columns = (COLUMNS, ROWS) if self.by_key else (ROWS, COLUMNS)
+        return rows * self.tile[0], columns * self.tile[1] - PADDED * self.masked
+
+    @property
+    def by_key(self) -> bool:
+        """Whether its grid goes through the queries of each tile of keys."""
+        return self.kind in ("dkv", "fused")
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch: the backward's cores share them."""
+        return 1 if self.kind == "fwd" else 2
+
+    @property
+    def heads(self) -> int:
+        """Heads of a row: an even number of them, so many that every operand lies in HBM."""
+        shortest = min(self.lengths) * self.head_dim * ITEMSIZE[self.dtype] * self.batch
+        return 2 * -(-OPERAND // (2 * shortest))
+
+    @property
+    def steps(self) -> int:
+        """Steps of its grid."""
+        return self.batch * self.heads * ROWS * COLUMNS
+
+    def values(self) -> dict[str, Any]:
+        """Return its fields as JSON has them."""
+        return asdict(self) | {"tile": list(self.tile)}
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> KernelJob:
+        """Read what `values` wrote."""
+        fields: dict[str, Any] = values | {"tile": tuple(values["tile"])}
+        return KernelJob(**fields)

@@ -1,0 +1,126 @@
+"""Keeps what every compiled kernel costs: a line of JSON each, written as soon as it is known.
+
+A line that a kill cut off is left out, and its kernel is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import maxattn
+from maxattn.block_sizes.estimated.step_cost import StepCost
+from maxattn.config.plain_json import parse_json, read_bounded
+from maxattn.tools.tune.kernel_job import KernelJob
+
+# What a kernel's program depends on beside the libraries.
+_SOURCES = (
+    "kernels/splash/jax_splash.py",
+    "kernels/splash/tokamax.py",
+    "kernels/splash/mask_codes.py",
+    "kernels/splash/mask_info.py",
+    "kernels/splash/kernel_ints.py",
+    "jax_private/splash.py",
+    "jax_private/tokamax.py",
+)
+
+
+class ScheduleLog:
+    """Hold the answers of a file.
+
+    Args:
+        path: of the file, which need not be there.
+        versions: of libtpu, jax and tokamax: others' answers are not taken.
+    """
+
+    def __init__(self, path: Path, versions: dict[str, str]) -> None:
+        self.path = path
+        self._versions = versions
+        self._known = {_key(line): line for line in read_lines(path)}
+
+    def find(self, job: KernelJob) -> dict[str, Any] | None:
+        """Return what was answered of a kernel; None where it was not compiled."""
+        return self._known.get(_key(self._line(job)))
+
+    def add(self, job: KernelJob, answer: dict[str, Any]) -> None:
+        """Write an answer to the file."""
+        line = self._line(job) | answer
+        self._known[_key(line)] = line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            text = json.dumps(line).encode() + b"\n"
+            file.write(_new_line(file) + text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _line(self, job: KernelJob) -> dict[str, Any]:
+        return {"versions": versions_text(job.kernel, self._versions), **job.values()}
+
+
+def versions_text(kernel: str, versions: dict[str, str]) -> str:
+    """Spell what a schedule depends on: libraries, and a digest of the sources of our own."""
+    names = ("libtpu", "jax", *(("tokamax",) if kernel == "tokamax_flash" else ()))
+    listed = ", ".join(f"{name} {versions.get(name, 'none')}" for name in names)
+    return f"{listed}, source {source_digest()}"
+
+
+@cache
+def source_digest() -> str:
+    """Return eight digits that change with the sources that make the kernels' programs."""
+    root = Path(maxattn.__file__).parent
+    text = b"".join((root / name).read_bytes() for name in _SOURCES)
+    return hashlib.sha256(text).hexdigest()[:8]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a log; none where there is no file."""
+    try:
+        text = read_bounded(path).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            found = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and _is_whole(found):
+            yield found
+
+
+def cost_of(answer: dict[str, Any]) -> StepCost | None:
+    """Read a cost; None where the kernel has none."""
+    values = answer.get("cost")
+    return StepCost.of(values) if values else None
+
+
+_KEYS = ("versions", *KernelJob.__dataclass_fields__)
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    cost = line.get("cost")
+    is_cost = isinstance(cost, list) and len(cost) == len(StepCost._fields)
+    return {*_KEYS} <= line.keys() and (is_cost or isinstance(line.get("failed"), str))
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(tuple(v) if isinstance(v := line[key], list) else v for key in _KEYS)
+
+
+def _new_line(file: Any) -> bytes:
+    """Return what ends a line that a kill cut off."""
+    if file.tell() == 0:
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def jobs_of(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[KernelJob, dict[str, Any]]]:
+    """Pair each line's kernel with its answer."""
+    fields = KernelJob.__dataclass_fields__
+    for line in lines:
+        yield KernelJob.of({name: line[name] for name in fields}), line

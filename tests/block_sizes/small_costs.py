@@ -1,0 +1,52 @@
+"""Costs of steps that are small enough to add up by hand, and plans that are made by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from maxattn.block_sizes.estimated import table
+from maxattn.block_sizes.estimated.choose import Costs
+from maxattn.block_sizes.estimated.defaults import estimated_sizes
+from maxattn.block_sizes.estimated.step_cost import StepCost
+from maxattn.block_sizes.estimated.table import ShippedCosts, group_name
+from maxattn.decide import decide
+
+KIND, HEAD_DIM = "TPU v6e", 128
+
+
+def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> StepCost:
+    """A step without a body of its own: the same with a mask and without."""
+    body = 0.0, float(waits), float(busy)
+    return StepCost(bundles, 0, body, body, 1, step_bytes, 0, 0)
+
+
+def costs(small: int, large: int, waits: int = 0, fused: bool = False) -> Costs:
+    """Bundles of a step with tiles of 512 and of 1,024, the same for every kernel of a pass."""
+    backward = {"fused": 3} if fused else {"dkv": 3, "dq": 2}
+    both = ((512, small), (1024, large))
+    return {
+        (kind, masked): {
+            (side, side, side)[: 2 if kind == "dq" else 3]: cost(bundles, waits)
+            for side, bundles in both
+        }
+        for kind in ("fwd", *backward)
+        for masked in (False, True)
+    }  # type: ignore[return-value]
+
+
+@contextmanager
+def shipping(monkeypatch: pytest.MonkeyPatch, **kernels: Costs) -> Iterator[None]:
+    """Let the table that ships be these costs, of "TPU v6e" at head dim 128."""
+    groups = {group_name(KIND, name, HEAD_DIM, "bfloat16"): c for name, c in kernels.items()}
+    monkeypatch.setattr(table, "shipped", lambda: ShippedCosts("0.0.99", groups))
+    monkeypatch.setattr(
+        "maxattn.block_sizes.estimated.defaults.shipped", lambda: ShippedCosts("0.0.99", groups)
+    )
+    for known in (estimated_sizes, decide):
+        known.cache_clear()
+    yield
+    for known in (estimated_sizes, decide):
+        known.cache_clear()

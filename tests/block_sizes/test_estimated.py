@@ -1,0 +1,195 @@
+"""What a call costs by its kernels' steps, which tiles are ranked first, and what plans take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes.estimated.choose import price, ranked, seconds_of
+from maxattn.block_sizes.estimated.defaults import choose, estimated_sizes
+from maxattn.block_sizes.estimated.step_cost import Seconds, StepCost, StepGrid
+from maxattn.block_sizes.estimated.table import read_table, shipped, table_text
+from maxattn.block_sizes.sizes import DKV, DQ, FORWARD
+from maxattn.devices import DEVICES
+from maxattn.target import Target
+from maxattn.tuned import Tuned, key_of
+from tests.block_sizes.small_costs import KIND, cost, costs, shipping
+from tests.golden_text import check_golden
+from tests.kernel_of import blocks_of
+
+V6E = Target.named(KIND)
+CLOCK = 1.75e9
+CALL = ma.Call(1, 8192, 8192, 2, 2, 128, "bfloat16")
+FLASH = ma.AttentionConfig(attention="flash")
+AUTO = ma.AttentionConfig()
+
+
+def test_a_step_is_its_bundles_and_its_body():
+    step = StepCost(100, 40, (200.0, 10.0, 250.0), (300.0, 20.0, 280.0), 1, 0, 0, 0)
+    # Four tiles a row, one of them with the mask: 100 + 40 / 4 + (3 * 200 + 300) / 4, waits beside.
+    assert step.cycles(StepGrid(1, 1, 4, 0.25)) == (335.0, 347.5)
+    busy = step._replace(full=(200.0, 10.0, 400.0), masked=(300.0, 20.0, 400.0))
+    assert busy.cycles(StepGrid(1, 1, 4, 0.25)) == (400.0, 347.5)
+
+
+def test_two_cores_share_the_steps_and_hbm_may_be_slower():
+    grid, device = StepGrid(2, 4, 8, 0.0), DEVICES["TPU v5p"]
+    one, two = (cost(1000)._replace(cores=n).seconds(grid, device) for n in (1, 2))
+    assert one.slow == pytest.approx(64 * 1000 / CLOCK) and two.slow == pytest.approx(one.slow / 2)
+    assert device.machine is not None
+    fetched = cost(1000, step_bytes=10**9).seconds(grid, device)
+    assert fetched == pytest.approx((64e9 / device.machine.hbm,) * 2)
+
+
+def test_padding_costs_whole_tiles():
+    known, longer = costs(100, 350), replace(CALL, kv_len=8200)
+    fitting, padded = (price(known, "fwd", (1024,) * 3, c, V6E) for c in (CALL, longer))
+    assert fitting is not None and padded is not None
+    assert padded.slow == pytest.approx(fitting.slow * 9 / 8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        replace(CALL, q_len=512, kv_len=512),  # one tile: its grid has another schedule
+        replace(CALL, mask=M.Causal().bind(8192, 8192, 1, 2).form()),
+        replace(CALL, dtype="float32"),
+        replace(CALL, head_dim=64),
+    ],
+)
+def test_what_no_schedule_is_known_of_is_not_priced(call, monkeypatch):
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        assert estimated_sizes("flash", call, V6E, True) is None
+        assert estimated_sizes("flash", CALL, V6E, True) is not None
+        assert estimated_sizes("flash", CALL, Target.named("TPU v5p"), True) is None
+
+
+def sides(known) -> list[int]:
+    return [one.sizes.block_q for one in ranked(known, CALL, "flash", V6E, False, False)]
+
+
+def test_the_slow_end_ranks():
+    """A tile of 1,024 has a quarter of the steps: 350 bundles against 4 * 100, then 600 waits."""
+    known = costs(100, 350)
+    assert sides(known) == [1024, 512]
+    large, waits = (1024, 1024, 1024), (0.0, 600.0, 0.0)
+    tiles = known["fwd", False]
+    waiting = {**tiles, large: tiles[large]._replace(full=waits, masked=waits)}
+    assert sides({("fwd", False): waiting}) == [512, 1024]
+
+
+def test_backward_tiles_divide_the_forwards():
+    known = {key: dict(tiles) for key, tiles in costs(100, 350).items()}
+    for kind in ("fwd", "dkv"):
+        known[kind, False][1024, 512, 512] = cost(120)  # type: ignore[index]
+    best, *_ = ranked(known, CALL, "flash", V6E, True, False)
+    assert best.sizes.part(FORWARD) == (1024, 512, 512) == best.sizes.part(DKV)
+    assert best.sizes.part(DQ) == (512, 512)  # 1,024 keys divide no block of 512
+
+
+def test_tiles_that_the_rules_would_change_are_left_out():
+    known = {("fwd", False): {(512, 512, 512): cost(100), (8192, 2048, 2048): cost(1)}}
+    one, *others = ranked(known, CALL, "flash", V6E, False, False)  # type: ignore[arg-type]
+    assert one.sizes.block_q == 512 and not others  # the other needs more VMEM than there is
+
+
+def test_a_tie_keeps_the_rules_sizes():
+    tied, faster = costs(100, 4 * 98), costs(100, 4 * 96)
+    for known, side in ((tied, 512), (faster, 1024)):
+        found = choose(known, "flash", CALL, V6E, True)
+        assert found is not None and found.sizes.block_q == side
+
+
+def test_the_fused_backward_pays_for_its_parts():
+    known = costs(100, 350, fused=True)
+    sizes = BlockSizes(512, 512, 512, 512, 512, 512, use_fused_bwd_kernel=True)
+    whole = seconds_of(known, sizes, CALL, "flash", V6E)
+    kernels = [price(known, kind, (512,) * 3, CALL, V6E) for kind in ("fwd", "fused")]
+    parts = 16 * 2 * 8192 * 128 * 2  # of 512 keys, of two heads, in bfloat16
+    machine = V6E.device.machine
+    assert whole is not None and machine is not None
+    own = sum(one.slow for one in kernels if one)
+    assert whole.slow == pytest.approx(own + parts / machine.hbm)
+
+
+def test_intervals():
+    assert Seconds(1.0, 2.0).is_below(Seconds(2.1, 3.0))
+    assert not Seconds(1.0, 2.2).is_below(Seconds(2.1, 3.0))
+    assert not Seconds(2.1, 3.0).is_below(Seconds(1.0, 2.0))
+
+
+def test_a_table_is_read_as_it_is_written():
+    groups = {"TPU v6e, flash, 128, bfloat16": costs(100, 350), "b": costs(1, 2, fused=True)}
+    assert read_table(table_text("0.0.99", groups)) == ("0.0.99", groups)
+
+
+def test_the_table_that_ships():
+    """It is written as the code writes it, and has the tiles that run where nothing is set."""
+    found = shipped()
+    assert read_table(table_text(*found)) == found
+    for name, known in found.groups.items():
+        assert any(kind == "fwd" and tiles for (kind, _), tiles in known.items()), name
+        for tiles in known.values():
+            assert all(c.always > 0 and c.cores in (1, 2) for c in tiles.values())
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_takes_the_fastest_tiles_and_says_so(monkeypatch):
+    with shipping(monkeypatch, flash=costs(100, 350, waits=10)):
+        plan = ma.plan(CALL, FLASH, None, V6E)
+        assert blocks_of(plan.kernel).block_q == blocks_of(plan.kernel.for_inference()).block_q
+        assert blocks_of(plan.kernel).part(DQ) == (1024, 1024)
+        check_golden("explain/estimated_sizes", plan.explain())
+
+
+def test_what_the_config_sets_is_not_estimated(monkeypatch):
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        plan = ma.plan(CALL, FLASH.replace(flash_block_sizes={"block_kv": 512}), None, V6E)
+        assert blocks_of(plan.kernel).block_q == 512
+        assert not any("estimated" in note for note in plan.notes)
+        in_float32 = ma.plan(CALL, FLASH.replace(float32_qk_product=True), None, V6E)
+        assert not any("estimated" in note for note in in_float32.notes)
+
+
+def test_measured_sizes_win_over_the_shipped_estimates(monkeypatch):
+    sizes = (("block_q", 256), ("block_kv", 256), ("block_kv_compute", 256))
+    measured = Tuned("flash", key_of(CALL), sizes, 9.0, True, "tuned.json")
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        plan = ma.plan(CALL, FLASH, None, replace(V6E, tuned=(measured,)))
+    assert blocks_of(plan.kernel).block_q == 256
+    assert not any("libtpu" in note for note in plan.notes)
+
+
+TOKAMAX = Target.named(KIND, (("tokamax", "0.0.17"),))
+SLOWER, FASTER = costs(90, 300, waits=60, fused=True), costs(50, 120, waits=10, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokamax", "runs"),
+    [("surely_faster", FASTER, "tokamax_flash"), ("overlapping", SLOWER, "flash")],
+)
+def test_auto_takes_another_kernel_only_beyond_doubt(monkeypatch, name, tokamax, runs):
+    with shipping(monkeypatch, flash=costs(100, 350, waits=10), tokamax_flash=tokamax):
+        plan = ma.plan(CALL, AUTO, None, TOKAMAX)
+        assert plan.kernel.name == runs
+        check_golden(f"explain/kernels_{name}", plan.explain())
+
+
+def test_auto_falls_back_where_the_faster_kernel_is_not_installed(monkeypatch):
+    with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
+        plan = ma.plan(CALL, AUTO, None, V6E)
+    assert plan.kernel.name == "flash"
+    assert [reason.who for reason in plan.refused] == ["tokamax_flash"]
+
+
+def test_a_faster_kernel_whose_parts_fill_the_memory_is_not_taken(monkeypatch):
+    large = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
+    with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
+        plan = ma.plan(large, AUTO, None, TOKAMAX)
+    assert plan.kernel.name == "flash" and "too much memory" in plan.because
