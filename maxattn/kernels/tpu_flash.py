@@ -1,0 +1,70 @@
+"""`tpu_flash`: attention on TPUs whose softmax needs no running maximum where that is exact.
+
+Scores are computed transposed, with keys along the sublanes. Blocks of queries whose scores are
+known to be small skip the running maximum of the online softmax (transposed/score_bound.py).
+The backward is that of JAX's splash attention.
+
+Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import e, log2
+from typing import Any, ClassVar
+
+from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels.base import Kernel, Lines
+from maxattn.kernels.requirements import untested
+from maxattn.kernels.splash import list_bound
+from maxattn.kernels.splash.calls import Library
+from maxattn.kernels.splash.kernel import Splash, refusal
+from maxattn.kernels.transposed.library import TransposedForward
+from maxattn.kernels.transposed.sizes import Tile, forward_tile
+from maxattn.target import Target
+
+LOG2E = log2(e)
+
+
+@dataclass(frozen=True)
+class TpuFlash(Splash):
+    """Compute attention with a transposed forward, and the backward of JAX's splash."""
+
+    name: ClassVar[str] = "tpu_flash"
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
+        reason = untested("tpu_flash", "jax", target) or refusal("tpu_flash", call, target)
+        if reason is None and (reason := list_bound.refuse(call, target)) is not None:
+            reason = replace(reason, who="tpu_flash")
+        return reason
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
+        """Choose the forward's tile, adjust the backward's; interpret on a CPU."""
+        config = list_bound.fitting(call, config, target)
+        asked, float32 = config.flash_block_sizes, config.float32_qk_product
+        local = call.derived(dtype="float32") if float32 else call
+        tile, changes = forward_tile(asked, local, target)
+        sizes, backward = adjust(asked, local, "flash", target, training=True)
+        sizes = replace(sizes, **dict(zip(FORWARD, tile, strict=True)))
+        kept = tuple(change for change in backward if change.key not in FORWARD)
+        interpret = target.platform == "cpu"
+        inference = BlockSizes(*tile)
+        return TpuFlash(call.scale, sizes, interpret, float32, changes + kept, inference, changes)
+
+    def lines(self, call: Call) -> Lines:
+        """Describe the kernel for `explain`."""
+        return Lines(f"tpu_flash (transposed, {self.how})", self.block_lines())
+
+    @property
+    def library(self) -> Library:
+        """The kernels."""
+        return TransposedForward(self.interpret)
+
+    def forward_factor(self, dtype: Any) -> float:
+        """Compute the softmax with exp2."""
+        return LOG2E
