@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from math import e, log2
 from typing import Any, ClassVar
 
-from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust
+from maxattn.block_sizes import FORWARD, BlockSizes, adjust
 from maxattn.call import Call, Reason
-from maxattn.config import AttentionConfig
+from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.errors import Unsupported
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.requirements import untested
-from maxattn.kernels.splash import list_bound
+from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.transposed.library import TransposedForward
-from maxattn.kernels.transposed.sizes import Tile, forward_tile
+from maxattn.kernels.transposed.scalar_memory import rule_of
+from maxattn.kernels.transposed.sizes import forward_tile
 from maxattn.target import Target
 
 LOG2E = log2(e)
@@ -38,17 +40,17 @@ class TpuFlash(Splash):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
         reason = untested("tpu_flash", "jax", target) or refusal("tpu_flash", call, target)
-        if reason is None and (reason := list_bound.refuse(call, target)) is not None:
-            reason = replace(reason, who="tpu_flash")
-        return reason
+        return reason or _refuse_length(call, target)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Choose the forward's tile, adjust the backward's; interpret on a CPU."""
-        config = list_bound.fitting(call, config, target)
         asked, float32 = config.flash_block_sizes, config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
         tile, changes = forward_tile(asked, local, target)
+        if (rule := rule_of(local, tile, target)) is not None:
+            what = f"{tile[0]} queries x {tile[1]} keys"
+            raise Unsupported("flash_block_sizes", what, rule, scalar_memory.REMEDY)
         sizes, backward = adjust(asked, local, "flash", target, training=True)
         sizes = replace(sizes, **dict(zip(FORWARD, tile, strict=True)))
         kept = tuple(change for change in backward if change.key not in FORWARD)
@@ -68,3 +70,10 @@ class TpuFlash(Splash):
     def forward_factor(self, dtype: Any) -> float:
         """Compute the softmax with exp2."""
         return LOG2E
+
+
+def _refuse_length(call: Call, target: Target) -> Reason | None:
+    """Refuse a call whose lists of tiles do not fit with the usual tile."""
+    tile, _ = forward_tile(FlashBlockSizes(), call, target)
+    rule = rule_of(call, tile, target)
+    return None if rule is None else Reason("tpu_flash", "length", rule, scalar_memory.REMEDY)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.block_sizes.sizes import LANES
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
 from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.steps import Steps, marks_of_ids, steps_of
-from maxattn.block_sizes.sizes import LANES
 
 NAME = "tpu_flash_fwd"
 LN2 = 0.6931471805599453
@@ -29,9 +29,7 @@ class Operand(NamedTuple):
     spec: Any
 
 
-def forward(
-    row: Operands, setup: Setup, blocks: Blocks, interpret: bool
-) -> tuple[Array, Array]:
+def forward(row: Operands, setup: Setup, blocks: Blocks, interpret: bool) -> tuple[Array, Array]:
     """Return (out [N, T, H], lse [N, T] float32, natural) of queries that log2(e) multiplied."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -43,7 +41,7 @@ def forward(
     grid = heads, t // block_q, s // block_kv if steps is None else steps.count
     lists = () if steps is None else (steps.block, steps.mark)
     out, lse = pl.pallas_call(
-        partial(_kernel, tuple(x.name for x in operands), Form.of(setup, steps, blocks)),
+        partial(_kernel, tuple(x.name for x in operands), KernelForm.of(setup, steps, blocks)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=grid,
@@ -68,7 +66,7 @@ def forward(
     return out, lse[:, 0] * LN2
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """Hold what the kernel's code depends on.
 
     Args:
@@ -84,10 +82,10 @@ class Form(NamedTuple):
     columns: int
 
     @staticmethod
-    def of(setup: Setup, steps: Steps | None, blocks: Blocks) -> Form:
+    def of(setup: Setup, steps: Steps | None, blocks: Blocks) -> KernelForm:
         """Read off the mask."""
         columns = 0 if setup.ids is None else setup.padded[1] // blocks[1]
-        return Form(blocks, 0 if steps is None else steps.count, setup.code, columns)
+        return KernelForm(blocks, 0 if steps is None else steps.count, setup.code, columns)
 
 
 # ---- operands ------------------------------------------------------------------------------------
@@ -104,7 +102,6 @@ def _operands(row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) 
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     found = [
-        Operand("bounded", small_scores(row.q, row.k, row.v, block_q), scalars),
         Operand("q", row.q, pl.BlockSpec((None, block_q, h), lambda n, i, j, *_: (n, i, 0))),
         Operand(
             "k",
@@ -120,6 +117,7 @@ def _operands(row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) 
                 (None, h, block_kv), lambda n, i, j, *s: (key_head(n), 0, column(i, j, *s))
             ),
         ),
+        Operand("bounded", small_scores(row.q, row.k, row.v, block_q), scalars),
     ]
     if setup.codes is not None:
         found.append(Operand("codes", setup.codes.padded(setup.padded[0])[None], of_queries))
@@ -159,7 +157,7 @@ def _cost(row: Operands, grid: tuple[int, int, int], blocks: Blocks) -> Any:
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def _kernel(names: tuple[str, ...], form: Form, *refs: Any) -> None:
+def _kernel(names: tuple[str, ...], form: KernelForm, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     n, i, j = (pl.program_id(axis) for axis in range(3))
@@ -200,7 +198,9 @@ def _kernel(names: tuple[str, ...], form: Form, *refs: Any) -> None:
         lse[...] = base2
 
 
-def _add(add: Callable[..., None], sums: tile.Sums, read: Any, form: Form, block: Any) -> None:
+def _add(
+    add: Callable[..., None], sums: tile.Sums, read: Any, form: KernelForm, block: Any
+) -> None:
     """Go through the keys of a tile; `block` is theirs where the mask is evaluated, else None."""
     _, block_kv, compute = form.blocks
     for start in range(0, block_kv, compute):
@@ -211,7 +211,7 @@ def _add(add: Callable[..., None], sums: tile.Sums, read: Any, form: Form, block
         add(sums, s, read["v"][:, keys])
 
 
-def _allowed(shape: tuple[int, ...], read: Any, form: Form, keys: slice, block: Any) -> Array:
+def _allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
     """Evaluate the mask for some keys of a block, [keys, block_q]."""
     found = None
     if form.code is not None:

@@ -20,6 +20,8 @@ USUAL: dict[Family, Tile] = {
     "v6e": (2048, 2048, 512),
     "v7x": (2048, 2048, 1024),
 }
+# Whole products of float32 are six of bfloat16 each, and larger tiles take minutes to compile.
+USUAL_FLOAT32 = 512, 512, 256
 FLOAT = 4  # bytes
 
 
@@ -37,7 +39,9 @@ def forward_tile(
         target: the machine, whose VMEM limits the tile.
     """
     facts = facts_of(call, "flash", target, training=True)
-    usual = USUAL[facts.chip.family if facts.chip else "v6e"]
+    usual = USUAL_FLOAT32
+    if facts.itemsize < FLOAT:
+        usual = USUAL[facts.chip.family if facts.chip else "v6e"]
     wanted = tuple(getattr(asked, key) for key in FORWARD)
     q = _rounded(wanted[0], facts.q_most) or _even(facts.q_most, usual[0])
     kv = _rounded(wanted[1], facts.kv_most) or _even(facts.kv_most, usual[1])
@@ -76,10 +80,12 @@ def _smaller(tile: Tile, facts: Facts) -> Tile | None:
     q, kv, compute = tile
     if compute > 2 * LANES:
         return q, kv, round_near(compute // 2, LANES)
-    half = LANES // 2
     if max(q, kv) == LANES:
         return None
-    return (round_up(q // 2, LANES), kv, compute) if q >= kv else (q, round_up(kv // 2, LANES), min(compute, round_up(kv // 2, LANES)))
+    if q >= kv:
+        return round_up(q // 2, LANES), kv, compute
+    kv = round_up(kv // 2, LANES)
+    return q, kv, min(compute, kv)
 
 
 def _changes(wanted: tuple[int | None, ...], tile: Tile, facts: Facts) -> Iterator[Change]:

@@ -52,11 +52,14 @@ class GridStep:
     Args:
         bundles, slots: of the kernel.
         core: what its products are priced with.
+        unpriced: how many bodies are not priced, of the longest: those of operands that the
+            estimate is not for.
     """
 
     bundles: Bundles
     slots: SlotTable
     core: TensorCore
+    unpriced: int = 0
 
     @cached_property
     def loop(self) -> Loop:
@@ -83,11 +86,16 @@ class GridStep:
         """Skipped spans with products, the shortest first.
 
         Raises:
-            Unsupported: there are more than two.
+            Unsupported: there are more than two beside those that are not priced.
         """
+        return self._by_length[: len(self._by_length) - self.unpriced]
+
+    @cached_property
+    def _by_length(self) -> tuple[Span, ...]:
         found = [s for s in self._skipped if self._multiplies(s)]
-        if len(found) > BODIES:
-            rule = f"a step chooses among {len(found)} bodies, and {BODIES} are understood"
+        most = BODIES + self.unpriced
+        if len(found) > most:
+            rule = f"a step chooses among {len(found)} bodies, and {most} are understood"
             raise unknown(self.bundles.who, rule)
         return tuple(sorted(found, key=lambda s: s.end - s.start))
 
@@ -99,7 +107,7 @@ class GridStep:
 
     def cycles(self, shares: BodyShares) -> Cycles:
         """Return what a step costs on average."""
-        edges = (s for s in self._skipped if s not in self.bodies)
+        edges = (s for s in self._skipped if s not in self._by_length)
         issued = len(self._always) + sum(s.end - s.start for s in edges) / shares.row
         issued += sum(share * (body.end - body.start) for body, share in self._weights(shares))
         waited, busy = (
