@@ -22,6 +22,8 @@ USUAL: dict[Family, Tile] = {
 }
 # Whole products of float32 are six of bfloat16 each, and larger tiles take minutes to compile.
 USUAL_FLOAT32 = 512, 512, 256
+# Pairs of a tile, by bytes of an element: the code goes through a tile without a loop.
+MOST_PAIRS = {2: 2**23, 4: 2**20}
 FLOAT = 4  # bytes
 
 
@@ -75,13 +77,13 @@ def vmem_bytes(tile: Tile, facts: Facts) -> int:
 
 def _smaller(tile: Tile, facts: Facts) -> Tile | None:
     """Return the next smaller tile where this one does not fit; None where it does."""
-    if facts.chip is None or vmem_bytes(tile, facts) <= facts.chip.limit:
-        return None
     q, kv, compute = tile
-    if compute > 2 * LANES:
-        return q, kv, round_near(compute // 2, LANES)
-    if max(q, kv) == LANES:
+    is_long = q * kv > MOST_PAIRS[facts.itemsize]
+    fits = facts.chip is None or vmem_bytes(tile, facts) <= facts.chip.limit
+    if (fits and not is_long) or max(q, kv) == LANES:
         return None
+    if compute > 2 * LANES and not is_long:
+        return q, kv, round_near(compute // 2, LANES)
     if q >= kv:
         return round_up(q // 2, LANES), kv, compute
     kv = round_up(kv // 2, LANES)
@@ -100,4 +102,6 @@ def _reason(key: str, asked: int, used: int, facts: Facts) -> str:
     most = facts.q_most if key == "block_q" else facts.kv_most
     if used == most:
         return f"{'query' if key == 'block_q' else 'key'} length"
-    return f"{facts.chip.limit // 2**20} MiB of VMEM on {facts.chip.name}" if facts.chip else ""
+    pairs = f"at most {MOST_PAIRS[facts.itemsize]} pairs a tile"
+    vmem = f"{facts.chip.limit // 2**20} MiB of VMEM on {facts.chip.name}" if facts.chip else ""
+    return f"{pairs}, and {vmem}" if vmem else pairs
