@@ -14,6 +14,7 @@ from math import e, log2
 from typing import Any, ClassVar
 
 from maxattn.block_sizes import FORWARD, BlockSizes, adjust
+from maxattn.block_sizes.sizes import LANES
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
@@ -32,9 +33,14 @@ LOG2E = log2(e)
 
 @dataclass(frozen=True)
 class TpuFlash(Splash):
-    """Compute attention with a transposed forward, and the backward of JAX's splash."""
+    """Compute attention with a transposed forward, and the backward of JAX's splash.
+
+    Args:
+        v_is_turned: transpose V before the forward's kernel, not inside.
+    """
 
     name: ClassVar[str] = "tpu_flash"
+    v_is_turned: bool = False
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -54,9 +60,11 @@ class TpuFlash(Splash):
         sizes, backward = adjust(asked, local, "flash", target, training=True)
         sizes = replace(sizes, **dict(zip(FORWARD, tile, strict=True)))
         kept = tuple(change for change in backward if change.key not in FORWARD)
-        interpret = target.platform == "cpu"
-        inference = BlockSizes(*tile)
-        return TpuFlash(call.scale, sizes, interpret, float32, changes + kept, inference, changes)
+        interpret, core = target.platform == "cpu", target.device.core
+        forward = {"inference": BlockSizes(*tile), "inference_changes": changes}
+        turned = core is not None and core.side == LANES
+        both = changes + kept
+        return TpuFlash(call.scale, sizes, interpret, float32, both, **forward, v_is_turned=turned)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
@@ -65,7 +73,7 @@ class TpuFlash(Splash):
     @property
     def library(self) -> Library:
         """The kernels."""
-        return TransposedForward(self.interpret)
+        return TransposedForward(self.interpret, self.v_is_turned)
 
     def forward_factor(self, dtype: Any) -> float:
         """Compute the softmax with exp2."""

@@ -4,6 +4,7 @@ form runs; which tiles it visits; its tiles' sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes.adjust import facts_of
 from maxattn.config import FlashBlockSizes
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
+from maxattn.kernels.tpu_flash import TpuFlash
 from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.sizes import forward_tile, vmem_bytes
 from maxattn.kernels.transposed.steps import marks_of_ids
@@ -133,6 +136,23 @@ def test_no_number_stays_no_number() -> None:
     assert np.isnan(out[0, :, :2]).all()
     assert np.isfinite(out[0, :, 2:]).all()
     assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_values_are_transposed_before_or_inside(is_turned: bool) -> None:
+    x, _ = HARD["loud head"]
+    kernel = ma.plan(ma.Call.of(x["q"], x["k"]), CONFIG, target=ma.Target.named("cpu")).kernel
+    kernel = replace(kernel, v_is_turned=is_turned)
+    out, lse = jax.jit(kernel.forward, compiler_options=FAST)(Inputs(**x))
+    for have, true in zip((out, lse), attention64(x["q"], x["k"], x["v"]), strict=False):
+        assert error(have, true) < 20 * TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x"])
+def test_which_chips_take_values_transposed(kind: str) -> None:
+    kernel = ma.plan(call(4096, 4096, 128), CONFIG, target=ma.Target.named(kind)).kernel
+    assert isinstance(kernel, TpuFlash)
+    assert kernel.v_is_turned == (kind not in ("TPU v6e", "TPU v7x"))
 
 
 # ---- tiles that are visited ----------------------------------------------------------------------

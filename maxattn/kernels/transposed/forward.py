@@ -29,19 +29,33 @@ class Operand(NamedTuple):
     spec: Any
 
 
-def forward(row: Operands, setup: Setup, blocks: Blocks, interpret: bool) -> tuple[Array, Array]:
-    """Return (out [N, T, H], lse [N, T] float32, natural) of queries that log2(e) multiplied."""
+def forward(
+    row: Operands, setup: Setup, blocks: Blocks, interpret: bool, v_is_turned: bool
+) -> tuple[Array, Array]:
+    """Return (out [N, T, H], lse [N, T] float32, natural) of queries that log2(e) multiplied.
+
+    Args:
+        row: the operands.
+        setup: the mask.
+        blocks: queries and keys of a tile, and keys computed at once.
+        interpret: run in Pallas' interpreter.
+        v_is_turned: transpose V before the kernel, not inside.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     block_q, block_kv, _ = blocks
     (heads, t, h), s = row.q.shape, row.k.shape[1]
     steps = steps_of(setup)
-    operands = _operands(row, setup, steps, blocks)
+    operands = _operands(row, setup, steps, blocks, v_is_turned)
     grid = heads, t // block_q, s // block_kv if steps is None else steps.count
     lists = () if steps is None else (steps.block, steps.mark)
     out, lse = pl.pallas_call(
-        partial(_kernel, tuple(x.name for x in operands), KernelForm.of(setup, steps, blocks)),
+        partial(
+            _kernel,
+            tuple(x.name for x in operands),
+            KernelForm.of(setup, steps, blocks, v_is_turned),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=grid,
@@ -74,24 +88,29 @@ class KernelForm(NamedTuple):
         count: steps of a row of tiles where they are listed, else 0.
         code: tells from codes of queries and indexes of keys which pairs attend, or None.
         columns: blocks of keys where segment ids mark tiles, else 0.
+        v_is_turned: V is [H, keys], else [keys, H].
     """
 
     blocks: Blocks
     count: int
     code: Callable[..., Any] | None
     columns: int
+    v_is_turned: bool
 
     @staticmethod
-    def of(setup: Setup, steps: Steps | None, blocks: Blocks) -> KernelForm:
+    def of(setup: Setup, steps: Steps | None, blocks: Blocks, v_is_turned: bool) -> KernelForm:
         """Read off the mask."""
         columns = 0 if setup.ids is None else setup.padded[1] // blocks[1]
-        return KernelForm(blocks, 0 if steps is None else steps.count, setup.code, columns)
+        count = 0 if steps is None else steps.count
+        return KernelForm(blocks, count, setup.code, columns, v_is_turned)
 
 
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def _operands(row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) -> list[Operand]:
+def _operands(
+    row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks, v_is_turned: bool
+) -> list[Operand]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -101,22 +120,17 @@ def _operands(row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) 
     column = partial(_column, 0 if steps is None else steps.count)
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    upright = pl.BlockSpec(
+        (None, block_kv, h), lambda n, i, j, *s: (key_head(n), column(i, j, *s), 0)
+    )
+    turned = pl.BlockSpec(
+        (None, h, block_kv), lambda n, i, j, *s: (key_head(n), 0, column(i, j, *s))
+    )
+    v = (row.v.swapaxes(1, 2), turned) if v_is_turned else (row.v, upright)
     found = [
         Operand("q", row.q, pl.BlockSpec((None, block_q, h), lambda n, i, j, *_: (n, i, 0))),
-        Operand(
-            "k",
-            row.k,
-            pl.BlockSpec(
-                (None, block_kv, h), lambda n, i, j, *s: (key_head(n), column(i, j, *s), 0)
-            ),
-        ),
-        Operand(
-            "v",
-            row.v.swapaxes(1, 2),
-            pl.BlockSpec(
-                (None, h, block_kv), lambda n, i, j, *s: (key_head(n), 0, column(i, j, *s))
-            ),
-        ),
+        Operand("k", row.k, upright),
+        Operand("v", *v),
         Operand("bounded", small_scores(row.q, row.k, row.v, block_q), scalars),
     ]
     if setup.codes is not None:
@@ -208,7 +222,7 @@ def _add(
         s = tile.scores(read["k"][keys, :], read["q"][...])
         if block is not None:
             s = tile.hide(s, _allowed(s.shape, read, form, keys, block))
-        add(sums, s, read["v"][:, keys])
+        add(sums, s, tile.Values(read["v"], keys.start, form.v_is_turned))
 
 
 def _allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:

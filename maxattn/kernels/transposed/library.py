@@ -13,8 +13,14 @@ from maxattn.kernels.transposed.forward import forward
 
 @dataclass(frozen=True)
 class TransposedForward(JaxSplash):
-    """Call the kernels; the forward's queries are multiplied by log2(e), the backward's are not."""
+    """Call the kernels; the forward's queries are multiplied by log2(e), the backward's are not.
+
+    Args:
+        v_is_turned: transpose V before the forward, not inside.
+    """
+
+    v_is_turned: bool = False
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""
-        return forward(row, setup, blocks, self.interpret)
+        return forward(row, setup, blocks, self.interpret, self.v_is_turned)

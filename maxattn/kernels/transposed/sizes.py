@@ -23,7 +23,7 @@ USUAL: dict[Family, Tile] = {
 # Whole products of float32 are six of bfloat16 each, and larger tiles take minutes to compile.
 USUAL_FLOAT32 = 512, 512, 256
 # Pairs of a tile, by bytes of an element: the code goes through a tile without a loop.
-MOST_PAIRS = {2: 2**23, 4: 2**20}
+MOST_PAIRS = {2: 2**22, 4: 2**20}
 FLOAT = 4  # bytes
 
 

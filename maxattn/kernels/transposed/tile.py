@@ -22,6 +22,7 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """The score of a pair that may not attend: exp2 of it is 0, and no difference of two overflows."""
 _OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
 _OVER_KEYS = (((1,), (0,)), ((), ()))
+_OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
 
 
 class Sums(NamedTuple):
@@ -49,22 +50,43 @@ class Sums(NamedTuple):
         return self.acc[...] / l, self.m[...] + jnp.log2(l)
 
 
+class Values(NamedTuple):
+    """Hold the values of some keys of a block.
+
+    Args:
+        ref: of the block, [keys, H]; or [H, keys] where it is turned.
+        first: the first of the keys.
+        is_turned: whether it is. Matrix units of 128 x 128 turn it slowly, larger ones in passing.
+    """
+
+    ref: Any
+    first: int
+    is_turned: bool
+
+    def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
+        """Compute v^T p of the keys from a start on, in float32."""
+        keys = slice(self.first + start, self.first + start + p.shape[0])
+        v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
+        over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
+        return lax.dot_general(v, p.astype(v.dtype), over, preferred_element_type=jnp.float32)
+
+
 def scores(k: Float[Array, "C H"], q: Float[Array, "q H"]) -> Float[Array, "C q"]:
     """Compute k q^T in float32."""
     return lax.dot_general(k, q, _OVER_HEAD_DIM, preferred_element_type=jnp.float32)
 
 
-def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Float[Array, "H C"]) -> None:
+def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
     """Add keys whose scores are known to be small."""
     acc, l = sums.acc[...], sums.l[...]
     for start in range(0, s.shape[0], INNER):
         p = jnp.exp2(s[start : start + INNER])
         l = l + _by_sublane(p, jnp.sum)
-        acc = acc + _weighted(v[:, start : start + INNER], p)
+        acc = acc + v.weighted(start, p)
     sums.acc[...], sums.l[...] = acc, l
 
 
-def add_online(sums: Sums, s: Float[Array, "C q"], v: Float[Array, "H C"]) -> None:
+def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
     """Add keys of any scores, after the sums are brought to the new maximum."""
     old = sums.m[...]
     new = jnp.maximum(old, _by_sublane(s, jnp.max).max(axis=0, keepdims=True))
@@ -73,7 +95,7 @@ def add_online(sums: Sums, s: Float[Array, "C q"], v: Float[Array, "H C"]) -> No
     for start in range(0, s.shape[0], INNER):
         p = jnp.exp2(s[start : start + INNER] - new)
         l = l + _by_sublane(p, jnp.sum)
-        acc = acc + _weighted(v[:, start : start + INNER], p)
+        acc = acc + v.weighted(start, p)
     sums.acc[...], sums.l[...], sums.m[...] = acc, l, new
 
 
@@ -84,7 +106,3 @@ def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C
 
 def _by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
     return reduce(x.reshape(-1, SUBLANES, x.shape[1]), axis=0)
-
-
-def _weighted(v: Float[Array, "H C"], p: Float[Array, "C q"]) -> Float[Array, "H q"]:
-    return lax.dot_general(v, p.astype(v.dtype), _OVER_KEYS, preferred_element_type=jnp.float32)
