@@ -87,16 +87,15 @@ def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
 
 
 def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
-    """Add keys of any scores, after the sums are brought to the new maximum."""
-    old = sums.m[...]
-    new = jnp.maximum(old, _by_sublane(s, jnp.max).max(axis=0, keepdims=True))
-    factor = jnp.exp2(old - new)
-    acc, l = sums.acc[...] * factor, sums.l[...] * factor
+    """Add keys of any scores; the sums follow the maximum from product to product."""
+    acc, l, m = sums.acc[...], sums.l[...], sums.m[...]
     for start in range(0, s.shape[0], INNER):
-        p = jnp.exp2(s[start : start + INNER] - new)
-        l = l + _by_sublane(p, jnp.sum)
-        acc = acc + v.weighted(start, p)
-    sums.acc[...], sums.l[...], sums.m[...] = acc, l, new
+        part = s[start : start + INNER]
+        new = jnp.maximum(m, _by_sublane(part, jnp.max).max(axis=0, keepdims=True))
+        factor, p = jnp.exp2(m - new), jnp.exp2(part - new)
+        l = l * factor + _by_sublane(p, jnp.sum)
+        acc, m = acc * factor + v.weighted(start, p), new
+    sums.acc[...], sums.l[...], sums.m[...] = acc, l, m
 
 
 def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C q"]:
