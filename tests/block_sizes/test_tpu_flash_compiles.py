@@ -67,7 +67,7 @@ def drawn(count: int) -> Iterator[dict[str, Any]]:
         sizes = [draw.choice((None, draw.choice(PRESETS))) for _ in range(3)]
         keys = ("block_q", "block_kv", "block_kv_compute")
         asked = FlashBlockSizes(**dict(zip(keys, sizes, strict=True)))
-        yield case(kind, asked, local, draw.choice(MASKS))
+        yield case(kind, asked, local, draw.choice(MASKS[:4]))  # block windows need T <= S
 
 
 @pytest.mark.slow
