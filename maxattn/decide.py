@@ -292,7 +292,8 @@ def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
         for key in sorted(readers, key=lambda key: len(readers[key])):
             names = [row.title or row.name for row in readers[key]]
             if key in config.changed and not runs & {row.name for row in readers[key]}:
-                said = _SAID.get(key, f"read by {' and '.join(names)} alone")
+                first = f"{', '.join(names[:-1])} and " if names[1:] else ""
+                said = _SAID.get(key, f"read by {first}{names[-1]} alone")
                 notes.append(f"{key} has no effect: {said}")
     return notes
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from maxattn.kernels.flash import Flash
     from maxattn.kernels.memory_efficient import MemoryEfficient
     from maxattn.kernels.tokamax_flash import TokamaxFlash
+    from maxattn.kernels.tpu_flash import TpuFlash
 
 KERNELS: Mapping[str, type[Kernel]] = Classes(TABLE)
 
@@ -35,6 +36,7 @@ __all__ = [
     "Kernel",
     "MemoryEfficient",
     "TokamaxFlash",
+    "TpuFlash",
     "build",
     "refusal",
 ]

@@ -71,6 +71,10 @@ _ROWS = (
         custom_calls=("tpu_custom_call", "tokamax", "mosaic_gpu"),
     ),
     KernelRow(
+        "tpu_flash", "maxattn.kernels.tpu_flash:TpuFlash", ("cpu", "tpu"),
+        reads=("flash_block_sizes",), custom_calls=("tpu_custom_call",),
+    ),
+    KernelRow(
         "cudnn_flash_te", "maxattn.kernels.cudnn_flash_te:CudnnFlashTe", ("gpu",), _NVIDIA,
         package="transformer-engine-jax", switch="NVTE_FUSED_ATTN", custom_calls=("te_",),
     ),

@@ -21,6 +21,7 @@ SPELLINGS = {
     "dot_product": ("dot_product", "auto"),
     "flash": ("flash", "auto"),
     "tokamax_flash": ("tokamax_flash", "auto"),
+    "tpu_flash": ("tpu_flash", "auto"),
     "cudnn_flash_te": ("cudnn_flash_te", "auto"),
     "cudnn": ("cudnn", "auto"),
     "ring": ("auto", "ring"),

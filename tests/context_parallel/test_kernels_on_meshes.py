@@ -2,7 +2,7 @@
 on one device.
 
 `make test` runs pairs with the Pallas kernels, in interpret mode; `make test-all` the product with
-all four kernels.
+all kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     },
     "flash": {},
     "tokamax_flash": {},
+    "tpu_flash": {},
 }
 STRATEGIES = ["all_gather", "ring", "ulysses", "ulysses_ring"]
 # Tables, and arrays under ~, are refused by the Pallas kernels: tests/kernels.
@@ -96,6 +97,9 @@ CORE = ("strategy", "kernel")
 OTHERS = {"strategy": [s for s in STRATEGIES if s != "ring"], "mask": ["causal", "lengths"]}
 FEW = pairwise(PAIRS | {"strategy": ["ring"]}, legal, core=CORE)
 FEW += pairwise(PAIRS | OTHERS, legal, core=CORE)
+# What tpu_flash does to a mask on several devices is the work of flash's code: a few cases.
+OWN = {"kernel": ["tpu_flash"], "mask": ["block window", "segments"]}
+FEW += pairwise(PAIRS | OWN, legal, core=("strategy",))
 for axis, plain in (("dtype", "float32"), ("size", 2)):
     FEW = plainly(FEW, axis, plain, legal, CORE)
 

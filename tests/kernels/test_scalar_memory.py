@@ -73,3 +73,14 @@ def test_a_backward_that_needs_more_is_refused_before_the_compiler() -> None:
     assert jax.eval_shape(forward, x, x, x).shape == x.shape
     with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes.*scalar memory"):
         jax.eval_shape(step, x, x, x)
+
+
+def test_the_lists_of_tpu_flash() -> None:
+    own = {"attention": "tpu_flash"}
+    assert _plan(2**18, M.Causal(), **own).kernel.name == "tpu_flash"
+    assert _plan(10_000_000, M.Full(), **own).kernel.name == "tpu_flash"  # no lists
+    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
+        _plan(10_000_000, M.Causal(), **own)
+    small = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
+    with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes: 256 queries x 256 keys"):
+        _plan(2**18, M.Causal(), flash_block_sizes=small, **own)

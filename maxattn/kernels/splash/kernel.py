@@ -127,8 +127,9 @@ class Splash(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        with _precision(self._compute_dtype(inputs)):
-            problem = self._problem(inputs)
+        dtype = self._compute_dtype(inputs)
+        with _precision(dtype):
+            problem = self._problem(inputs, self.forward_factor(dtype))
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
         out = jnp.where(empty[..., None], 0, out).astype(inputs.q.dtype)
@@ -145,8 +146,9 @@ class Splash(Kernel):
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
         # meets -inf.
         lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)
-        with _precision(self._compute_dtype(inputs)):
-            problem = self._problem(inputs)
+        dtype = self._compute_dtype(inputs)
+        with _precision(dtype):
+            problem = self._problem(inputs, self.library.query_factor(dtype))
             stats = Stats(lse, dout.astype(problem.q.dtype), delta)
             dq, dk, dv = problem.backward(self.blocks, stats)
         dq = (dq.astype(jnp.float32) * self.scale).astype(inputs.q.dtype)
@@ -154,26 +156,29 @@ class Splash(Kernel):
         dk = dk / self.library.query_factor(problem.q.dtype)
         return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
 
+    def forward_factor(self, dtype: Any) -> float:
+        """Return by what the forward's queries are multiplied beside the scale."""
+        return self.library.query_factor(dtype)
+
     def _compute_dtype(self, inputs: Inputs) -> Any:
         return jnp.dtype(jnp.float32) if self.float32_qk_product else inputs.q.dtype
 
-    def _problem(self, inputs: Inputs) -> Problem:
+    def _problem(self, inputs: Inputs, factor: float) -> Problem:
         dtype = self._compute_dtype(inputs)
-        q = self._scaled(inputs.q, dtype).swapaxes(1, 2)
+        q = self._scaled(inputs.q, factor, dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
         parts = mask_split.split(inputs.mask)
         assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
         offsets = inputs.q_offset, inputs.kv_offset
         return Problem(q, k, v, parts, *offsets, self.library, self.cores)
 
-    def _scaled(self, q: Array, dtype: Any) -> Array:
+    def _scaled(self, q: Array, factor: float, dtype: Any) -> Array:
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
         # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
         # power of two is free of that rounding, on q or k: at head dim 128 in bfloat16, with scores
         # of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and 5.2e-3, where
         # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
-        factor = self.scale * self.library.query_factor(dtype)
-        return (q.astype(jnp.float32) * factor).astype(dtype)
+        return (q.astype(jnp.float32) * (self.scale * factor)).astype(dtype)
 
 
 def _asked(

@@ -14,7 +14,7 @@ from maxattn.tools.estimate.bundles import Bundle, Bundles, unknown
 
 ROWS = {"bf16": 16, "f32": 8}
 """Rows that one instruction sends through a unit, in units of bfloat16 rows' time."""
-_PRODUCT = re.compile(r"\bvmatmul\.(?:mubr\.|msk\.)*(\w+)\.\S*?(mxu\d)\b")
+_PRODUCT = re.compile(r"\bvmatmul\.(?:mubr\.|msk\.|lmr\.)*(\w+)\.\S*?(mxu\d)\b")
 _ANY = re.compile(r"\bvmatmul\b")
 
 

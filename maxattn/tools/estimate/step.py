@@ -52,11 +52,14 @@ class GridStep:
     Args:
         bundles, slots: of the kernel.
         core: what its products are priced with.
+        unpriced: how many bodies are not priced, of the longest: those of operands that the
+            estimate is not for.
     """
 
     bundles: Bundles
     slots: SlotTable
     core: TensorCore
+    unpriced: int = 0
 
     @cached_property
     def loop(self) -> Loop:
@@ -83,18 +86,23 @@ class GridStep:
         """Skipped spans with products, the shortest first.
 
         Raises:
-            Unsupported: there are more than two.
+            Unsupported: there are more than two beside those that are not priced.
         """
+        return self._by_length[: len(self._by_length) - self.unpriced]
+
+    @cached_property
+    def _by_length(self) -> tuple[Span, ...]:
         found = [s for s in self._skipped if self._multiplies(s)]
-        if len(found) > BODIES:
-            rule = f"a step chooses among {len(found)} bodies, and {BODIES} are understood"
+        most = BODIES + self.unpriced
+        if len(found) > most:
+            rule = f"a step chooses among {len(found)} bodies, and {most} are understood"
             raise unknown(self.bundles.who, rule)
         return tuple(sorted(found, key=lambda s: s.end - s.start))
 
     @cached_property
     def edges(self) -> tuple[Span, ...]:
         """What begins and ends a row of tiles."""
-        return tuple(s for s in self._skipped if s not in self.bodies)
+        return tuple(s for s in self._skipped if s not in self._by_length)
 
     @cached_property
     def always(self) -> list[int]:

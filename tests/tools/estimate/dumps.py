@@ -54,3 +54,14 @@ def small(products: int = 2, more: str = "") -> tuple[str, str]:
     )
     table = "== CAPACTIY:\nMXU, VALU, VLOAD:FILL, VSTORE:SPILL\n    2 4 3 2\n== UTILIZATION:\n"
     return "\n".join(rows), table + "0 1 0 0\n" * 8 + "2 4 3 1\n" + "0 0 0 0\n" * 5
+
+
+def three_bodies() -> tuple[str, str]:
+    """Write the small dump with products in its edge too, and a third body of three bundles."""
+    bundles, slots = small()
+    rows = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}").split("\n")
+    third = ("sbr.rel (%p7) target = $region40", PRODUCT, "", "")
+    rows[11:11] = [f" : > {{ {code} }}" for code in third]
+    rows[14] += " /* Start/End empty region 40 */"
+    numbered = (f"{i:#x} {row.split(' ', 1)[1]}" for i, row in enumerate(rows))
+    return "\n".join(numbered), slots + "0 0 0 0\n" * 4

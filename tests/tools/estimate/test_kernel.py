@@ -18,7 +18,7 @@ from maxattn.tools.estimate.matrix_unit import products
 from maxattn.tools.estimate.step import BodyShares, GridStep
 from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
-from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts
+from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts, three_bodies
 
 V6E = DEVICES["TPU v6e"]  # a product takes 8 cycles of one of two units
 SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
@@ -160,6 +160,17 @@ def test_two_bodies_are_priced_by_their_tiles():
     # Always the same, but for the body.
     assert masked.cycles[0] - full.cycles[0] == pytest.approx(long - short)
     assert mixed.cycles[0] == pytest.approx(full.cycles[0] + 0.4 * (long - short))
+
+
+def test_the_online_softmax_of_tpu_flash_is_not_priced():
+    bundles, slots = three_bodies()
+    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", bundles, slots, V6E, "x")
+    *priced, longest = kernel.step._by_length
+    assert list(kernel.step.bodies) == priced and len(priced) == 2
+    length = longest.end - longest.start
+    assert all(body.end - body.start <= length for body in priced)
+    # It is no edge of a row of tiles either.
+    assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step._always)
 
 
 def test_a_ring_of_masked_tiles_is_a_bound():

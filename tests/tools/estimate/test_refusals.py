@@ -12,7 +12,7 @@ from maxattn.tools.estimate.kernel import KernelDump, core_of
 from maxattn.tools.estimate.program import Dumps
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
-from tests.tools.estimate.dumps import FOLDER, FORWARD, PRODUCT, dump, small, texts
+from tests.tools.estimate.dumps import FOLDER, FORWARD, PRODUCT, dump, small, texts, three_bodies
 
 BODY = "0x8 : > { " + PRODUCT
 # Changes of a real dump's bundles, or of the small one's: each is something that an estimate needs.
@@ -66,13 +66,7 @@ def test_loops_of_another_form(kind):
 
 
 def test_three_bodies():
-    bundles, slots = small()
-    rows = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}").split("\n")
-    third = ("sbr.rel (%p7) target = $region40", PRODUCT, "", "")
-    rows[11:11] = [f" : > {{ {code} }}" for code in third]
-    rows[14] += " /* Start/End empty region 40 */"
-    numbered = (f"{i:#x} {row.split(' ', 1)[1]}" for i, row in enumerate(rows))
-    check_golden("cli/estimate/three_bodies", refused("\n".join(numbered), slots + "0 0 0 0\n" * 4))
+    check_golden("cli/estimate/three_bodies", refused(*three_bodies()))
 
 
 SLOTS: dict[str, Callable[[str], str]] = {

@@ -1,0 +1,35 @@
+"""Calls and tiles whose lists a TPU's scalar memory holds, of the forward of `tpu_flash`.
+
+Positions take a block and a mark a step, segment ids a mark a tile, in two buffers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.kernels import mask_split
+from maxattn.kernels.splash import scalar_memory
+from maxattn.kernels.transposed.sizes import Tile
+from maxattn.target import Target
+
+WORD = 4  # bytes
+
+
+def rule_of(call: Call, tile: Tile, target: Target) -> str | None:
+    """Return the rule that the lists of a call break, or None; interpret mode has no such memory.
+
+    Args:
+        call: of one device.
+        tile: of the forward.
+        target: the machine.
+    """
+    if target.platform != "tpu":
+        return None
+    parts = mask_split.split(call.mask)
+    assert isinstance(parts, mask_split.SplitMask), parts  # refused before
+    rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
+    item = np.dtype(scalar_memory.column_type(columns)).itemsize
+    steps = scalar_memory.forward_bytes(call, parts.positions, tile[:2]) // (item + 1)
+    marks = rows * columns if parts.has_ids else 0
+    return scalar_memory.too_long(2 * WORD * (steps + marks))

@@ -1,0 +1,107 @@
+"""What one tile adds to the running sums of the softmax, with keys along the sublanes.
+
+    S^T = k q^T        P^T = exp2(S^T - m)        acc^T += v^T P^T        l += sum(P^T over keys)
+
+Scores are transposed, so that sums and maxima over keys add whole registers, and a query's
+statistics are one lane. m is the running maximum of the online softmax, or 0 where the scores are
+known to be small (score_bound.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from maxattn.block_sizes.sizes import SUBLANES
+
+INNER = 256  # keys of one product with V: the side of the largest matrix units
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""The score of a pair that may not attend: exp2 of it is 0, and no difference of two overflows."""
+_OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
+_OVER_KEYS = (((1,), (0,)), ((), ()))
+_OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
+
+
+class Sums(NamedTuple):
+    """Hold the running statistics of a block of queries, in VMEM.
+
+    Args:
+        acc: [H, block_q], the output before it is divided by l.
+        l: [8, block_q], sums by sublane.
+        m: [1, block_q], the maximum.
+    """
+
+    acc: Any
+    l: Any
+    m: Any
+
+    def clear(self, bounded: Any) -> None:
+        """Begin a row of tiles; a bounded block has the maximum 0."""
+        self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+        self.l[...] = jnp.zeros(self.l.shape, jnp.float32)
+        self.m[...] = jnp.full(self.m.shape, jnp.where(bounded, 0.0, MASKED), jnp.float32)
+
+    def result(self) -> tuple[Float[Array, "H q"], Float[Array, "1 q"]]:
+        """Return the output, and the LSE in base 2; garbage where nothing was seen."""
+        l = self.l[...].sum(axis=0, keepdims=True)
+        return self.acc[...] / l, self.m[...] + jnp.log2(l)
+
+
+class Values(NamedTuple):
+    """Hold the values of some keys of a block.
+
+    Args:
+        ref: of the block, [keys, H]; or [H, keys] where it is turned.
+        first: the first of the keys.
+        is_turned: whether it is. Matrix units of 128 x 128 turn it slowly, larger ones in passing.
+    """
+
+    ref: Any
+    first: int
+    is_turned: bool
+
+    def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
+        """Compute v^T p of the keys from a start on, in float32."""
+        keys = slice(self.first + start, self.first + start + p.shape[0])
+        v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
+        over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
+        return lax.dot_general(v, p.astype(v.dtype), over, preferred_element_type=jnp.float32)
+
+
+def scores(k: Float[Array, "C H"], q: Float[Array, "q H"]) -> Float[Array, "C q"]:
+    """Compute k q^T in float32."""
+    return lax.dot_general(k, q, _OVER_HEAD_DIM, preferred_element_type=jnp.float32)
+
+
+def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
+    """Add keys whose scores are known to be small."""
+    acc, l = sums.acc[...], sums.l[...]
+    for start in range(0, s.shape[0], INNER):
+        p = jnp.exp2(s[start : start + INNER])
+        l = l + _by_sublane(p, jnp.sum)
+        acc = acc + v.weighted(start, p)
+    sums.acc[...], sums.l[...] = acc, l
+
+
+def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
+    """Add keys of any scores; the sums follow the maximum from product to product."""
+    acc, l, m = sums.acc[...], sums.l[...], sums.m[...]
+    for start in range(0, s.shape[0], INNER):
+        part = s[start : start + INNER]
+        new = jnp.maximum(m, _by_sublane(part, jnp.max).max(axis=0, keepdims=True))
+        factor, p = jnp.exp2(m - new), jnp.exp2(part - new)
+        l = l * factor + _by_sublane(p, jnp.sum)
+        acc, m = acc * factor + v.weighted(start, p), new
+    sums.acc[...], sums.l[...], sums.m[...] = acc, l, m
+
+
+def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C q"]:
+    """Give pairs that may not attend a score without weight."""
+    return jnp.where(allowed, s, MASKED)
+
+
+def _by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
+    return reduce(x.reshape(-1, SUBLANES, x.shape[1]), axis=0)

@@ -1,0 +1,80 @@
+"""The TPU's compiler judges the forward of `tpu_flash`: the tiles that it takes compile on every
+chip, with every kind of mask. `make test-tpu-compile` runs all of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from maxattn.block_sizes import BlockSizes
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
+from maxattn.kernels.transposed.sizes import forward_tile
+from maxattn.target import Target
+from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
+from tests.block_sizes.random_requests import HEAD_DIMS, LENGTHS, PRESETS, TEXTS
+
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
+)
+MASKS = ("full", "padding", "window", "both", "blocks")
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    """One child for the whole file."""
+    with Compiler() as started:
+        yield started
+
+
+def case(kind: str, asked: FlashBlockSizes, call: Call, mask: str, **rest: Any) -> dict[str, Any]:
+    """Describe the compile of the tile that a request becomes: two blocks of each, ragged."""
+    tile, _ = forward_tile(asked, call, Target.named(kind))
+    t, s = (
+        min(n, 2 * block - 8) for n, block in zip((call.q_len, call.kv_len), tile, strict=False)
+    )
+    return {
+        "topology": TOPOLOGIES[kind], "kind": kind, "kernel": "tpu_flash", "batch": 1, "q_len": t,
+        "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,
+        "mask": mask, "training": False, "sizes": BlockSizes(*tile).given(), **rest,
+    }  # fmt: skip
+
+
+def call(length: int, h: int, dtype: str = "bfloat16") -> Call:
+    return Call(1, length, length, 2, 2, h, dtype)
+
+
+@pytest.mark.parametrize(("kind", "mask"), zip(TOPOLOGIES, MASKS, strict=True))
+def test_each_chip_compiles(compiler: Compiler, kind: str, mask: str) -> None:
+    found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600, 128), mask))
+    assert found["message"] == ""
+
+
+def drawn(count: int) -> Iterator[dict[str, Any]]:
+    """Draw requests of any size, length, head dim, dtype and mask; the chips take turns."""
+    draw = random.Random("tpu_flash")
+    for i in range(count):
+        kind = tuple(TOPOLOGIES)[i % len(TOPOLOGIES)]
+        q_len = draw.choice(LENGTHS)
+        kv_len = draw.choice((q_len, q_len, draw.choice(TEXTS)))
+        dtype = draw.choice(("bfloat16", "bfloat16", "float32"))
+        local = Call(1, q_len, kv_len, 2, 2, draw.choice(HEAD_DIMS), dtype)
+        sizes = [draw.choice((None, draw.choice(PRESETS))) for _ in range(3)]
+        keys = ("block_q", "block_kv", "block_kv_compute")
+        asked = FlashBlockSizes(**dict(zip(keys, sizes, strict=True)))
+        yield case(kind, asked, local, draw.choice(MASKS[:4]))  # block windows need T <= S
+
+
+@pytest.mark.slow
+def test_drawn_requests_compile(compiler: Compiler) -> None:
+    failed = []
+    for one in drawn(COUNT):
+        found = compiler.compile(one)
+        if not found["ok"]:
+            failed.append((one, found["message"]))
+    assert not failed

@@ -1,0 +1,218 @@
+"""`tpu_flash`: both forms of its softmax against float64, with operands made to break them; which
+form runs; which tiles it visits; its tiles' sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.block_sizes.adjust import facts_of
+from maxattn.config import FlashBlockSizes
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
+from maxattn.kernels.tpu_flash import TpuFlash
+from maxattn.kernels.transposed.score_bound import small_scores
+from maxattn.kernels.transposed.sizes import forward_tile, vmem_bytes
+from maxattn.kernels.transposed.steps import marks_of_ids
+from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
+from tests.pairwise import pairwise
+from tests.reference import attention64, error
+
+SMALL = {"block_q": 128, "block_kv": 128}  # several tiles at these lengths
+CONFIG = ma.AttentionConfig(attention="tpu_flash", flash_block_sizes=SMALL)
+FAST = {"xla_backend_optimization_level": 0}  # the interpreter's long programs compile sooner
+AXES = {
+    "dtype": ["float32", "bfloat16"],
+    "mask": [m for m in KINDS if m not in ("dense heads", "not segments")]
+    + ["window | sink", "causal & lengths", "rows empty", "nothing", "flags"],
+    "heads": list(HEADS)[:3],
+    "length": ["odd", "one", "short", "prime"],
+    "head_dim": [40, 64, 128, 160],
+    "batch": [1, 2],
+    "bias": ["none"],
+}
+B, T, S, N, K, H = 2, 130, 260, 4, 2, 32
+
+
+def name(case: dict) -> str:
+    return "-".join(str(v).replace(" ", "_") for v in case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True, core=("dtype",)), ids=name)
+def test_pairs(case: dict) -> None:
+    judge(case, run_case(case, CONFIG, compiler_options=FAST))
+
+
+# ---- operands made to break a softmax ------------------------------------------------------------
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def operands(**changes: Any) -> dict[str, np.ndarray]:
+    usual = {"q": normal(1, B, T, N, H), "k": normal(2, B, S, K, H), "v": normal(3, B, S, K, H)}
+    return usual | {name: change(usual[name]) for name, change in changes.items()}
+
+
+def with_dominant(k: np.ndarray) -> np.ndarray:
+    k = k.copy()
+    k[:, 200] *= 60
+    return k
+
+
+def one_loud_head(q: np.ndarray) -> np.ndarray:
+    q = q.copy()
+    q[:, :, 1] *= 100
+    q[:, 128:, 2] *= 100  # of the second block alone
+    return q
+
+
+# operands, and the share of blocks whose scores are bounded
+HARD: dict[str, tuple[dict[str, np.ndarray], float]] = {
+    "usual": (operands(), 1.0),
+    "huge norms": (operands(q=lambda x: 300 * x, k=lambda x: 300 * x), 0.0),
+    "just bounded": (operands(q=lambda x: 5 * x / np.linalg.norm(x, axis=-1, keepdims=True),
+                              k=lambda x: 72 * x / np.linalg.norm(x, axis=-1, keepdims=True)), 1.0),
+    "just unbounded": (operands(q=lambda x: 5 * x / np.linalg.norm(x, axis=-1, keepdims=True),
+                                k=lambda x: 76 * x / np.linalg.norm(x, axis=-1, keepdims=True)),
+                       0.0),
+    "one dominant key": (operands(k=with_dominant), 0.0),
+    "all keys equal": (operands(k=lambda x: np.broadcast_to(x[:, :1], x.shape)), 1.0),
+    "keys offset": (operands(k=lambda x: x + 10), 0.25),
+    "zeros": (operands(q=lambda x: 0 * x, k=lambda x: 0 * x), 1.0),
+    "huge values": (operands(v=lambda x: 1e34 * x), 0.0),
+    "tiny values": (operands(v=lambda x: 1e-30 * x), 0.0),
+    "no values": (operands(v=lambda x: 0 * x), 1.0),
+    "loud head": (operands(q=one_loud_head), 1 - 3 / 8),
+}  # fmt: skip
+HARD_MASKS = {
+    "full": None,
+    "window": M.LocalWindow(60, 20, offset=80),
+    "lengths": M.KeyPadding(np.array([150, 0], np.int32)),
+}
+
+
+def bounded_share(x: dict[str, np.ndarray]) -> float:
+    pad = ((0, 0), (0, -T % 128), (0, 0), (0, 0))
+    q = jnp.pad(x["q"] * np.float32(H**-0.5 * np.log2(np.e)), pad)
+    flags = [small_scores(*(y.swapaxes(0, 1) for y in row), block_q=128)
+             for row in zip(q, jnp.asarray(x["k"]), jnp.asarray(x["v"]), strict=True)]  # fmt: skip
+    return float(jnp.stack(flags).mean())
+
+
+@pytest.mark.parametrize("hard", HARD)
+def test_the_form_is_chosen_by_the_bound(hard: str) -> None:
+    x, share = HARD[hard]
+    assert bounded_share(x) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("mask", HARD_MASKS)
+@pytest.mark.parametrize("hard", HARD)
+def test_hard_operands(hard: str, mask: str) -> None:
+    (x, _), given = HARD[hard], HARD_MASKS[mask]
+    run = partial(ma.attention, mask=given, config=CONFIG, return_lse=True)
+    ok = allowed(given, T, S)
+    got = jax.jit(run, compiler_options=FAST)(x["q"], x["k"], x["v"])
+    want = attention64(x["q"], x["k"], x["v"], ok)
+    size = float(np.abs(x["k"]).max() * np.abs(x["q"]).max())  # of products, which round in float32
+    for have, true in zip(got, want[:2], strict=True):
+        assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
+
+
+def test_no_number_stays_no_number() -> None:
+    x = operands()
+    x["k"][0, 5, 0, 0] = np.nan
+    out = ma.attention(x["q"], x["k"], x["v"], config=CONFIG)
+    assert np.isnan(out[0, :, :2]).all()
+    assert np.isfinite(out[0, :, 2:]).all()
+    assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_values_are_transposed_before_or_inside(is_turned: bool) -> None:
+    x, _ = HARD["loud head"]
+    kernel = ma.plan(ma.Call.of(x["q"], x["k"]), CONFIG, target=ma.Target.named("cpu")).kernel
+    kernel = replace(kernel, v_is_turned=is_turned)
+    out, lse = jax.jit(kernel.forward, compiler_options=FAST)(Inputs(**x))
+    for have, true in zip((out, lse), attention64(x["q"], x["k"], x["v"]), strict=False):
+        assert error(have, true) < 20 * TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x"])
+def test_which_chips_take_values_transposed(kind: str) -> None:
+    kernel = ma.plan(call(4096, 4096, 128), CONFIG, target=ma.Target.named(kind)).kernel
+    assert isinstance(kernel, TpuFlash)
+    assert kernel.v_is_turned == (kind not in ("TPU v6e", "TPU v7x"))
+
+
+# ---- tiles that are visited ----------------------------------------------------------------------
+
+
+def test_ids_mark_tiles() -> None:
+    q_ids = jnp.array([0, 0, 0, 1, 1, 1, QUERY_PAD, QUERY_PAD])
+    kv_ids = jnp.array([0, 0, 1, 1, 0, 1, KEY_PAD, KEY_PAD])
+    marks = marks_of_ids(q_ids, kv_ids, 2, 2).reshape(4, 4)
+    assert marks.tolist() == [[2, 0, 1, 0], [1, 1, 1, 0], [0, 2, 1, 0], [0, 0, 0, 0]]
+
+
+def test_tiles_that_segment_ids_leave_empty_are_not_computed() -> None:
+    """A value that is no number reaches no query where its tile is skipped."""
+    x = operands()
+    x["v"][:, 128:] = np.nan
+    lengths = M.KeyPadding(np.array([128, 64], np.int32))
+    out = ma.attention(x["q"], x["k"], x["v"], mask=lengths, config=CONFIG)
+    assert np.isfinite(out).all()
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+KINDS_OF_TPU = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
+
+
+def call(t: int, s: int, h: int, dtype: str = "bfloat16") -> ma.Call:
+    shape = jax.ShapeDtypeStruct
+    return ma.Call.of(shape((1, t, 2, h), dtype), shape((1, s, 2, h), dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TPU)
+@pytest.mark.parametrize("h", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_fit(kind: str, h: int, dtype: str) -> None:
+    target, local = ma.Target.named(kind), call(32760, 32760, h, dtype)
+    for asked in (FlashBlockSizes(), FlashBlockSizes(block_q=4096, block_kv=8192)):
+        tile, _ = forward_tile(asked, local, target)
+        facts = facts_of(local, "flash", target, training=True)
+        assert facts.chip is not None
+        assert vmem_bytes(tile, facts) <= facts.chip.limit
+        assert all(size % 128 == 0 for size in tile[:2])
+
+
+@pytest.mark.parametrize("length", [77, 512, 4096, 4224, 32760, 75600])
+def test_little_is_padding(length: int) -> None:
+    (q, kv, _), changes = forward_tile(
+        FlashBlockSizes(), call(length, length, 128), ma.Target.named("TPU v6e")
+    )
+    for block in (q, kv):
+        padded = -(-length // block) * block
+        assert padded - length < 128 * -(-length // block)
+    assert changes == ()
+
+
+def test_what_is_asked_for_is_kept_or_said() -> None:
+    target, local = ma.Target.named("TPU v6e"), call(32760, 32760, 128)
+    tile, changes = forward_tile(FlashBlockSizes(block_q=1024, block_kv=1024), local, target)
+    assert (tile[:2], changes) == ((1024, 1024), ())
+    tile, changes = forward_tile(FlashBlockSizes(block_q=1000, block_kv=40000), local, target)
+    assert tile[0] == 1024
+    assert str(changes[0]) == "block_q: 1000 → 1024"
+    assert {change.key for change in changes} >= {"block_q", "block_kv"}
