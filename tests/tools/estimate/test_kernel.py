@@ -170,7 +170,7 @@ def test_the_online_softmax_of_tpu_flash_is_not_priced():
     length = longest.end - longest.start
     assert all(body.end - body.start <= length for body in priced)
     # It is no edge of a row of tiles either.
-    assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step._always)
+    assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step.always)
 
 
 def test_a_ring_of_masked_tiles_is_a_bound():
