@@ -116,7 +116,8 @@ def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(
 
 
 def test_even_work_is_not_worth_a_word() -> None:
-    assert decided(None, 32768).notes == decided(M.KeyPadding(np.full(8, 5)), 32768).notes == ()
+    for mask in (None, M.KeyPadding(np.full(8, 5))):
+        assert not [note for note in decided(mask, 32768).notes if "zig-zag" in note]
 
 
 def test_lengths_are_padded_to_two_chunks_of_every_rank() -> None:

@@ -17,7 +17,7 @@ from maxattn.devices import DEVICES, device_of
 from maxattn.kernels import refusal
 from maxattn.kernels.auto import gpu, measured
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
-from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts
+from maxattn.kernels.auto.predict import FittedCosts, HEAD_CLASSES, Margins
 from maxattn.tools.bench.grid.draw import draw
 from maxattn.tools.bench.grid.fit import call_of
 from maxattn.tools.bench.grid.left_out import by_nearest, regret
@@ -134,13 +134,15 @@ def test_passes_are_chosen_apart_and_the_next_best_is_said() -> None:
 
 def test_the_usual_kernel_is_left_for_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(flash=(0.3, 0.5), cudnn=(0.28, 0.3))
-    for margin, first in ((0.0, "cudnn"), (0.1, "flash/cudnn"), (0.5, "flash")):
-        usual = replace(costs, usual="flash", margin=margin)
-        assert FittedCosts.of_json(usual.to_json()).margin == margin
+    cases = ((0.0, 0.0), "cudnn"), ((0.1, 0.1), "flash/cudnn"), ((0.5, 0.5), "flash")
+    for pair, first in (*cases, ((0.0, 0.5), "cudnn/flash")):
+        margins = Margins(*pair)
+        usual = replace(costs, usual="flash", margins=margins)
+        assert FittedCosts.of_json(usual.to_json()).margins == margins
         monkeypatch.setattr(gpu, "read_costs", lambda usual=usual: {"NVIDIA H200": usual})
         names, because = gpu.order(replace(CALL, batch=64), TARGET)
         assert names[0] == first
-        assert ("flash unless another takes" in because) == (margin > 0)
+        assert ("flash unless another takes" in because) == any(margins)
 
 
 @pytest.mark.usefixtures("by_launches")
@@ -159,7 +161,7 @@ def test_what_no_kernel_takes_is_plain_jax_and_says_why() -> None:
     call = ma.Call(2, 4096, 4096, 8, 8, 64, "bfloat16", pairs)
     names, because = gpu.order(call, TARGET)
     assert because.startswith("plain JAX, since") and names[0] == "flash"
-    few = replace(call, heads=2, kv_heads=2)
+    few = replace(call, heads=1, kv_heads=1)
     assert gpu.order(few, TARGET)[0][0] == "dot_product"
 
 

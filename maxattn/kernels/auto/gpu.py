@@ -64,7 +64,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if entry.costs is not None:
         line = _compared(entry, (forward, backward), call, target)
         where = _measured_there(_costs_device(device), target)
-        return names, f"{line}; {entry.costs.accuracy} measured{where}" + _lost(faster, target)
+        known = entry.costs.accuracy([name for name, _ in entry.forward])
+        return names, f"{line}; {known} measured{where}" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
     return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
 
@@ -104,7 +105,7 @@ def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
     reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
     names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
     forward, backward = (
-        costs.ranked(costs.predict_all(names, what, call, target.device))
+        costs.ranked(costs.predict_all(names, what, call, target.device), what)
         for what in (FORWARD, BACKWARD)
     )
     return MeasuredShape(size, mask_kind(call), forward, backward, costs=costs)

@@ -6,9 +6,9 @@ The weights are not negative, so that more work never takes less time by them. `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import Device
@@ -19,6 +19,25 @@ from maxattn.kernels.auto.near import NearCalls
 HEAD_CLASSES = (64, 96, 128, 160, 192, 256)
 Key = tuple[str, str, int]
 """Kernel, pass, head class."""
+
+
+class Margins(NamedTuple):
+    """Say by which share of the usual kernel's time another must be predicted to be faster.
+
+    Attributes:
+        forward, backward: of a pass.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def of(self, usual: str) -> str:
+        """Say them of a usual kernel."""
+        forward, backward = self
+        return f"{usual} unless another takes {forward:.0%} less forward, {backward:.0%} backward"
+
+
+NO_MARGINS = Margins()
 
 
 @dataclass(frozen=True)
@@ -33,8 +52,8 @@ class FittedCosts:
             shape, on calls that are left out.
         near: corrects predictions by measured calls that are like them; None for nothing.
         usual: the kernel that is fastest on most calls, which is taken unless another is predicted
-            to take less than its time by more than `margin`, a share of it: predictions err.
-        margin: that share.
+            to be faster by more than a margin: predictions err.
+        margins: of both passes.
     """
 
     weights: Mapping[Key, Terms]
@@ -43,7 +62,7 @@ class FittedCosts:
     decides: bool = False
     near: NearCalls | None = None
     usual: str = ""
-    margin: float = 0.0
+    margins: Margins = NO_MARGINS
 
     def predict_all(
         self, kernels: Iterable[str], what: str, call: Call, device: Device
@@ -70,18 +89,16 @@ class FittedCosts:
         alike = self.near.alike(call)
         return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
 
-    def ranked(self, times: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-        """Return (kernel, ms), what is taken first."""
-        handicap = {self.usual: 1 - self.margin}
+    def ranked(self, times: Mapping[str, float], what: str) -> tuple[tuple[str, float], ...]:
+        """Return (kernel, ms) of a pass, what is taken first."""
+        handicap = {self.usual: 1 - getattr(self.margins, what)}
         return tuple(sorted(times.items(), key=lambda each: each[1] * handicap.get(each[0], 1.0)))
 
-    @property
-    def accuracy(self) -> str:
-        """Say how far off it is, and of what."""
-        margin = (
-            f"{self.usual} unless another takes {self.margin:.0%} less, " if self.margin else ""
-        )
-        return f"{margin}{self.error:.0%} median error on {self.calls} calls left out of the fit,"
+    def accuracy(self, names: Collection[str]) -> str:
+        """Say how far off it is, and of what, where these kernels can run."""
+        has_usual = any(self.margins) and self.usual in names and len(names) > 1
+        unless = f"{self.margins.of(self.usual)}, " if has_usual else ""
+        return f"{unless}{self.error:.0%} median error on {self.calls} calls left out of the fit,"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a file holds it."""
@@ -91,7 +108,7 @@ class FittedCosts:
             found.setdefault(kernel, {}).setdefault(what, {})[str(heads)] = rounded
         rest = {"error": round(self.error, 4), "calls": self.calls, "decides": self.decides}
         near = {} if self.near is None else {"near": self.near.to_json()}
-        rest |= {"usual": self.usual, "margin": self.margin}
+        rest |= {"usual": self.usual, "margins": list(self.margins)}
         return rest | {"weights": found} | near
 
     @staticmethod
@@ -104,7 +121,7 @@ class FittedCosts:
             for heads, its in classes.items()
         }
         near = NearCalls.of_json(row["near"]) if "near" in row else None
-        rest = near, row.get("usual", ""), row.get("margin", 0.0)
+        rest = near, row.get("usual", ""), Margins(*row.get("margins", ()))
         return FittedCosts(weights, row["error"], row["calls"], row["decides"], *rest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +12,14 @@ import numpy as np
 from maxattn.devices import Device
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD
 from maxattn.kernels.auto.measured import MeasuredShape, fastest_first, mask_kind, nearest
-from maxattn.kernels.auto.predict import FittedCosts
+from maxattn.kernels.auto.predict import FittedCosts, Margins
 from maxattn.tools.bench.grid.fit import NearSettings, Sample, call_of, fitted, samples
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 FOLDS = 10
 # Of near calls: none, then how far they reach and how much of one call's time is chance.
 NEAR = (None, *(NearSettings(reach, ridge) for reach in (1, 2, 4) for ridge in (0.1, 0.3)))
-MARGINS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3)
+MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 NO_COSTS = FittedCosts({})
 Chooser = Callable[[GridRow, str], str]
 """Names the kernel of a row's pass that it would take."""
@@ -125,14 +126,14 @@ def by_prediction(
     Args:
         rows: of a grid.
         predicted: ms by (row, kernel, pass).
-        costs: whose usual kernel has a margin.
+        costs: whose usual kernel has margins.
     """
     at = {id(row): i for i, row in enumerate(rows)}
 
     def choose(row: GridRow, what: str) -> str:
         keys = {name: (at[id(row)], name, what) for name in _ours(row.times[what])}
         known = {name: predicted[key] for name, key in keys.items() if key in predicted}
-        return costs.ranked(known)[0][0]
+        return costs.ranked(known, what)[0][0]
 
     return choose
 
@@ -185,16 +186,16 @@ class Fit(NamedTuple):
 
 
 class ChoiceSettings(NamedTuple):
-    """Say how predictions choose: corrected by near calls, and against which margin."""
+    """Say how predictions choose: corrected by near calls, and against which margins."""
 
     near: NearSettings | None
-    margin: float
+    margins: Margins
 
     def named(self, usual: str) -> str:
         """Spell it."""
         of = self.near
         near = f", calls within {of.reach:g} doublings (ridge {of.ridge:g})" if of else ""
-        return f"{usual} unless another takes {self.margin:.0%} less{near}"
+        return f"{self.margins.of(usual)}{near}"
 
 
 def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
@@ -209,12 +210,12 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     alone = {name: regret(rows, always(name)) for name in {s.kernel for s in found}}
     usual = min(alone, key=lambda name: alone[name].mean)
     tried = {near: left_out(found, folds, near) for near in NEAR}
+    margins = [Margins(*each) for each in product(MARGINS, MARGINS)]
+    choosing = [replace(NO_COSTS, usual=usual, margins=each) for each in margins]
     regrets = {
-        ChoiceSettings(near, margin): regret(
-            rows, by_prediction(rows, its.predicted, replace(NO_COSTS, usual=usual, margin=margin))
-        )
+        ChoiceSettings(near, costs.margins): regret(rows, by_prediction(rows, its.predicted, costs))
         for near, its in tried.items()
-        for margin in MARGINS
+        for costs in choosing
     }
     best = min(regrets, key=lambda each: regrets[each].mean)
     at = {id(row): i for i, row in enumerate(rows)}
@@ -231,10 +232,10 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     lines = [
         f"{len(rows)} calls, each predicted by costs fitted without it ({folds} folds)",
         *tried[best.near].lines,
-        regrets[ChoiceSettings(None, 0.0)].line("the smallest prediction"),
+        regrets[ChoiceSettings(None, Margins())].line("the smallest prediction"),
         regrets[best].line(f"taken: {best.named(usual)}"),
         *(other.line(name) for name, other in others.items()),
         *([] if decides else ["the nearest measured shape decides"]),
     ]
-    chosen = {"usual": usual, "margin": best.margin}
+    chosen = {"usual": usual, "margins": best.margins}
     return Fit(replace(fitted(found, best.near), **counts, **chosen), "\n".join(lines))
