@@ -17,7 +17,7 @@ from maxattn.devices import DEVICES, device_of
 from maxattn.kernels import refusal
 from maxattn.kernels.auto import gpu, measured
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
-from maxattn.kernels.auto.predict import FittedCosts, HEAD_CLASSES, Margins
+from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Margins
 from maxattn.tools.bench.grid.draw import draw
 from maxattn.tools.bench.grid.fit import call_of
 from maxattn.tools.bench.grid.left_out import by_nearest, regret
