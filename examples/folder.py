@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.json_file import read_mapping
+from common.pipeline_folder import SECOND
 from flax import nnx
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
@@ -55,6 +56,15 @@ EULER = {
     "steps_offset": 1,
     "timestep_spacing": "leading",
 }
+# What the pipelines of Wan 2.2 say of themselves, by the end of their names.
+INDEX = {
+    "5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
+    "a14b": {
+        "_class_name": "WanPipeline",
+        "boundary_ratio": 0.875,
+        SECOND: ["diffusers", "WanTransformer3DModel"],
+    },
+}
 SPREAD = 0.02  # of random weights
 NAME = "diffusion_pytorch_model"
 
@@ -81,10 +91,16 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
         shard_bytes: the largest file.
     """
     sizes = UNetSizes() if name == "sdxl" else SIZES[name]
-    part, scheduler = ("unet", EULER) if name == "sdxl" else ("transformer", UNIPC)
-    files = save_random(forms_of(shapes_of(sizes, dtype)), folder / part, shard_bytes)
-    write_json(folder / part / "config.json", sizes.config())
+    parts, scheduler = (("unet",), EULER) if name == "sdxl" else (("transformer",), UNIPC)
+    index = INDEX.get(name.rpartition("-")[2], {})
+    parts += (SECOND,) if SECOND in index else ()
+    forms, files = forms_of(shapes_of(sizes, dtype)), ()
+    for part in parts:
+        files += save_random(forms, folder / part, shard_bytes, part)
+        write_json(folder / part / "config.json", sizes.config())
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    if index:
+        write_json(folder / "model_index.json", index)
     return files
 
 
@@ -95,8 +111,18 @@ def forms_of(model: nnx.Module) -> dict[str, Form]:
     return {e.name: Form(e.shape, variables[e.path].get_value().dtype) for e in entries}
 
 
-def save_random(forms: dict[str, Form], folder: Path, shard_bytes: int) -> tuple[Path, ...]:
-    """Write random tensors as one file, or as several and their index, one file after the other."""
+def save_random(
+    forms: dict[str, Form], folder: Path, shard_bytes: int, part: str = ""
+) -> tuple[Path, ...]:
+    """Write random tensors as one file, or as several and their index, one file after the other.
+
+    Args:
+        forms: of the tensors.
+        folder: made where it is missing.
+        shard_bytes: the largest file.
+        part: of the pipeline; the second transformer has other numbers than the first.
+    """
+    seed = f"{part}." if part == SECOND else ""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +131,7 @@ def save_random(forms: dict[str, Form], folder: Path, shard_bytes: int) -> tuple
     for i, names in enumerate(shards):
         file = f"{NAME}-{i + 1:05}-of-{len(shards):05}" if len(shards) > 1 else NAME
         where |= dict.fromkeys(names, f"{file}.safetensors")
-        tensors = {name: random(name, forms[name]) for name in names}
+        tensors = {name: random(seed + name, forms[name]) for name in names}
         save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
     files = [folder / file for file in dict.fromkeys(where.values())]
     if len(shards) > 1:

@@ -48,6 +48,20 @@ def test_a_made_folder_saves_back_bit_for_bit(small: Path, tmp_path: Path) -> No
     assert seen["different"] == [] and seen["tensors"] == len(weights.SafeTensors(small))
 
 
+def test_the_folders_of_wan_2_2_say_which_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {name: Sizes(**made.MODEL) for name in ("wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b")}
+    monkeypatch.setattr(folder, "SIZES", sizes)
+    for name in sizes:
+        folder.make(tmp_path / name, name, "bfloat16", 2**30)
+    two, one = (json.loads((tmp_path / name / "model_index.json").read_text()) for name in sizes)
+    assert two["boundary_ratio"] == 0.875 and one["expand_timesteps"]
+    parts = [tmp_path / "wan-2.2-t2v-a14b" / part for part in ("transformer", "transformer_2")]
+    assert len(folder.different(*parts)) > 20, "two experts"
+    assert not (tmp_path / "wan-2.2-ti2v-5b" / "transformer_2").exists()
+
+
 def test_one_flipped_bit_is_found(small: Path, tmp_path: Path) -> None:
     folder.check(small, tmp_path / "again", "bfloat16", 2**30)
     path = tmp_path / "again" / "diffusion_pytorch_model.safetensors"

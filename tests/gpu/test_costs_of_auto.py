@@ -132,6 +132,12 @@ def test_passes_are_chosen_apart_and_the_next_best_is_said() -> None:
     )
 
 
+def test_far_longer_calls_than_were_measured_go_by_the_nearest_shape() -> None:
+    for length, by in ((2**18, "predicted forward"), (2**18 + 1, "the nearest shape")):
+        _, because = gpu.order(replace(CALL, q_len=length, kv_len=length), TARGET)
+        assert by in because, length
+
+
 def test_the_usual_kernel_is_left_for_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(flash=(0.3, 0.5), cudnn=(0.28, 0.3))
     cases = ((0.0, 0.0), "cudnn"), ((0.1, 0.1), "flash/cudnn"), ((0.5, 0.5), "flash")

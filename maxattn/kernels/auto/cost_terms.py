@@ -41,6 +41,9 @@ from maxattn.masks.blocks import stretches
 FORWARD, BACKWARD = "forward", "backward"
 PLAIN = ("memory_efficient", "dot_product")
 FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
+# Tokens up to which times are predicted: twice as many as were measured. To count the tiles of
+# longer masks takes seconds.
+MOST_TOKENS = 2**18
 OTHERS = Tile(128, 128)  # of the libraries that do not say
 NAMED = DEVICES["NVIDIA H200"]
 EXPONENTIALS = 16 * 1.755e6  # an SM and ms: of the special function units, at the boost clock

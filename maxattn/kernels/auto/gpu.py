@@ -18,7 +18,7 @@ from maxattn.call import Call
 from maxattn.devices import device_of
 from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto import published
-from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, PLAIN
+from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, MOST_TOKENS, PLAIN
 from maxattn.kernels.auto.measured import (
     FULL,
     MeasuredShape,
@@ -76,7 +76,7 @@ def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
     if (own := _own_entry(call, entries)) is not None:
         return own
     mine = costs.get(_costs_device(device))
-    if mine is not None and mine.decides:
+    if mine is not None and mine.decides and max(call.q_len, call.kv_len) <= MOST_TOKENS:
         predicted = _predicted(call, target, mine)
         if predicted.forward and predicted.backward:
             return predicted
