@@ -19,7 +19,7 @@ FOREIGN = re.compile(
     r"(jax|jaxlib|jaxtyping|numpy|np|flax|nnx|collections|pathlib|os|typing)\b"
     r"|(Array|ndarray|Float|Int|Ints|Bool|Bools|Mesh|Module|Rngs|Path|Self|Overrides|Config)\Z"
     # Of maxattn's own: what a user is given and looks into, and has no page.
-    r"|maxattn(\.\w+)+\.(Kernel|Strategy|Collective|Device|Tuned|Entry|F|C)\Z"
+    r"|maxattn(\.\w+)+\.(Kernel|Strategy|Collective|Device|Tuned|CallTimes|Entry|F|C)\Z"
 )
 ALONE, DOTTED = ("class", "exception", "function"), ("method", "property")
 
