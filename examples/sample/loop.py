@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,6 @@ from .checks import options
 from .task import Expert, SamplingTask
 
 LINES = 10  # of a run without a terminal
-
-
-class Program(NamedTuple):
-    """Hold what is compiled for a model's structure.
-
-    Attributes:
-        graph: the structure.
-        once: computes what every step needs of the arrays that a call is told.
-        step: from (parameters, schedule, step, state, known, guidance scale) to the next state.
-    """
-
-    graph: Any
-    once: Callable[[Any, Any], Any]
-    step: Callable[..., State]
 
 
 class Walk(AbstractContextManager["Walk"]):
@@ -59,7 +45,10 @@ class Walk(AbstractContextManager["Walk"]):
     ) -> None:
         self.task, self.told, self.schedule = task, told, schedule
         self.state: State = jax.jit(start)(schedule, noise)
-        self.bar, self._program = Bar(len(schedule.times), console), None
+        self.bar = Bar(len(schedule.times), console)
+        self._graph: Any = None
+        self._once: Callable[..., Any]
+        self._step: Callable[..., State] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,21 +59,20 @@ class Walk(AbstractContextManager["Walk"]):
     def take(self, model: nnx.Module, expert: Expert) -> None:
         """Take an expert's steps with its model."""
         graph, parameters = nnx.split(model)
-        once = jax.jit(lambda p, told: self.task.told(nnx.merge(graph, p), told))
-        program = self._program
-        if program is not None and program.graph == graph:
-            once = program.once
+        if graph != self._graph:
+            self._graph, self._step = graph, None
+            self._once = jax.jit(lambda p, told: self.task.told(nnx.merge(graph, p), told))
         known, scale = (
-            tuple(once(parameters, what) for what in self.told),
+            tuple(self._once(parameters, what) for what in self.told),
             jnp.float32(expert.guidance_scale),
         )
-        if program is None or program.graph != graph:
+        if self._step is None:
             first = parameters, self.schedule, jnp.int32(0), self.state, known, scale
-            program = self._program = Program(graph, once, _compiled(self.task, graph, first))
+            self._step = _compiled(self.task, graph, first)
         self.bar.begin()
         for i in range(self.bar.done, self.bar.done + expert.steps):
             now = jnp.int32(i)
-            self.state = program.step(parameters, self.schedule, now, self.state, known, scale)
+            self.state = self._step(parameters, self.schedule, now, self.state, known, scale)
             jax.block_until_ready(self.state)
             self.bar.advance()
 

@@ -21,12 +21,11 @@ from maxattn.kernels import Kernel
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
 from maxattn.tools.bench.grid import busy
-from maxattn.tools.bench.timing import Timed, TimedFunction, measure, several
+from maxattn.tools.bench.timing import Timed, TimedFunction, measure
 from maxattn.tools.random_inputs import normal
 
 SECONDS = 0.3  # for a kernel and pass, about; each of them runs seven times at least
 FORWARD, BACKWARD = "forward", "backward"
-LEAST = 1e-6  # seconds: where the time of passes over memory hides that of a call
 Passes = dict[str, tuple[float, ...]]
 """Milliseconds of each round, by kernel."""
 
@@ -84,7 +83,7 @@ def _measured(
     memory = busy.memory() if len(sets) > 1 else None
     works = [_work(f, sets, memory, names[name]) for name, f in functions.items()]
     before = [] if memory is None else [_busy_alone(memory)]
-    timed = measure([*works, *before], SECONDS, options=_options())
+    timed = measure([*works, *before], SECONDS, options=busy.compiler_options())
     off = timed.pop().seconds if before else 0.0
     of = {n: _each(t, off, len(sets)) for n, t in zip(functions, timed, strict=True)}
     failed = {name: f"{what}: {each.failed}" for name, each in of.items() if each.failed}
@@ -97,13 +96,7 @@ def _work(
     """Return what is timed of a function: one call, or several behind passes over memory."""
     if memory is None:
         return TimedFunction(f, lambda: sets, name=name)
-    one = jax.jit(f)
-
-    def after_passes(memory: Array, each: list[tuple[Any, ...]]) -> tuple[list[Any], Array]:
-        each, left = busy.behind(memory, each)
-        return several(one, each), left
-
-    return TimedFunction(after_passes, lambda: [(memory, sets)], name=name)
+    return TimedFunction(busy.several_behind(jax.jit(f)), lambda: [(memory, sets)], name=name)
 
 
 def _busy_alone(memory: Array) -> TimedFunction:
@@ -112,12 +105,7 @@ def _busy_alone(memory: Array) -> TimedFunction:
 
 def _each(timed: Timed, off: float, calls: int) -> Timed:
     """Return the time of one of several calls, without that of the passes before them."""
-    return replace(timed, rounds=tuple(max(x - off, LEAST) / calls for x in timed.rounds))
-
-
-def _options() -> dict[str, Any]:
-    """Have XLA choose by time as ever, without a check of what each candidate gives: minutes."""
-    return {"xla_gpu_autotune_level": 2} if jax.default_backend() == "gpu" else {}
+    return replace(timed, rounds=tuple(busy.each_of(x, off, calls) for x in timed.rounds))
 
 
 def sorted_out(
@@ -176,10 +164,6 @@ def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
 
 def inputs_of(call: Call) -> int:
     """Return how many calls one program makes, so that the host's share does not show."""
-    if jax.default_backend() == "cpu":
-        return 1
     pairs = 4.0 * call.batch * call.heads * call.q_len * call.kv_len * call.head_dim
     tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
-    micros = max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6)
-    steps = (1000, 1), (300, 2), (100, 3), (15, 4), (0, 6)
-    return next(sets for least, sets in steps if micros >= least)
+    return busy.calls_of(max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6))

@@ -34,13 +34,12 @@ def hunyuan_table(*positions: Any) -> ma.Rotary:
     return rope_nd(HUNYUAN_AXES, np.concatenate(positions), theta=256)
 
 
-def hunyuan_double() -> Attention:
+def double(processor: str, flags: np.ndarray, mask: Any) -> Attention:
     """Put the text last; our text comes first, and a mask and a table that do so too."""
-    mask = np.concatenate((np.ones((B, T), bool), KEPT), 1)[:, None, None]
     table = hunyuan_table(still(S), GRID)
     return Attention(
         lambda: attention(
-            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
+            f"transformers.{processor}",
             added_kv_proj_dim=C,
             context_pre_only=False,
             out_dim=C,
@@ -49,13 +48,19 @@ def hunyuan_double() -> Attention:
         lambda m, i: m(
             i["x"],
             encoder_hidden_states=i["text"],
-            attention_mask=tensor(mask),
+            attention_mask=tensor(flags),
             image_rotary_emb=hunyuan_rope(),
         ),
         lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
-        lambda m, i: m(i["x"], i["text"], table, masks.KeyPadding(jnp.asarray(KEYS))),
+        lambda m, i: m(i["x"], i["text"], table, mask),
         X | TEXT,
     )
+
+
+def hunyuan_double() -> Attention:
+    flags = np.concatenate((np.ones((B, T), bool), KEPT), 1)[:, None, None]
+    processor = "transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
+    return double(processor, flags, masks.KeyPadding(jnp.asarray(KEYS)))
 
 
 def hunyuan_single() -> Attention:
@@ -89,25 +94,8 @@ def hunyuan_single() -> Attention:
 def hunyuan_15() -> Attention:
     """Hide the text's padding as keys and as queries: such a query sees nothing, and gives 0."""
     ids = jnp.asarray(np.where(KEYS, 0, -1))
-    table = hunyuan_table(still(S), GRID)
-    return Attention(
-        lambda: attention(
-            "transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
-            added_kv_proj_dim=C,
-            context_pre_only=False,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(KEPT),
-            image_rotary_emb=hunyuan_rope(),
-        ),
-        lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
-        lambda m, i: m(i["x"], i["text"], table, masks.Segments(ids, ids)),
-        X | TEXT,
-    )
+    processor = "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+    return double(processor, KEPT, masks.Segments(ids, ids))
 
 
 ATTENTIONS = {

@@ -30,7 +30,6 @@ from maxattn.tools.random_inputs import normal
 
 ROUNDS, MOST_CALLS = 5, 200
 BUSY, BUSY_CALLS = ("", "busy"), 4  # its key among what is timed, and calls a round
-LEAST = 1e-6  # seconds: where the time of passes over memory hides that of a call
 BARE = ("jax cuDNN", "fa4-jax")  # what others may reach that ours do not
 Specs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -133,14 +132,10 @@ def _sets(call: GridCall) -> list[tuple[Any, ...]]:
 def _lowered(f: Callable[..., Any], sets: list[Any]) -> Any:
     one = jax.jit(f)
     if len(sets) == 1:
-        return jax.jit(lambda each: several(one, each)).lower(sets).compile(_options())
+        return jax.jit(lambda each: several(one, each)).lower(sets).compile(busy.compiler_options())
     memory = jax.eval_shape(busy.memory)
-
-    def work(memory: busy.Memory, sets: list[Any]) -> tuple[list[Any], busy.Memory]:
-        sets, left = busy.behind(memory, sets)
-        return several(one, sets), left
-
-    return BehindWork(jax.jit(work).lower(memory, sets).compile(_options()))
+    work = jax.jit(busy.several_behind(one)).lower(memory, sets)
+    return BehindWork(work.compile(busy.compiler_options()))
 
 
 class BehindWork(NamedTuple):
@@ -153,20 +148,9 @@ class BehindWork(NamedTuple):
         return self.compiled(memory, sets)[0]
 
 
-def _options() -> dict[str, Any] | None:
-    """Have XLA choose by time as ever, without a check of what each candidate gives: minutes."""
-    return {"xla_gpu_autotune_level": 2} if jax.default_backend() == "gpu" else None
-
-
 def inputs_of(call: GridCall) -> int:
-    """Return how many calls one program makes, each of its own inputs: more of short ones, so that
-    the host's share does not show.
-    """
-    if jax.default_backend() == "cpu":
-        return 1
-    micros = max(4 * call.pairs * call.sizes[5] / 5e8, call.bytes / 3e6)
-    steps = (1000, 1), (300, 2), (100, 3), (15, 4), (0, 6)
-    return next(sets for least, sets in steps if micros >= least)
+    """Return how many calls one program makes, each of its own inputs."""
+    return busy.calls_of(max(4 * call.pairs * call.sizes[5] / 5e8, call.bytes / 3e6))
 
 
 def _specs(call: GridCall) -> Specs:
@@ -203,7 +187,7 @@ def _timed(kernels: list[_Programs], sets: list[Any], seconds: float) -> dict[st
     off = median(found.pop(BUSY)) if before else 0.0
     times: dict[str, GridTime] = {FORWARD: {}, BACKWARD: {}}
     for (what, name), each in found.items():
-        taken = max(median(each) - off, LEAST) / len(sets)
+        taken = busy.each_of(median(each), off, len(sets))
         times.setdefault(what, {})[name] = round(1e3 * taken, 5)
     return times
 
