@@ -23,12 +23,14 @@ class Event(NamedTuple):
         name: as the device ran it.
         op: the program's operation that it was compiled from.
         start, end: in ns.
+        program: that the operation is of; "" where the record does not say.
     """
 
     name: str
     op: str
     start: float
     end: float
+    program: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,10 @@ def _events(record: Any) -> Iterator[Event]:
     lines = [line for plane in ([device] if device else planes.values()) for line in plane.lines]
     kept = [line for line in lines if device is None or line.name.startswith(KERNELS)]
     for event in (event for line in kept for event in line.events):
-        op = dict(event.stats).get("hlo_op")
+        stats = dict(event.stats)
+        op, program = stats.get("hlo_op"), str(stats.get("hlo_module") or "")
         if device or op:  # a CPU's lines hold Python's calls too
             end = event.start_ns + event.duration_ns
-            yield Event(event.name, str(op or event.name), event.start_ns, end)
+            yield Event(
+                event.name, str(op or event.name), event.start_ns, end, program.partition("(")[0]
+            )

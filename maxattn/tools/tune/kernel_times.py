@@ -2,13 +2,14 @@
 
 Lengths and ids are arguments of what is compiled, as they are in a model: what is prepared of them
 on the device counts. Short calls stand several in a program, behind passes over memory, so that the
-host is ahead of the device (bench/grid/busy.py).
+host is ahead of the device, and are timed by the device's clock (bench/grid/behind.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,13 @@ from maxattn.kernels import Kernel
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
 from maxattn.tools.bench.grid import busy
-from maxattn.tools.bench.timing import Timed, TimedFunction, measure
+from maxattn.tools.bench.grid.behind import Behind, seconds_behind
+from maxattn.tools.bench.timing import Timed, TimedFunction, first_line, measure
 from maxattn.tools.random_inputs import normal
 
+log = logging.getLogger("maxattn.tools.bench")
 SECONDS = 0.3  # for a kernel and pass, about; each of them runs seven times at least
+ROUNDS = 7  # of short calls
 FORWARD, BACKWARD = "forward", "backward"
 Passes = dict[str, tuple[float, ...]]
 """Milliseconds of each round, by kernel."""
@@ -80,32 +84,36 @@ def _measured(
 ) -> tuple[Passes, dict[str, str], bool]:
     """Measure functions on the same inputs, in turns."""
     names = {name: f"{name}, {what}" for name in functions}
-    memory = busy.memory() if len(sets) > 1 else None
-    works = [_work(f, sets, memory, names[name]) for name, f in functions.items()]
-    before = [] if memory is None else [_busy_alone(memory)]
-    timed = measure([*works, *before], SECONDS, options=busy.compiler_options())
-    off = timed.pop().seconds if before else 0.0
-    of = {n: _each(t, off, len(sets)) for n, t in zip(functions, timed, strict=True)}
+    if len(sets) > 1:
+        timed = _behind({names[name]: f for name, f in functions.items()}, sets)
+    else:
+        works = [TimedFunction(f, lambda: sets, name=names[n]) for n, f in functions.items()]
+        timed = measure(works, SECONDS, options=busy.compiler_options())
+    of = dict(zip(functions, timed, strict=True))
     failed = {name: f"{what}: {each.failed}" for name, each in of.items() if each.failed}
     return sorted_out(of, failed, answers())
 
 
-def _work(
-    f: Callable[..., Any], sets: list[tuple[Any, ...]], memory: Array | None, name: str
-) -> TimedFunction:
-    """Return what is timed of a function: one call, or several behind passes over memory."""
-    if memory is None:
-        return TimedFunction(f, lambda: sets, name=name)
-    return TimedFunction(busy.several_behind(jax.jit(f)), lambda: [(memory, sets)], name=name)
+def _behind(functions: Mapping[str, Callable[..., Any]], sets: list[Any]) -> list[Timed]:
+    """Measure short calls behind passes over memory."""
+    ready = {name: _ready(name, f, sets) for name, f in functions.items()}
+    able = [(each, sets) for each in ready.values() if isinstance(each, Behind)]
+    taken = iter(seconds_behind(able, ROUNDS) if able else [])
+    return [
+        Timed(rounds=next(taken)) if isinstance(each, Behind) else Timed(failed=each)
+        for each in ready.values()
+    ]
 
 
-def _busy_alone(memory: Array) -> TimedFunction:
-    return TimedFunction(busy.pass_over, lambda: [(memory,)], name="memory alone")
-
-
-def _each(timed: Timed, off: float, calls: int) -> Timed:
-    """Return the time of one of several calls, without that of the passes before them."""
-    return replace(timed, rounds=tuple(busy.each_of(x, off, calls) for x in timed.rounds))
+def _ready(name: str, f: Callable[..., Any], sets: list[Any]) -> Behind | str:
+    """Compile and run a function; or say why it fails."""
+    log.info("compiling %s", name)
+    try:
+        program = Behind.of(jax.jit(f), sets, name)
+        jax.block_until_ready(program(sets))
+        return program
+    except Exception as failed:  # any, of a compiler or a device
+        return first_line(failed)
 
 
 def sorted_out(

@@ -8,9 +8,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ from maxattn.kernels.auto.measured import TABLE
 from maxattn.kernels.auto.predict import FittedCosts, head_class, weighed
 from maxattn.target import Target
 from maxattn.tools.bench.auto_table import NewTable, write
-from maxattn.tools.bench.grid import busy, call_timing
+from maxattn.tools.bench.grid import call_timing
 from maxattn.tools.bench.grid import draw as drawing
 from maxattn.tools.bench.grid import fit as fitting
 from maxattn.tools.bench.grid import left_out as judging
@@ -79,27 +77,20 @@ def test_models_shapes_are_calls_of_the_fitting_grid() -> None:
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def test_short_calls_are_timed_behind_work_whose_time_is_taken_off(
+def test_short_calls_are_timed_behind_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock on which passes over memory take 10 s, and what else there is 1 s."""
-
-    def queue(program: Any, inputs: tuple[Any, ...], calls: int) -> float:
-        assert inputs[0].shape == busy.memory().shape
-        jax.block_until_ready(program(inputs))
-        return calls * (10.0 + (len(inputs) > 1))
-
-    monkeypatch.setattr(call_timing, "queue", queue)
     monkeypatch.setattr(call_timing, "inputs_of", lambda call: 2)
-    monkeypatch.setattr(busy, "ENTRIES", 1 << 22)
+    asked = []
+    times = lambda *given: asked.append(given) or [(0.5, 2.0, 0.7)] * len(given[0])  # noqa: E731
+    monkeypatch.setattr(call_timing, "seconds_behind", times)
     job = GridJob(tmp_path, (SMALL,), 0.5, 1, 0.0, ("dot_product",))
-    ready = call_timing.CompiledCall.of(job, 0, Target.here())
-    for _, program in ready.programs[0].passes:
-        text = program.compiled.as_text()
-        assert text.count(f"f32[{busy.ENTRIES}]") >= busy.PASSES, "XLA dropped the passes"
-    row = ready.timed(job)
+    row = call_timing.CompiledCall.of(job, 0, Target.here()).timed(job)
     assert not row.failed and set(row.times) == {FORWARD, BACKWARD}
-    assert all(row.times[what] == {"dot_product": 500.0} for what in row.times), "1 s for 2 calls"
+    assert all(row.times[what] == {"dot_product": 700.0} for what in row.times)
+    ((jobs, rounds),) = asked
+    assert [p.name for p, _ in jobs] == ["jit_forward_dot_product", "jit_backward_dot_product"]
+    assert rounds == call_timing.ROUNDS and [len(sets) for _, sets in jobs] == [2, 2]
 
 
 def test_processes_measure_what_they_claim(tmp_path: Path) -> None:

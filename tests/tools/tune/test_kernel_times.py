@@ -70,8 +70,7 @@ def test_times_of_several_kernels(monkeypatch):
 
 
 def test_short_calls_are_timed_behind_passes_over_memory(monkeypatch):
-    """As on a GPU: the time of the passes is taken off, and each call has a share of the rest."""
-    monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
+    """As on a GPU: by the device's clock, from the last pass on."""
     monkeypatch.setattr(kernel_times, "inputs_of", lambda call: 3)
     monkeypatch.setattr("maxattn.tools.bench.grid.busy.ENTRIES", 1 << 16)
     call = small()
@@ -80,16 +79,10 @@ def test_short_calls_are_timed_behind_passes_over_memory(monkeypatch):
     backward = time_backward(built, call, call.mask, "dot_product")
     assert forward.failed == backward.failed == {}
     assert forward.forward.keys() == backward.backward.keys() == built.keys()
-    each = kernel_times._each(Timed(0.5, rounds=(0.5, 0.2)), 0.2, 3)
-    assert each.rounds == (pytest.approx(0.1), pytest.approx(1e-6 / 3))
-    inputs = kernel_times._inputs(call, call.mask)
-    forward = partial(kernel_times._forward, built["dot_product"])
-    work = kernel_times._work(forward, inputs, jnp.zeros(9), "x")
-    (argument,) = work.make()
-    found, left = work.f(*argument)
-    assert left.shape == (1,), "passes that nothing comes from are dropped by XLA"
-    for (q, k, v, *_), (out, _) in zip(inputs, found, strict=True):
-        np.testing.assert_allclose(out, ma.attention(q, k, v, role="cross"), atol=2e-5)
+    rounds = [*forward.forward.values(), *backward.backward.values()]
+    assert all(len(ms) == kernel_times.ROUNDS and min(ms) > 0 for ms in rounds)
+    failing = kernel_times._behind({"x": lambda *_: 1 / 0}, kernel_times._inputs(call, call.mask))
+    assert [each.failed for each in failing] == ["ZeroDivisionError: division by zero"]
 
 
 def test_what_is_timed_on_an_h200():
@@ -120,7 +113,7 @@ def test_short_calls_of_a_gpu_are_several_in_a_program(monkeypatch):
     many = [
         kernel_times.inputs_of(read(s).call()) for s in ("1,64,64,2,64", "sdxl-64", "wan-14b-720p")
     ]
-    assert many[0] == 6 and many[-1] == 1 and many == sorted(many, reverse=True)
+    assert many[0] == 4 and many[-1] == 1 and many == sorted(many, reverse=True)
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
 from maxattn.target import Target
 from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.grid.behind import Behind, seconds_behind
 from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.job import GridJob, device_held
 from maxattn.tools.bench.grid.rows import GridRow, GridTime, is_measured
@@ -28,8 +29,7 @@ from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
 from maxattn.tools.bench.timing import first_line, in_order, queue, several
 from maxattn.tools.random_inputs import normal
 
-ROUNDS, MOST_CALLS = 5, 200
-BUSY, BUSY_CALLS = ("", "busy"), 4  # its key among what is timed, and calls a round
+ROUNDS, MOST_CALLS = 7, 200
 BARE = ("jax cuDNN", "fa4-jax")  # what others may reach that ours do not
 Specs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -106,9 +106,10 @@ def _of_kernel(name: str, call: GridCall, target: Target) -> list[tuple[str, Any
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     sets = _sets(call)
-    first, results = _lowered(forward, sets), jax.eval_shape(partial(several, forward), sets)
+    first = _compiled(forward, sets, f"forward {name}")
+    results = jax.eval_shape(partial(several, forward), sets)
     after = [tuple(each) for each in zip(sets, results, strict=True)]
-    return [(FORWARD, first), (BACKWARD, _lowered(backward, after))]
+    return [(FORWARD, first), (BACKWARD, _compiled(backward, after, f"backward {name}"))]
 
 
 def _of_peer(name: str, call: GridCall) -> list[tuple[str, Any]]:
@@ -122,30 +123,23 @@ def _of_peer(name: str, call: GridCall) -> list[tuple[str, Any]]:
         return with_gradient(attend)(q, k, v, dout)
 
     sets = _sets(call)
-    return [(FORWARD, _lowered(forward, sets)), (BOTH, _lowered(both, sets))]
+    compiled = partial(_compiled, sets=sets)
+    return [
+        (FORWARD, compiled(forward, name=f"forward bare {name}")),
+        (BOTH, compiled(both, name=f"both bare {name}")),
+    ]
 
 
 def _sets(call: GridCall) -> list[tuple[Any, ...]]:
     return [(*_specs(call), _mask_specs(call))] * inputs_of(call)
 
 
-def _lowered(f: Callable[..., Any], sets: list[Any]) -> Any:
+def _compiled(f: Callable[..., Any], sets: list[Any], name: str) -> Any:
+    """Compile one call, or several behind passes over memory."""
     one = jax.jit(f)
-    if len(sets) == 1:
-        return jax.jit(lambda each: several(one, each)).lower(sets).compile(busy.compiler_options())
-    memory = jax.eval_shape(busy.memory)
-    work = jax.jit(busy.several_behind(one)).lower(memory, sets)
-    return BehindWork(work.compile(busy.compiler_options()))
-
-
-class BehindWork(NamedTuple):
-    """Call a program that begins with passes over memory, and return what comes after them."""
-
-    compiled: Any
-
-    def __call__(self, memory: busy.Memory, sets: list[Any]) -> list[Any]:
-        """Return the results of all sets."""
-        return self.compiled(memory, sets)[0]
+    if len(sets) > 1:
+        return Behind.of(one, sets, name)
+    return jax.jit(lambda each: several(one, each)).lower(sets).compile(busy.compiler_options())
 
 
 def inputs_of(call: GridCall) -> int:
@@ -175,20 +169,13 @@ def _mask_specs(call: GridCall) -> Mask:
 
 def _timed(kernels: list[_Programs], sets: list[Any], seconds: float) -> dict[str, GridTime]:
     """Time the passes of all kernels in turns."""
-    before = (busy.memory(),) if len(sets) > 1 else ()
-    ready: list[_Turn] = [_busy_alone(*before)] if before else []
-    for kernel in kernels:
-        if kernel.passes:
-            ready += _warmed(kernel, sets, before, seconds)
-    found: dict[tuple[str, str], list[float]] = {turn.key: [] for turn in ready}
-    for i in range(ROUNDS):
-        for turn in in_order(i, ready):
-            found[turn.key].append(turn.seconds(turn.calls))
-    off = median(found.pop(BUSY)) if before else 0.0
+    ready = [turn for each in kernels for turn in _warmed(each, sets, seconds)]
     times: dict[str, GridTime] = {FORWARD: {}, BACKWARD: {}}
-    for (what, name), each in found.items():
-        taken = busy.each_of(median(each), off, len(sets))
-        times.setdefault(what, {})[name] = round(1e3 * taken, 5)
+    for turn, taken in zip(
+        ready, _behind(ready) if len(sets) > 1 else _in_turns(ready), strict=True
+    ):
+        what, name = turn.key
+        times.setdefault(what, {})[name] = round(1e3 * median(taken), 5)
     return times
 
 
@@ -197,19 +184,22 @@ class _Turn(NamedTuple):
 
     key: tuple[str, str]
     program: Any
-    inputs: tuple[Any, ...]
+    inputs: list[Any]
     calls: int = 1
 
-    def seconds(self, calls: int) -> float:
-        """Return the seconds of one call, of several in a queue."""
-        return queue(lambda inputs: self.program(*inputs), self.inputs, calls) / calls
+
+def _behind(ready: list[_Turn]) -> list[tuple[float, ...]]:
+    """Return the seconds of short calls, once a round."""
+    return seconds_behind([(turn.program, turn.inputs) for turn in ready], ROUNDS)
 
 
-def _busy_alone(memory: busy.Memory) -> _Turn:
-    program = jax.jit(busy.pass_over).lower(memory).compile()
-    turn = _Turn(BUSY, program, (memory,), BUSY_CALLS)
-    turn.seconds(1)
-    return turn
+def _in_turns(ready: list[_Turn]) -> list[list[float]]:
+    """Return the seconds of long calls, once a round."""
+    found: list[list[float]] = [[] for _ in ready]
+    for i in range(ROUNDS):
+        for turn, taken in in_order(i, list(zip(ready, found, strict=True))):
+            taken.append(queue(turn.program, turn.inputs, turn.calls) / turn.calls)
+    return found
 
 
 def _random_sets(call: GridCall, key: Array) -> list[tuple[Any, ...]]:
@@ -220,18 +210,16 @@ def _random_sets(call: GridCall, key: Array) -> list[tuple[Any, ...]]:
     return [(*each, mask) for each in drawn]
 
 
-def _warmed(
-    kernel: _Programs, sets: list[Any], before: tuple[Any, ...], seconds: float
-) -> list[_Turn]:
+def _warmed(kernel: _Programs, sets: list[Any], seconds: float) -> list[_Turn]:
     """Run both passes twice, and return what is timed."""
     ready, inputs = [], sets
     try:
         for what, program in kernel.passes:
             inputs = inputs if what == BACKWARD else sets
-            turn = _Turn((what, kernel.name), program, (*before, inputs))
-            results = jax.block_until_ready(program(*turn.inputs))
-            calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / turn.seconds(1))))
-            ready.append(turn._replace(calls=calls))
+            results = jax.block_until_ready(program(inputs))
+            taken = queue(program, inputs, 1)
+            calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / taken)))
+            ready.append(_Turn((what, kernel.name), program, inputs, calls))
             inputs = [tuple(each) for each in zip(sets, results, strict=True)]
     except Exception as failed:  # any, of a device
         kernel.failed = first_line(failed)

@@ -1,0 +1,148 @@
+"""Time short calls by the device's own clock, queued behind passes over memory."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+
+from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.profile import Event, events_of
+from maxattn.tools.bench.timing import in_order, queue, several
+
+log = logging.getLogger("maxattn.tools.bench")
+LEAST = 1e-6  # seconds: where the time of the passes hides that of a call
+
+
+class Behind(NamedTuple):
+    """Hold a compiled program of several calls, that is timed behind passes over memory.
+
+    Attributes:
+        compiled: the program.
+        name: of it, as a record says it.
+    """
+
+    compiled: Any
+    name: str
+
+    @classmethod
+    def of(cls, f: Callable[..., Any], sets: Sequence[Any], name: str) -> Behind:
+        """Compile a function.
+
+        Args:
+            f: the function.
+            sets: its inputs, or their specs: of one call each.
+            name: another one for each program that is timed beside it.
+        """
+
+        def work(sets: list[Any]) -> list[Any]:
+            return several(f, sets)
+
+        work.__name__ = re.sub(r"\W", "_", name)
+        lowered = jax.jit(work).lower(list(sets))
+        return cls(lowered.compile(busy.compiler_options()), f"jit_{work.__name__}")
+
+    def __call__(self, sets: Sequence[Any]) -> list[Any]:
+        """Return the results of all calls."""
+        return self.compiled(list(sets))
+
+
+Jobs = Sequence[tuple[Behind, Sequence[Any]]]
+"""Programs, each of another name, and the inputs of their calls."""
+
+
+class NoRecordError(Exception):
+    """The record of a device does not show what ran."""
+
+
+def seconds_behind(jobs: Jobs, rounds: int) -> list[tuple[float, ...]]:
+    """Return the seconds of one call of each program, once a round.
+
+    Args:
+        jobs: programs that have run before.
+        rounds: in each of them every program runs once.
+    """
+    try:
+        found = _by_record(jobs, rounds)
+    except NoRecordError as missing:
+        log.warning("%s: times are the host's, and of short calls less sure", missing)
+        found = _by_host(jobs, rounds)
+    return [tuple(x / len(sets) for x in found[program.name]) for program, sets in jobs]
+
+
+def _by_record(jobs: Jobs, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of programs by the device's clock."""
+    memory, passes, order = *_passes(), _order(len(jobs), rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=_of_device_alone()):
+            for program, sets in (jobs[i] for i in order):
+                left = passes(memory)
+                jax.block_until_ready((left, program(sets)))
+        taken = list(runs_of(events_of(folder), {program.name for program, _ in jobs}))
+    if [name for name, _ in taken] != [jobs[i][0].name for i in order]:
+        raise NoRecordError("the device's record does not show the programs that ran")
+    found: dict[str, list[float]] = {}
+    for name, seconds in taken:
+        found.setdefault(name, []).append(seconds)
+    return found
+
+
+def _passes() -> tuple[busy.Memory, Any]:
+    """Return memory and the passes over it, which have run once."""
+    memory = busy.memory()
+    passes = jax.jit(lambda x: busy.passes_over(x)).lower(memory).compile()
+    jax.block_until_ready(passes(memory))
+    return memory, passes
+
+
+def _by_host(jobs: Jobs, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of programs behind passes, less those of the passes, by the host."""
+    memory, passes = _passes()
+    found: dict[str, list[float]] = {program.name: [] for program, _ in jobs}
+    off = median(queue(passes, memory, 1) for _ in range(rounds))
+    for program, sets in (jobs[i] for i in _order(len(jobs), rounds)):
+        both = queue(lambda x, f=program, sets=sets: (passes(x), f(sets)), memory, 1)
+        found[program.name].append(max(both - off, LEAST))
+    return found
+
+
+def _order(count: int, rounds: int) -> list[int]:
+    """Return which program runs when."""
+    return [i for at in range(rounds) for i in in_order(at, list(range(count)))]
+
+
+def _of_device_alone() -> jax.profiler.ProfileOptions:
+    """Record no calls of Python: they would hold the host up."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
+
+
+def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[tuple[str, float]]:
+    """Yield each run of a program: its name, and the seconds from its first start to its last end.
+
+    An event that the record gives to no program is of the one before it: a kernel that a library
+    launches by itself. Runs of one program have another program between them.
+
+    Args:
+        events: of a record.
+        names: of the programs.
+    """
+    run: list[Event] = []
+    name = ""
+    for event in sorted(events, key=lambda event: event.start):
+        if event.program not in ("", name):
+            yield from _run(name, run, names)
+            name, run = event.program, []
+        run.append(event)
+    yield from _run(name, run, names)
+
+
+def _run(name: str, run: list[Event], names: set[str]) -> Iterator[tuple[str, float]]:
+    if name in names:
+        yield name, (max(event.end for event in run) - run[0].start) / 1e9
