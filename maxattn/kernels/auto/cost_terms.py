@@ -9,10 +9,12 @@ them a kernel stays:
     longest     products of the thread block with most tiles, which others may wait for
     exps        exponentials of the tiles' scores, evenly over the SMs
     starts      what a thread block does beside its tiles, a wave each
+    mask_starts the same with a mask: a list of tiles to read, a first tile to wait for
     bytes       what is read and written once
     sums        float32 gradients that are summed in memory
     tested      pairs of tiles that a mask cuts, or that are tested by ids
     masked      1 with a mask, for what is prepared of it
+    lists       1 with ids, of which lists of tiles are made on the device
     shared      bytes of keys and values, were each query head to have its own
     lengths, length_bytes     what lengths of keys cost beside that
 
@@ -82,7 +84,9 @@ def terms(kernel: str, what: str, call: Call, device: Device) -> Terms:
     if kernel in PLAIN:
         return _of_plain(kernel, call, device)
     made = _forward if what == FORWARD else _backward
-    return made(kernel, call, device) | _memory(what, call, device)
+    found = made(kernel, call, device)
+    masked = {"mask_starts": found["starts"] * (not call.mask.is_full)}
+    return found | masked | _memory(what, call, device)
 
 
 # ---- kernels of tiles ----------------------------------------------------------------------------
@@ -242,6 +246,7 @@ def _memory(what: str, call: Call, device: Device) -> Terms:
         "bytes": moved,
         "sums": sums,
         "masked": LAUNCH * (not call.mask.is_full),
+        "lists": LAUNCH * has_ids(call),
         "shared": 4 * shared / _bandwidth(device),
         "lengths": lengths * LAUNCH,
         "length_bytes": lengths * moved,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,15 @@ from scipy.optimize import nnls
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.kernels.auto import near as near_calls
-from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, Terms, has_ids, terms
+from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, has_ids, terms
 from maxattn.kernels.auto.near import NearCalls
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 OTHER_CLASSES = 0.1  # the say of other head dims, where few calls have one's own
 ROUNDS, LEAST_ERROR = 6, 0.02
+FLOOR = 0.7  # of the shortest measured time: no call is predicted to take less
+SHORT = 0.1  # ms, up to which what is made of ids shows
 
 
 class Sample(NamedTuple):
@@ -76,20 +79,36 @@ def call_of(row: GridRow) -> Call:
 
 def fitted(found: Sequence[Sample], near: NearSettings | None = None) -> FittedCosts:
     """Fit weights that are not negative, by relative error, and what near calls leave over."""
-    passes = _by_pass(found)
+    known = [s for s in found if not has_ids(s.call)]  # what ids allow is not known to a plan
+    passes = _by_pass(known)
     weights = {
         (*key, heads): _fit(its, heads) for key, its in passes.items() for heads in HEAD_CLASSES
     }
     costs = FittedCosts(weights)
+    for key, its in _by_pass([s for s in found if has_ids(s.call)]).items():
+        lists = _lists(its, costs)
+        for heads in HEAD_CLASSES:
+            weights.get((*key, heads), {})["lists"] = lists
     return costs if near is None else replace(costs, near=_near(passes, costs, near))
 
 
 def _by_pass(found: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
-    """Sort samples, without ids: a kernel is chosen before it is known what they allow."""
     passes: dict[tuple[str, str], list[Sample]] = {}
-    for sample in (s for s in found if not has_ids(s.call)):
+    for sample in found:
         passes.setdefault((sample.kernel, sample.what), []).append(sample)
     return passes
+
+
+def _lists(found: list[Sample], costs: FittedCosts) -> float:
+    """Return the weight of lists that are made of ids: the median of what short calls leave over.
+
+    Args:
+        found: samples of one pass, all with ids.
+        costs: fitted on other calls.
+    """
+    times = [(s.ms, s.predicted(costs)) for s in found]
+    left_over = [ms - known for ms, known in times if known is not None and known < SHORT]
+    return max(0.0, median(left_over)) / LAUNCH if left_over else 0.0
 
 
 def _near(
@@ -114,8 +133,11 @@ def _fit(found: list[Sample], heads: int) -> Terms:
     matrix = np.array([[s.terms.get(n, 0.0) / s.ms for n in names] for s in found])
     say = np.array([1.0 if s.key[2] == heads else OTHER_CLASSES for s in found])
     scale = np.maximum(matrix.max(axis=0), 1e-12)
-    weight, ones = say, np.ones(len(found))
+    least = FLOOR * min(s.ms for s in found)
+    shares = np.array([1 - least / s.ms for s in found])
+    weight = say
     for _ in range(ROUNDS):  # towards the least absolute error: some calls stay unlike the rest
-        x, _ = nnls(matrix / scale * weight[:, None], weight)
-        weight = say / np.sqrt(np.maximum(np.abs(matrix / scale @ x - ones), LEAST_ERROR))
-    return {name: float(value) for name, value in zip(names, x / scale, strict=True) if value > 0}
+        x, _ = nnls(matrix / scale * weight[:, None], shares * weight)
+        weight = say / np.sqrt(np.maximum(np.abs(matrix / scale @ x - shares), LEAST_ERROR))
+    weights = {n: float(value) for n, value in zip(names, x / scale, strict=True) if value > 0}
+    return weights | {"launch": weights.get("launch", 0.0) + least / LAUNCH}

@@ -18,7 +18,7 @@ from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 FOLDS = 10
 # Of near calls: none, then how far they reach and how much of one call's time is chance.
-NEAR = (None, *(NearSettings(reach, ridge) for reach in (1, 2, 4) for ridge in (0.1, 0.3)))
+NEAR = (None, *(NearSettings(*each) for each in ((1, 0.1), (2, 0.05), (2, 0.1), (4, 0.1))))
 MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 NO_COSTS = FittedCosts({})
 Chooser = Callable[[GridRow, str], str]
