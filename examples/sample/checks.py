@@ -33,7 +33,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
     size_errors = list(task.size_errors())
     sizes_fit = not size_errors
     problems = [
-        *pipeline_errors(paths.model, task.part),
+        *pipeline_errors(paths.model, task.family),
         *size_errors,
         *_input_errors(task, paths, sizes_fit),
         *_output_errors(paths),

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from common.pipeline_folder import Family
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -35,6 +36,11 @@ class Expert(NamedTuple):
 
 class SamplingTask(Protocol):
     """Say what is sampled. Arrays have the names and layouts of `files.py`."""
+
+    @property
+    def family(self) -> Family:
+        """The models that it belongs to, which says whose pipelines can be drawn from."""
+        ...
 
     @property
     def part(self) -> Literal["transformer", "unet"]:

@@ -43,6 +43,7 @@ class SdxlSamplingTask:
     sizes: Sizes
     folder: Path
 
+    family: Literal["sdxl"] = "sdxl"
     part: Literal["unet"] = "unet"
     takes_image: bool = False
     needs_image: bool = False

@@ -77,7 +77,7 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes a model that this UNet is not.
         """
-        for problem in absent(folder, part="unet"):
+        for problem in absent(folder, family="sdxl"):
             raise problem
         path = Path(folder) / "config.json"
         if not path.is_file():
