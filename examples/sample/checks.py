@@ -135,7 +135,7 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     sampling = task.settings.sampling
-    guided = sampling.guidance_scale != 1
+    guided = sampling.cfg_scale != 1
     found = files.shapes(path, "--embeddings")
     yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
     lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]

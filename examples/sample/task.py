@@ -18,6 +18,7 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
+Part = Literal["transformer", "unet"]
 
 
 class Expert(NamedTuple):
@@ -43,7 +44,7 @@ class SamplingTask(Protocol):
         ...
 
     @property
-    def part(self) -> Literal["transformer", "unet"]:
+    def part(self) -> Part:
         """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
         ...
 
