@@ -9,8 +9,8 @@
 
 FOLDER is a Wan 2.1, Wan 2.2, SDXL or Flux.1 pipeline in diffusers' format. The file holds text and
 negative_text; for SDXL and Flux.1 pooled and negative_pooled; for image-to-video image and
-condition, or first. generate_wan.py, generate_sdxl.py and generate_flux.py take it by --embeddings. Needs pip install
-"maxattn[torch]".
+condition, or first. generate_wan.py, generate_sdxl.py and generate_flux.py take it by
+--embeddings. Needs pip install "maxattn[torch]".
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import flux.torch_parts
+import numpy as np
 import sdxl.torch_parts
 import wan.torch_parts
 from common.command import user_errors

@@ -49,7 +49,8 @@ class FluxSamplingTask(PictureTask):
 
     def sampler(self) -> Sampler:
         """Choose the sampler, as the pipeline, the size of the picture and the settings say."""
-        return self.settings.sampling.sampler_of(str(self.folder), tokens(self.latents))
+        sampling, count = self.settings.sampling, tokens(self.latents)
+        return sampling.sampler_of(str(self.folder), self.sizes, count)
 
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield sides that tokens do not divide, and a guidance that the model is not told."""

@@ -5,12 +5,13 @@ The same YAML file trains (examples/train_flux.py) and draws (examples/generate_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from common.named_model import NamedModel
 from common.settings import Count, NotNegative, Positive
 from sample.settings import SamplingSettings as CommonSampling
-from samplers.read import Sampler, read
+from samplers.read import NO_FILE, Sampler, read
 from train.flow_settings import FlowTraining
 from train.settings import DataSettings
 
@@ -19,6 +20,7 @@ import maxattn as ma
 from .sizes import SIZES, Sizes
 
 GUIDANCE = 3.5  # what FLUX.1-dev is usually told
+UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell is sampled
 
 
 class ModelSettings(NamedModel):
@@ -74,9 +76,12 @@ class SamplingSettings(CommonSampling):
         """The scale of classifier-free guidance; 1 is none."""
         return self.true_cfg_scale
 
-    def sampler_of(self, folder: str | None, tokens: int = 0) -> Sampler:
-        """Choose the sampler of a picture with so many tokens."""
-        return read(folder, "even_flow", self.sampler, self.timestep_shift).of_tokens(tokens)
+    def sampler_of(self, folder: str | None, sizes: Sizes, tokens: int = 0) -> Sampler:
+        """Choose the sampler of a picture with so many tokens; the model's usual without a file."""
+        found = read(folder, "even_flow", self.sampler, self.timestep_shift).of_tokens(tokens)
+        if found.said_by != NO_FILE or self.timestep_shift is not None or sizes.guidance_embeds:
+            return found
+        return replace(found, options={**found.options, **UNSHIFTED})
 
 
 class Settings(ma.AttentionConfig):

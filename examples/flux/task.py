@@ -49,7 +49,7 @@ class FluxTask(LatentTask):
     @property
     def sampler(self) -> Sampler:
         """What pictures are drawn with."""
-        return self.settings.sampling.sampler_of(self.settings.model.folder)
+        return self.settings.sampling.sampler_of(self.settings.model.folder, self.sizes)
 
     def sampling_task(self) -> Any:
         """Return what calls the transformer in sampling."""

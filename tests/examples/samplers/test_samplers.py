@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flux.settings import SamplingSettings
+from flux.sizes import SIZES as FLUX_SIZES
 from safetensors.numpy import load_file
 from samplers import Schedule, sample, start, step
 from samplers.read import NAMES, read
@@ -26,6 +28,7 @@ KINDS = sorted({name.partition(".")[0] for name in CASES})
 # Where sigma is 4096, diffusers' float32 keeps three digits of x - x0; in float64 it gives our
 # numbers to 5e-7.
 TOLERANCE = {"euler_v": 5e-4, "euler_linspace": 2e-5}
+NAMES_OF = ("dev", "schnell")
 FLUX, FLOW = made.FLUX, "FlowMatchEulerDiscreteScheduler"
 WAN = {
     "_class_name": "UniPCMultistepScheduler",
@@ -218,6 +221,13 @@ def test_the_files_of_flux_are_read(tmp_path: Path) -> None:
     schnell = folder_of(tmp_path, **dev | {"shift": 1.0, "use_dynamic_shifting": False})
     times = read(schnell, "even_flow").schedule(4).times
     np.testing.assert_allclose(times, [1000, 750, 500, 250])
+
+
+def test_without_a_file_each_flux_model_has_its_own_times() -> None:
+    settings = SamplingSettings()
+    dev, schnell = (settings.sampler_of(None, FLUX_SIZES[f"flux.1-{x}"], 256) for x in NAMES_OF)
+    np.testing.assert_allclose(schnell.schedule(4).times, [1000, 750, 500, 250])
+    assert dev.schedule(4).times[1] > 800, "shifted by the picture's tokens"
 
 
 def test_no_time_is_used_twice(tmp_path: Path) -> None:
