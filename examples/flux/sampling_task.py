@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,8 @@ class FluxSamplingTask(PictureTask):
     settings: Settings
     sizes: Sizes
 
-    family: ClassVar[Literal["flux"]] = "flux"
-    part: ClassVar[Literal["transformer"]] = "transformer"
+    part: Literal["transformer"] = "transformer"
+    family: Literal["flux"] = "flux"
 
     @property
     def latents(self) -> tuple[int, ...]:

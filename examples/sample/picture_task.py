@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from common.pipeline_folder import config_of
@@ -32,15 +32,10 @@ class PictureTask:
     sizes: Any
     folder: Path
 
-    part: ClassVar[Part]
-    takes_image: ClassVar[bool] = False
-    needs_image: ClassVar[bool] = False
-    needs_torch: ClassVar[tuple[str, ...]] = (
-        "tokenizer",
-        "text_encoder",
-        "tokenizer_2",
-        "text_encoder_2",
-    )
+    part: Part = "transformer"
+    takes_image: bool = False
+    needs_image: bool = False
+    needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
     @cached_property
     def scale(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ class SdxlSamplingTask(PictureTask):
     settings: Settings
     sizes: Sizes
 
-    family: ClassVar[Literal["sdxl"]] = "sdxl"
-    part: ClassVar[Literal["unet"]] = "unet"
+    part: Literal["unet"] = "unet"
+    family: Literal["sdxl"] = "sdxl"
 
     @property
     def latents(self) -> tuple[int, ...]:

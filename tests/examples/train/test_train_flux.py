@@ -65,6 +65,7 @@ def test_a_run_that_stopped_ends_with_the_same_bits(whole: Path, data: str, tmp_
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_it_learns_the_same(whole: Path, data: str, tmp_path: Path) -> None:
     spread = flux(tmp_path / "run", FLUX, data, steps=4).replace(
         ici_data_parallelism=1,
@@ -115,6 +116,7 @@ def test_lora_learns_alone_and_merges_to_the_same_model(data: str, tmp_path: Pat
     np.testing.assert_allclose(call(base), wanted, atol=2e-5 * scale)
 
 
+@pytest.mark.slow
 def test_pictures_along_the_way_are_drawn_by_their_tokens(data: str, tmp_path: Path) -> None:
     settings = flux(tmp_path / "run", FLUX, data, steps=2, picture_every=2)
     sampling = settings.sampling.replace(num_inference_steps=2, count=2, true_cfg_scale=2.0)
