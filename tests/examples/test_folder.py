@@ -94,7 +94,9 @@ def test_random_tensors_have_their_own_seeds() -> None:
     np.testing.assert_array_equal(one, folder.random("a.weight", form))
 
 
-@pytest.mark.parametrize(("name", "part"), [("small", "transformer"), ("sdxl", "unet")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("small", "transformer"), ("sdxl", "unet"), ("flux.1-dev", "transformer")]
+)
 def test_diffusers_reads_what_is_made(
     name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +104,7 @@ def test_diffusers_reads_what_is_made(
     import diffusers
 
     monkeypatch.setattr(folder, "SIZES", {"small": Sizes(**made.MODEL)})
+    monkeypatch.setattr(folder, "FLUX_SIZES", {"flux.1-dev": FluxSizes(**made.FLUX)})
     small_unet = type(
         "SmallUNet", (UNetSizes,), {"__init__": lambda self: UNetSizes.__init__(self, **made.UNET)}
     )
