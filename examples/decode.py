@@ -2,7 +2,7 @@
 
     python examples/decode.py FOLDER latents.safetensors --out DIR --torch-device cuda
 
-FOLDER is a Wan 2.1 or SDXL pipeline in diffusers' format. Needs pip install "maxattn[torch]".
+FOLDER is a Wan, SDXL or Flux.1 pipeline in diffusers' format. Needs pip install "maxattn[torch]".
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import sdxl.torch_parts
 import wan.torch_parts
 from common.command import user_errors
 from common.pipeline_folder import absent, config_of
 from common.writable import unwritable
-from sample import files, media
+from sample import files, media, torch_pictures
 from sample.checks import Needs, without_torch
 from sample.torch_device import device_errors
 
@@ -51,7 +50,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
         yield problem
     if kind and kind not in AXES:
         value, rule = f"{found.folder}: vae is {kind}", f"it is {' or '.join(AXES)}"
-        yield ConfigError("folder", value, rule, "give Wan 2.1 or SDXL")
+        yield ConfigError("folder", value, rule, "give Wan, SDXL or Flux.1")
     try:
         shape = files.shapes(found.latents, "latents", ("latents",)).get("latents", ())
     except ConfigErrors as error:
@@ -70,7 +69,7 @@ def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Itera
         for i, frames in enumerate(videos):
             yield media.video(frames, found.out / f"{i:03}", found.fps)
         return
-    pictures = sdxl.torch_parts.decode(found.folder, latents, found.torch_device)
+    pictures = torch_pictures.decode(found.folder, latents, found.torch_device)
     for i, picture in enumerate(pictures):
         yield media.picture(picture, found.out / f"{i:03}.png")
 

@@ -7,10 +7,10 @@
     # one prompt a line, a batch of them
     python examples/embed.py FOLDER --prompts prompts.txt --to FILE
 
-FOLDER is a Wan 2.1, Wan 2.2 or SDXL pipeline in diffusers' format. The file holds text and
-negative_text; for SDXL pooled and negative_pooled; for image-to-video image and condition, or
-first. generate_wan.py and generate_sdxl.py take it by --embeddings. Needs pip install
-"maxattn[torch]".
+FOLDER is a Wan 2.1, Wan 2.2, SDXL or Flux.1 pipeline in diffusers' format. The file holds text and
+negative_text; for SDXL and Flux.1 pooled and negative_pooled; for image-to-video image and
+condition, or first. generate_wan.py, generate_sdxl.py and generate_flux.py take it by
+--embeddings. Needs pip install "maxattn[torch]".
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import flux.torch_parts
 import numpy as np
 import sdxl.torch_parts
 import wan.torch_parts
@@ -37,6 +38,7 @@ NEEDS = {
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": (*WAN, "image_encoder", "image_processor", "vae"),
     "StableDiffusionXLPipeline": (*WAN, "tokenizer_2", "text_encoder_2"),
+    "FluxPipeline": (*WAN, "tokenizer_2", "text_encoder_2"),
 }
 INSTEAD = "make the file on another machine"
 
@@ -56,7 +58,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (("height", 480), ("width", 832), ("frames", 81)):
         told = f"with --image; default {value}"
         add(f"--{name}", type=int, default=value, metavar="N", help=told)
-    told = "Wan: of a prompt; default 512"
+    told = "Wan, Flux.1: of a prompt; default 512, and FLUX.1-schnell takes 256"
     add("--text-tokens", type=int, default=512, metavar="N", help=told)
     add("--torch-device", default="cpu", help="cpu or cuda; default cpu")
     add("--to", type=Path, required=True, metavar="FILE", help="the file that is written")
@@ -110,6 +112,8 @@ def embed(found: argparse.Namespace, kind: str) -> files.Arrays:
     folder, device, negative = found.folder, found.torch_device, found.negative_prompt
     if kind == "StableDiffusionXLPipeline":
         return sdxl.torch_parts.texts(folder, prompts, negative, device)
+    if kind == "FluxPipeline":
+        return flux.torch_parts.texts(folder, prompts, negative, found.text_tokens, device)
     told = {"text": prompts, "negative_text": [negative or ""]}
     arrays = wan.torch_parts.texts(folder, told, found.text_tokens, device)
     if found.image is not None:

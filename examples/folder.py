@@ -29,6 +29,9 @@ import numpy as np
 from common.json_file import read_mapping
 from common.pipeline_folder import SECOND
 from flax import nnx
+from flux.model import FluxTransformer2D
+from flux.sizes import SIZES as FLUX_SIZES
+from flux.sizes import Sizes as FluxSizes
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
 from wan.model import WanTransformer3D
@@ -65,8 +68,23 @@ INDEX = {
         SECOND: ["diffusers", "WanTransformer3DModel"],
     },
 }
+FLOW_EULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "num_train_timesteps": 1000,
+}
+# FLUX.1-dev's times are shifted by the size of the picture, schnell's are not.
+FLUX_SHIFTS = {
+    "flux.1-dev": {"shift": 3.0, "use_dynamic_shifting": True},
+    "flux.1-schnell": {"shift": 1.0, "use_dynamic_shifting": False},
+}
 SPREAD = 0.02  # of random weights
 NAME = "diffusion_pytorch_model"
+KINDS = {Sizes: WanTransformer3D, UNetSizes: UNet, FluxSizes: FluxTransformer2D}
+CLASSES = {"UNet2DConditionModel": UNetSizes, "FluxTransformer2DModel": FluxSizes}
 
 
 class Form(NamedTuple):
@@ -90,8 +108,10 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
         dtype: of the weights; norms and modulation tables are float32, as in diffusers.
         shard_bytes: the largest file.
     """
-    sizes = UNetSizes() if name == "sdxl" else SIZES[name]
+    sizes = UNetSizes() if name == "sdxl" else {**SIZES, **FLUX_SIZES}[name]
     parts, scheduler = (("unet",), EULER) if name == "sdxl" else (("transformer",), UNIPC)
+    if isinstance(sizes, FluxSizes):
+        scheduler = FLOW_EULER | FLUX_SHIFTS[name]
     index = INDEX.get(name.rpartition("-")[2], {})
     parts += (SECOND,) if SECOND in index else ()
     forms, files = forms_of(shapes_of(sizes, dtype)), ()
@@ -161,10 +181,10 @@ def random(name: str, form: Form) -> np.ndarray:
     return (drawn + 1 if "norm" in name and name.endswith("weight") else drawn).astype(form.dtype)
 
 
-def shapes_of(sizes: Sizes | UNetSizes, dtype: Any) -> Any:
+def shapes_of(sizes: Any, dtype: Any) -> Any:
     """Build a model without arrays."""
     how: dict[str, Any] = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype)}
-    kind: Any = UNet if isinstance(sizes, UNetSizes) else WanTransformer3D
+    kind: Any = next(kind for of, kind in KINDS.items() if isinstance(sizes, of))
     return nnx.eval_shape(lambda: kind(sizes, rngs=nnx.Rngs(0), **how))
 
 
@@ -176,8 +196,8 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
         it was before.
     """
     config = read_mapping(folder / "config.json")
-    is_unet = config.get("_class_name") == "UNet2DConditionModel"
-    sizes = UNetSizes.of_folder(folder) if is_unet else Sizes.of_folder(folder)
+    kind: Any = CLASSES.get(config.get("_class_name", ""), Sizes)
+    sizes = kind.of_folder(folder)
     model = shapes_of(sizes, dtype)
     with host_memory() as loading:
         began = time.perf_counter()
@@ -253,7 +273,12 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("what", choices=("make", "check"))
     add("folder", type=Path)
-    add("--model", choices=(*SIZES, "sdxl"), default="wan-2.1-t2v-1.3b", help="for make")
+    add(
+        "--model",
+        choices=(*SIZES, *FLUX_SIZES, "sdxl"),
+        default="wan-2.1-t2v-1.3b",
+        help="for make",
+    )
     add("--save", type=Path, help="for check: where to save it back")
     told = "of the weights; default float32"
     add("--dtype", choices=("bfloat16", "float32"), default="float32", help=told)

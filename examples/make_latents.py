@@ -4,11 +4,12 @@
         --empty negative.safetensors --model wan-2.1
     python examples/make_latents.py data/digits --digits wan --count 512
 
-Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL:
-[B, C, h, w]) as the model sees them, which is scaled; text [B, L, D]; for SDXL pooled [B, P] and
-time_ids [B, 6]; for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]. --empty is an
-embeddings file with negative_text (and negative_pooled), [1, ...]: it replaces the text of some
-examples in training, which guidance needs; without it, zeros.
+Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL, Flux.1:
+[B, C, h, w]) as the model sees them, which is scaled; text [B, L, D]; for SDXL and Flux.1 pooled
+[B, P]; for SDXL time_ids [B, 6]; for image-to-video image [B, S, D] and condition
+[B, 4 + C, F, h, w]. --empty is an embeddings file with negative_text (and negative_pooled),
+[1, ...]: it replaces the text of some examples in training, which guidance needs; without it,
+zeros.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Measure a denoising step or a training step of Wan 2.1 or SDXL at real size, with random weights.
+"""Measure a denoising step or a training step of Wan, SDXL or Flux.1 at real size, random weights.
 
     python examples/measure.py wan denoise
     python examples/measure.py wan train remat_policy=SAVE_ATTENTION --profile out/profile
     python examples/measure.py sdxl train --batch 8 --height 1024 --width 1024 attention=dot_product
+    python examples/measure.py flux denoise --layers 5 10
 
 Prints milliseconds a step, the peak of the device's memory, the share of the device's peak rate
 (MFU), and with --profile how long attention, matrix products and the rest took.
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from common import flops
 from common.xla_options import xla_options
+from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
 from measuring.steps import Step, denoising, training
 
@@ -65,7 +67,18 @@ def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.
     if said.model == "wan":
         size = (said.height or 480, said.width or 832, said.frames)
         return workloads.wan(config, said.batch or 1, *size)
+    if said.model == "flux":
+        sizes = flux_sizes(said.layers)
+        size = (said.height or 1024, said.width or 1024)
+        return workloads.flux(config, said.batch or 1, *size, sizes)
     return workloads.sdxl(config, said.batch or 8, said.height or 1024, said.width or 1024)
+
+
+def flux_sizes(layers: list[int] | None) -> Sizes:
+    """Return FLUX.1-dev's sizes, or those of one with so many double and single blocks."""
+    if layers is None:
+        return Sizes()
+    return Sizes(num_layers=layers[0], num_single_layers=layers[1])
 
 
 def wait_for(path: str | None) -> None:
@@ -146,11 +159,11 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = found.add_argument
-    add("model", choices=("wan", "sdxl"))
+    add("model", choices=("wan", "sdxl", "flux"))
     add("what", choices=("denoise", "train"))
     told = "attention's settings: attention=dot_product"
     add("overrides", nargs="*", default=[], metavar="key=value", help=told)
-    default = "default 1 video of 832x480, 8 pictures of 1024x1024"
+    default = "default 1 video of 832x480, 8 pictures of 1024x1024 by SDXL, 1 by Flux.1"
     for name, told in {
         "batch": "examples in a step",
         "height": "pixels",
@@ -158,6 +171,8 @@ def parser() -> argparse.ArgumentParser:
     }.items():
         add(f"--{name}", type=int, help=f"{told}; {default}")
     add("--frames", type=int, default=81, help="of a video; default 81")
+    told = "of Flux.1: double and single blocks; default 19 38"
+    add("--layers", type=int, nargs=2, metavar="N", help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler")
     _add_timing(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -107,7 +108,10 @@ def sinusoids(
         max_period: ratio of the longest period to the shortest.
     """
     half = dim // 2
-    frequencies = max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    # Models were trained with exponents rounded to float32, which large numbers show in an angle.
+    exponents = np.float32(-np.log(max_period)) * np.arange(half, dtype=np.float32)
+    exponents = (exponents / np.float32(half)).astype(np.float64)
+    frequencies = jnp.asarray(np.exp(exponents).astype(np.float32))
     angles = t.astype(jnp.float32)[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from maxattn.errors import ConfigError
 
 from .json_file import read_mapping
 
-PIPELINES = {
-    "transformer": ("WanPipeline", "WanImageToVideoPipeline"),
-    "unet": ("StableDiffusionXLPipeline",),
+Family = Literal["wan", "sdxl", "flux"]
+PIPELINES: Mapping[Family, tuple[str, ...]] = {
+    "wan": ("WanPipeline", "WanImageToVideoPipeline"),
+    "sdxl": ("StableDiffusionXLPipeline",),
+    "flux": ("FluxPipeline",),
 }  # fmt: skip
-REPOSITORIES = {
-    "transformer": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    "unet": "stabilityai/stable-diffusion-xl-base-1.0",
+REPOSITORIES: Mapping[Family, str] = {
+    "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "flux": "black-forest-labs/FLUX.1-schnell",
 }
+NAMES: Mapping[Family, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
 SECOND = "transformer_2"  # of Wan 2.2's A14B: it takes the steps with less noise
 
 
 def absent(
-    folder: str | Path, setting: str = "model.folder", part: str = "transformer"
+    folder: str | Path, setting: str = "model.folder", family: Family = "wan"
 ) -> Iterator[ConfigError]:
     """Yield an error where there is no such folder.
 
     Args:
         folder: of a pipeline, or of a model.
         setting: that named it.
-        part: transformer or unet: whose repository is named.
+        family: whose repository is named.
     """
     if Path(folder).is_dir():
         return
-    made = f"`hf download {REPOSITORIES[part]} --local-dir FOLDER` makes one"
+    made = f"`hf download {REPOSITORIES[family]} --local-dir FOLDER` makes one"
     rule = "it names a folder, and there is none; nothing is downloaded"
     remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
     yield ConfigError(setting, folder, rule, remedy)
@@ -69,15 +73,15 @@ def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
     return [part for part in parts if not (folder / part).is_dir()]
 
 
-def pipeline_errors(folder: Path, part: str) -> Iterator[ConfigError]:
+def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
     """Yield what makes a pipeline one that the examples cannot sample.
 
     Args:
         folder: a pipeline's, or a model's alone.
-        part: transformer or unet.
+        family: that it should belong to.
     """
     index = index_of(folder)
-    known = PIPELINES[part]
+    known = PIPELINES[family]
     if index and (kind := index.get("_class_name")) not in known:
         yield _error(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(known)}")
     has_two = index.get(SECOND) not in (None, [None, None])
@@ -90,5 +94,5 @@ def pipeline_errors(folder: Path, part: str) -> Iterator[ConfigError]:
 
 
 def _error(folder: Path, value: str, rule: str) -> ConfigError:
-    remedy = "give the folder of Wan 2.1, Wan 2.2 or SDXL in diffusers' format"
+    remedy = "give the folder of Wan 2.1, Wan 2.2, SDXL or Flux.1 in diffusers' format"
     return ConfigError("model.folder", f"{folder}: {value}", rule, remedy)

@@ -15,6 +15,20 @@ from flax import nnx
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
+def stacked(make: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs) -> Layer:
+    """Make layers as one module, whose parameters have a leading axis of layers.
+
+    Args:
+        make: of one layer, its source of parameters.
+        count: how many.
+        rngs: source of the initial parameters.
+    """
+    keys = jax.random.split(rngs.params(), count)
+    # The layer axis comes before the axes that a parameter's own metadata name.
+    how: dict[str, Any] = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+    return nnx.vmap(lambda key: make(nnx.Rngs(key)), **how)(keys)
+
+
 def run_layers(run: Callable[[Layer, Any, Any], Any], layers: Layer, x: Any, each: Any) -> Any:
     """Run stacked layers in their order.
 

@@ -1,1 +1,1 @@
-"""A block of Flux: text and picture side by side, in one attention."""
+"""Flux.1, dev and schnell: its transformer, what it learns, and how it is sampled."""

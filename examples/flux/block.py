@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.layers import FeedForward, gated, modulated, norm32
+from common.layers import FeedForward, gated, modulated, norm32, on_mesh
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -35,18 +35,25 @@ class Modulation(nnx.Module):
 
     Args:
         dim: D.
+        parts: how many vectors of D it says.
+        mesh: devices to spread over; default none.
         how: dtype and param_dtype.
         rngs: source of the initial parameters.
     """
 
-    def __init__(self, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
-        self.linear = nnx.Linear(dim, 6 * dim, rngs=rngs, **how)
+    def __init__(
+        self, dim: int, parts: int, mesh: Any = None, *, rngs: nnx.Rngs, **how: Any
+    ) -> None:
+        self.parts, self.mesh = parts, mesh
+        # A quarter of Flux's parameters is here.
+        where = on_mesh("fsdp", "tensor")
+        self.linear = nnx.Linear(dim, parts * dim, kernel_metadata=where, rngs=rngs, **how)
         self.norm = norm32(dim, EPS, False, rngs)
 
     def __call__(self, e: Float[Array, "B D"]) -> Parts:
-        """Return shift, scale and gate of attention, then of the feed-forward layer, in float32."""
-        table = self.linear(nnx.silu(e)).astype(jnp.float32)
-        return jnp.split(table[:, None], 6, axis=-1)
+        """Return the vectors in the order of the file, in float32."""
+        table = sharding.constrain(self.linear(nnx.silu(e)), self.mesh, "B.")
+        return jnp.split(table.astype(jnp.float32)[:, None], self.parts, axis=-1)
 
 
 class FluxBlock(nnx.Module):
@@ -78,7 +85,7 @@ class FluxBlock(nnx.Module):
     ) -> None:
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.mesh = mesh
-        self.norm1, self.norm1_context = Modulation(dim, **how), Modulation(dim, **how)
+        self.norm1, self.norm1_context = (Modulation(dim, 6, mesh, **how) for _ in range(2))
         norm: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm", "eps": EPS}
         where: dict[str, Any] = {"config": config, "mesh": mesh, **how}
         self.attn = ma.JointAttention(dim, dim, heads, dim_head=dim // heads, **norm, **where)
@@ -104,7 +111,7 @@ class FluxBlock(nnx.Module):
         )
         x = self._rest(x, attended, mine, self.norm2, self.ffn)
         text = self._rest(text, text_attended, theirs, self.norm2_context, self.ffn_context)
-        return sharding.constrain(x, self.mesh, "BT."), text
+        return sharding.constrain(x, self.mesh, "BT."), sharding.constrain(text, self.mesh, "B..")
 
     def _rest(
         self, x: Tokens, attended: Tokens, parts: Parts, norm: nnx.LayerNorm, ffn: FeedForward

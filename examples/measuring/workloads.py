@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flux.model import FluxTransformer2D
+from flux.sizes import PATCH
+from flux.sizes import Sizes as FluxSizes
 from jaxtyping import Array, Float
 from sdxl.sizes import SIZE_NUMBERS
 from sdxl.sizes import Sizes as UNetSizes
@@ -20,7 +23,7 @@ from wan.sizes import SIZES, Sizes
 import maxattn as ma
 
 Inputs = dict[str, Any]
-LATENT = 8  # pixels of a side to one latent, in both models' autoencoders
+LATENT = 8  # pixels of a side to one latent, in all models' autoencoders
 FRAMES = 4  # frames of a video to one latent after the first
 
 
@@ -132,6 +135,50 @@ def sdxl(
         predict=_predict,
         noisy=_noisy,
         tokens=batch * rows * columns // 4,
+    )
+
+
+def flux(
+    config: ma.AttentionConfig,
+    batch: int,
+    height: int,
+    width: int,
+    sizes: FluxSizes | None = None,
+    text: int = 512,
+) -> Workload:
+    """Describe Flux.1: flow matching of latents.
+
+    Args:
+        config: attention's settings.
+        batch: pictures.
+        height, width: of a picture, in pixels.
+        sizes: of the model; default FLUX.1-dev.
+        text: tokens of a prompt.
+    """
+    sizes = sizes or FluxSizes()
+    rows, columns = height // LATENT, width // LATENT
+
+    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
+        how = {"dtype": dtype, "param_dtype": param_dtype}
+        return FluxTransformer2D(sizes, config, rngs=nnx.Rngs(0), **how)
+
+    def predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
+        guidance = jnp.full(len(x), 3.5) if sizes.guidance_embeds else None
+        return model(x, t, inputs["text"], inputs["pooled"], guidance)
+
+    layers = f"{sizes.num_layers} + {sizes.num_single_layers} layers of width {sizes.dim}"
+    return Workload(
+        name=f"Flux.1, {layers}, {width}x{height}, batch {batch}",
+        make=make,
+        shapes={
+            "latents": (batch, rows, columns, sizes.channels),
+            "text": (batch, text, sizes.joint_attention_dim),
+            "pooled": (batch, sizes.pooled_projection_dim),
+        },
+        once=lambda model, inputs: {name: inputs[name] for name in ("text", "pooled")},
+        predict=predict,
+        noisy=lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
+        tokens=batch * (rows // PATCH) * (columns // PATCH),
     )
 
 

@@ -33,7 +33,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
     size_errors = list(task.size_errors())
     sizes_fit = not size_errors
     problems = [
-        *pipeline_errors(paths.model, task.part),
+        *pipeline_errors(paths.model, task.family),
         *size_errors,
         *_input_errors(task, paths, sizes_fit),
         *_output_errors(paths),
@@ -135,7 +135,7 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     sampling = task.settings.sampling
-    guided = sampling.guidance_scale != 1
+    guided = sampling.cfg_scale != 1
     found = files.shapes(path, "--embeddings")
     yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
     lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]

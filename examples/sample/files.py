@@ -1,7 +1,7 @@
 """Embeddings in, latents out: safetensors files with arrays of known names, the batch first.
 
-An embeddings file holds text [B, L, D]; for SDXL pooled [B, P], and time_ids [B, 6] where they are
-not those of the size that is drawn; for image-to-video image [B, S, D] and condition
+An embeddings file holds text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]
+where they are not those of the size that is drawn; for image-to-video image [B, S, D] and condition
 [B, 4 + C, F, h, w], or first [B, C, 1, h, w] of a model that continues an encoded image; and
 negative_text (with negative_pooled), which guidance leads away from. A batch of 1 goes with any
 other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the model sees them; a noise
@@ -27,8 +27,11 @@ NAMES = (*NAMES, "negative_text", "negative_pooled")
 MAY_LACK = ("first",)  # of what a model is told
 OPTIONAL = ("time_ids", "negative_text", "negative_pooled")
 MAKE = "make it with examples/embed.py"
-DRAW = "make it with examples/generate_wan.py or generate_sdxl.py, --latents FILE"
-NO_GUIDANCE = "make it with examples/embed.py --negative-prompt, or set sampling.guidance_scale=1"
+DRAW = "make it with examples/generate_wan.py, _sdxl.py or _flux.py, --latents FILE"
+NO_GUIDANCE = (
+    "make it with examples/embed.py --negative-prompt, or set sampling.guidance_scale=1"
+    " (Flux.1: true_cfg_scale=1)"
+)
 SIZES = "make it for this model and this height, width and frames"
 # Of files that are no embeddings.
 REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file that holds noise"}

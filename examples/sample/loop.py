@@ -79,7 +79,7 @@ class Walk(AbstractContextManager["Walk"]):
 
 def _compiled(task: SamplingTask, graph: Any, args: tuple[Any, ...]) -> Callable[..., State]:
     """Compile a step for these arguments, and print how long that took."""
-    guides = task.settings.sampling.guidance_scale != 1
+    guides = task.settings.sampling.cfg_scale != 1
 
     def one(
         parameters: Any, schedule: Schedule, i: Array, state: State, known: Any, scale: Array

@@ -52,10 +52,12 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
 
     Raises:
         ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
-            weight is read.
+            prompt is encoded or a weight is read.
+        WeightsError: LoRA weights are of another model, before these too.
     """
     mesh = sharding.program_mesh(mesh)
     check(task, paths)
+    _check_lora(task, paths)
     sampler = task.sampler()
     start = _start(task, paths, mesh)
     for line in _opening(task, start, sampler, mesh):
@@ -65,6 +67,13 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     if hosts.is_first():
         _write(task, paths, latents)
     return latents
+
+
+def _check_lora(task: SamplingTask, paths: Paths) -> None:
+    """Refuse LoRA weights of another model before prompts are encoded, which can take minutes."""
+    for lora in filter(None, (paths.lora, paths.lora_2)):
+        model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
+        weights.check_lora(model, lora, prefix=weights.lora_prefix(model, lora))
 
 
 def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:
@@ -99,7 +108,7 @@ def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     """Read or encode what the model is told, arrange it in rows, and draw the noise."""
     sampling = task.settings.sampling
     arrays = _arrays(task, paths)
-    guided = sampling.guidance_scale != 1
+    guided = sampling.cfg_scale != 1
     if not guided:
         arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
     texts = max(len(x) for x in arrays.values())
@@ -140,8 +149,8 @@ def _opening(
         yield plan.explain()
     yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
-    guided = sampling.guidance_scale != 1
-    yield f"guidance  {f'{sampling.guidance_scale:g}, {how}' if guided else 'none'}"
+    guided = sampling.cfg_scale != 1
+    yield f"guidance  {f'{sampling.cfg_scale:g}, {how}' if guided else 'none'}"
     yield from _experts_lines(task, sampler)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"

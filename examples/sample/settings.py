@@ -35,3 +35,8 @@ class SamplingSettings(Section):
     """Of XLA, for a step: NAME=VALUE, the names as in XLA_FLAGS."""
     seed: Whole = 0
     """Of the noise."""
+
+    @property
+    def cfg_scale(self) -> float:
+        """The scale of classifier-free guidance; 1 is none."""
+        return self.guidance_scale

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from common.pipeline_folder import Family
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -17,6 +18,7 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
+Part = Literal["transformer", "unet"]
 
 
 class Expert(NamedTuple):
@@ -37,7 +39,12 @@ class SamplingTask(Protocol):
     """Say what is sampled. Arrays have the names and layouts of `files.py`."""
 
     @property
-    def part(self) -> Literal["transformer", "unet"]:
+    def family(self) -> Family:
+        """The models that it belongs to, which says whose pipelines can be drawn from."""
+        ...
+
+    @property
+    def part(self) -> Part:
         """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
         ...
 

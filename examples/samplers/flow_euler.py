@@ -2,12 +2,15 @@
 
     x' = x + (sigma' - sigma) * v,   sigma falls from 1 (noise) to 0 (clean)
 
-Source: Esser et al. 2024, https://arxiv.org/abs/2403.03206; the grid of sigmas is that of
-diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest sigma twice.
+Source: Esser et al. 2024, https://arxiv.org/abs/2403.03206; the grid of `schedule` is that of
+diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest sigma twice. Pipelines such as
+Flux's give it the grid of `even` instead.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,37 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
     first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
     sigmas = shifted(np.linspace(first, last, steps), shift)
     return over(np.append(sigmas, 0.0), train_steps=train_steps)
+
+
+def even(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Schedule:
+    """Make the schedule over the sigmas 1, (n - 1) / n, ... 1 / n, each shifted once, then 0.
+
+    Args:
+        steps: n, calls of the model.
+        shift: above 1: more of the steps near the noise.
+        train_steps: what sigma 1 is called as a time.
+    """
+    sigmas = shifted(np.linspace(1.0, 1.0 / steps, steps), shift)
+    return over(np.append(sigmas, 0.0), train_steps=train_steps)
+
+
+def shift_of(options: Mapping[str, Any], tokens: int) -> float:
+    """Return the shift of a sample with so many tokens: larger samples are noised more.
+
+    mu grows linearly, from base_shift at base_image_seq_len to max_shift at max_image_seq_len. The
+    shift is e^mu, or mu itself where time_shift_type is linear.
+
+    Args:
+        options: of diffusers' FlowMatchEulerDiscreteScheduler; without use_dynamic_shifting it is
+            shift, whatever the tokens.
+        tokens: of the sample.
+    """
+    if not options["use_dynamic_shifting"]:
+        return options["shift"]
+    low, high = options["base_image_seq_len"], options["max_image_seq_len"]
+    slope = (options["max_shift"] - options["base_shift"]) / (high - low)
+    mu = options["base_shift"] + slope * (tokens - low)
+    return mu if options["time_shift_type"] == "linear" else math.exp(mu)
 
 
 def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedule:

@@ -77,6 +77,18 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     },
 }
 
+# What a pipeline that knows the size of the sample adds to its scheduler.
+BY_SIZE: Mapping[str, Mapping[str, Option]] = {
+    "FlowMatchEulerDiscreteScheduler": {
+        "use_dynamic_shifting": Option(False, BOTH),
+        "base_shift": Option(0.5),
+        "max_shift": Option(1.15),
+        "base_image_seq_len": Option(256),
+        "max_image_seq_len": Option(4096),
+        "time_shift_type": Option("exponential", ("exponential", "linear")),
+    },
+}
+
 # Options that change nothing: they belong to what is not supported, or files have them from other
 # classes.
 UNREAD = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from common.json_file import read_mapping
 
@@ -14,10 +14,10 @@ from maxattn.errors import ConfigError, did_you_mean
 
 from . import ddim, euler, flow_euler, unipc
 from .betas import Betas
-from .options import KNOWN, OPTIONS
+from .options import BY_SIZE, KNOWN, OPTIONS
 from .schedule import Schedule
 
-Family = Literal["flow", "discrete"]
+Family = Literal["flow", "even_flow", "discrete"]
 CLASSES = {
     "flow_euler": "FlowMatchEulerDiscreteScheduler", "unipc": "UniPCMultistepScheduler",
     "euler": "EulerDiscreteScheduler", "ddim": "DDIMScheduler",
@@ -25,6 +25,7 @@ CLASSES = {
 NAMES = {name: short for short, name in CLASSES.items()}
 FAMILIES: Mapping[Family, tuple[str, ...]] = {
     "flow": ("unipc", "flow_euler"),
+    "even_flow": ("flow_euler",),
     "discrete": ("euler", "ddim"),
 }
 # One option under the names of two classes.
@@ -35,10 +36,12 @@ USUAL: Mapping[Family, Mapping[str, Any]] = {
         "_class_name": CLASSES["unipc"], "flow_shift": 3.0, "use_flow_sigmas": True,
         "prediction_type": "flow_prediction",
     },
+    "even_flow": {"_class_name": CLASSES["flow_euler"], "shift": 3.0, "use_dynamic_shifting": True},
     "discrete": {**vars(Betas()), "_class_name": CLASSES["euler"], "set_alpha_to_one": False},
 }  # fmt: skip
 MODELS = {
     "flow": "a Wan model predicts velocities",
+    "even_flow": "a Flux model predicts velocities, at sigmas that its pipeline gives",
     "discrete": "an SDXL model knows a thousand discrete times",
 }
 
@@ -51,11 +54,19 @@ class Sampler:
         name: flow_euler, unipc, euler or ddim.
         options: of diffusers' class, all of them.
         said_by: where they were read.
+        family: of the model.
+        tokens: of a sample, where its size says how times are shifted.
     """
 
     name: str
     options: Mapping[str, Any]
     said_by: str
+    family: Family = "flow"
+    tokens: int = 0
+
+    def of_tokens(self, tokens: int) -> Self:
+        """Return the sampler of samples with so many tokens."""
+        return replace(self, tokens=tokens)
 
     def schedule(self, steps: int) -> Schedule:
         """Make the schedule of so many steps.
@@ -67,6 +78,9 @@ class Sampler:
         if steps > most and self.name in FAMILIES["discrete"]:
             rule = f"the model was trained at {most} times, and no time is used twice"
             raise ConfigError("sampling.num_inference_steps", steps, rule, f"use at most {most}")
+        if self.family == "even_flow":
+            shift = flow_euler.shift_of(o, self.tokens)
+            return flow_euler.even(steps, shift, train_steps=most)
         if self.name == "flow_euler":
             return flow_euler.schedule(steps, o["shift"], train_steps=most)
         if self.name == "unipc":
@@ -79,7 +93,11 @@ class Sampler:
         return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
 
     def __str__(self) -> str:
-        shown = (f"{key} {self.options[key]}" for key in SHOWN if key in self.options)
+        options = dict(self.options)
+        if options.get("use_dynamic_shifting"):
+            shift = flow_euler.shift_of(options, self.tokens)
+            options["shift"] = f"{shift:.3g} by {self.tokens} tokens"
+        shown = (f"{key} {options[key]}" for key in SHOWN if key in options)
         return f"{self.name}, {', '.join(shown)} ({self.said_by})"
 
 
@@ -103,9 +121,10 @@ def read(
     """Read the sampler of a pipeline's folder.
 
     Args:
-        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p
-            and SDXL are usually sampled with.
-        family: what the model can be sampled with: "flow" for Wan, "discrete" for SDXL.
+        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p,
+            FLUX.1-dev and SDXL are usually sampled with.
+        family: what the model can be sampled with: "flow" for Wan, "even_flow" for Flux, "discrete"
+            for SDXL.
         sampler: another one than the file's, with the file's options where both have them.
         flow_shift: another one than the file's.
         prediction_type: what the model predicts, where no file says it.
@@ -123,13 +142,15 @@ def read(
     if name not in FAMILIES[family]:
         raise _wrong_family(path, family, sampler, kind)
     other = sampler is not None and CLASSES[name] != kind
-    options, problems = _options(said, CLASSES[name], str(path), other)
+    options, problems = _options(said, (family, CLASSES[name]), str(path), other)
     if flow_shift is not None:
         options |= {key: flow_shift for key in SAME if key in options}
+        options |= {"use_dynamic_shifting": False} if "use_dynamic_shifting" in options else {}
     problems += _contradictions(options, str(path))
     if problems:
         raise ConfigErrors(problems)
-    return Sampler(name, options, f"{path.parent.name}/{path.name}" if there else NO_FILE)
+    said_by = f"{path.parent.name}/{path.name}" if there else NO_FILE
+    return Sampler(name, options, said_by, family)
 
 
 def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:
@@ -144,18 +165,19 @@ def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) ->
 
 
 def _options(
-    said: Mapping[str, Any], kind: str, where: str, other: bool
+    said: Mapping[str, Any], of: tuple[Family, str], where: str, other: bool
 ) -> tuple[dict[str, Any], list[ConfigError]]:
     """Return the options of a class, from the file or by default, and what is wrong with them.
 
     Args:
         said: the file.
-        kind: diffusers' class.
+        of: the model's family, and diffusers' class.
         where: the file's name.
         other: the file is about another class: what it does not say is then what is supported.
     """
-    found, problems = {}, [*_unknown(said, where)]
-    for key, option in OPTIONS[kind].items():
+    (family, kind), found, problems = of, {}, [*_unknown(said, where)]
+    by_size = BY_SIZE[kind] if family == "even_flow" else {}
+    for key, option in {**OPTIONS[kind], **by_size}.items():
         spelt = key if key in said or SAME.get(key) not in said else SAME[key]
         default = option.supported[0] if other and option.supported else option.default
         found[key] = value = said.get(spelt, default)
@@ -191,6 +213,11 @@ def _unsupported(
 
 
 def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]:
+    if options.get("use_dynamic_shifting") and "base_shift" in options:
+        least, most = options["base_image_seq_len"], options["max_image_seq_len"]
+        rule = f"the shift grows from base_image_seq_len, {least}, to it"
+        setting, remedy = f"{where}: max_image_seq_len", f"write more than {least}, such as 4096"
+        return [] if most > least else [ConfigError(setting, most, rule, remedy)]
     is_ddim = "set_alpha_to_one" in options
     if not is_ddim or not options["rescale_betas_zero_snr"]:
         return []

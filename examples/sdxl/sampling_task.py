@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.pipeline_folder import config_of
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
-from sample import media
-from sample.task import Arrays, Expert
+from sample.picture_task import PictureTask
+from sample.task import Arrays
 from samplers.read import Sampler
 
 import maxattn as ma
@@ -30,7 +28,7 @@ from .unet import UNet
 
 
 @dataclass(frozen=True)
-class SdxlSamplingTask:
+class SdxlSamplingTask(PictureTask):
     """Draw pictures with an SDXL UNet.
 
     Args:
@@ -41,23 +39,14 @@ class SdxlSamplingTask:
 
     settings: Settings
     sizes: Sizes
-    folder: Path
 
     part: Literal["unet"] = "unet"
-    takes_image: bool = False
-    needs_image: bool = False
-    needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-
-    @cached_property
-    def scale(self) -> int:
-        """Pixels along a side of one of latents."""
-        return 2 ** (len(config_of(self.folder, "vae").get("block_out_channels", range(4))) - 1)
+    family: Literal["sdxl"] = "sdxl"
 
     @property
     def latents(self) -> tuple[int, ...]:
         """[C, h, w] of one picture."""
-        s = self.settings.sampling
-        return (self.sizes.in_channels, s.height // self.scale, s.width // self.scale)
+        return (self.sizes.in_channels, *self.sides())
 
     def sampler(self) -> Sampler:
         """Choose the sampler, as the pipeline and the settings say.
@@ -76,12 +65,8 @@ class SdxlSamplingTask:
 
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield heights and widths that cannot be halved as often as the UNet does."""
-        unit = self.scale * 2 ** (len(self.sizes.block_out_channels) - 1)
-        for key in ("height", "width"):
-            if (value := getattr(self.settings.sampling, key)) % unit:
-                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                rule = f"at the coarsest, {unit} pixels of it are one"
-                yield ConfigError(f"sampling.{key}", value, rule, near)
+        halvings = len(self.sizes.block_out_channels) - 1
+        return self.undivided(2**halvings, "at the coarsest, {unit} pixels of it are one")
 
     def expected(self, guided: bool) -> dict[str, Form]:
         """Return text and pooled text."""
@@ -120,21 +105,6 @@ class SdxlSamplingTask:
         kv, pooled, picture = told
         return model(x, t, None, pooled, picture, kv)
 
-    def experts(self, times: Any) -> tuple[Expert, ...]:
-        """Take all steps with the UNet."""
-        return (Expert(self.part, len(times), self.settings.sampling.guidance_scale),)
-
-    def finished(
-        self, x: Float[Array, "B H W C"], told: Mapping[str, Array]
-    ) -> Float[Array, "B H W C"]:
-        """Return the sample as it is."""
-        return x
-
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)
-
-    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
-        """Decode latents and write pictures."""
-        pictures = torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
-        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]

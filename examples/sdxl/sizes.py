@@ -6,10 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from common.json_file import read_mapping
-from common.pipeline_folder import absent
-
-from maxattn.errors import WeightsError
+from common.model_config import read_config
 
 DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
 # Height and width of the original, top and left of the crop, height and width wanted.
@@ -77,17 +74,7 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes a model that this UNet is not.
         """
-        for problem in absent(folder, part="unet"):
-            raise problem
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            rule, remedy = "it says the sizes, and is not there", "give the folder of the UNet"
-            raise WeightsError("config.json", path, rule, remedy)
-        config = read_mapping(path)
-        for key, only in ONLY.items():
-            if config.get(key, only) != only:
-                remedy = "give the folder `unet` of an SDXL pipeline"
-                raise WeightsError(key, config[key], f"an SDXL UNet has {only}", remedy)
+        config = read_config(folder, "sdxl", ONLY)
         own: dict[str, Any] = {
             field.name: config.get(field.name, field.default) for field in fields(cls)
         }

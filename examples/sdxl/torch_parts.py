@@ -1,4 +1,4 @@
-"""SDXL's two text encoders and its VAE, run by torch from a folder, one at a time."""
+"""SDXL's two text encoders, run by torch from a folder, one at a time."""
 
 # torch and its packages are optional: types are checked without.
 # pyright: reportMissingImports=false
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from common.pipeline_folder import index_of
-from jaxtyping import Float, UInt8
-from sample.media import to_pixels
 from sample.task import Arrays
 
 
@@ -52,42 +49,3 @@ def _encoded(
     with torch.no_grad():
         said = encoder(ids, output_hidden_states=True)
     return said.hidden_states[-2].cpu().numpy(), said[0].cpu().numpy()
-
-
-def decode(
-    folder: Path, latents: Float[np.ndarray, "B C h w"], device: str
-) -> list[UInt8[np.ndarray, "H W 3"]]:
-    """Decode latents into pictures, one after the other.
-
-    In float32: float16 overflows in SDXL's VAE.
-
-    Args:
-        folder: with vae.
-        latents: as the UNet sees them.
-        device: cpu or cuda.
-    """
-    import torch
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
-    vae = vae.to(device).eval()
-    found = []
-    for one in latents:
-        x = _unscaled(torch.tensor(one[None]).to(device), vae.config)
-        with torch.no_grad():
-            picture = vae.decode(x, return_dict=False)[0][0]
-        # [3, H, W] -> [H, W, 3]
-        found.append(to_pixels(picture.float().cpu().numpy().transpose(1, 2, 0)))
-    return found
-
-
-def _unscaled(x: Any, config: Any) -> Any:
-    """Undo the scale of the latents, and where the VAE has them their mean and spread."""
-    import torch
-
-    x = x / config.get("scaling_factor")
-    mean, std = config.get("latents_mean"), config.get("latents_std")
-    if mean is None or std is None:
-        return x
-    mean, std = (torch.tensor(n, device=x.device).view(1, -1, 1, 1) for n in (mean, std))
-    return x * std + mean

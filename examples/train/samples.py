@@ -50,14 +50,15 @@ class Samples:
         latents = given.pop("latents").shape
         self.noise = _noise(latents, self.sampling.seed)
         self.told = self._with_empty(given) if self.guided else given
-        self.schedule = task.sampler.schedule(self.sampling.num_inference_steps)
+        sampler = task.sampler.of_tokens(task.tokens(source.shapes))
+        self.schedule = sampler.schedule(self.sampling.num_inference_steps)
         options = xla_options(self.sampling.compiler_options, "sampling.compiler_options")
         self._draw = jax.jit(self._sampled, compiler_options=options)
 
     @property
     def guided(self) -> bool:
         """Whether the empty text is computed beside each text."""
-        return self.sampling.guidance_scale != 1
+        return self.sampling.cfg_scale != 1
 
     def _given(self, ways: int) -> dict[str, np.ndarray]:
         """Stack the first examples, as many as divide over the devices."""
@@ -84,7 +85,7 @@ class Samples:
             # model is put together anew.
             return task.predict(self.parts.model(trained, fixed), x, t, what)
 
-        return sample(guided(predict, known, self.sampling.guidance_scale), noise, self.schedule)
+        return sample(guided(predict, known, self.sampling.cfg_scale), noise, self.schedule)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
         """Draw with these parameters; return the picture."""

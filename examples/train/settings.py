@@ -10,7 +10,9 @@ from common.settings import Count, NotNegative, Positive, Share, Whole
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-Target = Literal["to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj"]
+Target = Literal[
+    "to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out"
+]
 
 
 class DataSettings(Section):

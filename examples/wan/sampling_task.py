@@ -51,6 +51,7 @@ class WanSamplingTask:
     sizes: Sizes
     folder: Path
 
+    family: Literal["wan"] = "wan"
     part: Literal["transformer"] = "transformer"
 
     @cached_property

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flux.sizes import Sizes as FluxSizes
 from safetensors.numpy import load_file, save_file
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
@@ -46,6 +47,19 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_made_folder_saves_back_bit_for_bit(small: Path, tmp_path: Path) -> None:
     seen = folder.check(small, tmp_path / "again", "bfloat16", 6000)
     assert seen["different"] == [] and seen["tensors"] == len(weights.SafeTensors(small))
+
+
+def test_a_made_folder_of_flux_saves_back_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "FLUX_SIZES", {"flux.1-schnell": FluxSizes(**made.SCHNELL)})
+    files = folder.make(tmp_path / "made", "flux.1-schnell", "bfloat16", 8000)
+    assert len(files) > 3
+    whole = tmp_path / "made" / "transformer"
+    seen = folder.check(whole, tmp_path / "again", "bfloat16", 2**30)
+    assert seen["different"] == [] and seen["tensors"] == len(weights.SafeTensors(whole))
+    again = weights.SafeTensors(tmp_path / "again")
+    assert {again[name][()].dtype for name in again} == {np.dtype("bfloat16")}
 
 
 def test_the_folders_of_wan_2_2_say_which_they_are(
@@ -80,7 +94,9 @@ def test_random_tensors_have_their_own_seeds() -> None:
     np.testing.assert_array_equal(one, folder.random("a.weight", form))
 
 
-@pytest.mark.parametrize(("name", "part"), [("small", "transformer"), ("sdxl", "unet")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("small", "transformer"), ("sdxl", "unet"), ("flux.1-dev", "transformer")]
+)
 def test_diffusers_reads_what_is_made(
     name: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +104,7 @@ def test_diffusers_reads_what_is_made(
     import diffusers
 
     monkeypatch.setattr(folder, "SIZES", {"small": Sizes(**made.MODEL)})
+    monkeypatch.setattr(folder, "FLUX_SIZES", {"flux.1-dev": FluxSizes(**made.FLUX)})
     small_unet = type(
         "SmallUNet", (UNetSizes,), {"__init__": lambda self: UNetSizes.__init__(self, **made.UNET)}
     )

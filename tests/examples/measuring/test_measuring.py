@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import flops
+from flux.sizes import Sizes as FluxSizes
 from measuring import breakdown, clock, steps, workloads
 from sdxl.sizes import Sizes as UNetSizes
 from wan.sizes import Sizes
@@ -28,6 +29,27 @@ def sdxl() -> workloads.Workload:
     return workloads.sdxl(CONFIG, 2, 64, 96, UNetSizes(**made.UNET), text=5)
 
 
+def flux() -> workloads.Workload:
+    return workloads.flux(CONFIG, 2, 32, 48, FluxSizes(**made.FLUX), text=5)
+
+
+def test_flux_work_is_what_its_sizes_say() -> None:
+    work = flux()
+    step = steps.denoising(work, jnp.float32)
+    count = flops.count(step.forward, *step.shapes)
+    tokens, text, width = 2 * 3, 5, 16
+    both = tokens + text
+    assert work.tokens == 2 * tokens
+    assert count.attention == 2 * (2 + 2) * 4 * both * both * width
+    # A token of a double block: four projections and a feed-forward layer of four widths; of a
+    # single block three, the layer, and five widths out.
+    blocks = both * width * width * (2 * (4 + 8) + 2 * (3 + 4 + 5))
+    around = tokens * 2 * 16 * width + text * 6 * width
+    said = 2 * 256 * width + 5 * width + 3 * width * width  # time, guidance and pooled text
+    modulation = width * width * (2 * 12 + 2 * 3 + 2)
+    assert count.matmul == 2 * 2 * (blocks + around + said + modulation)
+
+
 def test_wan_work_is_what_its_sizes_say() -> None:
     work = wan()
     step = steps.denoising(work, jnp.float32)
@@ -44,7 +66,9 @@ def test_wan_work_is_what_its_sizes_say() -> None:
     assert count.total(training=True) == 3.5 * count.attention + 3 * count.matmul
 
 
-@pytest.mark.parametrize("make", [wan, pytest.param(sdxl, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make", [wan, *(pytest.param(f, marks=pytest.mark.slow) for f in (sdxl, flux))]
+)
 @pytest.mark.parametrize("kind", [steps.denoising, steps.training])
 def test_a_step_runs_and_changes_what_it_carries(make, kind, tmp_path: Path) -> None:
     step = kind(make(), jnp.float32)

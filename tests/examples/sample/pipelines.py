@@ -29,8 +29,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "addition_embed_type": "text_time",
         "use_linear_projection": True,
     },
+    "flux": made.FLUX | {"_class_name": "FluxTransformer2DModel"},
+    "flux_schnell": made.SCHNELL | {"_class_name": "FluxTransformer2DModel"},
 }
-VAES = {"sdxl": {"block_out_channels": [4, 4]}}
+VAES = {name: {"block_out_channels": [4, 4]} for name in ("sdxl", "flux", "flux_schnell")}
 # float32 all through, as the fixtures are.
 EXACT = (
     "model.dtype=float32",
@@ -38,9 +40,13 @@ EXACT = (
     f"guidance_scale={runs.GUIDANCE}",
     f"num_inference_steps={runs.STEPS}",
 )
-SIZE = dict.fromkeys(SIZES, runs.VIDEO) | {"sdxl": runs.PICTURE}
+SIZE = dict.fromkeys(SIZES, runs.VIDEO) | dict.fromkeys(VAES, runs.PICTURE)
 # Settings that a fixture was made with, beside those of all.
-MORE = {"wan_a14b": (f"guidance_scale_2={runs.GUIDANCE_2}",)}
+MORE = {
+    "wan_a14b": (f"guidance_scale_2={runs.GUIDANCE_2}",),
+    "flux": (f"true_cfg_scale={runs.TRUE_CFG}",),
+    "flux_schnell": ("guidance_scale=null",),
+}
 
 
 def pipeline(path: Path, name: str, which: str) -> Path:
@@ -96,6 +102,7 @@ def draw(name: str, *arguments: str) -> None:
     """Run a command in this process, as a user would in one of its own."""
     if str(ROOT / "examples") not in sys.path:
         sys.path.insert(0, str(ROOT / "examples"))
+    import generate_flux
     import generate_sdxl
     import generate_wan
     from sample.command import arguments_of
@@ -106,8 +113,11 @@ def draw(name: str, *arguments: str) -> None:
         "wan_ti2v": "wan_ti2v_5b.yml",
         "wan_a14b": "wan_1_3b.yml",
         "sdxl": "sdxl.yml",
+        "flux": "flux.yml",
+        "flux_schnell": "flux.yml",
         "demo": "wan_tiny.yml",
     }[name]
     sizes = [] if name in ("sdxl", "demo") else ["model.sizes=null", "sampling.timestep_shift=null"]
-    command = generate_sdxl if name == "sdxl" else generate_wan
+    commands = {"sdxl": generate_sdxl, "flux": generate_flux, "flux_schnell": generate_flux}
+    command = commands.get(name, generate_wan)
     command.main(arguments_of("", [str(ROOT / "configs" / config), *sizes, *map(str, arguments)]))

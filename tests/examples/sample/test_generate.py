@@ -160,6 +160,9 @@ WRONG = {
         (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors"),
     ),
     "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
+    "flux_sizes": ("flux", (*TOLD, *OUT, "--width", "18")),
+    "flux_guidance": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=2")),
+    "flux_true_cfg": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=null", "true_cfg_scale=2")),
 }
 
 
@@ -213,7 +216,7 @@ def test_embed_and_decode_say_what_they_need(
             "StableDiffusionXLPipeline",
             ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"],
         ),
-        "embed_other": (embed, "FluxPipeline", ["--prompt", "a fox", "--to", "file"]),
+        "embed_other": (embed, "StableDiffusion3Pipeline", ["--prompt", "a fox", "--to", "file"]),
         "decode": (decode, "StableDiffusionXLPipeline", ["latents.safetensors", "--out", "out"]),
     }
     for name, (command, kind, arguments) in asked.items():
@@ -357,6 +360,59 @@ def test_models_that_are_others_are_refused(
     shutil.rmtree("transformer")
     with pytest.raises(WeightsError, match=r"config\.json"):
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
+
+
+@pytest.mark.parametrize(("name", "of"), [("flux", "wan"), ("wan", "flux"), ("flux", "sdxl")])
+def test_a_folder_of_another_family_is_refused(
+    name: str, of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, name)
+    pipeline(tmp_path, of, next(iter(runs.SCHEDULERS[of])))
+    monkeypatch.chdir(tmp_path)
+    if of == "sdxl":
+        Path("model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
+    with pytest.raises(WeightsError) as error:
+        draw(name, "--model", ".", *TOLD, *OUT)
+    check_golden(f"generate/{name}_from_{of}", str(error.value))
+
+
+def test_the_pipelines_of_other_flux_models_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, "flux")
+    pipeline(tmp_path, "flux", "flow_euler")
+    monkeypatch.chdir(tmp_path)
+    Path("model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    with pytest.raises(ConfigError) as error:
+        draw("flux", "--model", ".", *EXACT, *sizes_of("flux"), *TOLD, *OUT)
+    check_golden("generate/flux_of_another_pipeline", str(error.value))
+
+
+def test_lora_of_another_family_is_refused_before_a_prompt_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
+    layer = "transformer.blocks.1.attn1.to_q"
+    tensors = {f"{layer}.lora_{side}.weight": x for side, x in sides.items()}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    pipeline(tmp_path / "flux", "flux", "flow_euler")
+    for part in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
+        (tmp_path / "flux" / part).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded"))
+    with pytest.raises(WeightsError) as error:
+        draw(
+            "flux",
+            "--model",
+            "flux",
+            *sizes_of("flux"),
+            *PROMPT,
+            *OUT,
+            "--lora",
+            "lora.safetensors",
+        )
+    check_golden("generate/flux_lora_of_wan", str(error.value))
 
 
 def test_the_small_model_takes_no_files(tmp_path: Path) -> None:

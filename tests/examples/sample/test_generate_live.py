@@ -5,6 +5,7 @@ are installed.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from tests.closeness import hold
 from tests.examples.conftest import ROOT
 from tests.fixtures import make_pipelines as runs
 
-from .pipelines import EXACT, draw, sizes_of
+from .pipelines import EXACT, MORE, draw, sizes_of
 
 PROMPT, NEGATIVE = "a red  fox in the snow", "rain &amp; blue"
-BUILD = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "sdxl": runs.sdxl}
-NOISE = {"wan": (1, 4, 3, 4, 6), "wan_i2v": (1, 4, 3, 4, 6), "sdxl": (1, 4, 8, 12)}
+FLUX = {name: partial(runs.flux, name) for name in runs.FLUXES}
+BUILD = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "sdxl": runs.sdxl, **FLUX}
+PICTURES = ("sdxl", *FLUX)
+NOISE = dict.fromkeys(("wan", "wan_i2v"), (1, 4, 3, 4, 6)) | dict.fromkeys(PICTURES, (1, 4, 8, 12))
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,12 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
     pipe.save_pretrained(folder)
     noise = np.random.default_rng(2).standard_normal(NOISE[name], np.float32)
     save_file({"noise": noise}, folder / "noise.safetensors")
+    if name in FLUX:
+        said = {"prompt": PROMPT, "negative_prompt": negative}
+        latents, pixels = (
+            runs.run_flux(pipe, torch.from_numpy(noise), kind, **said) for kind in ("latent", "np")
+        )
+        return latents.numpy(), np.asarray(pixels)[0] * 255
     size = runs.PICTURE if name == "sdxl" else runs.VIDEO
     told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **size}
     if name == "wan_i2v":
@@ -73,7 +82,8 @@ def ours(name: str, folder: Path, *told: str) -> np.ndarray:
         "--out",
         folder / "out",
     )
-    draw(name, *paths, *told, *EXACT, *sizes_of(name))
+    text = [f"text_tokens={runs.FLUX_TEXT}"] if name in FLUX else []
+    draw(name, *paths, *told, *EXACT, *MORE.get(name, ()), *sizes_of(name), *text)
     return load_file(file)["latents"]
 
 
@@ -84,13 +94,20 @@ def options(name: str, folder: Path, negative: str | None) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "negative"),
-    [("wan", NEGATIVE), ("wan_i2v", NEGATIVE), ("sdxl", None), ("sdxl", NEGATIVE)],
+    [
+        ("wan", NEGATIVE),
+        ("wan_i2v", NEGATIVE),
+        ("sdxl", None),
+        ("sdxl", NEGATIVE),
+        ("flux", NEGATIVE),
+        ("flux_schnell", None),
+    ],
 )
 def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) -> None:
     latents, pixels = theirs(name, tmp_path, negative)
     got = ours(name, tmp_path, *options(name, tmp_path, negative))
     hold(f"{name}, latents", {"": got}, {"": latents}, 1e-4)
-    if name == "sdxl":
+    if name in PICTURES:
         written = np.asarray(Image.open(tmp_path / "out" / "000.png"))
     else:
         from wan import torch_parts
@@ -120,7 +137,7 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
     assert off <= 1.0, "half a level of rounding, and what latents are off"
 
 
-@pytest.mark.parametrize("name", ["wan_i2v", "sdxl"])
+@pytest.mark.parametrize("name", ["wan_i2v", "sdxl", "flux"])
 def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
     latents, _ = theirs(name, tmp_path, NEGATIVE)
     sys.path.insert(0, str(ROOT / "examples"))
@@ -131,10 +148,11 @@ def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
         for key, value in runs.VIDEO.items()
         for x in (f"--{key.removeprefix('num_')}", str(value))
     ]
+    text = ["--text-tokens", str(runs.FLUX_TEXT)] if name in FLUX else []
     file = tmp_path / "told.safetensors"
     embed.main(
         embed.arguments_of(
-            [str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, "--to", str(file)]
+            [str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, *text, "--to", str(file)]
         )
     )
     got = ours(name, tmp_path, "--embeddings", str(file))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flux.settings import SamplingSettings
+from flux.sizes import SIZES as FLUX_SIZES
 from safetensors.numpy import load_file
 from samplers import Schedule, sample, start, step
 from samplers.read import NAMES, read
@@ -26,6 +28,8 @@ KINDS = sorted({name.partition(".")[0] for name in CASES})
 # Where sigma is 4096, diffusers' float32 keeps three digits of x - x0; in float64 it gives our
 # numbers to 5e-7.
 TOLERANCE = {"euler_v": 5e-4, "euler_linspace": 2e-5}
+NAMES_OF = ("dev", "schnell")
+FLUX, FLOW = made.FLUX, "FlowMatchEulerDiscreteScheduler"
 WAN = {
     "_class_name": "UniPCMultistepScheduler",
     "_diffusers_version": "0.33.0",
@@ -44,13 +48,18 @@ def folder_of(path: Path, **said: object) -> Path:
 def schedule_of(case: made.Case, path: Path) -> Schedule:
     """Make a case's schedule, by way of the file that diffusers would write."""
     family = "flow" if NAMES[case.kind] in ("flow_euler", "unipc") else "discrete"
-    return read(folder_of(path, _class_name=case.kind, **case.options), family).schedule(case.steps)
+    folder = folder_of(path, _class_name=case.kind, **case.options)
+    sampler = read(folder, "even_flow" if case.tokens else family)
+    return sampler.of_tokens(case.tokens).schedule(case.steps)
 
 
 def compare(name: str, path: Path, noise: np.ndarray, theirs: dict[str, np.ndarray]) -> None:
     """Hold every step of a case against diffusers', to 5e-6 of the scale."""
     schedule = schedule_of(CASES[name], path)
-    np.testing.assert_allclose(schedule.times, theirs["times"], rtol=2e-7)
+    # Flux's pipeline computes its sigmas in float32.
+    np.testing.assert_allclose(
+        schedule.times, theirs["times"], rtol=4e-7 if CASES[name].tokens else 2e-7
+    )
     tolerance = TOLERANCE.get(name.partition(".")[0], 5e-6)
 
     plain = Schedule(*map(np.asarray, schedule))  # 1,000 steps: fewer to compile
@@ -168,6 +177,9 @@ WRONG = {
         "flow",
         {},
     ),
+    "tokens_of_wan": (FLUX | {"_class_name": FLOW}, "flow", {}),
+    "unipc_of_flux": (WAN, "even_flow", {}),
+    "tokens_of_flux": (FLUX | {"_class_name": FLOW, "max_image_seq_len": 256}, "even_flow", {}),
     "default_unsupported": ({"_class_name": "DDIMScheduler"}, "discrete", {}),
     "zero_snr_of_noise": (
         {"_class_name": "DDIMScheduler", "clip_sample": False, "rescale_betas_zero_snr": True},
@@ -187,6 +199,35 @@ def test_what_is_not_supported_is_said(
     with pytest.raises(ConfigError) as error:
         read(".", family, **how)
     check_golden(f"samplers/{case}", str(error.value))
+
+
+def test_the_files_of_flux_are_read(tmp_path: Path) -> None:
+    dev = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "_diffusers_version": "0.30.0.dev0",
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 4096,
+        "max_shift": 1.15,
+        "num_train_timesteps": 1000,
+        "shift": 3.0,
+        "use_dynamic_shifting": True,
+    }
+    found = read(folder_of(tmp_path, **dev), "even_flow").of_tokens(4096)
+    assert str(found).startswith("flow_euler, shift 3.16 by 4096 tokens (scheduler/")
+    assert read(None, "even_flow").options == found.options
+    asked = read(tmp_path, "even_flow", flow_shift=2.0)
+    np.testing.assert_allclose(asked.schedule(2).times, [1000, 2000 / 3], rtol=1e-6)
+    schnell = folder_of(tmp_path, **dev | {"shift": 1.0, "use_dynamic_shifting": False})
+    times = read(schnell, "even_flow").schedule(4).times
+    np.testing.assert_allclose(times, [1000, 750, 500, 250])
+
+
+def test_without_a_file_each_flux_model_has_its_own_times() -> None:
+    settings = SamplingSettings()
+    dev, schnell = (settings.sampler_of(None, FLUX_SIZES[f"flux.1-{x}"], 256) for x in NAMES_OF)
+    np.testing.assert_allclose(schnell.schedule(4).times, [1000, 750, 500, 250])
+    assert dev.schedule(4).times[1] > 800, "shifted by the picture's tokens"
 
 
 def test_no_time_is_used_twice(tmp_path: Path) -> None:

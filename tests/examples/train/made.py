@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flux.settings import Settings as Flux1
 from sdxl.settings import Settings as Sdxl
 from train import shards
 from wan.settings import Settings as Wan21
@@ -34,7 +35,20 @@ UNET = {
     "norm_num_groups": 2,
     "dtype": "float32",
 }
+FLUX = {
+    "sizes": "flux.1-dev",
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "axes_dims_rope": [2, 2, 4],
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "in_channels": 16,
+    "joint_attention_dim": 6,
+    "pooled_projection_dim": 5,
+    "dtype": "float32",
+}
 SHAPES = {
+    "flux": {"latents": (4, 4, 8), "text": (3, 6), "pooled": (5,)},
     "wan": {"latents": (4, 2, 4, 4), "text": (3, 6)},
     "i2v": {"latents": (4, 2, 4, 4), "text": (3, 6), "image": (5, 5), "condition": (8, 2, 4, 4)},
     "sdxl": {"latents": (4, 8, 8), "text": (3, 6), "pooled": (5,), "time_ids": (6,)},
@@ -89,3 +103,11 @@ def sdxl(
     """Make the settings of a tiny SDXL UNet that trains in `path`."""
     said = TRAINING | {"output_dir": str(path)} | training
     return Sdxl(**{"model": UNET | (model or {}), "data": {"folder": data}, "training": said})
+
+
+def flux(
+    path: Path, model: dict[str, Any] | None = None, data: str | None = None, **training: Any
+) -> Flux1:
+    """Make the settings of a tiny Flux.1 that trains in `path`."""
+    said = TRAINING | {"output_dir": str(path)} | training
+    return Flux1(**{"model": model or FLUX, "data": {"folder": data}, "training": said})

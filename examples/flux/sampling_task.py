@@ -1,0 +1,107 @@
+"""Flux.1 in sampling: sizes of the picture, what the transformer is told, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from common.shapes import Form
+from flax import nnx
+from jaxtyping import Array, Float
+from sample.picture_task import PictureTask
+from sample.task import Arrays
+from samplers.read import Sampler
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+
+from . import torch_parts
+from .model import FluxTransformer2D
+from .plans import plans, tokens
+from .settings import GUIDANCE, Settings
+from .sizes import PATCH, Sizes
+
+
+@dataclass(frozen=True)
+class FluxSamplingTask(PictureTask):
+    """Draw pictures with a Flux.1 transformer.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+        folder: the pipeline's; its vae says how many pixels a latent stands for, 8 without one.
+    """
+
+    settings: Settings
+    sizes: Sizes
+
+    part: Literal["transformer"] = "transformer"
+    family: Literal["flux"] = "flux"
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """[C, h, w] of one picture."""
+        return (self.sizes.channels, *self.sides())
+
+    def sampler(self) -> Sampler:
+        """Choose the sampler, as the pipeline, the size of the picture and the settings say."""
+        sampling, count = self.settings.sampling, tokens(self.latents)
+        return sampling.sampler_of(str(self.folder), self.sizes, count)
+
+    def size_errors(self) -> Iterable[ConfigError]:
+        """Yield sides that tokens do not divide, and a guidance that the model is not told."""
+        yield from self.undivided(PATCH, "a token stands for {unit} pixels of it")
+        yield from self._guidance_errors()
+
+    def _guidance_errors(self) -> Iterator[ConfigError]:
+        scale = self.settings.sampling.guidance_scale
+        if scale is not None and not self.sizes.guidance_embeds:
+            rule = (
+                "it is told to models with guidance_embeds, such as FLUX.1-dev, and this has none"
+            )
+            remedy = "set it to null; classifier-free guidance is true_cfg_scale"
+            yield ConfigError("sampling.guidance_scale", scale, rule, remedy)
+
+    def expected(self, guided: bool) -> dict[str, Form]:
+        """Return text and pooled text."""
+        forms: dict[str, Form] = {"text": ("L", self.sizes.joint_attention_dim)}
+        forms["pooled"] = (self.sizes.pooled_projection_dim,)
+        negative = {f"negative_{name}": form for name, form in forms.items()}
+        return forms | negative if guided else forms
+
+    def encode(self, folder: Path, image: Path | None) -> Arrays:
+        """Encode the prompts with the folder's two encoders."""
+        s = self.settings.sampling
+        prompts = [s.prompt or ""]
+        return torch_parts.texts(folder, prompts, s.negative_prompt, s.text_tokens, s.torch_device)
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:
+        """Build the transformer."""
+        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
+        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
+        return FluxTransformer2D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+
+    def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
+        """Return what every step is told: the text, the pooled text and the guidance."""
+        text, pooled, scale = (
+            arrays["text"],
+            arrays["pooled"],
+            self.settings.sampling.guidance_scale,
+        )
+        if not self.sizes.guidance_embeds:
+            return text, pooled, None
+        return text, pooled, jnp.full(len(text), GUIDANCE if scale is None else scale)
+
+    def predict(
+        self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any
+    ) -> Array:
+        """Predict the velocity."""
+        return model(x, t, *told)
+
+    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
+        """Plan the attention of text and picture together."""
+        return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)

@@ -1,0 +1,102 @@
+"""The settings of Flux.1: those of attention, and four sections of its own.
+
+The same YAML file trains (examples/train_flux.py) and draws (examples/generate_flux.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from common.named_model import NamedModel
+from common.settings import Count, NotNegative, Positive
+from sample.settings import SamplingSettings as CommonSampling
+from samplers.read import NO_FILE, Sampler, read
+from train.flow_settings import FlowTraining
+from train.settings import DataSettings
+
+import maxattn as ma
+
+from .sizes import SIZES, Sizes
+
+GUIDANCE = 3.5  # what FLUX.1-dev is usually told
+UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell is sampled
+
+
+class ModelSettings(NamedModel):
+    """Hold which transformer it is, and in which dtypes."""
+
+    known: ClassVar[dict[str, Any]] = SIZES
+
+    sizes: Literal["flux.1-dev", "flux.1-schnell"] | None = None
+    """Known sizes; null takes those of the folder."""
+
+    num_attention_heads: Count | None = None
+    """This and the rest change one of the named sizes, for a new model without weights."""
+    attention_head_dim: Count | None = None
+    num_layers: Count | None = None
+    num_single_layers: Count | None = None
+    in_channels: Count | None = None
+    joint_attention_dim: Count | None = None
+    pooled_projection_dim: Count | None = None
+    axes_dims_rope: tuple[Count, ...] | None = None
+
+
+class TrainingSettings(FlowTraining):
+    """Hold how the transformer learns: flow matching, at times drawn as said here."""
+
+    timestep_shift: Positive = 1.0
+    """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
+    embedded_guidance: NotNegative = 1.0
+    """What FLUX.1-dev is told while it learns; schnell is told none."""
+
+
+class SamplingSettings(CommonSampling):
+    """Hold how pictures are drawn."""
+
+    sampler: Literal["flow_euler"] | None = None
+    """Euler steps over even sigmas; null: the same, or the folder is refused."""
+    num_inference_steps: Count = 28
+    """Steps from noise to picture; schnell takes 4."""
+    guidance_scale: NotNegative | None = None
+    """What FLUX.1-dev is told, in one call of the model; null is 3.5. schnell takes none."""
+    true_cfg_scale: NotNegative = 1.0
+    """Classifier-free guidance away from the negative prompt; 1 is none, in half the time."""
+    timestep_shift: Positive | None = None
+    """Above 1: smaller steps near the noise; null: as the folder says, by the tokens of dev."""
+    height: Count = 1024
+    """Rows of pixels."""
+    width: Count = 1024
+    """Columns of pixels."""
+    text_tokens: Count = 512
+    """Tokens of a prompt for the T5 encoder; schnell was trained with 256."""
+
+    @property
+    def cfg_scale(self) -> float:
+        """The scale of classifier-free guidance; 1 is none."""
+        return self.true_cfg_scale
+
+    def sampler_of(self, folder: str | None, sizes: Sizes, tokens: int = 0) -> Sampler:
+        """Choose the sampler of a picture with so many tokens; the model's usual without a file."""
+        found = read(folder, "even_flow", self.sampler, self.timestep_shift).of_tokens(tokens)
+        if found.said_by != NO_FILE or self.timestep_shift is not None or sizes.guidance_embeds:
+            return found
+        return replace(found, options={**found.options, **UNSHIFTED})
+
+
+class Settings(ma.AttentionConfig):
+    """Hold the keys of attention, and the sections model, data, training and sampling."""
+
+    model: ModelSettings = ModelSettings(sizes="flux.1-dev")
+    """The transformer."""
+    data: DataSettings = DataSettings()
+    """The examples."""
+    training: TrainingSettings = TrainingSettings()
+    """How it learns."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How pictures are drawn."""
+
+
+def sizes_of(model: ModelSettings) -> Sizes:
+    """Return the sizes of the model: its folder's, the named ones, or both when they agree."""
+    return model.found(Sizes, "transformer")

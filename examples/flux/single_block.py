@@ -1,0 +1,71 @@
+"""Flux's single block: one sequence of text and picture, attention and feed-forward side by side.
+
+    (shift, scale, gate) = linear(silu(e));  y = norm(x) * (1 + scale) + shift
+    x += gate * proj_out([attention(y), gelu(proj_mlp(y))])
+
+Axes: B batch, T tokens of the text and then of the picture, D width. Parameter names are those of
+diffusers.
+
+Source: Flux.1, https://github.com/black-forest-labs/flux
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from common.layers import gated, modulated, on_mesh
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn import sharding
+
+from .block import EPS, Modulation, Tokens
+
+
+class FluxSingleBlock(nnx.Module):
+    """Run attention and a feed-forward layer on the same tokens, and project both together.
+
+    Args:
+        dim: D.
+        heads: N; a head has D / N channels.
+        config: attention's settings.
+        mesh: devices to spread over; default none.
+        how: dtype and param_dtype; norms, modulation and softmax are float32 whatever they are.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        config: ma.AttentionConfig | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        *,
+        rngs: nnx.Rngs,
+        **how: Any,
+    ) -> None:
+        self.mesh, how = mesh, {"rngs": rngs, **how}
+        self.norm = Modulation(dim, 3, mesh, **how)
+        norm: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm", "eps": EPS}
+        where: dict[str, Any] = {"config": config, "mesh": mesh, "out_proj": False, **how}
+        self.attn = ma.FlaxAttention(dim, heads, dim_head=dim // heads, **norm, **where)
+        inner, whole = on_mesh("fsdp", "tensor"), on_mesh("tensor", "fsdp")
+        self.proj_mlp = nnx.Linear(dim, 4 * dim, kernel_metadata=inner, **how)
+        self.proj_out = nnx.Linear(5 * dim, dim, kernel_metadata=whole, **how)
+
+    def __call__(self, x: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary) -> Tokens:
+        """Return the new tokens.
+
+        Args:
+            x: text and picture, [B, T, D].
+            e: embedding of time, guidance and pooled text.
+            rotary: positions of the T tokens, from `positions`.
+        """
+        shift, scale, gate = self.norm(e)
+        y = modulated(x, self.norm.norm, scale, shift)
+        attended, inner = self.attn(y, rotary_emb=rotary), nnx.gelu(self.proj_mlp(y))
+        x = gated(x, self.proj_out(jnp.concatenate([attended, inner], axis=-1)), gate)
+        return sharding.constrain(x, self.mesh, "BT.")

@@ -1,0 +1,87 @@
+"""Sizes of Flux.1's transformers, by name or from a folder's `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from common.model_config import read_config
+
+from maxattn.errors import WeightsError
+
+CLASS_NAME = "FluxTransformer2DModel"
+PATCH = 2  # rows and columns of latents in a token
+# What diffusers' class could be beside FLUX.1-dev and schnell: its own patches, and other channels
+# out than in, as of the models that fill a picture in or follow a depth.
+ONLY = {"patch_size": 1, "_class_name": CLASS_NAME}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold the sizes of a transformer, under diffusers' names; the defaults are FLUX.1-dev's.
+
+    Args:
+        num_attention_heads, attention_head_dim: N and H; the width D is their product.
+        num_layers: double blocks.
+        num_single_layers: single blocks.
+        in_channels: of a token: those of the latents, times the latents of a patch.
+        joint_attention_dim: width of the text's states.
+        pooled_projection_dim: width of the pooled text.
+        guidance_embeds: whether it is told a guidance.
+        axes_dims_rope: channels of a head that turn with time, row and column.
+    """
+
+    num_attention_heads: int = 24
+    attention_head_dim: int = 128
+    num_layers: int = 19
+    num_single_layers: int = 38
+    in_channels: int = 64
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = True
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+
+    @property
+    def dim(self) -> int:
+        """D, the width of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def channels(self) -> int:
+        """C, of the latents."""
+        return self.in_channels // PATCH**2
+
+    def config(self) -> dict[str, Any]:
+        """Return what diffusers keeps in `config.json` beside the weights."""
+        return {**ONLY, **vars(self), "axes_dims_rope": list(self.axes_dims_rope)}
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> Self:
+        """Read the sizes from a folder's `config.json`.
+
+        Raises:
+            ConfigError: there is no such folder.
+            WeightsError: there is none, or it describes another kind of model.
+        """
+        own = {field.name for field in fields(cls)}
+        config = read_config(folder, "flux", ONLY, {*own, "out_channels"})
+        # What a file leaves out is diffusers' default, and there it is False.
+        config = {"guidance_embeds": False, **config}
+        found = cls(**{key: _hashable(config[key]) for key in own & config.keys()})
+        if config.get("out_channels") not in (None, found.in_channels):
+            rule = f"FLUX.1-dev and schnell give out the {found.in_channels} channels they take in"
+            remedy = "give one of them; models that fill in or follow a depth are others"
+            raise WeightsError("out_channels", config["out_channels"], rule, remedy)
+        if sum(found.axes_dims_rope) != found.attention_head_dim:
+            rule = f"its sum is attention_head_dim, {found.attention_head_dim}"
+            remedy = "fetch the folder anew"
+            raise WeightsError("axes_dims_rope", list(found.axes_dims_rope), rule, remedy)
+        return found
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+SIZES = {"flux.1-dev": Sizes(), "flux.1-schnell": Sizes(guidance_embeds=False)}

@@ -1,0 +1,80 @@
+"""What the sampling of pictures has in common: their size, one model for all steps, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common.pipeline_folder import config_of
+from jaxtyping import Array, Float
+
+from maxattn.errors import ConfigError
+
+from . import media, torch_pictures
+from .task import Arrays, Expert, Part
+
+
+@dataclass(frozen=True)
+class PictureTask:
+    """Begin a `SamplingTask` that draws pictures with one model.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+        folder: the pipeline's; its vae says how many pixels a latent stands for, 8 without one.
+    """
+
+    settings: Any
+    sizes: Any
+    folder: Path
+
+    part: Part = "transformer"
+    takes_image: bool = False
+    needs_image: bool = False
+    needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+
+    @cached_property
+    def scale(self) -> int:
+        """Pixels along a side of one of latents."""
+        return 2 ** (len(config_of(self.folder, "vae").get("block_out_channels", range(4))) - 1)
+
+    def sides(self) -> tuple[int, int]:
+        """Return rows and columns of the latents."""
+        s = self.settings.sampling
+        return s.height // self.scale, s.width // self.scale
+
+    def undivided(self, latents: int, rule: str) -> Iterator[ConfigError]:
+        """Yield heights and widths that so many latents do not divide.
+
+        Args:
+            latents: along a side.
+            rule: that it breaks, with {unit} for the pixels.
+        """
+        unit = self.scale * latents
+        for key in ("height", "width"):
+            if (value := getattr(self.settings.sampling, key)) % unit:
+                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
+                yield ConfigError(f"sampling.{key}", value, rule.format(unit=unit), near)
+
+    def completed(self, arrays: Arrays) -> Arrays:
+        """Return the arrays as they are."""
+        return arrays
+
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Take all steps with one model."""
+        return (Expert(self.part, len(times), self.settings.sampling.cfg_scale),)
+
+    def finished(
+        self, x: Float[Array, "B H W C"], told: Mapping[str, Array]
+    ) -> Float[Array, "B H W C"]:
+        """Return the sample as it is."""
+        return x
+
+    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
+        """Decode latents and write pictures."""
+        pictures = torch_pictures.decode(folder, latents, self.settings.sampling.torch_device)
+        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]
