@@ -119,13 +119,25 @@ class Rollout(NamedTuple):
 
 
 def rollout(
-    stack: Stack, stream: ma.Stream, cache: ma.KVCache, clean: jax.Array, noisy: jax.Array
+    stack: Stack,
+    stream: ma.Stream,
+    cache: ma.KVCache,
+    clean: jax.Array,
+    noisy: jax.Array,
+    first: int = 0,
 ) -> Rollout:
-    """Run a noisy pass and a clean pass of every block over the cache."""
+    """Run a noisy pass and a clean pass of every block over the cache.
+
+    Args:
+        first: the number of the first frame, for the rotary embedding.
+    """
     step, outs = jax.jit(stack.step, donate_argnums=3), []
     tokens = stream.tokens_per_frame
     for start, stop in stream.blocks(clean.shape[1] // tokens):
-        own, angles = slice(start * tokens, stop * tokens), table(stream, stop - start, start)
+        own, angles = (
+            slice(start * tokens, stop * tokens),
+            table(stream, stop - start, first + start),
+        )
         if not cache.layout.is_roped:
             angles = table(stream, cache.layout.frames)
         y_noisy, cache = step(noisy[:, own], NOISY, angles, cache)

@@ -98,6 +98,17 @@ def test_without_window_it_is_block_causal(alone: bool) -> None:
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 
+def test_the_number_of_the_first_frame_changes_nothing() -> None:
+    """Tables come from the host, in float64: frame 50,000 turns by as exact an angle as frame 0."""
+    stream, stack = ma.Stream(2, 3, 2, sink=1), Stack.make()
+    clean, noisy = clips(stream, 12)
+    early, late = (
+        rollout(stack, stream, stack.cache(stream), clean, noisy, first) for first in (0, 50_000)
+    )
+    close(late.clean, early.clean, atol=1e-4)
+    close(late.noisy, early.noisy, atol=1e-4)
+
+
 def test_positions_by_slots_are_absolute_ones_without_a_sink() -> None:
     stream, stack = ma.Stream(2, 3, 2), Stack.make()
     clean, noisy = clips(stream, 18)

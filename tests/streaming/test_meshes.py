@@ -103,6 +103,18 @@ def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
     close(*outs)
 
 
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_the_surrounding_mesh_is_taken(layout: str) -> None:
+    mesh, stack = mesh_of("data 2, context 2, tensor 2"), Stack.make()
+    clean, noisy = clips(STREAM, 15, batch=2)
+    want, _ = teacher_forward(stack, STREAM, clean, noisy)
+    with jax.set_mesh(mesh):
+        cache = stack.cache(STREAM, 2, context=layout)
+        assert dict(cache.layout.mesh) == {"data": 2, "context": 2, "tensor": 2}
+        made = rollout(stack, STREAM, cache, clean, noisy)
+    close(made.clean, want)
+
+
 MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(")
 
 
