@@ -22,7 +22,8 @@ class TeacherForcing(FrameMask):
     and, of the clean half, the frames before its block that are within the same budget.
 
     Args:
-        frames: frames in the video; queries and keys are `2 * frames * tokens_per_frame` tokens.
+        frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens, and so
+            are the queries, or those of the noisy half alone.
         tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
         shards: into how many equal parts both halves are dealt: part 0 of the clean half, part 0 of
             the noisy half, part 1 of the clean half, and so on. Under context parallelism of so
@@ -114,14 +115,18 @@ class TeacherForcing(FrameMask):
         return tuple((xp.maximum(lo, f) + f, xp.minimum(hi, f + half) + f) for f in firsts)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Check that queries and keys are both halves of the video, then resolve the offset."""
+        """Check that the keys are both halves of the video, then resolve the offset."""
         tokens = 2 * self.frames * self.tokens_per_frame
-        if (lengths.q_len, lengths.kv_len) != (tokens, tokens):
-            of = f"2 * frames * tokens_per_frame = 2 * {self.frames} * {self.tokens_per_frame}"
-            rule = f"queries and keys are the clean video and the noisy one, {of} = {tokens} tokens"
-            found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
-            raise InputError("mask", found, rule, "give both halves: stream.pair(clean, noisy)")
-        return super().bound_to(lengths)
+        bound = super().bound_to(lengths) if lengths.kv_len == tokens else None
+        if bound is not None and 0 <= bound.offset <= tokens - lengths.q_len:  # pyright: ignore[reportAttributeAccessIssue]
+            return bound
+        of = f"2 * frames * tokens_per_frame = 2 * {self.frames} * {self.tokens_per_frame}"
+        rule = (
+            f"the keys are the clean video and the noisy one, {of} = {tokens} tokens, and the"
+            " queries are of these"
+        )
+        found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
+        raise InputError("mask", found, rule, "give both halves: stream.pair(clean, noisy)")
 
     def own_period(self) -> int | None:
         """Give the tokens of a block where blocks tile the halves, else those of a frame."""
@@ -130,15 +135,16 @@ class TeacherForcing(FrameMask):
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         """Jump where a block of either half begins, by more where a half does or a budget ends."""
-        if self.offset:
+        offset = self.offset or 0
+        if offset < 0:  # rows before the first one are in blocks of another size
             return None
         tokens, alone, half = self.tokens_per_frame, int(self.first_frame_alone), self.half
         size = self.frames_per_block * tokens
-        begins = range(0, 2 * self.shards * half, half)
+        begins = range(0, 2 * self.shards * half + 1, half)
         inner = (0, alone * tokens, self.first_over_budget() * tokens)
-        turns = self._turns(begins, inner)
+        turns = tuple(row - offset for row in self._turns(begins, inner))
         phases = {-alone * tokens % size, -(half + alone * tokens) % size}
-        return tuple(RowBlocks(size, phase, turns) for phase in sorted(phases))
+        return tuple(RowBlocks(size, offset + phase, turns) for phase in sorted(phases))
 
     def _turns(self, begins: range, inner: tuple[int, ...]) -> tuple[int, ...]:
         """List the rows where a half begins, and where the video passes `inner` in each."""

@@ -153,12 +153,13 @@ class FlaxAttention(AttentionBase):
             rngs: source of the dropout, needed only then.
             rotary_emb_k: positions of the keys; default those of the queries.
             cache: a layer of a `KVCache`: the keys and values of these tokens are written into the
-                slots of the block that it is at. Then the result is a pair (output, cache).
+                slots of the block that it is at. Then the result is a pair (output, cache). A mask
+                stands beside one that extracts, or is read alone.
 
         Raises:
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
             MeshError: the cache lies on another mesh.
-            Unsupported: a pass with a cache is differentiated.
+            Unsupported: a pass that writes into a cache is differentiated.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)

@@ -26,7 +26,7 @@ class Given(NamedTuple):
         x: hidden states.
         layer: of the cache.
         how: scale, config and mesh.
-        mask, bias: of a pass that extracts.
+        mask, bias: as the call has them.
     """
 
     x: Float[Array, "B T query_dim"]
@@ -49,7 +49,7 @@ def checked_cache(
         rule = "attention reads and writes one layer of a KVCache"
         raise InputError("cache", type(layer).__name__, rule, remedy)
     cache, mesh = layer.cache, usable_mesh(module.mesh, x)
-    refused.beside(cache, mask=mask, bias=bias)
+    refused.beside(cache, mask, bias)
     if rotary_emb_k is not None and not cache.layout.is_roped:
         rule = "keys kept by slots are turned by rotary_emb, a table of the window"
         raise InputError("rotary_emb_k", "given", rule, "leave it out")

@@ -46,20 +46,20 @@ def attend_with_cache(
         block: queries, keys and values.
         how: scale, config and mesh.
         table: of the window, [F, tokens, D], where keys are kept without rotary embedding.
-        mask, bias: of a pass that extracts.
+        mask, bias: of a pass that extracts; a mask of one that reads alone too.
 
     Returns:
         The output and the whole cache.
 
     Raises:
         InputError: the cache is of another dtype.
-        Unsupported: it is differentiated.
+        Unsupported: a pass that writes is differentiated.
     """
     cache = layer.cache
-    q, k, v = map(_undifferentiated, block)
-    checks.same_dtype(cache, k, v)
+    checks.same_dtype(cache, block.k, block.v)
     if cache.mode == "cached":
-        return read(layer, q, how, None, own=(k, v)), cache
+        return read(layer, block.q, how, None, (block.k, block.v), mask), cache
+    q, k, v = map(_undifferentiated, block)
     if cache.mode == "extract":
         out = _attend(q, k, v, how, mask, bias)
         kept = slice(cache.start, cache.start + cache.tokens)
@@ -89,7 +89,7 @@ def _undifferentiated(x: Array) -> Array:
 
 @_undifferentiated.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    rule = "a gradient through a cache would keep a copy of it for every block"
+    rule = "a gradient through what is written would keep a copy of the cache for every block"
     teacher = "run the blocks without gradient, then one forward with stream.teacher_mask over them"
-    constants = "where only what follows is differentiated, jax.lax.stop_gradient the parameters"
-    raise Unsupported("cache", "under a gradient", rule, f"{teacher}; {constants}")
+    reading = "cache.cached() is read under a gradient"
+    raise Unsupported("cache", "under a gradient", rule, f"{teacher}; {reading}")

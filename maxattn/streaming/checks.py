@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from maxattn.call import DTYPES
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import is_tracer
-from maxattn.masks import BIG
+from maxattn.masks import BIG, Mask
+from maxattn.masks.base import text
 from maxattn.sharding import MeshShape
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def advance(cache: KVCache) -> None:
     if cache.mode == "cached":
         rule = "a pass over cache.cached() writes nothing, so no frames are made"
         raise InputError("advance", repr(cache), rule, "advance the cache that is written")
-    if cache.stage == "done":
+    if cache.is_done:
         _refuse_more(cache)
 
 
@@ -164,13 +165,32 @@ def _differ(cache: KVCache, other: KVCache) -> bool:
 # ---- a call --------------------------------------------------------------------------------------
 
 
-def beside(cache: KVCache, **given: Any) -> None:
-    """Refuse what cannot stand beside a cache, such as a mask."""
-    for name, value in given.items():
-        if value is not None and cache.mode != "extract":
-            rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
-            remedy = f"leave {name} out; the Stream's window and sink say what is kept"
-            raise InputError(name, "given beside a cache", rule, remedy)
+def beside(cache: KVCache, mask: Any, bias: Any) -> None:
+    """Refuse what cannot stand beside a cache."""
+    for name, value in (("mask", mask), ("bias", bias)):
+        if value is None or cache.mode == "extract":
+            continue
+        if cache.mode == "cached" and name == "mask":
+            _mask_of_kept(cache, value)
+            continue
+        rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
+        remedy = f"leave {name} out; the Stream's window and sink say what is kept"
+        raise InputError(name, "given beside a cache", rule, remedy)
+
+
+def _mask_of_kept(cache: KVCache, mask: Any) -> None:
+    """Refuse a mask whose keys are not those of all slots and then the own ones, in their order."""
+    if cache.stage != "full":
+        rule = "a mask counts the tokens of every slot, and some are empty"
+        raise InputError(
+            "mask", repr(cache), rule, "make the cache with as many frames as it keeps"
+        )
+    if cache.layout.token_ways > 1:
+        rule = "a mask counts tokens in their order, and each device has some of every frame"
+        raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
+    if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
+        rule = "beside a cache on a mesh a mask is one of positions, without arrays"
+        raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
 
 
 def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
@@ -188,7 +208,7 @@ def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
     if (cache.k.shape[1], *cache.k.shape[3:]) != (batch, heads, width):
         rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
         raise InputError("cache.k", f"shape {tuple(cache.k.shape)}", rule, FRESH)
-    if cache.stage == "done" and cache.mode == "stream":
+    if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
     _call_tokens(cache, tokens)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from maxattn.streaming.stream import Stream
 
-Stage = Literal["empty", "filling", "full", "done"]
+Stage = Literal["empty", "filling", "full", "done", "complete"]
 Mode = Literal["stream", "extract", "cached"]
 
 
@@ -43,7 +43,8 @@ class KVCache:
         layout: the stream, the slots, and how they lie over a mesh.
         own: frames of the block that is being made.
         stage: "empty" before the first block is done; "filling"; "full" once a block and those
-            before it fill every slot; "done" where there is no window and no slot is left.
+            before it fill every slot. Without a window "complete" where every slot holds a frame,
+            and "done" where those that are left are too few for a block.
         mode: "stream", or what `extract` and `cached` set.
         start: the first token that `extract` keeps.
 
@@ -130,6 +131,11 @@ class KVCache:
         return self.own * self.layout.stream.tokens_per_frame
 
     @property
+    def is_done(self) -> bool:
+        """Whether there is no window, and no room for another block."""
+        return self.stage in ("done", "complete")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values, of all devices together."""
         return 2 * self.k.size * self.k.dtype.itemsize
@@ -173,7 +179,7 @@ class KVCache:
         """Tell the stage of rows whose next block begins at frames from `least` to `most`."""
         size, slots = self.layout.stream.frames_per_block, self.layout.frames
         if self.layout.stream.window is None and most + size > slots:
-            return "done"
+            return "complete" if least == slots else "done"
         return "full" if least + size >= slots else "filling"
 
     @classmethod
@@ -220,7 +226,8 @@ class KVCache:
         """
         checks.cached(self)
         slots = self.layout.frames
-        full = not is_tracer(self.frame) and _ends(self.frame)[0] >= slots
+        known = self.stage != "complete" and not is_tracer(self.frame)
+        full = self.stage == "complete" or (known and _ends(self.frame)[0] >= slots)
         return replace(self, mode="cached", stage="full" if full else "filling")
 
     def append(self, other: KVCache) -> KVCache:

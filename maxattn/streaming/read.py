@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.attention import attention
-from maxattn.masks import KeyPadding
+from maxattn.masks import KeyPadding, Mask
 from maxattn.rope import Rotary, apply_rotary
 from maxattn.sharding import over_shards
 
@@ -38,7 +38,12 @@ class How(NamedTuple):
 
 
 def read(
-    layer: CacheLayer, q: Float[Array, "B T N H"], how: How, table: Rotary | None, own: Own = None
+    layer: CacheLayer,
+    q: Float[Array, "B T N H"],
+    how: How,
+    table: Rotary | None,
+    own: Own = None,
+    mask: Mask | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend to the keys of a layer, and to own ones that are not written.
 
@@ -47,7 +52,9 @@ def read(
         q: queries.
         how: scale, config and mesh.
         table: of the window, [F, tokens, D], for keys that are kept without rotary embedding.
-        own: keys and values of the queries' tokens, where the cache is read alone.
+        own: keys and values of the queries' tokens, where the cache is read alone. What is kept is
+            a constant to their gradient.
+        mask: over the kept keys of a full cache and then the own ones; default everything.
     """
     cache, index = layer
     layout, spread = cache.layout, q.shape[1] % cache.layout.token_ways == 0
@@ -56,9 +63,10 @@ def read(
     turns = jax.tree.map(lambda _: layout.spec(".F."), table)
     in_specs = (old, old, rows, layout.spec(""), layout.spec("B.N."), fresh, turns)
     out_spec = layout.spec("BFN." if spread else "B.N.")
-    f = partial(_read_on_device, _Reading(layout, cache.own, cache.stage, how, spread))
+    f = partial(_read_on_device, _Reading(layout, cache.own, cache.stage, how, spread, mask))
     attend = over_shards(f, how.mesh, layout.mesh, in_specs, out_spec)
-    return attend(cache.k, cache.v, cache.frame, jnp.asarray(index, jnp.int32), q, own, table)
+    k, v = (x if own is None else jax.lax.stop_gradient(x) for x in (cache.k, cache.v))
+    return attend(k, v, cache.frame, jnp.asarray(index, jnp.int32), q, own, table)
 
 
 class _Reading(NamedTuple):
@@ -68,6 +76,7 @@ class _Reading(NamedTuple):
         layout, frames, stage: of the cache; the frames of the block that is being made.
         how: as for `read`.
         spread: whether the output's tokens divide over the devices that share the tokens.
+        mask: as for `read`.
     """
 
     layout: CacheLayout
@@ -75,6 +84,7 @@ class _Reading(NamedTuple):
     stage: str
     how: How
     spread: bool
+    mask: Mask | None
 
 
 def _read_on_device(
@@ -91,13 +101,16 @@ def _read_on_device(
     end = frame if own is not None else frame + reading.frames
     k, v = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (k, v))
     k = k if table is None else apply_rotary(k, turned_by_place(layout, table, end))
-    extra = 0
-    if own is not None:  # first, so that the keys that are there are the first ones
-        extra = own[0].shape[1]
-        k, v = (jnp.concatenate(x, axis=1) for x in zip(own, (k, v), strict=True))
-    lengths = layout.frames_after(end) * layout.tokens + extra
-    hidden = None if reading.stage == "full" else jnp.broadcast_to(lengths, q.shape[:1])
-    mask = None if hidden is None else KeyPadding(hidden)
+    filled, mask = layout.frames_after(end) * layout.tokens, reading.mask
+    if own is not None:
+        # Where slots are empty own tokens come first, so that the keys that are there do.
+        parts = (
+            ((k, own[0]), (v, own[1])) if reading.stage == "full" else ((own[0], k), (own[1], v))
+        )
+        k, v = (jnp.concatenate(pair, axis=1) for pair in parts)
+        filled = filled + own[0].shape[1]
+    if reading.stage != "full":
+        mask = KeyPadding(jnp.broadcast_to(filled, q.shape[:1]))
     given: dict[str, Any] = {"scale": how.scale, "config": how.config, "mesh": False}
     if layout.token_ways == 1:
         return attention(q, k, v, mask, **given)

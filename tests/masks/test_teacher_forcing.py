@@ -109,6 +109,18 @@ def test_few_rows_are_visited(shards: int) -> None:
     assert sum(r.first.size for r in row_runs.row_runs(bound, length, length)) < 100
 
 
+@pytest.mark.parametrize("case", pairwise(AXES, fits)[::3], ids=name)
+def test_with_other_masks(case: dict) -> None:
+    """Runs of rows of both are those of every row."""
+    length, teacher = 2 * case["frames"] * case["tokens"], mask_of(case)
+    at = np.arange(length)
+    for mask in (~teacher, teacher & ~M.BlockCausal(5), teacher | M.LocalWindow(3, 2)):
+        bound = mask.bind(length, length)
+        table = np.asarray(bound.allowed(at, at))
+        pairs = np.broadcast_to(table, (1, 1, length, length)).sum()
+        assert bound.allowed_pairs(length, length) == pairs
+
+
 LONG = {
     "halves": M.TeacherForcing(8, 32, 2, 2, 1),
     "a first frame alone": M.TeacherForcing(7, 48, 3, 2, 2, first_frame_alone=True),

@@ -63,12 +63,14 @@ class Stack(NamedTuple):
 
         return jax.lax.scan(layer, x, self.state)[0]
 
-    def step(self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache) -> Any:
+    def step(
+        self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache, mask: Any = None
+    ) -> Any:
         """Run a block through all layers, the cache as the carry."""
 
         def layer(carry: Any, at: Any) -> tuple[Any, None]:
             (x, cache), (index, state) = carry, at
-            how = {"rotary_emb": rotary, "cache": cache.layer(index)}
+            how = {"rotary_emb": rotary, "cache": cache.layer(index), "mask": mask}
             return nnx.merge(self.graph, state)(x, times, **how), None
 
         return jax.lax.scan(layer, (x, cache), (jnp.arange(LAYERS), self.state))[0]

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 import maxattn as ma
 from maxattn.errors import MaxattnError
-from maxattn.masks import Causal
+from maxattn.masks import Causal, KeyPadding
 from tests.golden_text import check_golden
 from tests.streaming.test_meshes import mesh_of
 
@@ -61,6 +61,11 @@ def explicit() -> Any:
 
 def not_whole() -> ma.KVCache:
     return made(ENDLESS, frames=6)
+
+
+def kept_on(mesh: str, context: str) -> ma.KVCache:
+    cache = empty(ma.Stream(4, 1), mesh=mesh_of(mesh), context=context, frames=1)
+    return replace(cache, stage="full", mode="cached")
 
 
 BAD: dict[str, Callable[[], Any]] = {
@@ -118,6 +123,18 @@ BAD: dict[str, Callable[[], Any]] = {
     "the_cache_itself": lambda: attn()(X, cache=empty()),  # pyright: ignore
     "mask_beside": lambda: call(empty(), mask=Causal()),
     "bias_beside": lambda: call(empty(), bias=jnp.zeros((1, 1, 12, 12))),
+    "mask_of_empty_slots": lambda: call(made(ENDLESS, frames=6).cached(), mask=Causal()),
+    "bias_of_kept": lambda: call(made(ENDLESS, frames=3).cached(), bias=jnp.zeros((1, 1, 12, 24))),
+    "mask_over_tokens_of_devices": lambda: call(
+        kept_on("context 2", "tokens"),
+        mask=Causal(),
+        module={"mesh": mesh_of("context 2")},
+    ),
+    "mask_with_arrays_on_a_mesh": lambda: call(
+        kept_on("context 2", "heads"),
+        mask=KeyPadding([5]),
+        module={"mesh": mesh_of("context 2")},
+    ),
     "rotary_of_keys_by_slots": lambda: call(
         empty(positions="slots"), rotary_emb=ma.rope_1d(8, 24), rotary_emb_k=ma.rope_1d(8, 12)
     ),
@@ -140,11 +157,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "under_a_gradient": gradient,
     "explicit_axes": explicit,
     "cached_tokens_over_mesh": lambda: call(
-        replace(
-            empty(ma.Stream(4, 1), mesh=mesh_of("context 2"), context="tokens", frames=1),
-            stage="full",
-            mode="cached",
-        ),
+        kept_on("context 2", "tokens"),
         X[:, :5],
         module={"mesh": mesh_of("context 2")},
     ),
