@@ -122,7 +122,7 @@ def _merged(
     out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], spread: bool
 ) -> Float[Array, "B T N H"]:
     """Merge what the devices found over their keys; of the result each may keep some queries."""
-    weight = jnp.exp(lse - jax.lax.pmax(lse, CONTEXT))
+    weight = jnp.exp(lse - jax.lax.pmax(jax.lax.stop_gradient(lse), CONTEXT))
     weight = weight / jax.lax.psum(weight, CONTEXT)
     part = out.astype(jnp.float32) * jnp.swapaxes(weight, 1, 2)[..., None]  # [B, T, N, 1]
     if spread:

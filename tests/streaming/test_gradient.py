@@ -15,6 +15,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn.rope import Rotary
 from tests.streaming.stack import LAYERS, NOISY, Stack, clips, close, table, teacher_forward
+from tests.streaming.test_meshes import mesh_of
 
 STREAMS = {
     "no window": ma.Stream(2, 2),
@@ -107,6 +108,26 @@ def test_the_gradient_of_a_rollout_is_that_of_one_forward(name: str) -> None:
     for got, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, one, atol=1e-6)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_reading_is_differentiated_on_a_mesh(layout: str) -> None:
+    stream = ma.Stream(4, 2)
+    clean, noisy = clips(stream, 4)
+    found = []
+    for mesh in (mesh_of("context 2"), None):
+        stack = Stack.make(mesh=mesh)
+        cache = stack.cache(stream, frames=4, mesh=mesh, context=layout).prefix(4)
+        kept = stack.step(clean, 0.0, table(stream, 4), cache)[1].advance().cached()
+
+        def loss(state: Any, noisy: jax.Array, stack: Stack = stack, kept: Any = kept) -> jax.Array:
+            turn = table(stream, 4, 4)
+            out, _ = stack._replace(state=state).step(noisy, NOISY, turn, kept)
+            return (out**2).mean()
+
+        found.append(jax.jit(jax.grad(loss, (0, 1)))(stack.state, noisy))
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        close(got, want, atol=1e-6)
 
 
 def test_what_is_kept_is_a_constant() -> None:
