@@ -13,6 +13,7 @@ from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, atten
 from maxattn.plan import Call, Plan, Reason, Target
 from maxattn.remat import remat, remat_policy
 from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
+from maxattn.streaming import KVCache, Stream
 
 __all__ = [
     "AttentionConfig",
@@ -20,9 +21,11 @@ __all__ = [
     "CrossAttention",
     "FlaxAttention",
     "JointAttention",
+    "KVCache",
     "Plan",
     "Reason",
     "Rotary",
+    "Stream",
     "Target",
     "apply_rotary",
     "attention",

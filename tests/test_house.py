@@ -27,6 +27,7 @@ LEVELS = (
     ("maxattn.tools",),
     ("maxattn",),
     ("maxattn.modules", "maxattn.weights"),
+    ("maxattn.streaming",),
     ("maxattn.attention", "maxattn.remat"),
     ("maxattn.announce",),
     ("maxattn.decide",),
@@ -289,7 +290,7 @@ def listing(folder: Path) -> list[str]:
 
 
 def test_a_listing_fits_on_a_screen() -> None:
-    assert len(listing(PACKAGE)) <= 26
+    assert len(listing(PACKAGE)) <= 27
     assert sum(name.endswith(".py") for name in listing(PACKAGE / "kernels")) <= 17
 
 

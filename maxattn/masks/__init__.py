@@ -11,6 +11,7 @@ from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.position_mask import PositionMask
 from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
 from maxattn.masks.rectangle import Rectangle
+from maxattn.masks.teacher_forcing import TeacherForcing
 from maxattn.masks.tree import mask_type
 from maxattn.masks.video import VideoMask
 
@@ -37,6 +38,7 @@ __all__ = [
     "Rectangle",
     "SegmentLengths",
     "Segments",
+    "TeacherForcing",
     "VideoMask",
     "mask_type",
 ]

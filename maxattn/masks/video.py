@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from maxattn.errors import InputError
-from maxattn.masks.base import BIG, Lengths, Mask, Span
-from maxattn.masks.position_mask import MOST, PositionMask, whole
+from maxattn.masks.base import Lengths, Mask, Span
+from maxattn.masks.frames import FrameMask
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import mask_type
 
 
 @mask_type
-class VideoMask(PositionMask):
+class VideoMask(FrameMask):
     """Allow a query the frames up to the end of its own block of frames, within a budget of frames.
 
     With `end` the first frame after the query's block and `budget = window * frames_per_block`: the
@@ -53,54 +53,14 @@ class VideoMask(PositionMask):
     first_frame_alone: bool = False
     offset: int | None = None
 
-    def __post_init__(self) -> None:
-        """Check the numbers, and that the sink leaves room for a query's own block."""
-        for name in ("frames", "tokens_per_frame", "frames_per_block"):
-            whole(self, name, least=1)
-        whole(self, "window", least=1, optional=True)
-        whole(self, "sink", least=0)
-        whole(self, "offset", least=-MOST, optional=True)
-        object.__setattr__(self, "first_frame_alone", bool(self.first_frame_alone))
-        if self.frames * self.tokens_per_frame > BIG:
-            rule = f"frames * tokens_per_frame is at most {BIG}"
-            raise InputError(
-                "VideoMask.frames", self.frames, rule, "give the frames that are there"
-            )
-        budget = self.budget
-        most = self.sink if budget is None else budget - self.frames_per_block
-        if self.sink > most:
-            rule = (
-                f"sink and a query's own block both fit the budget of {budget} frames (window *"
-                " frames_per_block)"
-            )
-            raise InputError(
-                "VideoMask.sink",
-                self.sink,
-                rule,
-                f"give sink of at most {most}, or a larger window",
-            )
-
-    @property
-    def budget(self) -> int | None:
-        """The most frames that a query sees; None without a window."""
-        return None if self.window is None else self.window * self.frames_per_block
-
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         """See to the end of one's block, or the sink and the last frames of the budget."""
-        tokens, budget = self.tokens_per_frame, self.budget
-        end = self._end(pos // tokens, xp)
-        if budget is None or budget >= self.frames:  # which int32 may not hold
+        tokens = self.tokens_per_frame
+        end = self.end_of_block(pos // tokens, xp)
+        if self.sees_all_past:
             return ((None, end * tokens),)
-        start = xp.where(end <= budget, 0, end - (budget - self.sink))
-        recent = (start * tokens, end * tokens)
+        recent = (self.start_of_window(end, xp) * tokens, end * tokens)
         return (recent, (None, xp.minimum(end, self.sink) * tokens)) if self.sink else (recent,)
-
-    def _end(self, frame: Any, xp: Any) -> Any:
-        """Give the first frame after the block of a frame."""
-        alone, size = int(self.first_frame_alone), self.frames_per_block
-        end = alone + ((frame - alone) // size + 1) * size
-        # Before the first block there is nothing to round up to.
-        return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
 
     def bound_to(self, lengths: Lengths) -> Mask:
         """Check that the keys are the whole video, then resolve the offset."""
@@ -123,11 +83,6 @@ class VideoMask(PositionMask):
         alone, offset, tokens = int(self.first_frame_alone), self.offset or 0, self.tokens_per_frame
         if alone and offset < 0:  # frames before the first one are blocks of another size
             return None
-        size = self.frames_per_block
-        last = alone + ((self.budget or 0) - alone) // size * size  # frames within the budget
-        turns = tuple(frame * tokens - offset for frame in (alone, last))
-        return (RowBlocks(size * tokens, offset - alone * tokens, turns),)
-
-    def most_keys(self) -> int | None:
-        """Count the tokens of the budget."""
-        return None if self.budget is None else self.budget * self.tokens_per_frame
+        size = self.frames_per_block * tokens
+        turns = tuple(frame * tokens - offset for frame in (alone, self.first_over_budget()))
+        return (RowBlocks(size, offset - alone * tokens, turns),)

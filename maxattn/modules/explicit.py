@@ -14,7 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from maxattn.errors import MeshError
 from maxattn.sharding import explicit_mesh, over_auto_axes, spec_of_type
+from maxattn.streaming import CacheLayer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -91,6 +93,19 @@ def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Partitio
     """Place the output [B, T, out_dim] as the states; its channels too, where they are as many."""
     batch, tokens, channels = _spec(hidden_states)
     return PartitionSpec(batch, tokens, channels if module.out_dim == module.query_dim else None)
+
+
+def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> PartitionSpec:
+    """Place the output as the states, and refuse a cache: it lies where `KVCache.empty` put it.
+
+    Raises:
+        MeshError: there is a cache among the arguments.
+    """
+    if any(isinstance(x, CacheLayer) for x in others):
+        rule = "a cache lies over axes that the compiler may use, and these are Explicit"
+        remedy = "make the mesh with config.make_mesh(), or axis_types=(AxisType.Auto, ...)"
+        raise MeshError("mesh", "Explicit axes beside a cache", rule, remedy)
+    return like_states(module, hidden_states)
 
 
 def like_both(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from maxattn.modules.base import (
     Projection,
     sum_grads_in_order,
 )
-from maxattn.modules.explicit import like_states, over_explicit_axes
+from maxattn.modules.explicit import like_states_without_cache, over_explicit_axes
+from maxattn.modules.with_cache import checked_cache, run_with_cache
 from maxattn.rope import Rotary
+from maxattn.streaming import CacheLayer, KVCache
 
 
 class FlaxAttention(AttentionBase):
@@ -99,7 +101,7 @@ class FlaxAttention(AttentionBase):
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
 
-    @over_explicit_axes(like_states)
+    @overload
     def __call__(
         self,
         hidden_states: Float[Array, "B T query_dim"],
@@ -110,25 +112,61 @@ class FlaxAttention(AttentionBase):
         rngs: nnx.Rngs | None = None,
         *,
         rotary_emb_k: Any = None,
-    ) -> Float[Array, "B T out_dim"]:
-        """Attend within one sequence.
+        cache: None = None,
+    ) -> Float[Array, "B T out_dim"]: ...
+    @overload
+    def __call__(
+        self,
+        hidden_states: Float[Array, "B T query_dim"],
+        rotary_emb: Any = None,
+        mask: Any = None,
+        bias: Float[Array, "#B #N #T #T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+        *,
+        rotary_emb_k: Any = None,
+        cache: CacheLayer,
+    ) -> tuple[Float[Array, "B T out_dim"], KVCache]: ...
+    @over_explicit_axes(like_states_without_cache)
+    def __call__(
+        self,
+        hidden_states: Float[Array, "B T query_dim"],
+        rotary_emb: Any = None,
+        mask: Any = None,
+        bias: Float[Array, "#B #N #T #T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+        *,
+        rotary_emb_k: Any = None,
+        cache: CacheLayer | None = None,
+    ) -> Any:
+        """Attend within one sequence, or from a block of a stream to what its cache keeps.
 
         Args:
             hidden_states: [B, T, query_dim].
             rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default
-                none.
+                none. Beside a cache that keeps keys by slots, a table of the whole window.
             mask: a mask of `maxattn.masks`; default everything.
             bias: added to the scores, each axis of [B, N, T, T] full or 1.
             deterministic: False drops output channels at random; default what the module's train()
                 or eval() set last, and True before.
             rngs: source of the dropout, needed only then.
             rotary_emb_k: positions of the keys; default those of the queries.
+            cache: a layer of a `KVCache`: the keys and values of these tokens are written into the
+                slots of the block that it is at. Then the result is a pair (output, cache). A mask
+                stands beside one that extracts, or is read alone.
 
         Raises:
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
+            MeshError: the cache lies on another mesh.
+            Unsupported: a pass that writes into a cache is differentiated.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
+        if cache is not None:
+            given = checked_cache(self, hidden_states, cache, mask, bias, rotary_emb_k)
+            out, whole = run_with_cache(self, given, rotary_emb, rotary_emb_k)
+            return self._output(out, hidden_states, deterministic, rngs), whole
         b, t, _ = hidden_states.shape
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         of_keys = rotary_emb if rotary_emb_k is None else rotary_emb_k

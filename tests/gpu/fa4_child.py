@@ -82,6 +82,7 @@ CASES = {
     "window & flags": CompileCase(M.LocalWindow(64, 32) & M.KeyPadding(IDS == 0)),
     "segments, head dim 256": CompileCase(M.Segments(IDS, IDS), 256),
     "block window": CompileCase(M.BlockSlidingWindow(64, 2), 128),
+    "teacher forcing": CompileCase(M.TeacherForcing(8, 32, 2, 3, 1), 128),
     "shared heads": CompileCase(head_dim=128, kv_heads=2),
     "head dim 40": CompileCase(head_dim=40),
     "head dim 72, block causal": CompileCase(M.BlockCausal(64), 72),

@@ -41,7 +41,7 @@ def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_passes_compile(architecture: str) -> None:
     answers = compiled(architecture)
-    assert len(answers) == 27
+    assert len(answers) == 28
     refused = {answer["case"] for answer in answers if "refused" in answer}
     long = {"head dim 192", "head dim 256", "head dim 256, block window"} | {
         f"{name}, head dim 256" for name in ("lengths", "segments")

@@ -110,7 +110,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    "mask", ["full", "causal", "video:4,16,2,2,1", "causal+window:5,5", "segments:20,30,14"]
+    "mask",
+    [
+        *("full", "causal", "video:4,16,2,2,1", "teacher:2,16,1,2,1", "causal+window:5,5"),
+        "segments:20,30,14",
+    ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_job_goes_through_json_as_it_is(name, mask):

@@ -38,6 +38,11 @@ SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
     "segment-ids": (_ids, "segment-ids:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
     "lengths": (_lengths, "lengths:KEYS,KEYS,...", (1, MOST_LENGTHS)),
     "video": (masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", (2, 5)),
+    "teacher": (
+        masks.TeacherForcing,
+        "teacher:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]",
+        (2, 5),
+    ),
 }
 MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
 

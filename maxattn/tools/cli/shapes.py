@@ -20,7 +20,8 @@ _MASK = (
     "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
     "segments:LENGTH,LENGTH,... (known when traced), segment-ids:LENGTH,LENGTH,... (an array), "
     "lengths:KEYS,KEYS,... (an array, of each batch row), "
-    "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], joined by + (and)"
+    "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], "
+    "teacher:... (the same numbers, of a clean video and the noisy one), joined by + (and)"
 )
 
 

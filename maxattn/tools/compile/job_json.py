@@ -21,7 +21,7 @@ KINDS: dict[str, Any] = {
     for kind in (
         *(masks.Full, masks.Empty, masks.Causal, masks.LocalWindow, masks.BlockCausal),
         *(masks.BlockSlidingWindow, masks.VideoMask, masks.KeyLimit, masks.And, masks.Or),
-        *(masks.Not, masks.SegmentLengths, masks.Rectangle),
+        *(masks.Not, masks.SegmentLengths, masks.Rectangle, masks.TeacherForcing),
     )
 }
 

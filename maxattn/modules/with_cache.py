@@ -1,0 +1,94 @@
+"""Self-attention of a block of a stream: checks, projections, and attention with the cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn.errors import InputError
+from maxattn.rope import Rotary, as_rotary
+from maxattn.sharding import mesh_shape, usable_mesh
+from maxattn.streaming import CacheLayer, KVCache
+from maxattn.streaming import checks as refused
+from maxattn.streaming.attend import Projected, attend_with_cache
+from maxattn.streaming.read import How, turned_own
+
+if TYPE_CHECKING:
+    from maxattn.modules.self_attention import FlaxAttention
+
+
+class Given(NamedTuple):
+    """Hold what a call with a cache was given, checked.
+
+    Args:
+        x: hidden states.
+        layer: of the cache.
+        how: scale, config and mesh.
+        mask, bias: as the call has them.
+    """
+
+    x: Float[Array, "B T query_dim"]
+    layer: CacheLayer
+    how: How
+    mask: Any
+    bias: Any
+
+
+def checked_cache(
+    module: FlaxAttention, x: Array, layer: Any, mask: Any, bias: Any, rotary_emb_k: Any
+) -> Given:
+    """Refuse a cache that does not fit the call, before anything is projected.
+
+    Raises:
+        InputError, MeshError: naming what differs.
+    """
+    if not isinstance(layer, CacheLayer):
+        remedy = "pass cache.layer(i)"
+        rule = "attention reads and writes one layer of a KVCache"
+        raise InputError("cache", type(layer).__name__, rule, remedy)
+    cache, mesh = layer.cache, usable_mesh(module.mesh, x)
+    refused.beside(cache, mask, bias)
+    if rotary_emb_k is not None and not cache.layout.is_roped:
+        rule = "keys kept by slots are turned by rotary_emb, a table of the window"
+        raise InputError("rotary_emb_k", "given", rule, "leave it out")
+    shape = (*x.shape[:2], module.kv_heads, module.dim_head)
+    refused.call(cache, shape, mesh_shape(mesh))
+    return Given(x, layer, How(module.scale, module.config, mesh), mask, bias)
+
+
+def run_with_cache(
+    module: FlaxAttention, given: Given, rotary_emb: Any, rotary_emb_k: Any
+) -> tuple[Float[Array, "B T N H"], KVCache]:
+    """Project a block, write its keys and values, and attend."""
+    x, layer, how, mask, bias = given
+    cache = layer.cache
+    if cache.layout.is_roped or rotary_emb is None:
+        table, angles_q = None, rotary_emb
+        angles_k = rotary_emb if rotary_emb_k is None else rotary_emb_k
+    else:
+        table = window_table(cache, rotary_emb, module.dim_head)
+        angles_q, angles_k = turned_own(cache, table), None
+    b, t, _ = x.shape
+    rotary_q = module._check_rotary(angles_q, b, t, "rotary_emb")
+    rotary_k = module._check_rotary(angles_k, b, t, "rotary_emb_k", module.kv_heads)
+    k, v = module._keys_values(x, rotary_k)
+    block = Projected(module._queries(x, rotary_q), k, v)
+    out, whole = attend_with_cache(layer, block, how, table, mask, bias)
+    return module._on_mesh(out, "BTNH"), whole
+
+
+def window_table(cache: KVCache, rotary: Any, dim_head: int) -> Rotary:
+    """Read a table of the whole window, [F, tokens, D]: place by place, whatever the frame.
+
+    Raises:
+        InputError: it is of other tokens than those of all slots, or differs by row or head.
+    """
+    frames, tokens = cache.layout.frames, cache.layout.stream.tokens_per_frame
+    table = as_rotary(rotary, (1, frames * tokens, 1, dim_head))
+    if table.cos.ndim != 2:
+        rule = "positions by slots are the same for every row and head: cos and sin are [S, D]"
+        raise InputError("rotary_emb", f"shape {table.cos.shape}", rule, "pass a table of 2 dims")
+    cos, sin = (jnp.asarray(x).reshape(frames, tokens, -1) for x in (table.cos, table.sin))
+    return Rotary(cos, sin, table.style, table.partial)

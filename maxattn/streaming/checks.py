@@ -1,0 +1,241 @@
+"""What a cache refuses: one rule a function. It computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from maxattn.call import DTYPES
+from maxattn.errors import InputError, MeshError
+from maxattn.jax_private.mesh import is_tracer
+from maxattn.masks import BIG, Mask
+from maxattn.masks.base import text
+from maxattn.sharding import MeshShape
+
+if TYPE_CHECKING:
+    from maxattn.streaming.kv_cache import KVCache
+    from maxattn.streaming.stream import Stream
+
+FRESH = "make another with KVCache.empty"
+
+
+def sizes(**given: Any) -> None:
+    """Refuse sizes that are no positive whole numbers."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            rule = "it must be an integer of at least 1"
+            raise InputError(name, repr(value), rule, "set it to a positive integer")
+
+
+def dtype(value: Any) -> str:
+    """Return the name of a dtype, and refuse one that no kernel reads."""
+    try:
+        name = jnp.dtype(value).name if value is not None else "None"
+    except TypeError:
+        name = repr(value)
+    if name in DTYPES:
+        return name
+    rule = f"keys and values are one of {', '.join(DTYPES)}"
+    raise InputError("dtype", name, rule, "set dtype='bfloat16', as the module projects them")
+
+
+def slots(stream: Stream, frames: Any) -> int:
+    """Return how many slots a cache has, and refuse two answers or none."""
+    count = _endless(stream, frames) if stream.budget is None else stream.budget
+    if stream.budget is not None and frames is not None:
+        rule = f"the stream's window keeps {count} frames, whatever the length of the video"
+        raise InputError("frames", frames, rule, "leave frames out")
+    if count * stream.tokens_per_frame > BIG:
+        rule = f"slots hold at most {BIG} tokens, as positions do"
+        raise InputError("frames", count, rule, "give a smaller window")
+    return count
+
+
+def _endless(stream: Stream, frames: Any) -> int:
+    if frames is None:
+        rule = "a stream without a window keeps every frame"
+        raise InputError("frames", "None", rule, "give frames=, the most that are made")
+    sizes(frames=frames)
+    if frames < stream.first_block:
+        rule = f"the first block has {stream.first_block} frames"
+        raise InputError("frames", frames, rule, "give the most frames that are made")
+    return frames
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def layer(index: Any, layers: int) -> None:
+    """Refuse a layer that the cache does not have."""
+    if isinstance(index, int) and not 0 <= index < layers:
+        remedy = f"give 0 to {layers - 1}, or a cache of more layers"
+        raise InputError("layer", index, f"the cache has {layers} layers", remedy)
+
+
+def prefix(cache: KVCache, frames: Any) -> None:
+    """Refuse a prefix behind frames that are made, and one that is no whole blocks."""
+    if cache.stage != "empty" or cache.mode != "stream":
+        rule = "a prefix is the first of a video, and frames are made already"
+        raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
+    stream, count = cache.layout.stream, cache.layout.frames
+    stream.check_frames("prefix", frames)
+    if frames > count and (stream.window is None or not cache.layout.is_roped):
+        rule = f"the cache has {count} slots, and needs one for each frame of the prefix"
+        raise InputError("prefix", frames, rule, f"give at most {count} frames")
+
+
+def advance(cache: KVCache) -> None:
+    """Refuse to go on where nothing is written, or nothing can be."""
+    if cache.mode == "cached":
+        rule = "a pass over cache.cached() writes nothing, so no frames are made"
+        raise InputError("advance", repr(cache), rule, "advance the cache that is written")
+    if cache.is_done:
+        _refuse_more(cache)
+
+
+def _refuse_more(cache: KVCache) -> None:
+    slots = cache.layout.frames
+    rule = f"without a window each frame needs a slot, and the {slots} slots have no room for more"
+    remedy = "give KVCache.empty more frames, or the Stream a window"
+    raise InputError("cache", repr(cache), rule, remedy)
+
+
+def stacked(caches: Sequence[KVCache]) -> None:
+    """Refuse rows that no one program serves."""
+    for cache in caches:
+        if cache.stage == "empty" or cache.mode != "stream":
+            rule = "rows go on together after their first block, each from its own frame"
+            raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
+        if cache.layout != caches[0].layout or cache.k.shape[0] != caches[0].k.shape[0]:
+            rule = "rows have one stream, one mesh, one number of slots and of layers"
+            raise InputError("caches", repr(cache), rule, "make all of them alike")
+
+
+def extract(cache: KVCache, start: Any) -> None:
+    """Refuse to keep tokens over frames that are kept already."""
+    if cache.stage != "empty":
+        rule = "what is extracted is the first that a cache keeps"
+        raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise InputError("start", repr(start), "it is the index of a token", "give 0 or more")
+    _refuse_slots(cache, "extract")
+
+
+def cached(cache: KVCache) -> None:
+    """Refuse to read where nothing is kept."""
+    if cache.stage == "empty":
+        rule = "nothing is kept before a pass is done and the cache advanced"
+        raise InputError(
+            "cached", repr(cache), rule, "call attention with it, then cache.advance()"
+        )
+    _refuse_slots(cache, "cached")
+
+
+def _refuse_slots(cache: KVCache, what: str) -> None:
+    if not cache.layout.is_roped:
+        rule = "positions by slots are those of a stream's window, and here there is none"
+        remedy = "make the cache with positions='absolute'"
+        raise InputError(what, cache.layout.positions, rule, remedy)
+
+
+def append(cache: KVCache, other: KVCache) -> None:
+    """Refuse to join caches that differ, or that keep less than they have slots for."""
+    for each in (cache, other):
+        if each.layout.stream.window is not None or each.mode != "stream":
+            rule = "what is appended stays: it has no window, and is written before"
+            raise InputError("append", repr(each), rule, "make it of a Stream without a window")
+        frames = each.layout.frames
+        if not is_tracer(each.frame) and bool((each.frame != frames).any()):
+            rule = f"all {frames} slots are filled before more are appended"
+            raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
+    if replace(other.layout, frames=cache.layout.frames) != cache.layout or _differ(cache, other):
+        rule = f"both have one layout, one batch and one dtype, and the first is {cache!r}"
+        raise InputError("append", repr(other), rule, "make both alike but for frames=")
+
+
+def _differ(cache: KVCache, other: KVCache) -> bool:
+    sizes = ((*x.k.shape[:2], *x.k.shape[3:], x.k.dtype, x.frame.shape) for x in (cache, other))
+    return len(set(sizes)) > 1
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+def beside(cache: KVCache, mask: Any, bias: Any) -> None:
+    """Refuse what cannot stand beside a cache."""
+    for name, value in (("mask", mask), ("bias", bias)):
+        if value is None or cache.mode == "extract":
+            continue
+        if cache.mode == "cached" and name == "mask":
+            _mask_of_kept(cache, value)
+            continue
+        rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
+        remedy = f"leave {name} out; the Stream's window and sink say what is kept"
+        raise InputError(name, "given beside a cache", rule, remedy)
+
+
+def _mask_of_kept(cache: KVCache, mask: Any) -> None:
+    """Refuse a mask whose keys are not those of all slots and then the own ones, in their order."""
+    if cache.stage != "full":
+        rule = "a mask counts the tokens of every slot, and some are empty"
+        raise InputError(
+            "mask", repr(cache), rule, "make the cache with as many frames as it keeps"
+        )
+    if cache.layout.token_ways > 1:
+        rule = "a mask counts tokens in their order, and each device has some of every frame"
+        raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
+    if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
+        rule = "beside a cache on a mesh a mask is one of positions, without arrays"
+        raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
+
+
+def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
+    """Refuse a cache of other sizes than a module's.
+
+    Args:
+        cache: that was passed.
+        shape: of the module's keys, (B, T, K, H).
+        mesh: of the module.
+    """
+    batch, tokens, heads, width = shape
+    if cache.layout.mesh != mesh:
+        found, rule = _mesh_text(cache.layout.mesh), f"the module runs on {_mesh_text(mesh)}"
+        raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
+    if (cache.k.shape[1], *cache.k.shape[3:]) != (batch, heads, width):
+        rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
+        raise InputError("cache.k", f"shape {tuple(cache.k.shape)}", rule, FRESH)
+    if cache.is_done and cache.mode == "stream":
+        _refuse_more(cache)
+    _call_tokens(cache, tokens)
+
+
+def _mesh_text(mesh: MeshShape) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh) or "no mesh"
+
+
+def _call_tokens(cache: KVCache, tokens: int) -> None:
+    if cache.mode == "extract" and tokens < cache.start + cache.tokens:
+        rule = f"tokens {cache.start} to {cache.start + cache.tokens} are to be kept"
+        remedy = "pass all of the sequence, or another start"
+        raise InputError("hidden_states", f"{tokens} tokens", rule, remedy)
+    if cache.mode == "cached" and tokens % cache.layout.token_ways:
+        rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
+        raise InputError("hidden_states", f"{tokens} tokens", rule, "use context='heads'")
+    if cache.mode == "stream" and tokens != cache.tokens:
+        of = f"{cache.own} x {cache.layout.stream.tokens_per_frame} = {cache.tokens} tokens"
+        rule = f"blocks follow one another whole: the one to be made has {of}"
+        remedy = "pass one block; cache.prefix(frames) takes several at first"
+        raise InputError("hidden_states", f"{tokens} tokens", rule, remedy)
+
+
+def same_dtype(cache: KVCache, *keys: jax.Array) -> None:
+    """Refuse keys and values of another dtype than the cache's."""
+    for x in keys:
+        if x.dtype != cache.k.dtype:
+            rule = f"the module makes keys and values of {x.dtype}"
+            remedy = f"give KVCache.empty dtype='{x.dtype}', or the module dtype={cache.k.dtype}"
+            raise InputError("cache.k", cache.k.dtype.name, rule, remedy)

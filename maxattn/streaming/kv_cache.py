@@ -1,0 +1,280 @@
+"""`KVCache`: keys and values of the frames that are made, as a value that is passed along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from maxattn.jax_private.mesh import is_tracer
+from maxattn.sharding import mesh_shape, usable_mesh
+from maxattn.streaming import checks
+from maxattn.streaming.layout import CacheLayout
+from maxattn.streaming.zeros import zeros_on_mesh
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from maxattn.streaming.stream import Stream
+
+Stage = Literal["empty", "filling", "full", "done", "complete"]
+Mode = Literal["stream", "extract", "cached"]
+
+
+STATIC = {"static": True}  # parts of the structure, which compiled programs differ by
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class KVCache:
+    """Hold keys and values of the frames that a block sees, for all layers.
+
+    A frozen pytree: attention takes a layer of it and returns the whole, changed. Under `jax.jit`
+    with `donate_argnums` the change is made in place. Each frame has a slot; a new frame takes the
+    slot of the oldest one that is no sink. What depends on `frame` is computed on the device, so
+    that one program serves every block; `stage` chooses among three programs.
+
+    Args:
+        k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots.
+        frame: the first frame of the block that is being made: a number, or one a batch row, [B].
+        layout: the stream, the slots, and how they lie over a mesh.
+        own: frames of the block that is being made.
+        stage: "empty" before the first block is done; "filling"; "full" once a block and those
+            before it fill every slot. Without a window "complete" where every slot holds a frame,
+            and "done" where those that are left are too few for a block.
+        mode: "stream", or what `extract` and `cached` set.
+        start: the first token that `extract` keeps.
+
+    >>> stream = ma.Stream(tokens_per_frame=4, frames_per_block=3, window=2)
+    >>> sizes = dict(layers=1, batch=1, kv_heads=2, dim_head=8, dtype="float32")
+    >>> cache = ma.KVCache.empty(stream, **sizes)
+    >>> cache
+    KVCache(float32[1,1,24,2,8], frame 0, 6 slots, empty)
+    >>> attn = ma.FlaxAttention(16, heads=2, dim_head=8, rngs=nnx.Rngs(0))
+    >>> for block in range(3):
+    ...     y, cache = attn(jnp.ones((1, 12, 16)), cache=cache.layer(0))
+    ...     cache = cache.advance()
+    >>> cache
+    KVCache(float32[1,1,24,2,8], frame 9, 6 slots, full)
+    """
+
+    k: Float[Array, "L B S K H"]
+    v: Float[Array, "L B S K H"]
+    frame: Int[Array, ""] | Int[Array, " B"]
+    layout: CacheLayout = field(metadata=STATIC)
+    own: int = field(default=1, metadata=STATIC)
+    stage: Stage = field(default="empty", metadata=STATIC)
+    mode: Mode = field(default="stream", metadata=STATIC)
+    start: int = field(default=0, metadata=STATIC)
+
+    @classmethod
+    def empty(
+        cls,
+        stream: Stream,
+        *,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        dim_head: int,
+        dtype: Any = "bfloat16",
+        mesh: Any = None,
+        frames: int | None = None,
+        positions: str = "absolute",
+        context: str = "heads",
+    ) -> Self:
+        """Make a cache that holds nothing.
+
+        Args:
+            stream: blocks, window and sink.
+            layers, batch, kv_heads, dim_head: L, B, K and H.
+            dtype: of keys and values, that of the module's projections; default bfloat16.
+            mesh: that of the modules: batch over data and fsdp, heads over tensor; default the
+                surrounding one, if there is one.
+            frames: slots of a stream without a window, the most frames that can be made.
+            positions: "absolute" (default): keys are kept as `rotary_emb` of their block turned
+                them. "slots": keys are kept unturned, and `rotary_emb` is a table of the window,
+                whatever the frame; "slots_with_sink" where the stream has a sink.
+            context: what the context axis shares, "heads" (default) or "tokens" of each frame.
+                Heads travel with Q and the new K and V; of tokens, Q and the output travel.
+
+        Raises:
+            InputError: a size, dtype or name is none of those above.
+            MeshError: a size does not divide over the mesh.
+        """
+        checks.sizes(layers=layers, batch=batch, kv_heads=kv_heads, dim_head=dim_head)
+        name, mesh = checks.dtype(dtype), usable_mesh(mesh)
+        slots = checks.slots(stream, frames)
+        layout = CacheLayout(stream, slots, positions, mesh_shape(mesh), context)
+        layout.check_sizes(batch, kv_heads)
+        shape = (layers, batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
+        k, v = (zeros_on_mesh(shape, name, mesh, layout.spec(".BFK.")) for _ in "kv")
+        frame = zeros_on_mesh((), "int32", mesh, layout.spec(""))
+        return cls(k, v, frame, layout, stream.first_block)
+
+    # ---- what attention takes --------------------------------------------------------------------
+
+    def layer(self, index: int | Int[Array, ""]) -> CacheLayer:
+        """Name a layer, as `FlaxAttention(..., cache=)` takes it.
+
+        Args:
+            index: of the layer; traced in a scan over layers whose carry is the cache.
+        """
+        checks.layer(index, self.k.shape[0])
+        return CacheLayer(self, index)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the block that is being made."""
+        return self.own * self.layout.stream.tokens_per_frame
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is no window, and no room for another block."""
+        return self.stage in ("done", "complete")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, of all devices together."""
+        return 2 * self.k.size * self.k.dtype.itemsize
+
+    # ---- from block to block ---------------------------------------------------------------------
+
+    def prefix(self, frames: int) -> Self:
+        """Let the first pass take the clean frames of several blocks at once.
+
+        Args:
+            frames: whole blocks; an image is one frame of a stream with `first_frame_alone`.
+
+        Raises:
+            InputError: frames are made already, or these are no whole blocks.
+        """
+        checks.prefix(self, frames)
+        return replace(self, own=frames)
+
+    def advance(self) -> Self:
+        """Go on to the next block, after the pass that wrote this one's clean keys and values.
+
+        While the cache fills it reads `frame` from the device, to know the stage. Under `jit` it
+        cannot: a cache that fills keeps the stage "filling", which is right for every frame.
+
+        Raises:
+            InputError: the cache is read alone, or has no slots for the block.
+        """
+        checks.advance(self)
+        frame, size = self.frame + self.own, self.layout.stream.frames_per_block
+        stage = self._next_stage(frame)
+        return replace(self, frame=frame, own=size, stage=stage, mode="stream", start=0)
+
+    def _next_stage(self, frame: Any) -> Stage:
+        if self.stage == "empty":
+            return self._stage_at(self.own, self.own)
+        if self.stage == "full" and self.layout.stream.window is not None:
+            return "full"
+        return self.stage if is_tracer(frame) else self._stage_at(*_ends(frame))
+
+    def _stage_at(self, least: int, most: int) -> Stage:
+        """Tell the stage of rows whose next block begins at frames from `least` to `most`."""
+        size, slots = self.layout.stream.frames_per_block, self.layout.frames
+        if self.layout.stream.window is None and most + size > slots:
+            return "complete" if least == slots else "done"
+        return "full" if least + size >= slots else "filling"
+
+    @classmethod
+    def stacked(cls, caches: Sequence[KVCache]) -> KVCache:
+        """Join caches along the batch; each row goes on from its own frame.
+
+        Args:
+            caches: of one layout and one number of layers, each after its first block.
+
+        Raises:
+            InputError: they differ, or one is empty.
+        """
+        checks.stacked(caches)
+        k, v = (jnp.concatenate([getattr(c, name) for c in caches], 1) for name in "kv")
+        rows = [jnp.broadcast_to(c.frame, (c.k.shape[1],)) for c in caches]
+        both = replace(caches[0], k=k, v=v, frame=jnp.concatenate(rows))
+        if is_tracer(both.frame):
+            stages = {c.stage for c in caches}
+            return replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
+        return replace(both, stage=both._stage_at(*_ends(both.frame)))
+
+    # ---- what never changes ----------------------------------------------------------------------
+
+    def extract(self, start: int = 0) -> Self:
+        """Let the next pass attend as without a cache, and keep the keys and values of some tokens.
+
+        The tokens are those of the first block, or of `prefix(frames)`: reference images, a
+        prompt's prefix. Mask and bias may be given.
+
+        Args:
+            start: the first of them in the sequence.
+
+        Raises:
+            InputError: the cache holds frames already.
+        """
+        checks.extract(self, start)
+        return replace(self, mode="extract", start=start)
+
+    def cached(self) -> Self:
+        """Let passes read and not write: queries see what is kept, and their own tokens.
+
+        Raises:
+            InputError: nothing is kept, or keys are kept without their rotary embedding.
+        """
+        checks.cached(self)
+        slots = self.layout.frames
+        known = self.stage != "complete" and not is_tracer(self.frame)
+        full = self.stage == "complete" or (known and _ends(self.frame)[0] >= slots)
+        return replace(self, mode="cached", stage="full" if full else "filling")
+
+    def append(self, other: KVCache) -> KVCache:
+        """Put what another cache keeps after what this one keeps, for reading.
+
+        Args:
+            other: of the same layout but for the number of slots, all of them filled as here.
+
+        Raises:
+            InputError: the layouts differ, or slots are empty.
+        """
+        checks.append(self, other)
+        slots = self.layout.frames + other.layout.frames
+        layout = replace(self.layout, frames=slots)
+        k, v = (self._joined(getattr(self, name), getattr(other, name)) for name in "kv")
+        return replace(self, k=k, v=v, frame=self.frame + other.frame, layout=layout)
+
+    def _joined(self, a: Array, b: Array) -> Array:
+        """Put slots after slots, on each device that has a share of their tokens."""
+        layers, batch, _, *rest = a.shape
+        cut = (layers, batch, self.layout.token_ways, -1, *rest)
+        joined = jnp.concatenate([a.reshape(cut), b.reshape(cut)], axis=3)
+        return joined.reshape(layers, batch, -1, *rest)
+
+    def __repr__(self) -> str:
+        """Write shape, frame and stage, and no numbers."""
+        known = isinstance(self.frame, jax.Array) and not is_tracer(self.frame)
+        frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
+        shape = ",".join(map(str, self.k.shape))
+        mode = "" if self.mode == "stream" else f", {self.mode}"
+        of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"
+        return f"KVCache({self.k.dtype}[{shape}], {of})"
+
+
+class CacheLayer(NamedTuple):
+    """Name a layer of a cache.
+
+    Args:
+        cache: of all layers.
+        index: of the layer; may be traced.
+    """
+
+    cache: KVCache
+    index: Any
+
+
+def _ends(frame: Array) -> tuple[int, int]:
+    """Read the least and the largest frame of the batch's rows."""
+    numbers = jax.device_get(frame)
+    return int(numbers.min()), int(numbers.max())

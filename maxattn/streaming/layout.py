@@ -1,0 +1,146 @@
+"""Where a cache keeps which frame, and how it lies over a mesh: numbers known before tracing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxattn.errors import InputError, MeshError, did_you_mean
+from maxattn.sharding import MeshShape, spec_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+    from maxattn.streaming.stream import Stream
+
+POSITIONS = ("absolute", "slots", "slots_with_sink")
+CONTEXT = ("heads", "tokens")
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Say what the slots of a cache hold, and where they lie.
+
+    Args:
+        stream: the blocks, the window and the sink.
+        frames: how many slots there are; each holds the keys and values of one frame.
+        positions: "absolute": keys are kept with the rotary embedding of their frame. "slots" and
+            "slots_with_sink": they are kept without one, and turned by their place in the window.
+        mesh: (axis, size) of the mesh that the cache lies on.
+        context: over the context axis each device has some "heads" of every token, or some "tokens"
+            of every frame.
+    """
+
+    stream: Stream
+    frames: int
+    positions: str = "absolute"
+    mesh: MeshShape = ()
+    context: str = "heads"
+
+    def __post_init__(self) -> None:
+        _check_name("positions", self.positions, POSITIONS)
+        _check_name("context", self.context, CONTEXT)
+        if self.positions == "slots" and self.sink:
+            rule = (
+                f"with a sink ({self.sink}) positions by slots make another function than positions"
+                " by frames, since a sink stays where it is while the frames after it move"
+            )
+            remedy = "give positions='slots_with_sink' for a model that was trained so"
+            raise InputError("positions", self.positions, rule, remedy)
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    @property
+    def sink(self) -> int:
+        """Slots whose frame stays."""
+        return 0 if self.stream.window is None else self.stream.sink
+
+    @property
+    def is_roped(self) -> bool:
+        """Whether keys are kept with their rotary embedding."""
+        return self.positions == "absolute"
+
+    def frames_after(self, end: Any) -> Any:
+        """Count the slots that are filled when frames before `end` are written."""
+        return jnp.minimum(end, self.frames)
+
+    def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
+        """Give the place of each slot's frame in the window, counted from its first frame.
+
+        Args:
+            end: the frame after the last one written; a number, or one a batch row.
+        """
+        slot, ring = jnp.arange(self.frames), self.frames - self.sink
+        end = jnp.asarray(end)[..., None]
+        oldest = (end - self.sink) % ring
+        turned = self.sink + (slot - self.sink - oldest) % ring
+        rolled = (end > self.frames) & (slot >= self.sink)
+        return jnp.where(rolled, turned, slot)
+
+    # ---- the mesh --------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the context axis."""
+        return dict(self.mesh).get("context", 1)
+
+    @property
+    def token_ways(self) -> int:
+        """Devices that share the tokens of a frame."""
+        return self.ranks if self.context == "tokens" else 1
+
+    @property
+    def head_ways(self) -> int:
+        """Devices that share the heads."""
+        return dict(self.mesh).get("tensor", 1) * self.ranks // self.token_ways
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a frame that one device keeps."""
+        return self.stream.tokens_per_frame // self.token_ways
+
+    def spec(self, letters: str) -> PartitionSpec:
+        """Say how an array lies over the mesh, by the letters of its axes.
+
+        Args:
+            letters: B batch, F the tokens of a frame or the slots' tokens, N or K heads; others are
+                whole on each device.
+        """
+        axes = dict(zip(letters, spec_of(letters, self.mesh), strict=True))
+        context = ("context",) if self.ranks > 1 else ()
+        heads = tuple(a for a in ("tensor",) if a in dict(self.mesh))
+        of_heads = heads if self.context == "tokens" else (*context, *heads)
+        of_tokens = context if self.context == "tokens" else ()
+        axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
+        return PartitionSpec(*(axes[c] for c in letters))
+
+    def check_sizes(self, batch: int, kv_heads: int) -> None:
+        """Refuse sizes that do not divide over the mesh.
+
+        Raises:
+            MeshError: naming the size and the axes.
+        """
+        sizes = dict(self.mesh)
+        ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
+        if batch % ways:
+            rule = f"the batch of a cache divides over the {ways} devices of data and fsdp"
+            raise MeshError("batch", batch, rule, f"give a multiple of {ways}")
+        if kv_heads % self.head_ways:
+            over = "tensor" if self.context == "tokens" else "context and tensor"
+            rule = f"key heads divide over the {self.head_ways} devices of {over}"
+            tokens = ", or context='tokens'" if self.context == "heads" and self.ranks > 1 else ""
+            raise MeshError("kv_heads", kv_heads, rule, f"use fewer devices{tokens}")
+        per_frame = self.stream.tokens_per_frame
+        if per_frame % self.token_ways:
+            rule = f"the tokens of a frame divide over the {self.ranks} devices of context"
+            remedy = "use a context axis that divides them, or context='heads'"
+            raise MeshError("tokens_per_frame", per_frame, rule, remedy)
+
+
+def _check_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
+    if value not in names:
+        remedy = did_you_mean(str(value), names) or f"leave it out for {names[0]!r}"
+        raise InputError(setting, repr(value), f"it is one of {', '.join(names)}", remedy)

@@ -1,0 +1,213 @@
+"""`Stream`: how a video is made block by block. Masks, cache and slots all derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxattn.errors import InputError
+from maxattn.masks import TeacherForcing, VideoMask
+from maxattn.masks.frames import check_blocks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Shaped
+
+    from maxattn.streaming.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Describe a video that is made block by block, and what each block sees of those before it.
+
+    With `budget = window * frames_per_block`, a block that ends before frame `end` sees all frames
+    while `end <= budget`, and then the first `sink` frames and the last `budget - sink` before
+    `end`, its own included. The masks of training and the cache of sampling say the same, since
+    both are made of this one value.
+
+    Args:
+        tokens_per_frame: tokens in a (latent) frame.
+        frames_per_block: frames that are made together and see each other; default 1. It is a part
+            of what a model was trained for.
+        window: blocks in the budget, the own one included; default None for all.
+        sink: first frames that stay visible, counted inside the budget; default 0.
+        first_frame_alone: whether frame 0 is a block of its own, before the blocks of
+            `frames_per_block`; default False.
+
+    Raises:
+        InputError: a number is out of range, or `sink` leaves no room for a block.
+
+    >>> stream = ma.Stream(tokens_per_frame=1, frames_per_block=1, window=3, sink=1)
+    >>> [stream.slots(frame) for frame in range(7)]  # frame 0 stays; two slots are used in turn
+    [0, 1, 2, 1, 2, 1, 2]
+    >>> print(stream.mask(frames=5).show(5, 5))
+    VideoMask(5, 1, window=3, sink=1, offset=0)
+    5 queries down, 5 keys across
+    █ · · · ·
+    █ █ · · ·
+    █ █ █ · ·
+    █ · █ █ ·
+    █ · · █ █
+    """
+
+    tokens_per_frame: int
+    frames_per_block: int = 1
+    window: int | None = None
+    sink: int = 0
+    first_frame_alone: bool = False
+
+    def __post_init__(self) -> None:
+        check_blocks(self)
+
+    # ---- blocks ----------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> int | None:
+        """The most frames that a block sees, its own included; None without a window."""
+        return None if self.window is None else self.window * self.frames_per_block
+
+    @property
+    def first_block(self) -> int:
+        """The frames of the first block."""
+        return 1 if self.first_frame_alone else self.frames_per_block
+
+    def ends_block(self, frames: int) -> bool:
+        """Tell whether so many first frames are whole blocks."""
+        alone = int(self.first_frame_alone)
+        return frames >= self.first_block and (frames - alone) % self.frames_per_block == 0
+
+    def blocks(self, frames: int) -> tuple[tuple[int, int], ...]:
+        """List the first frame of each block and the one after its last.
+
+        Args:
+            frames: of the video, whole blocks.
+
+        Raises:
+            InputError: the last block is not whole.
+
+        >>> ma.Stream(1560, frames_per_block=3, first_frame_alone=True).blocks(7)
+        ((0, 1), (1, 4), (4, 7))
+        """
+        self.check_frames("frames", frames)
+        starts = [*range(self.first_block, frames, self.frames_per_block)]
+        return tuple(zip((0, *starts), (*starts, frames), strict=True))
+
+    def check_frames(self, name: str, frames: Any) -> None:
+        """Refuse frames that are no whole blocks.
+
+        Args:
+            name: of the argument.
+            frames: how many first frames.
+        """
+        if isinstance(frames, int) and not isinstance(frames, bool) and self.ends_block(frames):
+            return
+        size = self.frames_per_block
+        first = ", the first frame alone" if self.first_frame_alone else ""
+        near = [n for n in range(1, 4 * size + 2) if self.ends_block(n)][:3]
+        rule = f"frames are made in whole blocks of {size}{first}"
+        remedy = f"give {', '.join(map(str, near))} or so many blocks more"
+        raise InputError(name, repr(frames), rule, remedy)
+
+    # ---- masks -----------------------------------------------------------------------------------
+
+    def mask(self, frames: int) -> VideoMask:
+        """Make the mask of diffusion forcing, where frames of any noise see frames of any noise.
+
+        Args:
+            frames: in the clip that is trained on.
+
+        Raises:
+            InputError: there are no frames, or too many.
+        """
+        return VideoMask(frames, *self._of_blocks())
+
+    def teacher_mask(self, frames: int, shards: int = 1) -> TeacherForcing:
+        """Make the mask of teacher forcing, over a clean clip and the same clip noisy.
+
+        Args:
+            frames: in the clip; queries and keys are `2 * frames * tokens_per_frame`, as `pair`
+                orders them.
+            shards: devices of the context axis that both halves are dealt to; default 1, the two
+                halves one after the other.
+
+        Raises:
+            InputError: there are no frames, or they are no whole blocks in every shard.
+        """
+        return TeacherForcing(frames, *self._of_blocks(), shards=shards)
+
+    def _of_blocks(self) -> tuple[Any, ...]:
+        sizes = self.tokens_per_frame, self.frames_per_block, self.window
+        return *sizes, self.sink, self.first_frame_alone
+
+    def pair(
+        self,
+        clean: Shaped[Array, "..."],
+        noisy: Shaped[Array, "..."],
+        shards: int = 1,
+        axis: int = 1,
+    ) -> Array:
+        """Order a clean clip and a noisy one as `teacher_mask` counts them.
+
+        Args:
+            clean, noisy: of one shape; tokens, rotary angles or times of frames along `axis`.
+            shards: as for `teacher_mask`.
+            axis: of tokens or frames; default 1.
+
+        Returns:
+            The shape of one, with twice the size along `axis`.
+
+        >>> stream = ma.Stream(tokens_per_frame=1)
+        >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)
+        Array([1, 2, 5, 6, 3, 4, 7, 8], dtype=int32)
+        """
+        self._check_pair(clean, noisy, shards, axis)
+        parts = zip(*(jnp.split(x, shards, axis) for x in (clean, noisy)), strict=True)
+        return jnp.concatenate([x for both in parts for x in both], axis)
+
+    def unpair(self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1) -> Any:
+        """Take the clean clip and the noisy one apart again.
+
+        Args:
+            both: as `pair` made it.
+            shards, axis: as for `pair`.
+        """
+        parts = jnp.split(both, 2 * shards, axis)
+        return jnp.concatenate(parts[::2], axis), jnp.concatenate(parts[1::2], axis)
+
+    def _check_pair(self, clean: Any, noisy: Any, shards: int, axis: int) -> None:
+        if tuple(clean.shape) != tuple(noisy.shape):
+            rule = f"the clean clip and the noisy one have one shape, and clean has {clean.shape}"
+            raise InputError("noisy", f"shape {tuple(noisy.shape)}", rule, "add noise to clean")
+        if shards < 1 or clean.shape[axis] % shards:
+            rule = f"shards divide the {clean.shape[axis]} tokens or frames of a clip"
+            raise InputError("shards", shards, rule, "give the devices of the context axis")
+
+    # ---- cache -----------------------------------------------------------------------------------
+
+    def slots(self, frame: int | Int[Array, "..."] | Int[np.ndarray, "..."]) -> Any:
+        """Say in which slot of the cache a frame lies; the order of slots is not that of frames.
+
+        Args:
+            frame: a number or an array of them; may be traced.
+
+        Returns:
+            The frame itself without a window, and while the window is filled; then the slot of the
+            oldest frame that is no sink.
+        """
+        if self.budget is None:
+            return frame
+        ring = self.budget - self.sink
+        turn = self.sink + (frame - self.sink) % ring
+        if isinstance(frame, int):
+            return frame if frame < self.sink else turn
+        xp = jnp if isinstance(frame, jax.Array) else np
+        return xp.where(frame < self.sink, frame, turn)
+
+    def cache(self, **sizes: Any) -> KVCache:
+        """Make an empty cache: `KVCache.empty(self, ...)`."""
+        from maxattn.streaming.kv_cache import KVCache
+
+        return KVCache.empty(self, **sizes)

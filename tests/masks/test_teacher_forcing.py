@@ -1,0 +1,203 @@
+"""The mask of teacher forcing, against its meaning pair by pair, and what kernels make of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.blockwise.visits import visits
+from maxattn.kernels.fa4 import mask_inputs
+from maxattn.kernels.mask_split import tile_kinds
+from maxattn.masks import blocks, row_runs
+from tests.context_parallel.test_ring import CONFIG as RING
+from tests.pairwise import pairwise, product
+from tests.reference import attention64, error
+
+AXES = {
+    "frames": (6, 7, 12, 13),
+    "tokens": (1, 2),
+    "size": (1, 2, 3),
+    "window": (None, 2, 4),
+    "sink": (0, 1, 3),
+    "alone": (False, True),
+    "shards": (1, 2, 3),
+}
+
+
+def fits(case: dict) -> bool:
+    """Tell whether the sink leaves room, and whether shards are whole blocks."""
+    room = case["window"] is None or case["sink"] <= (case["window"] - 1) * case["size"]
+    dealt = not case["alone"] and case["frames"] % (case["shards"] * case["size"]) == 0
+    return room and (case["shards"] == 1 or dealt)
+
+
+def mask_of(case: dict) -> M.TeacherForcing:
+    sizes = case["frames"], case["tokens"], case["size"], case["window"]
+    return M.TeacherForcing(*sizes, case["sink"], case["alone"], case["shards"])
+
+
+def place(case: dict, row: int) -> tuple[bool, int]:
+    """Tell of a row whether it is noisy, and its frame."""
+    share = case["frames"] * case["tokens"] // case["shards"]
+    shard, within = divmod(row, 2 * share)
+    noisy = within >= share
+    return noisy, (shard * share + within - share * noisy) // case["tokens"]
+
+
+def block(case: dict, frame: int) -> int:
+    if case["alone"]:
+        return 0 if frame == 0 else 1 + (frame - 1) // case["size"]
+    return frame // case["size"]
+
+
+def allowed(case: dict, q: int, k: int) -> bool:
+    """Tell whether query row q sees key row k, in words of frames and blocks."""
+    (q_noisy, q_frame), (k_noisy, k_frame) = place(case, q), place(case, k)
+    own, other = block(case, q_frame), block(case, k_frame)
+    if k_noisy:
+        return q_noisy and own == other
+    if other > own or (q_noisy and other == own):
+        return False
+    end = sum(block(case, frame) <= own for frame in range(case["frames"]))
+    budget = None if case["window"] is None else case["window"] * case["size"]
+    if budget is None or end <= budget:
+        return True
+    return k_frame < case["sink"] or k_frame >= end - (budget - case["sink"])
+
+
+def meaning(case: dict) -> np.ndarray:
+    rows = range(2 * case["frames"] * case["tokens"])
+    return np.array([[allowed(case, q, k) for k in rows] for q in rows])
+
+
+def check(case: dict) -> None:
+    want, length = meaning(case), 2 * case["frames"] * case["tokens"]
+    mask, at = mask_of(case).bind(length, length), np.arange(length)
+    np.testing.assert_array_equal(np.asarray(mask.allowed(at, at))[0, 0], want)
+    assert mask.allowed_pairs(length, length) == want.sum()
+    padded = np.zeros((-(-length // 5) * 5, -(-length // 3) * 3), bool)
+    padded[:length, :length] = want
+    count = padded.reshape(-1, 5, padded.shape[1] // 3, 3).sum((1, 3))
+    np.testing.assert_array_equal(blocks.count(mask, 5, 3, length, length), count)
+
+
+def name(case: dict) -> str:
+    return "-".join(f"{key}_{value}" for key, value in case.items())
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, fits), ids=name)
+def test_what_is_said_is_allowed(case: dict) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(AXES, fits), ids=name)
+def test_what_is_said_is_allowed_in_every_case(case: dict) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_few_rows_are_visited(shards: int) -> None:
+    """Plans of long clips ask a handful of the rows."""
+    mask, length = M.TeacherForcing(24, 1560, 3, 4, 3, shards=shards), 2 * 24 * 1560
+    bound = mask.bind(length, length)
+    assert sum(r.first.size for r in row_runs.row_runs(bound, length, length)) < 100
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, fits)[::3], ids=name)
+def test_with_other_masks(case: dict) -> None:
+    """Runs of rows of both are those of every row."""
+    length, teacher = 2 * case["frames"] * case["tokens"], mask_of(case)
+    at = np.arange(length)
+    for mask in (~teacher, teacher & ~M.BlockCausal(5), teacher | M.LocalWindow(3, 2)):
+        bound = mask.bind(length, length)
+        table = np.asarray(bound.allowed(at, at))
+        pairs = np.broadcast_to(table, (1, 1, length, length)).sum()
+        assert bound.allowed_pairs(length, length) == pairs
+
+
+LONG = {
+    "halves": M.TeacherForcing(8, 32, 2, 2, 1),
+    "a first frame alone": M.TeacherForcing(7, 48, 3, 2, 2, first_frame_alone=True),
+    "dealt": M.TeacherForcing(8, 32, 1, 3, 1, shards=4),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_lists_of_tiles_hold_no_empty_one(case: str) -> None:
+    mask, tile = LONG[case], 64
+    length = 2 * mask.frames * mask.tokens_per_frame
+    bound, at = mask.bind(length, length), np.arange(length)
+    want = np.asarray(bound.allowed(at, at))[0, 0]
+    tiles = -(-length // tile)
+    padded = np.zeros((tiles * tile, tiles * tile), bool)
+    padded[:length, :length] = want
+    some = padded.reshape(tiles, tile, tiles, tile).any((1, 3))
+    assert visits(bound, tile, tile, length, length).count.sum() == some.sum() < tiles**2
+    kinds = tile_kinds(bound, tile, tile, length, length, 0, 0)
+    np.testing.assert_array_equal(kinds != M.EMPTY, some)
+    x = jnp.zeros((1, length, 2, 64), jnp.bfloat16)
+    pairs = mask_inputs.listed(Inputs(x, x, x, None, bound)).pairs
+    assert pairs is not None and pairs.tiles is not None
+    arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
+    got = pairs.tiles.test(0, at[:, None], at[None], arrays, np)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_h200_skips_by_it() -> None:
+    """Of Wan's 21 frames of 1,560 tokens, clean and noisy, less than a third is computed."""
+    mask = ma.Stream(1560, 3, 4, sink=3).teacher_mask(21)
+    call = ma.Call(1, 65_520, 65_520, 12, 12, 128, dtype="bfloat16", mask=mask)
+    target = ma.Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
+    plan = ma.plan(call, ma.AttentionConfig(attention="auto"), target=target)
+    assert plan.kernel.name == "flash"
+    tally = mask.block_tally(128, 128, 65_520, 65_520)
+    assert 1 - tally[M.EMPTY] / sum(tally) < 0.25
+    assert mask.most_keys() == 12 * 1560
+
+
+KERNELS = {
+    "dot_product": {"attention": "dot_product"},
+    "memory_efficient": {
+        "attention": "dot_product",
+        "use_memory_efficient_attention": True,
+        "query_chunk_size": 64,
+        "key_chunk_size": 64,
+    },
+    "flash": {"attention": "flash", "flash_block_sizes": {"block_q": 128, "block_kv": 128}},
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_forward_and_gradients_against_float64(kernel: str) -> None:
+    config, mask = ma.AttentionConfig(**KERNELS[kernel]), LONG["halves"]
+    length = 2 * mask.frames * mask.tokens_per_frame
+    at = np.arange(length)
+    table = mask.bind(length, length).allowed(at, at)
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.normal(size=(1, length, 1, 32)), "float32") for _ in "qkvw")
+
+    def loss(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = ma.attention(*x, mask=mask, config=config)
+        return (out * weight).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    want = attention64(q, k, v, np.asarray(table), dout=weight)
+    assert max(error(g, w) for g, w in zip((out, *grads), want[:1] + want[2:5], strict=True)) < 2e-5
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_dealt_over_a_context_axis(strategy: str) -> None:
+    config = RING.replace(attention="dot_product", context_parallel=strategy)
+    mesh = config.make_mesh()
+    mask = M.TeacherForcing(16, 4, 2, 2, 1, shards=mesh.shape["context"])
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 8, 16)), "float32") for _ in "qkv")
+    out = jax.jit(lambda *x: ma.attention(*x, mask=mask, config=config, mesh=mesh))(q, k, v)
+    plain = ma.AttentionConfig(attention="dot_product")
+    np.testing.assert_allclose(out, ma.attention(q, k, v, mask=mask, config=plain), atol=2e-5)

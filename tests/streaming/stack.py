@@ -1,0 +1,158 @@
+"""A small stack of layers with times per frame: teacher-forced in one forward, or with a cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import maxattn as ma
+from maxattn.rope import Rotary
+
+WIDTH, HEADS, DIM_HEAD, LAYERS = 16, 4, 8, 2
+CLEAN = 0.0
+NOISY = 0.7
+
+
+class Block(nnx.Module):
+    """Self-attention and an MLP, both of states scaled by the time of their frame."""
+
+    def __init__(self, kv_heads: int, rngs: nnx.Rngs, **how: Any) -> None:
+        sizes = {"heads": HEADS, "kv_heads": kv_heads, "dim_head": DIM_HEAD}
+        self.attn = ma.FlaxAttention(WIDTH, qk_norm="rms_norm", rngs=rngs, **sizes, **how)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, times: jax.Array, cache: Any = None, **how: Any) -> Any:
+        times = jnp.asarray(times, x.dtype)
+        scaled = x * (1 + times)
+        if cache is None:
+            y = self.attn(scaled, **how)
+        else:
+            y, cache = self.attn(scaled, cache=cache, **how)
+        x = x + y
+        x = x + self.down(jax.nn.gelu(self.up(x * (1 - 0.5 * times))))
+        return x if cache is None else (x, cache)
+
+
+class Stack(NamedTuple):
+    """Hold layers stacked along their first axis.
+
+    Args:
+        graph: of one layer.
+        state: parameters of all layers.
+    """
+
+    graph: Any
+    state: Any
+
+    @classmethod
+    def make(cls, kv_heads: int = HEADS, seed: int = 0, **how: Any) -> Stack:
+        blocks = [Block(kv_heads, nnx.Rngs(seed + i), **how) for i in range(LAYERS)]
+        graph, _ = nnx.split(blocks[0])
+        states = [nnx.state(b) for b in blocks]
+        return cls(graph, jax.tree.map(lambda *x: jnp.stack(x), *states))
+
+    def forward(self, x: jax.Array, times: jax.Array, rotary: Rotary, mask: Any) -> jax.Array:
+        def layer(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(self.graph, state)(x, times, rotary_emb=rotary, mask=mask), None
+
+        return jax.lax.scan(layer, x, self.state)[0]
+
+    def step(
+        self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache, mask: Any = None
+    ) -> Any:
+        """Run a block through all layers, the cache as the carry."""
+
+        def layer(carry: Any, at: Any) -> tuple[Any, None]:
+            (x, cache), (index, state) = carry, at
+            how = {"rotary_emb": rotary, "cache": cache.layer(index), "mask": mask}
+            return nnx.merge(self.graph, state)(x, times, **how), None
+
+        return jax.lax.scan(layer, (x, cache), (jnp.arange(LAYERS), self.state))[0]
+
+    def cache(self, stream: ma.Stream, batch: int = 1, kv_heads: int = HEADS, **how: Any) -> Any:
+        sizes = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "dim_head": DIM_HEAD}
+        return stream.cache(**sizes, **{"dtype": "float32", **how})
+
+
+def clips(stream: ma.Stream, frames: int, batch: int = 1) -> tuple[jax.Array, jax.Array]:
+    """Draw a clean clip and a noisy one, [B, T, C]."""
+    rng = np.random.default_rng(frames)
+    shape = (2, batch, frames * stream.tokens_per_frame, WIDTH)
+    clean, noisy = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return clean, noisy
+
+
+def table(stream: ma.Stream, frames: int, first: int = 0) -> Rotary:
+    """Make the angles of frames from `first` on."""
+    tokens = stream.tokens_per_frame
+    whole = ma.rope_1d(DIM_HEAD, (first + frames) * tokens)
+    return whole.split(first * tokens)[1] if first else whole
+
+
+def teacher_forward(
+    stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Return what a forward under the teacher-forcing mask makes of both clips."""
+    frames = clean.shape[1] // stream.tokens_per_frame
+    x, angles = stream.pair(clean, noisy, shards), table(stream, frames)
+    one = jnp.ones((1, clean.shape[1], 1))
+    times = stream.pair(CLEAN * one, NOISY * one, shards)
+    cos, sin = (
+        stream.pair(a, a, shards, axis=0) for a in map(jnp.asarray, (angles.cos, angles.sin))
+    )
+    mask = stream.teacher_mask(frames, shards)
+    out = jax.jit(stack.forward, static_argnums=3)(x, times, Rotary(cos, sin), mask)
+    return stream.unpair(out, shards)
+
+
+class Rollout(NamedTuple):
+    """Hold what a rollout made of every block, clean and noisy, and the jitted step."""
+
+    clean: jax.Array
+    noisy: jax.Array
+    cache: ma.KVCache
+    step: Any
+
+
+def rollout(
+    stack: Stack,
+    stream: ma.Stream,
+    cache: ma.KVCache,
+    clean: jax.Array,
+    noisy: jax.Array,
+    first: int = 0,
+) -> Rollout:
+    """Run a noisy pass and a clean pass of every block over the cache.
+
+    Args:
+        first: the number of the first frame, for the rotary embedding.
+    """
+    step, outs = jax.jit(stack.step, donate_argnums=3), []
+    tokens = stream.tokens_per_frame
+    for start, stop in stream.blocks(clean.shape[1] // tokens):
+        own, angles = (
+            slice(start * tokens, stop * tokens),
+            table(stream, stop - start, first + start),
+        )
+        if not cache.layout.is_roped:
+            angles = table(stream, cache.layout.frames)
+        y_noisy, cache = step(noisy[:, own], NOISY, angles, cache)
+        y_clean, cache = step(clean[:, own], CLEAN, angles, cache)
+        cache = cache.advance()
+        outs.append((y_clean, y_noisy))
+    both = (jnp.concatenate(y, axis=1) for y in zip(*outs, strict=True))
+    return Rollout(*both, cache, step)
+
+
+def programs(step: Any) -> int:
+    """Count the programs that a jitted function was compiled to."""
+    return step._cache_size()
+
+
+close = partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)

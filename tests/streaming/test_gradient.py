@@ -1,0 +1,140 @@
+"""Self-forcing: the gradient of a rollout whose kept keys and values are constants is that of one
+forward of all noisy blocks, under the teacher-forcing mask, over what a clean pass kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn.rope import Rotary
+from tests.streaming.stack import LAYERS, NOISY, Stack, clips, close, table, teacher_forward
+from tests.streaming.test_meshes import mesh_of
+
+STREAMS = {
+    "no window": ma.Stream(2, 2),
+    "window and sink": ma.Stream(2, 2, 2, sink=1),
+    "first frame alone": ma.Stream(2, 2, 2, sink=1, first_frame_alone=True),
+}
+FRAMES = {"no window": 6, "window and sink": 8, "first frame alone": 7}
+
+
+def block_rollout(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> Any:
+    """Run block by block in plain jax, keys and values of clean blocks in lists, as constants."""
+    frames = clean.shape[1] // stream.tokens_per_frame
+    sees = np.asarray(
+        ma.Stream(1, *stream._of_blocks()[1:])
+        .mask(frames)
+        .bind(frames, frames)
+        .allowed(np.arange(frames), np.arange(frames))
+    )[0, 0]
+    constant = stack._replace(state=jax.lax.stop_gradient(stack.state))
+    kept: list[dict[int, Any]] = [{} for _ in range(LAYERS)]
+    outs = []
+    for start, stop in stream.blocks(frames):
+        own = slice(start * stream.tokens_per_frame, stop * stream.tokens_per_frame)
+        seen = [f for f in range(start) if sees[start, f]]
+        turn = table(stream, stop - start, start)
+        outs.append(one_pass(stack, noisy[:, own], NOISY, turn, kept, seen)[0])
+        _, made = one_pass(constant, clean[:, own], 0.0, turn, kept, seen)
+        for layer, (k, v) in zip(kept, made, strict=True):
+            parts = (jnp.split(jax.lax.stop_gradient(x), stop - start, axis=1) for x in (k, v))
+            layer |= dict(zip(range(start, stop), zip(*parts, strict=True), strict=True))
+    return jnp.concatenate(outs, axis=1)
+
+
+def one_pass(
+    stack: Stack,
+    x: jax.Array,
+    time: float,
+    turn: Rotary,
+    kept: list[dict[int, Any]],
+    seen: list[int],
+) -> Any:
+    """Run one block through all layers, its keys after those of the frames that it sees."""
+    made = []
+    for index, slots in enumerate(kept):
+        block = nnx.merge(stack.graph, jax.tree.map(lambda a, i=index: a[i], stack.state))
+        scaled = x * (1 + time)
+        k, v = block.attn._keys_values(scaled, turn)
+        made.append((k, v))
+        q = block.attn._queries(scaled, turn)
+        keys, values = (
+            jnp.concatenate([*(slots[f][i] for f in seen), own], axis=1)
+            for i, own in enumerate((k, v))
+        )
+        scores = jnp.einsum("btnh,bsnh->bnts", q, keys) * q.shape[-1] ** -0.5
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), values)
+        x = x + block.attn._output(out, scaled, None, None)
+        x = x + block.down(jax.nn.gelu(block.up(x * (1 - 0.5 * time))))
+    return x, made
+
+
+def one_forward(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> Any:
+    """Keep the keys and values of all clean frames, then run all noisy blocks at once."""
+    frames = clean.shape[1] // stream.tokens_per_frame
+    turn = table(stream, frames)
+    constant = stack._replace(state=jax.lax.stop_gradient(stack.state))
+    every = stack.cache(ma.Stream(stream.tokens_per_frame), frames=frames)
+    every = every.prefix(frames).extract()
+    _, every = constant.step(clean, 0.0, turn, every, mask=stream.mask(frames))
+    kept = every.advance().cached()
+    return stack.step(noisy, NOISY, turn, kept, mask=stream.teacher_mask(frames))[0]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_gradient_of_a_rollout_is_that_of_one_forward(name: str) -> None:
+    stack, stream = Stack.make(), STREAMS[name]
+    clean, noisy = clips(stream, FRAMES[name])
+    weight = jax.random.normal(jax.random.key(1), noisy.shape)
+
+    def loss(f: Any) -> Any:
+        def of_state(state: Any, noisy: jax.Array) -> Any:
+            out = f(stack._replace(state=state), stream, clean, noisy)
+            return (out * weight).mean(), out
+
+        return jax.jit(jax.value_and_grad(of_state, (0, 1), has_aux=True))
+
+    (_, out), grads = loss(one_forward)(stack.state, noisy)
+    (_, want), wanted = loss(block_rollout)(stack.state, noisy)
+    close(out, want)
+    close(out, teacher_forward(stack, stream, clean, noisy)[1])
+    for got, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, one, atol=1e-6)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_reading_is_differentiated_on_a_mesh(layout: str) -> None:
+    stream = ma.Stream(4, 2)
+    clean, noisy = clips(stream, 4)
+    found = []
+    for mesh in (mesh_of("context 2"), None):
+        stack = Stack.make(mesh=mesh)
+        cache = stack.cache(stream, frames=4, mesh=mesh, context=layout).prefix(4)
+        kept = stack.step(clean, 0.0, table(stream, 4), cache)[1].advance().cached()
+
+        def loss(state: Any, noisy: jax.Array, stack: Stack = stack, kept: Any = kept) -> jax.Array:
+            turn = table(stream, 4, 4)
+            out, _ = stack._replace(state=state).step(noisy, NOISY, turn, kept)
+            return (out**2).mean()
+
+        found.append(jax.jit(jax.grad(loss, (0, 1)))(stack.state, noisy))
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        close(got, want, atol=1e-6)
+
+
+def test_what_is_kept_is_a_constant() -> None:
+    stack, stream = Stack.make(), STREAMS["no window"]
+    clean, noisy = clips(stream, 6)
+
+    def loss(clean: jax.Array) -> jax.Array:
+        return one_forward(stack, stream, jax.lax.stop_gradient(clean), noisy).sum() + clean.sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(clean), jnp.ones_like(clean))

@@ -1,0 +1,156 @@
+"""What is kept for long: prefixes, rows that go on together, and tokens that never change."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn import masks as M
+from tests.streaming.stack import (
+    HEADS,
+    WIDTH,
+    Stack,
+    clips,
+    close,
+    programs,
+    rollout,
+    table,
+    teacher_forward,
+)
+
+STREAM = ma.Stream(2, 3, 2, sink=1)
+
+
+@pytest.mark.parametrize("stream", [STREAM, ma.Stream(2, 3, 2, 1, True), ma.Stream(2, 1, 4)])
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: int) -> None:
+    """Longer prefixes than the cache too; the block after it sees the same."""
+    stack = Stack.make()
+    frames = stream.first_block + (blocks - 1) * stream.frames_per_block
+    clean, _ = clips(stream, frames + stream.frames_per_block)
+    tokens = frames * stream.tokens_per_frame
+    one_by_one = rollout(stack, stream, stack.cache(stream), clean, clean)
+    cache = stack.cache(stream).prefix(frames)
+    y, cache = stack.step(clean[:, :tokens], 0.0, table(stream, frames), cache)
+    close(y, one_by_one.clean[:, :tokens])
+    cache, angles = cache.advance(), table(stream, stream.frames_per_block, frames)
+    y, cache = stack.step(clean[:, tokens:], 0.0, angles, cache)
+    close(y, one_by_one.clean[:, tokens:])
+    close(cache.k, one_by_one.cache.k)
+
+
+def test_rows_of_different_fill_are_each_alone() -> None:
+    """Rows after one, two and five blocks go on together: each does what it does alone."""
+    stack, stream = Stack.make(), ma.Stream(2, 3, 3, sink=2)
+    done = (3, 6, 15)
+    clean, noisy = clips(stream, 24)
+    alone = [rollout(stack, stream, stack.cache(stream), clean[:, : 2 * n], noisy) for n in done]
+    cache = ma.KVCache.stacked([made.cache for made in alone])
+    assert cache.frame.shape == (3,) and cache.stage == "filling"
+    step = jax.jit(stack.step, donate_argnums=3)
+    want, _ = teacher_forward(stack, stream, clean, noisy)
+    for block in range(3):
+        starts = [2 * (n + 3 * block) for n in done]
+        x = jnp.concatenate([clean[:, s : s + 6] for s in starts])
+        turns = [table(stream, 3, n + 3 * block) for n in done]
+        angles = ma.Rotary(
+            *(jnp.stack(part) for part in zip(*((t.cos, t.sin) for t in turns), strict=True))
+        )
+        y, cache = step(x, 0.0, angles, cache)
+        for row, start in enumerate(starts):
+            close(y[row], want[0, start : start + 6])
+        cache = cache.advance()
+    assert cache.stage == "full" and programs(step) == 2
+
+
+def test_rows_by_slots() -> None:
+    stack, stream = Stack.make(), ma.Stream(2, 3, 2)
+    clean, noisy = clips(stream, 18)
+    how = {"positions": "slots"}
+    rows = [
+        rollout(stack, stream, stack.cache(stream, **how), clean[:, : 2 * n], noisy).cache
+        for n in (3, 12)
+    ]
+    cache, window = ma.KVCache.stacked(rows), table(stream, 6)
+    x = jnp.concatenate([clean[:, 6:12], clean[:, 24:30]])
+    y, _ = jax.jit(stack.step)(x, 0.0, window, cache)
+    want, _ = teacher_forward(stack, stream, clean, noisy)
+    close(y[0], want[0, 6:12], atol=1e-4)
+    close(y[1], want[0, 24:30], atol=1e-4)
+
+
+# ---- tokens that never change --------------------------------------------------------------------
+
+REFERENCE = ma.Stream(5)
+X, REFS = jax.random.normal(jax.random.key(0), (2, 12, WIDTH)), 5
+
+
+def layer() -> ma.FlaxAttention:
+    sizes = {"heads": HEADS, "dim_head": 8, "qk_norm": "rms_norm"}
+    return ma.FlaxAttention(WIDTH, rngs=nnx.Rngs(0), **sizes)
+
+
+def empty(frames: int = 1, stream: ma.Stream = REFERENCE) -> ma.KVCache:
+    sizes = {"batch": 2, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
+    return stream.cache(layers=1, frames=frames, **sizes)
+
+
+def test_references_are_extracted_once_and_read_in_later_steps() -> None:
+    """Reference tokens see themselves alone, so later steps need only their keys and values."""
+    attn, length, own = layer(), X.shape[1], X.shape[1] - REFS
+    mask = M.Rectangle(0, own, 0, length) | M.Rectangle(own, length, own, length)
+    angles = ma.rope_1d(8, length)
+    want = attn(X, rotary_emb=angles, mask=mask)
+    given = {"rotary_emb": angles, "mask": mask}
+    y, refs = attn(X, cache=empty().extract(start=own).layer(0), **given)
+    close(y, want)
+    refs = refs.advance().cached()
+    assert refs.stage == "full"
+    y, again = attn(X[:, :own], rotary_emb=angles.split(own)[0], cache=refs.layer(0))
+    close(y, want[:, :own])
+    assert again.k is refs.k
+
+
+def test_references_are_made_alone_and_appended() -> None:
+    attn, own = layer(), X.shape[1] - 2 * REFS
+    kept = []
+    for i in range(2):
+        part = slice(own + i * REFS, own + (i + 1) * REFS)
+        _, cache = attn(X[:, part], cache=empty().layer(0))
+        kept.append(cache.advance())
+    both = kept[0].append(kept[1]).cached()
+    assert both.layout.frames == 2 and both.k.shape[2] == 2 * REFS
+    y, _ = attn(X[:, :own], cache=both.layer(0))
+    ends = own, own + REFS, own + 2 * REFS
+    mask = M.Rectangle(0, own, 0, ends[2])
+    for start, stop in pairwise(ends):
+        mask = mask | M.Rectangle(start, stop, start, stop)
+    close(y, attn(X, mask=mask)[:, :own])
+
+
+def test_a_cache_that_is_not_full_is_read_as_far_as_it_goes() -> None:
+    """Chosen frames are run once, and serve the steps of one block: nothing is written by these."""
+    attn, stream = layer(), ma.Stream(2, 1)
+    cache = empty(frames=5, stream=stream).prefix(3)
+    y, cache = attn(X[:, :6], cache=cache.layer(0))
+    cache = cache.advance().cached()
+    assert cache.stage == "filling"
+    y, _ = jax.jit(lambda x, c: attn(x, cache=c.layer(0)))(X[:, 6:], cache)
+    mask = M.Rectangle(0, 6, 0, 6) | M.Rectangle(6, 12, 0, 12)
+    close(y, attn(X, mask=mask)[:, 6:])
+
+
+def test_a_cache_is_written_after_it_was_read() -> None:
+    """`cached` is a view of the values: the cache itself goes on."""
+    attn, cache = layer(), empty(frames=3, stream=ma.Stream(2, 1))
+    _, cache = attn(X[:, :2], cache=cache.layer(0))
+    cache = cache.advance()
+    attn(X[:, 2:4], cache=cache.cached().layer(0))
+    _, cache = attn(X[:, 2:4], cache=cache.layer(0))
+    assert cache.advance().stage == "full" and np.asarray(cache.k[0, :, :4]).any(axis=(2, 3)).all()

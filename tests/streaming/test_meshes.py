@@ -1,0 +1,144 @@
+"""A rollout on a mesh is that of one device: heads or tokens of the cache over the context axis."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import maxattn as ma
+from maxattn.sharding import batch_sharding
+from tests.streaming.stack import HEADS, Stack, clips, close, rollout, table, teacher_forward
+
+STREAM = ma.Stream(4, 3, 3, sink=2)
+MESHES = {
+    "tensor 2": {"tensor": 2},
+    "context 2": {"context": 2},
+    "context 4": {"context": 4},
+    "data 2, context 2, tensor 2": {"data": 2, "context": 2, "tensor": 2},
+}
+CASES = [
+    (name, layout)
+    for name in MESHES
+    for layout in ("heads", "tokens")
+    if layout == "heads" or "context" in name
+]
+
+
+def mesh_of(name: str) -> jax.sharding.Mesh:
+    sizes = MESHES[name]
+    count = 1
+    for size in sizes.values():
+        count *= size
+    config = ma.AttentionConfig(
+        **{"ici_data_parallelism": 1} | {f"ici_{k}_parallelism": v for k, v in sizes.items()}
+    )
+    return config.make_mesh(jax.devices()[:count])
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
+    mesh, batch, frames = mesh_of(name), 2, 15
+    stack = Stack.make(mesh=mesh)
+    clean, noisy = clips(STREAM, frames, batch)
+    x, y = (jax.device_put(a, batch_sharding(mesh, 3)) for a in (clean, noisy))
+    made = rollout(stack, STREAM, stack.cache(STREAM, batch, mesh=mesh, context=layout), x, y)
+    want_clean, want_noisy = teacher_forward(Stack.make(), STREAM, clean, noisy)
+    close(made.clean, want_clean)
+    close(made.noisy, want_noisy)
+    shard = made.cache.k.addressable_shards[0].data
+    assert shard.size * mesh.size == made.cache.k.size
+    context, tensor = (mesh.shape.get(axis, 1) for axis in ("context", "tensor"))
+    heads, tokens = (context, 1) if layout == "heads" else (1, context)
+    assert shard.shape[2:4] == (36 // tokens, HEADS // (heads * tensor))
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_tokens_that_do_not_divide(layout: str) -> None:
+    """A block of 3 tokens over 2 devices by heads; by tokens two of a frame, one of each."""
+    tokens = 3 if layout == "heads" else 2
+    mesh, stream = mesh_of("context 2"), ma.Stream(tokens, 1, 3)
+    stack = Stack.make(mesh=mesh)
+    clean, noisy = clips(stream, 9)
+    cache = stack.cache(stream, mesh=mesh, context=layout)
+    made = rollout(stack, stream, cache, clean, noisy)
+    close(made.noisy, teacher_forward(Stack.make(), stream, clean, noisy)[1])
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_rows_of_different_fill_and_slots_on_a_mesh(layout: str) -> None:
+    mesh, stream = mesh_of("context 2"), ma.Stream(4, 3, 2)
+    stack, alone = Stack.make(mesh=mesh), Stack.make()
+    clean, noisy = clips(stream, 15)
+    how = {"positions": "slots", "mesh": mesh, "context": layout}
+    rows = [
+        rollout(stack, stream, stack.cache(stream, **how), clean[:, : 4 * n], noisy).cache
+        for n in (3, 12)
+    ]
+    x = jnp.concatenate([clean[:, 12:24], clean[:, 48:60]])
+    cache = ma.KVCache.stacked(rows)
+    y, _ = jax.jit(stack.step)(x, 0.0, table(stream, 6), cache)
+    want, _ = teacher_forward(alone, stream, clean, noisy)
+    close(y[0], want[0, 12:24], atol=1e-4)
+    close(y[1], want[0, 48:60], atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
+    mesh, stream = mesh_of("context 2"), ma.Stream(4, 1)
+    clean, _ = clips(stream, 6, batch=2)
+    outs = []
+    for where in (mesh, None):
+        stack = Stack.make(mesh=where)
+        how = {"frames": 2, "mesh": where, "context": layout}
+        kept = []
+        for start in (0, 8):
+            cache = stack.cache(stream, 2, **how).prefix(2)
+            _, cache = stack.step(clean[:, start : start + 8], 0.0, None, cache)
+            kept.append(cache.advance())
+        both = kept[0].append(kept[1]).cached()
+        outs.append(jax.jit(stack.step)(clean[:, 16:], 0.0, None, both)[0])
+    close(*outs)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_the_surrounding_mesh_is_taken(layout: str) -> None:
+    mesh, stack = mesh_of("data 2, context 2, tensor 2"), Stack.make()
+    clean, noisy = clips(STREAM, 15, batch=2)
+    want, _ = teacher_forward(stack, STREAM, clean, noisy)
+    with jax.set_mesh(mesh):
+        cache = stack.cache(STREAM, 2, context=layout)
+        assert dict(cache.layout.mesh) == {"data": 2, "context": 2, "tensor": 2}
+        made = rollout(stack, STREAM, cache, clean, noisy)
+    close(made.clean, want)
+
+
+MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(")
+
+
+def moves(layout: str) -> list[tuple[str, str]]:
+    """Compile a block of a full cache over 4 devices: (kind, result) of each transfer."""
+    mesh = mesh_of("context 4")
+    stack, (clean, _) = Stack.make(mesh=mesh), clips(STREAM, 3)
+    cache = stack.cache(STREAM, mesh=mesh, context=layout)
+    for _ in range(3):
+        cache = cache.advance()
+    assert cache.stage == "full"
+    step = jax.jit(stack.step, donate_argnums=3)
+    text = step.lower(clean, 0.0, table(STREAM, 3), cache).compile().as_text() or ""
+    found = ((line, MOVES.search(line)) for line in text.splitlines())
+    return [(move[1], line[: move.start()]) for line, move in found if move]
+
+
+def test_heads_travel_in_four_all_to_alls() -> None:
+    """Of the block: queries, keys, values and the output. What is kept stays where it is."""
+    assert [kind for kind, _ in moves("heads")] == ["all-to-all"] * 4
+
+
+def test_by_tokens_queries_travel_and_not_what_is_kept() -> None:
+    found = moves("tokens")
+    assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
+    window = STREAM.tokens_per_frame * (STREAM.budget or 0)
+    assert not [result for _, result in found if f",{window}," in result or ",9," in result]

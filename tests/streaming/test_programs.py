@@ -1,0 +1,123 @@
+"""A rollout of any length is at most three programs, and none of them copies the cache."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from tests.streaming.stack import WIDTH, Stack, clips, close, programs, rollout, table
+
+STREAM = ma.Stream(2, 3, 3, sink=2)
+
+
+def test_a_thousand_blocks_are_three_programs_and_one_cache() -> None:
+    stream, stack = ma.Stream(1, 1, 4, sink=1), Stack.make()
+    step, cache = jax.jit(stack.step, donate_argnums=3), stack.cache(stream)
+    x, angles, sizes = jnp.ones((1, 1, WIDTH)), table(stream, 1), []
+    for block in range(1000):
+        y, cache = step(x, 0.0, angles, cache)
+        cache = cache.advance()
+        if block in (5, 999):
+            gc.collect()
+            sizes.append(sum(a.nbytes for a in jax.live_arrays()))
+    assert programs(step) == 3 and int(cache.frame) == 1000
+    assert sizes[0] == sizes[1] and bool(jnp.isfinite(y).all())
+
+
+def test_the_donated_cache_is_gone_and_its_memory_used_again() -> None:
+    stack = Stack.make()
+    cache, (clean, _) = stack.cache(STREAM), clips(STREAM, 3)
+    step = jax.jit(stack.step, donate_argnums=3)
+    given = cache.k.unsafe_buffer_pointer(), cache.v.unsafe_buffer_pointer()
+    _, after = step(clean, 0.0, table(STREAM, 3), cache)
+    assert cache.k.is_deleted() and cache.v.is_deleted()
+    got = after.k.unsafe_buffer_pointer(), after.v.unsafe_buffer_pointer()
+    assert sorted(got) == sorted(given)
+
+
+def test_without_donation_the_given_cache_stays_as_it_was() -> None:
+    stack, (clean, _) = Stack.make(), clips(STREAM, 3)
+    cache = stack.cache(STREAM)
+    _, after = jax.jit(stack.step)(clean, 0.0, table(STREAM, 3), cache)
+    assert not cache.k.any() and bool(after.k.any())
+
+
+def compiled(stage: str, rows: bool) -> tuple[Any, ma.KVCache]:
+    """Compile the step of a stage, with the frame of the batch or of each row."""
+    stack = Stack.make()
+    cache = stack.cache(STREAM, batch=2)
+    while cache.stage != stage:
+        cache = cache.advance()
+    if rows:
+        cache = ma.KVCache.stacked([cache, cache])
+    clean, _ = clips(STREAM, 3, batch=cache.k.shape[1])
+    step = jax.jit(stack.step, donate_argnums=3)
+    return step.lower(clean, 0.0, table(STREAM, 3), cache).compile(), cache
+
+
+def copies(text: str, size: int) -> list[str]:
+    """List copies of so many numbers or more in a compiled program."""
+    found = []
+    for line in text.splitlines():
+        made = re.search(r"= f32\[([\d,]+)\]\S* (copy|copy-start)\(", line)
+        if made and np.prod([int(n) for n in made[1].split(",")]) >= size:
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows"),
+    [("empty", False), ("filling", False), ("full", False), ("filling", True), ("full", True)],
+)
+def test_no_program_copies_the_cache(stage: str, rows: bool) -> None:
+    program, cache = compiled(stage, rows)
+    assert not copies(program.as_text(), cache.k.size)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.nbytes
+
+
+def test_a_copy_is_seen() -> None:
+    """Layers that take their part of the cache and give it back copy all of it."""
+    cache = Stack.make().cache(STREAM)
+
+    def body(x: jax.Array, kv: Any) -> Any:
+        return x + 1, jax.tree.map(lambda a: a.at[:, :4].set(x.sum()), kv)
+
+    def step(x: jax.Array, cache: ma.KVCache) -> Any:
+        return jax.lax.scan(body, x, (cache.k, cache.v))
+
+    program = jax.jit(step, donate_argnums=1).lower(jnp.ones(3), cache).compile()
+    assert copies(program.as_text(), cache.k.size)
+
+
+def test_blocks_in_a_scan_are_one_program() -> None:
+    """A rollout inside of one jit keeps the stage "filling", which is right for every block."""
+    stack, stream = Stack.make(), ma.Stream(2, 3, 2, sink=1)
+    clean, _ = clips(stream, 15)
+    angles = table(stream, 15)
+    made = rollout(stack, stream, stack.cache(stream), clean, clean)
+    cut = lambda x: x.reshape(5, -1, *x.shape[1:])  # noqa: E731
+    turns = ma.Rotary(cut(jnp.asarray(angles.cos)), cut(jnp.asarray(angles.sin)))
+    x = jnp.swapaxes(cut(jnp.swapaxes(clean, 0, 1)), 1, 2)
+
+    @jax.jit
+    def run(x: jax.Array, turns: Any, cache: ma.KVCache) -> jax.Array:
+        first = jax.tree.map(lambda a: a[0], turns)
+        y, cache = stack.step(x[0], 0.0, first, cache)
+
+        def block(cache: ma.KVCache, at: Any) -> Any:
+            y, cache = stack.step(at[0], 0.0, at[1], cache)
+            return cache.advance(), y
+
+        rest = (x[1:], jax.tree.map(lambda a: a[1:], turns))
+        return jnp.concatenate([y[None], jax.lax.scan(block, cache.advance(), rest)[1]])
+
+    out = run(x, turns, stack.cache(stream))
+    close(jnp.concatenate(list(out), axis=1), made.clean)

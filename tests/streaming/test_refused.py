@@ -1,0 +1,202 @@
+"""What streams and caches refuse; messages: golden/streaming.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import maxattn as ma
+from maxattn.errors import MaxattnError
+from maxattn.masks import Causal, KeyPadding
+from tests.golden_text import check_golden
+from tests.streaming.test_meshes import mesh_of
+
+STREAM, ENDLESS = ma.Stream(4, 3, 2), ma.Stream(4, 3)
+SIZES: Any = {"layers": 2, "batch": 1, "kv_heads": 2, "dim_head": 8, "dtype": "float32"}
+X = jnp.zeros((1, 12, 16))
+
+
+def attn(**how: Any) -> ma.FlaxAttention:
+    sizes = {"heads": 2, "dim_head": 8, "rngs": nnx.Rngs(0)}
+    return ma.FlaxAttention(16, **{**sizes, **how})
+
+
+def empty(stream: ma.Stream = STREAM, **how: Any) -> ma.KVCache:
+    return stream.cache(**{**SIZES, **how})
+
+
+def made(stream: ma.Stream = STREAM, **how: Any) -> ma.KVCache:
+    cache = empty(stream, **how)
+    return attn()(X, cache=cache.layer(0))[1].advance()
+
+
+def call(cache: Any, x: Any = X, **how: Any) -> Any:
+    """Call a layer with the first layer of a cache."""
+    module = attn(**how.pop("module", {}))
+    return module(x, cache=cache.layer(0) if isinstance(cache, ma.KVCache) else cache, **how)
+
+
+def gradient() -> Any:
+    cache = made()
+
+    def loss(module: ma.FlaxAttention) -> jax.Array:
+        return module(X, cache=cache.layer(0))[0].sum()
+
+    return nnx.grad(loss)(attn())
+
+
+def explicit() -> Any:
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    cache = empty(mesh=mesh)
+    with jax.set_mesh(mesh):
+        return call(cache)
+
+
+def not_whole() -> ma.KVCache:
+    return made(ENDLESS, frames=6)
+
+
+def kept_on(mesh: str, context: str) -> ma.KVCache:
+    cache = empty(ma.Stream(4, 1), mesh=mesh_of(mesh), context=context, frames=1)
+    return replace(cache, stage="full", mode="cached")
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    # the stream
+    "sink_leaves_no_room": lambda: ma.Stream(1560, 3, window=2, sink=4),
+    "window_of_no_blocks": lambda: ma.Stream(1560, 3, window=0),
+    "tokens_zero": lambda: ma.Stream(0),
+    "mask_of_no_frames": lambda: STREAM.mask(0),
+    "teacher_mask_of_no_frames": lambda: STREAM.teacher_mask(0),
+    "teacher_mask_shards": lambda: STREAM.teacher_mask(9, shards=2),
+    "teacher_mask_too_many_shards": lambda: ma.Stream(1).teacher_mask(64, shards=16),
+    "teacher_mask_length": lambda: STREAM.teacher_mask(6).bind(24, 24),
+    "pair_of_two_shapes": lambda: STREAM.pair(X, X[:, :6]),
+    "pair_shards": lambda: STREAM.pair(X, X, shards=5),
+    "blocks_not_whole": lambda: STREAM.blocks(7),
+    # an empty cache
+    "no_frames_without_window": lambda: empty(ENDLESS),
+    "frames_beside_window": lambda: empty(frames=21),
+    "frames_below_a_block": lambda: empty(ENDLESS, frames=2),
+    "dtype": lambda: empty(dtype="int8"),
+    "batch_zero": lambda: empty(batch=0),
+    "positions": lambda: empty(positions="slot"),
+    "context": lambda: empty(context="head"),
+    "slots_with_a_sink": lambda: empty(ma.Stream(4, 3, 2, sink=3), positions="slots"),
+    "heads_over_mesh": lambda: empty(mesh=mesh_of("context 4")),
+    "tokens_over_mesh": lambda: empty(
+        ma.Stream(6, 1, 2), mesh=mesh_of("context 4"), context="tokens"
+    ),
+    "batch_over_mesh": lambda: empty(mesh=mesh_of("data 2, context 2, tensor 2"), kv_heads=4),
+    "layer": lambda: empty().layer(2),
+    # from block to block
+    "prefix_not_whole": lambda: empty().prefix(4),
+    "prefix_of_an_image": lambda: empty().prefix(1),
+    "prefix_later": lambda: made().prefix(3),
+    "prefix_beyond_slots": lambda: empty(ENDLESS, frames=6).prefix(9),
+    "advance_cached": lambda: made().cached().advance(),
+    "no_slot_left": lambda: call(not_whole().advance()),
+    "advance_without_slot": lambda: not_whole().advance().advance(),
+    "stacked_empty": lambda: ma.KVCache.stacked([made(), empty()]),
+    "stacked_of_two_streams": lambda: ma.KVCache.stacked([made(), made(ma.Stream(4, 3, 3))]),
+    # what never changes
+    "extract_later": lambda: made().extract(),
+    "extract_start": lambda: empty().extract(-1),
+    "extract_by_slots": lambda: empty(positions="slots").extract(),
+    "extract_beyond_tokens": lambda: call(empty().extract(start=3)),
+    "cached_empty": lambda: empty().cached(),
+    "append_to_a_window": lambda: made().append(made()),
+    "append_with_empty_slots": lambda: not_whole().append(not_whole()),
+    "append_of_another_batch": lambda: made(ENDLESS, frames=3).append(
+        attn()(jnp.zeros((2, 12, 16)), cache=empty(ENDLESS, frames=3, batch=2).layer(0))[
+            1
+        ].advance()
+    ),
+    # a call
+    "the_cache_itself": lambda: attn()(X, cache=empty()),  # pyright: ignore
+    "mask_beside": lambda: call(empty(), mask=Causal()),
+    "bias_beside": lambda: call(empty(), bias=jnp.zeros((1, 1, 12, 12))),
+    "mask_of_empty_slots": lambda: call(made(ENDLESS, frames=6).cached(), mask=Causal()),
+    "bias_of_kept": lambda: call(made(ENDLESS, frames=3).cached(), bias=jnp.zeros((1, 1, 12, 24))),
+    "mask_over_tokens_of_devices": lambda: call(
+        kept_on("context 2", "tokens"),
+        mask=Causal(),
+        module={"mesh": mesh_of("context 2")},
+    ),
+    "mask_with_arrays_on_a_mesh": lambda: call(
+        kept_on("context 2", "heads"),
+        mask=KeyPadding([5]),
+        module={"mesh": mesh_of("context 2")},
+    ),
+    "rotary_of_keys_by_slots": lambda: call(
+        empty(positions="slots"), rotary_emb=ma.rope_1d(8, 24), rotary_emb_k=ma.rope_1d(8, 12)
+    ),
+    "rotary_of_a_block_by_slots": lambda: call(
+        empty(positions="slots"), rotary_emb=ma.rope_1d(8, 12)
+    ),
+    "rotary_of_rows_by_slots": lambda: call(
+        empty(positions="slots"),
+        rotary_emb=jax.tree.map(lambda a: jnp.asarray(a)[None], ma.rope_1d(8, 24)),
+    ),
+    "rotary_of_another_block": lambda: call(empty(), rotary_emb=ma.rope_1d(8, 24)),
+    "another_mesh": lambda: call(empty(mesh=mesh_of("tensor 2"))),
+    "mesh_of_the_module_alone": lambda: call(empty(), module={"mesh": mesh_of("tensor 2")}),
+    "another_batch": lambda: call(empty(batch=2)),
+    "other_heads": lambda: call(empty(kv_heads=1)),
+    "another_width": lambda: call(empty(dim_head=16)),
+    "another_dtype": lambda: call(empty(dtype="bfloat16")),
+    "another_block_length": lambda: call(empty(), jnp.zeros((1, 24, 16))),
+    "a_frame_instead_of_a_block": lambda: call(made(), X[:, :4]),
+    "under_a_gradient": gradient,
+    "explicit_axes": explicit,
+    "cached_tokens_over_mesh": lambda: call(
+        kept_on("context 2", "tokens"),
+        X[:, :5],
+        module={"mesh": mesh_of("context 2")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        BAD[name]()
+    check_golden(f"streaming/{name}", str(caught.value))
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    """A refusal comes before anything is computed: the cache is as it was, and may be donated."""
+    cache = made()
+    with pytest.raises(MaxattnError):
+        jax.jit(lambda x, c: attn()(x, cache=c.layer(0)), donate_argnums=1)(X[:, :4], cache)
+    assert not cache.k.is_deleted()
+    call(cache)
+
+
+def test_frames_beyond_the_slots_of_a_traced_cache_are_nan() -> None:
+    """Under jit a number of frames cannot be refused; it never becomes other frames."""
+    cache = not_whole()
+
+    @jax.jit
+    def two_blocks(cache: ma.KVCache) -> Any:
+        _, cache = call(cache)
+        return call(cache.advance())
+
+    assert bool(jnp.isnan(two_blocks(cache)[0]).all())
+
+
+def test_a_gradient_beside_a_cache_is_taken() -> None:
+    """What follows a rollout is differentiated where the rollout's parameters are constants."""
+    cache, module = made(), attn()
+
+    def loss(scale: jax.Array) -> jax.Array:
+        return (scale * module(X + 1, cache=cache.layer(0))[0]).sum()
+
+    assert bool(jnp.isfinite(jax.grad(loss)(jnp.float32(2.0))))
