@@ -31,6 +31,7 @@ CAPABILITY = f"{ARCH // 10}.{ARCH % 10}"
 LENGTH = 512
 KIND = "NVIDIA H200" if ARCH == 90 else "NVIDIA X"
 TARGET = ma.Target("gpu", KIND, (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
+LONG = np.zeros((2, 3000), np.int32)
 IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
@@ -54,18 +55,19 @@ class CompileCase(NamedTuple):
     kv_heads: int = 4
     keys: int = LENGTH
     bias: tuple[str, tuple[int, int, int, int]] | None = None
+    queries: int = LENGTH
 
     @property
     def call(self) -> ma.Call:
         """Return the structure of the call."""
-        sizes = 2, LENGTH, self.keys, 4, self.kv_heads, self.head_dim
+        sizes = 2, self.queries, self.keys, 4, self.kv_heads, self.head_dim
         dtype, shape = self.bias or ("", None)
         return ma.Call(*sizes, "bfloat16", self.bound, shape, bias_dtype=dtype)
 
     @property
     def bound(self) -> M.Mask:
         """Return the mask with its arrays."""
-        return self.mask.bind(LENGTH, self.keys)
+        return self.mask.bind(self.queries, self.keys)
 
 
 CASES = {
@@ -94,6 +96,20 @@ CASES = {
     "ring": CompileCase(head_dim=128),
     "long keys": CompileCase(kv_heads=2, keys=9000),
     "long keys, lengths": CompileCase(M.KeyPadding(np.array([200, 9000])), 128, keys=9000),
+    "few queries, window": CompileCase(M.LocalWindow(6000, 9), 128, 2, 9000),
+    "few queries, block window": CompileCase(M.BlockSlidingWindow(512, 12), 64, keys=9000),
+    "few queries, head dim 256": CompileCase(M.LocalWindow(6000, 9), 256, keys=9000),
+    "few keys, causal": CompileCase(M.Causal(0), 128, keys=77),
+    "few keys, causal, shared heads": CompileCase(M.Causal(0), 128, 2, 77),
+    "few keys, window": CompileCase(M.LocalWindow(2000, 9, offset=0), 64, keys=200, queries=3000),
+    "few keys, block causal": CompileCase(
+        M.BlockCausal(390, offset=0), 128, keys=300, queries=3000
+    ),
+    "few keys, segments": CompileCase(M.Segments(LONG, LONG[:, :300]), 128, 4, 300, queries=3000),
+    "few keys, shared segments": CompileCase(
+        M.Segments(LONG[:1], LONG[:1, :300]), 128, 2, 300, queries=3000
+    ),
+    "few keys, head dim 256": CompileCase(M.Causal(0), 256, keys=77, queries=3000),
     "bias": CompileCase(bias=("float32", (2, 4, LENGTH, LENGTH))),
     "bias, causal": CompileCase(M.Causal(), 128, 2, bias=("bfloat16", (1, 4, LENGTH, LENGTH))),
     "bias of keys": CompileCase(head_dim=80, bias=("float32", (2, 1, 1, LENGTH))),
@@ -122,9 +138,9 @@ def both_passes(asked: CompileCase, is_ring: bool) -> Any:
 def compiled(name: str) -> dict[str, Any]:
     """Compile a case, or say why not."""
     asked, start = CASES[name], time.time()
-    q = jax.ShapeDtypeStruct((2, LENGTH, 4, asked.head_dim), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, asked.queries, 4, asked.head_dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, asked.keys, asked.kv_heads, asked.head_dim), jnp.bfloat16)
-    lse = jax.ShapeDtypeStruct((2, 4, LENGTH), jnp.float32)
+    lse = jax.ShapeDtypeStruct((2, 4, asked.queries), jnp.float32)
     try:
         traced = jax.jit(both_passes(asked, name == "ring")).trace(q, k, k, q, lse, q)
         traced.lower(lowering_platforms=("cuda",))

@@ -116,6 +116,23 @@ def test_a_split_backward_has_fewer_steps_in_its_waves() -> None:
     assert flash["waves"] < 0.7 * cudnn["waves"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mask", "what"),
+    [
+        ((2, 54016, 257, 2, 2, 128), M.Causal(0), BACKWARD),
+        ((2, 54016, 257, 4, 2, 128), M.LocalWindow(50000, 9, offset=0), BACKWARD),
+        ((1, 512, 32768, 12, 12, 128), M.LocalWindow(16000, 0), FORWARD),
+    ],
+)
+def test_few_thread_blocks_of_a_mask_take_less_in_splits(
+    sizes: tuple[int, ...], mask: M.Mask, what: str
+) -> None:
+    call = ma.Call(*sizes, "bfloat16", mask=mask.bind(*sizes[1:3]))
+    flash, cudnn = (terms(k, what, call, H200) for k in ("flash", "cudnn"))
+    names = "waves", "longest", "starts"
+    assert all(flash[name] < 0.7 * cudnn[name] for name in names)
+
+
 # ---- what is chosen ------------------------------------------------------------------------------
 
 

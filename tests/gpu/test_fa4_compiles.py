@@ -41,10 +41,10 @@ def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_passes_compile(architecture: str) -> None:
     answers = compiled(architecture)
-    assert len(answers) == 28
+    assert len(answers) == 38
     refused = {answer["case"] for answer in answers if "refused" in answer}
     long = {"head dim 192", "head dim 256", "head dim 256, block window"} | {
-        f"{name}, head dim 256" for name in ("lengths", "segments")
+        f"{name}, head dim 256" for name in ("lengths", "segments", "few queries", "few keys")
     }
     biased = {"bias", "bias, causal", "bias of keys"}
     on_hopper = architecture == "sm_90a"

@@ -18,7 +18,12 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.fa4 import key_lengths, mask_inputs
 from maxattn.kernels.fa4.block_sparse import TilePass, padded
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
-from maxattn.kernels.fa4.block_sparse_rows import heaviest_first
+from maxattn.kernels.fa4.block_sparse_rows import (
+    BACKWARD_CLASSES,
+    FORWARD_CLASSES,
+    RowClasses,
+    heaviest_first,
+)
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import Order
@@ -118,7 +123,9 @@ def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, 
         assert (allowed_by(given, bool(by_keys)) == want).all()
         work = np.asarray(lists.work).reshape(-1)
         assert sorted(np.asarray(rows)[0].tolist()) == list(range(len(work)))
-        assert (np.asarray(heaviest_first(TileLists(work, None, 0 * work, None))) == rows).all()
+        classes = BACKWARD_CLASSES if by_keys else FORWARD_CLASSES
+        flat = TileLists(*(np.asarray(x).reshape(-1, *x.shape[lists.work.ndim :]) for x in lists))
+        assert (np.asarray(heaviest_first(flat, classes)) == rows).all()
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -136,26 +143,34 @@ def test_splits_share_out_what_lengths_allow(splits: int, limits: tuple[int, ...
     assert (found.sum(axis=0) == np.broadcast_to(want, (BATCH, T, S))).all()
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("short", [0, 16, 512])
 @pytest.mark.parametrize("own_rows", [False, True])
 @pytest.mark.parametrize("most", [1, 9, 300])
-def test_every_row_starts_once_and_long_ones_first(own_rows: bool, across: bool, most: int) -> None:
-    """Of a class, rows of up to twice as many tiles, head by head or row by row."""
+def test_every_row_starts_once_and_long_ones_first(
+    own_rows: bool, short: int, parts: int, most: int
+) -> None:
+    """Rows of a class, of up to twice as many tiles, head by head; short ones row by row."""
     rows, heads, batch = 19, 3, 2
     work = RNG.integers(0, most, (batch, rows) if own_rows else rows)
-    named = heaviest_first(TileLists(work, work, 0 * work, work))
-    on_device = heaviest_first(TileLists(jnp.asarray(work), None, jnp.asarray(0 * work), None))
+    classes, tiles = RowClasses(parts, short), np.zeros((*work.shape, most // 2 + 1), np.int32)
+    named = heaviest_first(TileLists(work, tiles, 0 * work, tiles), classes)
+    traced = TileLists(*map(jnp.asarray, (work, tiles, 0 * work, tiles)))
+    on_device = jax.jit(lambda: heaviest_first(traced, classes))()
     assert (np.asarray(on_device) == named).all()
-    order = Order(listed=True, own_rows=own_rows, across=across)
+    order = Order(listed=True, own_rows=own_rows)
     row, head, b = order.named(np.arange(rows * heads * batch), named, (rows, heads, batch))
     at = [*zip(b.tolist(), head.tolist(), row.tolist(), strict=True)]
     assert len({*at}) == len(at) and head.max() == heads - 1 and b.max() == batch - 1
-    each = np.floor(np.log2(np.maximum(work[b, row] if own_rows else work[row], 0.5)))
+    each = work[b, row] if own_rows else work[row]
+    power = np.where(each > 0, 2.0 ** np.floor(np.log2(np.maximum(each, 1))), 0.5)
+    each = power + np.floor(np.maximum(each / power - 1, 0) * parts) * power / parts
     assert (np.diff(each) <= 0).all()
     for tiles in np.unique(each):
         of_class = [at[i] for i in np.flatnonzero(each == tiles)]
         entry = [(x[0], x[2]) if own_rows else (x[2],) for x in of_class]
         lane = [(x[1],) if own_rows else x[:2] for x in of_class]
+        across = tiles < short
         turns = zip(entry, lane, strict=True) if across else zip(lane, entry, strict=True)
         assert sorted(turns) == [*(zip(entry, lane) if across else zip(lane, entry))]  # noqa: B905
 
@@ -235,6 +250,6 @@ def test_lists_of_many_rows_are_bounded_and_the_plan_says_so() -> None:
 def test_the_backward_of_short_lengths_is_split() -> None:
     assert key_lengths.splits_for((2, 32760, 12, 128), (2, 512, 12, 128), 132) > 1
     assert key_lengths.splits_for((2, 32760, 12, 128), (2, 32760, 12, 128), 132) == 1
-    assert key_lengths.splits_for((2, 32760, 12, 128), (2, 512, 4, 128), 132) == 1  # shared heads
+    assert key_lengths.splits_for((2, 32760, 12, 128), (2, 512, 4, 128), 132) > 1  # shared heads
     call = ma.Call(2, 32760, 512, 12, 12, 128, "bfloat16", mask=M.KeyPadding(np.array([60, 512])))
     assert Fa4.splits_backward(call, H200)

@@ -299,6 +299,26 @@ def test_only_kernels_that_maxattn_launches_are_split(
     assert asked == ([78] if launched else [])
 
 
+@pytest.mark.parametrize("mask", [ma.masks.Full(), ma.masks.Causal()])
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_nothing_is_computed_beside_the_launches_where_all_rows_see_a_key(
+    mask: ma.masks.Mask, lse_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short backward waits for every launch: a pass over the LSE is one more."""
+    found = lambda inputs, *_: Grads(inputs.q, inputs.k, inputs.v)  # noqa: E731
+    monkeypatch.setattr(split_queries, "backward", found)
+    monkeypatch.setattr(primitives, "fa4_backward", found)
+    monkeypatch.setattr(Fa4, "_of_lse", lambda *_: (0.0, 0.0))
+    kernel = Fa4(1.0, lse_gradient, launched=True)
+
+    def run(x: jax.Array, lse: jax.Array) -> Any:
+        inputs = Inputs(x, x, x, mask=mask.bind(256, 256))
+        return kernel.backward(inputs, Rows(x, lse, x, lse))[:3]
+
+    text = str(jax.make_jaxpr(run)(jnp.zeros((4, 256, 2, 64), "bfloat16"), jnp.zeros((4, 2, 256))))
+    assert ("select" in text) is lse_gradient
+
+
 def test_auto_asks_whether_a_call_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "read_costs", dict)  # the nearest measured shape decides
     cross = SHAPES["wan-cross"].call()

@@ -26,19 +26,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels import mask_split
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
-from maxattn.kernels.fa4 import split_keys, split_queries
-from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.kernels.fa4 import split_keys, split_keys_lists, split_lists, split_queries
+from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_keys, visits_by_queries
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
 from maxattn.masks import Full, Mask
-from maxattn.masks.blocks import stretches
 
 FORWARD, BACKWARD = "forward", "backward"
 PLAIN = ("memory_efficient", "dot_product")
@@ -103,9 +100,10 @@ def _forward(kernel: str, call: Call, device: Device) -> Terms:
 
 def _split_forward(found: Terms, call: Call, device: Device) -> Terms:
     """Return what a forward takes less of where the last tiles are split over the keys."""
-    if not (call.mask.is_full or _has_lengths_alone(call)):
-        return {}
     sms, sizes = device.sms or SMS, shapes_of(call)
+    if not (call.mask.is_full or _has_lengths_alone(call)):
+        share = split_keys_lists.splits_for_call(call, *sizes, sms).share
+        return {name: share * found[name] for name in ("waves", "longest", "starts")}
     tail = split_keys.split_for(*sizes, sms)
     if tail is None:
         return {}
@@ -132,7 +130,9 @@ def _backward(kernel: str, call: Call, device: Device) -> Terms:
 def _flash_backward(call: Call, width: int, device: Device) -> Terms:
     if not call.mask.is_full:
         tile = backward_tile(call.head_dim)
-        return _of_tiles(_work("flash", call, tile, backward=True), tile, 10, width, device)
+        work = _work("flash", call, tile, backward=True)
+        found = _of_tiles(work, tile, 10, width, device)
+        return found | _split_lists(found, call, device)
     tile = whole_tile(call.head_dim)
     work = _work("flash", call, tile, backward=True)
     found, sms = _of_tiles(work, tile, 10, width, device), device.sms or SMS
@@ -144,6 +144,19 @@ def _flash_backward(call: Call, width: int, device: Device) -> Terms:
     )
     share = of_tiles.cost(tail) / of_tiles.lasts(of_tiles.tiles)
     return found | {name: share * found[name] for name in ("waves", "longest", "starts")}
+
+
+def _split_lists(found: Terms, call: Call, device: Device) -> Terms:
+    """Return what a masked backward takes less of in splits of the queries."""
+    sms, sizes = device.sms or SMS, shapes_of(call)
+    # The weights of calls with lengths were fitted with their splits.
+    splits = 1 if _has_lengths_alone(call) else split_lists.splits_for_call(call, *sizes, sms)
+    if splits == 1:
+        return {}
+    works = split_lists.works_for(call, *sizes)
+    lasts = [sum(work.lasts(n, sms) for work in works) for n in (splits, 1)]
+    share = lasts[0] / lasts[1]
+    return {name: share * found[name] for name in ("waves", "longest", "starts")}
 
 
 def _of_tiles(work: TileWork, tile: Tile, products: int, width: int, device: Device) -> Terms:
@@ -188,19 +201,10 @@ def _work(kernel: str, call: Call, tile: Tile, backward: bool = False) -> TileWo
     return TileWork(_blocks(call, lengths[side], tile[side]), steps, most, heads * tested)
 
 
-@lru_cache(maxsize=4096)
 def _longest(mask: Mask, tile: Tile, lengths: tuple[int, int], backward: bool) -> int:
     """Return the most tiles that a row of tiles visits; of a backward, a column."""
-    rows, columns = (-(-length // size) for length, size in zip(lengths, tile, strict=True))
-    if mask.is_full:
-        return rows if backward else columns
-    found = stretches(mask, *tile, *lengths)
-    if not backward:
-        return int(np.bincount(found.row, weights=found.end - found.start, minlength=1).max())
-    changes = np.zeros(columns + 1, np.int64)
-    np.add.at(changes, found.start, 1)
-    np.add.at(changes, found.end, -1)
-    return int(np.cumsum(changes).max())
+    visits = visits_by_keys if backward else visits_by_queries
+    return int(visits(mask, tile, lengths).max(initial=0))
 
 
 def _blocks(call: Call, length: int, size: int) -> float:

@@ -29,8 +29,6 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.score_mod import BiasAxes
 from maxattn.kernels.fa4.tile_sizes import (
-    ACROSS_BACKWARD,
-    ACROSS_FORWARD,
     ACROSS_SHORT,
     SHORT_ROW,
     Tile,
@@ -56,8 +54,8 @@ class TilePass(NamedTuple):
         arrays: what the test reads, int32.
         rows: of tiles in the order in which they start, int32 [3, R] of `heaviest_first`; None
             where the order is known when tracing.
-        splits: of the queries in a backward, each of which has lists of its own: they stand before
-            the batch rows.
+        splits: of the keys in a forward, of the queries in a backward, each of which has lists of
+            its own: they stand before the batch rows.
         bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
     """
 
@@ -86,8 +84,8 @@ def forward(
         tiles: that are visited.
         lengths: of the keys of each batch row, int32 [B]; None for all keys.
     """
-    lib, launch = library(), fa4_launch.forward_launch(_spec(q, k, tiles, forward=True))
-    lists = _on_device(tiles)
+    lib, launch = library(), fa4_launch.forward_launch(spec_of(q, k, tiles, forward=True))
+    lists = on_device(tiles)
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     ends = () if lengths is None else (lengths,)
     return _call(
@@ -98,7 +96,7 @@ def forward(
         lists,
         tiles.read,
         ends,
-        in_specs=[lib._QKV_SPEC] * 3 + _one_by_one(*lists, *tiles.read, *ends),
+        in_specs=[lib._QKV_SPEC] * 3 + one_by_one(*lists, *tiles.read, *ends),
         out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
         name="maxattn_forward",
     )
@@ -113,12 +111,12 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
     """Return (dq, dk, dv) from a given output and LSE; `tiles` are those of the backward."""
     width, arrays = inputs.q.shape[3], (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
     q, k, v, out, dout = (widened(x) for x in arrays)
-    made = fa4_launch.backward_launches(_spec(q, k, tiles))
+    made = fa4_launch.backward_launches(spec_of(q, k, tiles))
     shared = q.shape[2] > k.shape[2]
     zeros_kv = tuple(_zeros(made, k) for _ in range(2)) if shared else ()
     given = BackwardOperands(q, k, v, dout, *_before(made, out, rows.lse, dout), zeros_kv)
     dq, dk, dv = _run_backward(made, given, tiles)
-    if tiles.splits > 1:
+    if tiles.splits > 1 and not shared:
         dk, dv = (summed_splits(x, q.shape[0]) for x in (dk, dv))
     if shared:
         lib = library()
@@ -132,7 +130,7 @@ def _run_backward(
     made: fa4_launch.BackwardLaunches, given: BackwardOperands, tiles: TilePass
 ) -> Any:
     """Return dq as float32 sums, and dk and dv; sums too where query heads share keys."""
-    lib, shared, lists = library(), len(given.dkv), _on_device(tiles)
+    lib, shared, lists = library(), len(given.dkv), on_device(tiles)
     like = (given.dq, *(given.dkv or _of_splits(tiles.splits, given.k, given.v)))
     floats, kv_spec = 3 + shared, lib._F32_SPEC if shared else lib._QKV_SPEC
     return _call(
@@ -142,7 +140,7 @@ def _run_backward(
         given,
         lists,
         tiles.read,
-        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + _one_by_one(*lists, *tiles.read),
+        in_specs=[lib._QKV_SPEC] * 4 + [lib._F32_SPEC] * floats + one_by_one(*lists, *tiles.read),
         out_specs=[lib._F32_SPEC, kv_spec, kv_spec],
         input_output_aliases={6: 0, 7: 1, 8: 2} if shared else {6: 0},
         name="maxattn_backward",
@@ -180,11 +178,17 @@ def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
     return np.full(-(-queries // tile.queries), -(-keys // tile.keys))
 
 
-def _spec(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
-    rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
-    rows = rows if tiles.rows is None else _listed_order(q, tiles, forward)
+def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
+    """Say for what the kernel of a pass is compiled."""
+    rows, splits = Order(), None
+    if tiles.splits > 1:
+        assert tiles.lists is not None
+        splits = q.shape[0], tiles.splits, len(tiles.lists.mixed_count) > tiles.splits
+    elif tiles.rows is not None:
+        rows = _listed_order(q, tiles, forward)
+    else:
+        rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
     kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
-    splits = (q.shape[0], tiles.splits) if tiles.splits > 1 else None
     adds = None if tiles.bias is None else BiasAxes.of(tiles.bias.shape)
     test = tiles.test, len(tiles.read)
     return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits, adds)
@@ -196,8 +200,7 @@ def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
     work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
     mean = mean if isinstance(work, jax.Array) else float(work.mean())
     persistent = forward and persistent_pays(q.shape[3], mean)
-    across = ACROSS_FORWARD if forward else ACROSS_BACKWARD
-    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, across=across)
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -
     return import_module("cutejax").call(run, out, *operands, vmap_method="sequential", **settings)
 
 
-def _one_by_one(*arrays: Array) -> list[Any]:
+def one_by_one(*arrays: Array) -> list[Any]:
     """Describe arrays that are read number by number: a slice may begin anywhere."""
     spec = import_module("cutejax").ArraySpec
     return [spec(assumed_align=x.dtype.itemsize) for x in arrays]
@@ -254,7 +257,8 @@ def _wide(head_dim: int) -> int:
     return -(-head_dim // 32) * 32
 
 
-def _on_device(tiles: TilePass) -> tuple[Array, ...]:
+def on_device(tiles: TilePass) -> tuple[Array, ...]:
+    """Return the lists as a kernel gets them, and the rows in their order, if any."""
     lists = tiles.lists
     found = () if lists is None else (lists.packed(),) if lists.is_traced else lists
     rows = () if tiles.rows is None else (tiles.rows,)

@@ -19,6 +19,7 @@ from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4 import set_bits
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import FULL, MIXED, Mask
+from maxattn.masks.blocks import stretches
 
 PAST = 2**30  # more than any column
 
@@ -148,6 +149,33 @@ def visited(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int:
     """Count the pairs in tiles that are not skipped."""
     count = tally(mask, tile, lengths)
     return (count.full + count.mixed) * tile[0] * tile[1]
+
+
+@lru_cache(maxsize=1024)
+def visits_by_queries(
+    mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]
+) -> Int32[np.ndarray, " rows"]:
+    """Count the tiles of keys that each tile of queries visits, under a mask of positions."""
+    rows, columns = (-(-length // size) for length, size in zip(lengths, tile, strict=True))
+    if mask.is_full:
+        return np.full(rows, columns, np.int32)
+    found = stretches(mask, *tile, *lengths)
+    return np.bincount(found.row, found.end - found.start, rows).astype(np.int32)
+
+
+@lru_cache(maxsize=1024)
+def visits_by_keys(
+    mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]
+) -> Int32[np.ndarray, " columns"]:
+    """Count the tiles of queries that each tile of keys visits, under a mask of positions."""
+    rows, columns = (-(-length // size) for length, size in zip(lengths, tile, strict=True))
+    if mask.is_full:
+        return np.full(columns, rows, np.int32)
+    found = stretches(mask, *tile, *lengths)
+    changes = np.zeros(columns + 1, np.int32)
+    np.add.at(changes, found.start, 1)
+    np.add.at(changes, found.end, -1)
+    return np.cumsum(changes, dtype=np.int32)[:-1]
 
 
 @lru_cache(maxsize=4096)

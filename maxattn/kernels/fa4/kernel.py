@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
@@ -36,12 +37,15 @@ from maxattn.kernels.fa4 import (
     ring_waves,
     split_keys,
     split_keys_forward,
+    split_keys_lists,
+    split_lists,
     split_queries,
     windows,
 )
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
 from maxattn.kernels.fa4.launch_lines import OWN, Dims
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
+from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import (
     MOST_ROW_TILES,
     MOST_TILES,
@@ -80,6 +84,7 @@ class Fa4(Fused):
     name: ClassVar[str] = "flash"
     hides_beside_bias: ClassVar[bool] = False
     takes_any_bias: ClassVar[bool] = True
+    takes_empty_rows: ClassVar[bool] = True  # it takes their LSE for 0
     version: str = ""
     tests_pairs: bool = False
     launched: bool = False
@@ -137,7 +142,9 @@ class Fa4(Fused):
         shapes, sms = launch_lines.shapes_of(call), target.device.sms
         if call.mask.is_full:
             return split_queries.tail_for(*shapes, sms) is not None
-        return _is_of_keys(call.mask) and key_lengths.splits_for(*shapes, sms) > 1
+        if _is_of_keys(call.mask):
+            return key_lengths.splits_for(*shapes, sms) > 1
+        return split_lists.splits_for_call(call, *shapes, sms) > 1
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
@@ -145,7 +152,8 @@ class Fa4(Fused):
         if self.plain is not None:
             return Lines(runs, f"{OWN}; {bias.ADDED}", f"{OWN}; {bias.PLAIN}")
         if self.lists:
-            return Lines(runs, launch_lines.lists_line(call, self.sharded))
+            local = replace(call, sharded=self.sharded)
+            return Lines(runs, *launch_lines.lists_lines(local, self.sms))
         if self.tests_pairs:
             return Lines(runs, OWN + "; the mask is tested pair by pair")
         if self.launched and _is_of_keys(call.mask):
@@ -153,7 +161,9 @@ class Fa4(Fused):
             return Lines(runs, *launch_lines.lengths_lines(call, self.sms, tail))
         blocks = self._blocks_line(call)
         if not call.mask.is_full:
-            return Lines(runs, blocks, OWN if blocks != OWN else "")
+            forward, backward = launch_lines.split_lists_lines(call, self.sms * self.launched)
+            backward = backward or (OWN if forward or blocks != OWN else "")
+            return Lines(runs, forward or blocks, backward)
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
 
@@ -205,7 +215,8 @@ class Fa4(Fused):
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(inputs.mask):
-            return super().forward(inputs)
+            own, pays = super().forward, split_keys_lists.splits_for_band
+            return self._by_band(own, self._tested_forward, pays, inputs)
         if self.lists and mask_inputs.has_ids(inputs.mask):
             return with_rows_folded(self._tested_forward, inputs)
         return self._tested_forward(inputs)
@@ -219,10 +230,22 @@ class Fa4(Fused):
         if self.plain is not None:
             return self.plain.backward(inputs, rows)
         if not self._tests(inputs.mask):
-            return super().backward(inputs, rows)
+            own, pays = super().backward, split_lists.splits_for_band
+            return self._by_band(own, self._tested_backward, pays, inputs, rows)
         if self.lists and mask_inputs.has_ids(inputs.mask):
             return with_rows_folded(self._tested_backward, inputs, rows)
         return self._tested_backward(inputs, rows)
+
+    def _by_band(self, own: Any, listed: Any, pays: Any, inputs: Inputs, *rows: Rows) -> Any:
+        """Run a pass of a band: over lists, where those are split (`pays`), or on its own."""
+
+        def run(q: Array, k: Array, v: Array, *rows: Rows) -> Any:
+            given = inputs.replace(q=q, k=k, v=v)
+            return (listed if pays(given, self.sms) > 1 else own)(given, *rows)
+
+        if not self.launched or pays(inputs, self.sms) == 1:
+            return own(inputs, *rows)
+        return with_batch_folded(run, inputs.q, inputs.k, inputs.v, *rows)
 
     def _tested_backward(self, inputs: Inputs, rows: Rows) -> Grads:
         width, q = inputs.q.shape[3], inputs.q
@@ -236,7 +259,8 @@ class Fa4(Fused):
 
     def _tested(self, inputs: Inputs) -> PieceInputs:
         """Return the rectangle to go through, and what to test in it."""
-        return (mask_inputs.listed if self.lists else mask_inputs.pairs_of)(inputs)
+        by_pairs = self._tests(inputs.mask) and not self.lists
+        return (mask_inputs.pairs_of if by_pairs else mask_inputs.listed)(inputs)
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
@@ -273,10 +297,9 @@ class Fa4(Fused):
         """Return (out, lse) of one rectangle."""
         if inputs.bias is not None:
             return bias.run_forward(inputs, self.scale)
-        q, k, v, pairs = inputs.q, inputs.k, inputs.v, inputs.pairs
+        q, pairs = inputs.q, inputs.pairs
         if pairs is not None and pairs.tiles is not None:
-            tiles: mask_inputs.BlockSparseTiles = pairs.tiles
-            return Result(*block_sparse.forward(q, k, v, tiles.forward(pairs, self.scale)))
+            return split_keys_lists.forward(inputs, pairs.tiles, self.scale, self.sms)
         if _has_lengths_alone(inputs) or (_is_whole(inputs) and self.launched):
             return with_batch_folded(self._all_pairs, inputs)
         cut, window = windows.shortened(inputs)
@@ -316,7 +339,9 @@ class Fa4(Fused):
         pairs = inputs.pairs
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
-            return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale))
+            given = tiles.tiling.backward, inputs.q.shape, inputs.k.shape
+            splits = split_lists.splits_for(*given, self.sms) if knows_rows() else 1
+            return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale, splits))
         if _has_lengths_alone(inputs):
             run = partial(primitives.fa4_backward_lengths, scale=self.scale)
             if self.launched:

@@ -85,6 +85,15 @@ def run_key_splits(
     launch.kernel(*qkv, *results, launch.scale, **rows, aux_data=aux, stream=stream)
 
 
+def run_list_splits(
+    stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, out: Any, lse: Any
+):
+    """Launch a forward over lists that are split over the keys; `out` and `lse` are of splits."""
+    # Nothing is written to what stands in the place of the output.
+    settings = _settings(stream, lists, (out, lse, *arrays))
+    launch.kernel(*qkv, qkv[0], None, launch.scale, **settings)
+
+
 def run_backward(
     stream: Any, launch: Launch, given: BackwardOperands, lists: Any, arrays: Any, *grads: Any
 ):

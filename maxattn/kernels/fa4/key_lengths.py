@@ -9,28 +9,23 @@ it is over all pairs (split_queries.py).
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from maxattn.kernels.base import Grads, Result, Rows
-from maxattn.kernels.fa4 import backward_steps, block_sparse
+from maxattn.kernels.fa4 import block_sparse
 from maxattn.kernels.fa4.block_sparse import TilePass
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.mask_mod import PairTest
-from maxattn.kernels.fa4.split_queries import (
-    LEAST_GAIN,
-    MOST_SPLITS,
-    SUMS,
-    BackwardWork,
-    Dims,
-)
+from maxattn.kernels.fa4.split_lists import UNKNOWN, ListedWork, bytes_of_split, splits_of
+from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Full
 
 TEST = PairTest(limits=True)
-SUMS_BYTES = 35e6  # of dK and dV of all splits, which take SUMS to be summed (split_queries.py)
 
 
 def forward(inputs: PieceInputs, scale: float) -> Result:
@@ -64,19 +59,10 @@ def splits_for(queries: Dims, keys: Dims, sms: int) -> int:
 
     Lengths are not known: what ends soon on the whole where all keys are real, half, or a quarter.
     """
-    if not backward_steps.of_shape(queries, keys):
-        return 1
-    (batch, t, heads, head_dim), tile = queries, backward_tile(queries[3])
-    tiles, steps = -(-keys[1] // tile.keys), -(-t // tile.queries)
-    works = [BackwardWork(tiles, -(-batch * heads // part), steps, sms) for part in (1, 2, 4)]
-    bytes_each = tiles * batch * heads * tile.keys * head_dim * 4  # dK and dV of a split
-
-    def cost(splits: int) -> float:
-        ends = sum(work.lasts(tiles, splits) for work in works) / len(works)
-        return ends + (SUMS * max(1.0, splits * bytes_each / SUMS_BYTES) if splits > 1 else 0)
-
-    best = min(range(1, min(MOST_SPLITS, steps) + 1), key=cost)
-    return best if cost(best) <= (1 - LEAST_GAIN) * cost(1) else 1
+    (batch, t, heads, _), tile = queries, backward_tile(queries[3])
+    tiles = np.full(-(-keys[1] // tile.keys), -(-t // tile.queries))
+    works = [ListedWork(tiles, -(-batch * heads // part)) for part in UNKNOWN]
+    return splits_of(works, bytes_of_split(queries, keys), sms)
 
 
 def lists_by_keys(

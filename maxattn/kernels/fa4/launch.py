@@ -15,11 +15,8 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
 from maxattn.kernels.fa4.score_mod import BiasAxes, bias_adder
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
-from maxattn.kernels.fa4.split_queries_kernel import (
-    knows_rows,
-    split_class,
-    split_lists_class,
-)
+from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
+from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
 from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
 from maxattn.kernels.fa4.tile_sizes import Tile, whole_tile
 
@@ -45,7 +42,8 @@ class LaunchSpec(NamedTuple):
         order: in which rows of tiles are started.
         test: of pairs in mixed tiles; None where no pair is tested.
         arrays: how many arrays the test, or the sum with a bias, reads.
-        splits: batch rows, and splits of the queries of a backward; None for one.
+        splits: batch rows, splits of each list of tiles, and whether batch rows have lists
+            of their own; None for one split.
         adds: the axes of a bias that is added; None for none. No pair is tested beside one.
     """
 
@@ -57,7 +55,7 @@ class LaunchSpec(NamedTuple):
     order: Order
     test: PairTest | None
     arrays: int
-    splits: tuple[int, int] | None = None
+    splits: tuple[int, int, bool] | None = None
     adds: BiasAxes | None = None
 
     @property
@@ -83,6 +81,8 @@ def forward_launch(spec: LaunchSpec) -> Launch:
     """Make the forward for one kind of operands and one test."""
     # With a bias under its own tile scheduler.
     kernel = forward_class(spec.order) if spec.adds is None else library_forward()
+    if spec.splits is not None:
+        kernel = split_lists_forward(kernel, *spec.splits)
     return Launch(_forward(kernel, spec), spec.scale)
 
 
@@ -129,7 +129,7 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     # The library hides what stands past the last key by itself.
     kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
     if spec.splits is not None:
-        kernel_class = split_lists_class(kernel_class, *spec.splits)
+        kernel_class = split_lists_backward(kernel_class, *spec.splits)
     kernel = kernel_class(*spec.operands, **settings, **spec.tested)
     kind, head_dim, *_ = spec.operands
     made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from maxattn.call import Call
-from maxattn.kernels.fa4 import band, block_sparse, key_lengths, mask_inputs, split_queries
+from maxattn.kernels.fa4 import (
+    band,
+    block_sparse,
+    key_lengths,
+    mask_inputs,
+    split_keys_lists,
+    split_lists,
+    split_queries,
+)
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.split_keys import KeySplits
 from maxattn.kernels.fa4.tile_sizes import backward_tile
@@ -17,16 +25,16 @@ OWN = "the library's own"
 Dims = tuple[int, ...]
 
 
-def lists_line(call: Call, sharded: bool) -> str:
+def lists_line(call: Call) -> str:
     """Say how many tiles the forward goes through, or from what the device lists them."""
     lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
-    tile = mask_inputs.tile_of(mask, call.head_dim, lengths, sharded)
+    tile = mask_inputs.tile_of(mask, call.head_dim, lengths, call.sharded)
     what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
     rows = mask_inputs.own_rows(call)
     if rows:
         each = "for each batch row" if rows > 1 else "for all batch rows"
         return f"{what}, made on the device from the mask's arrays {each}"
-    if sharded:
+    if call.sharded:
         return f"{what}, made on the device from its positions"
     count = tally(mask, tile, lengths)
     found = f"{count.full} full, {count.mixed} mixed"
@@ -41,10 +49,7 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
         sms: streaming multiprocessors (SMs) of the GPU.
         tail: the queries whose keys the forward splits.
     """
-    tile, splits = backward_tile(call.head_dim), key_lengths.splits_for(*shapes_of(call), sms)
-    backward = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
-    if splits > 1:
-        backward = f"{backward}, in {splits} splits of the queries, so that fewer SMs wait"
+    backward = _backward_lists(call, key_lengths.splits_for(*shapes_of(call), sms))
     end = ", up to the length of each batch row"
     if tail is not None:
         return f"{tile_line(call)}; {tail.line}{end}", backward
@@ -62,6 +67,36 @@ def tile_line(call: Call) -> str:
     """Say how large the tiles of the forward over all pairs are."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     return f"{tile.queries}x{tile.keys} tiles"
+
+
+def lists_lines(call: Call, sms: int) -> tuple[str, str]:
+    """Say how both passes over block-sparse lists are launched; "" for a backward like that."""
+    forward, backward = split_lists_lines(call, sms)
+    return forward or lists_line(call), backward
+
+
+def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
+    """Say into how many splits the lists of both passes go; "" where they go into none.
+
+    Args:
+        call: of one device, masked by more than which keys are real.
+        sms: streaming multiprocessors (SMs) of the GPU; 0 where the library launches all.
+    """
+    if not sms:
+        return "", ""
+    forward = split_keys_lists.splits_for_call(call, *shapes_of(call), sms).splits
+    backward = split_lists.splits_for_call(call, *shapes_of(call), sms)
+    line = f"{lists_line(call)}{_splits(forward, 'keys')}"
+    return line if forward > 1 else "", _backward_lists(call, backward) if backward > 1 else ""
+
+
+def _backward_lists(call: Call, splits: int) -> str:
+    tile = backward_tile(call.head_dim)
+    return f"block-sparse lists of {tile.queries}x{tile.keys} tiles{_splits(splits, 'queries')}"
+
+
+def _splits(splits: int, over: str) -> str:
+    return f", in {splits} splits of the {over}, so that fewer SMs wait" if splits > 1 else ""
 
 
 def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | None]) -> str:

@@ -11,8 +11,8 @@ thread block to the last and back (tile_schedulers.py). That saves the start of 
 where the rows of a wave are even.
 
 Or an array on the device names the rows, those with most tiles first (block_sparse_rows.py). Rows
-of about as many tiles are one class, whose rows start head by head, as above; or row by row, all
-heads of a row after each other.
+of about as many tiles are one class, whose rows start head by head, as above; a row that is a class
+of its own starts with all heads after each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Order(NamedTuple):
         listed: whether an array on the device names the rows in their order; what says so here
             counts for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
-        across: whether all heads of a row follow each other.
+        across: whether all heads of a row follow each other, where nothing is listed.
     """
 
     backwards: bool = False
@@ -91,11 +91,9 @@ class Order(NamedTuple):
         """
         count, heads, batch = sizes
         each = heads if self.own_rows else heads * batch
-        entry, lane = rows[0, at // each], at % each
-        if not self.across:
-            start, size = rows[1, at // each], rows[2, at // each]
-            behind = at - start * each
-            entry, lane = rows[0, start + behind % size], behind // size
+        start, size = rows[1, at // each], rows[2, at // each]
+        behind = at - start * each
+        entry, lane = rows[0, start + behind % size], behind // size
         if self.own_rows:
             return entry % count, lane, entry // count
         return entry, lane % heads, lane // heads

@@ -23,8 +23,15 @@ from maxattn.kernels.fa4.block_sparse_lists import (
     tiling,
     visited,
 )
-from maxattn.kernels.fa4.block_sparse_rows import heaviest_first, row_tiling
+from maxattn.kernels.fa4.block_sparse_rows import (
+    BACKWARD_CLASSES,
+    FORWARD_CLASSES,
+    RowClasses,
+    heaviest_first,
+    row_tiling,
+)
 from maxattn.kernels.fa4.mask_mod import PairTest
+from maxattn.kernels.fa4.split_lists import split
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, forward_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
@@ -49,17 +56,25 @@ class BlockSparseTiles(NamedTuple):
     all_see: bool
     sorts: bool = False
 
-    def forward(self, pairs: Pairs, scale: float) -> TilePass:
-        """Return what the forward is launched with."""
-        return self._pass(self.tiles[0], self.tiling.forward, pairs, scale)
+    def forward(self, pairs: Pairs, scale: float, splits: int = 1) -> TilePass:
+        """Return what the forward is launched with, in so many splits of the keys."""
+        made = self._pass(self.tiles[0], self.tiling.forward, pairs, scale, splits)
+        return made._replace(rows=self._rows(self.tiling.forward, FORWARD_CLASSES, splits))
 
-    def backward(self, pairs: Pairs, scale: float) -> TilePass:
-        """Return what the backward is launched with."""
-        return self._pass(self.tiles[1], self.tiling.backward, pairs, scale)
+    def backward(self, pairs: Pairs, scale: float, splits: int = 1) -> TilePass:
+        """Return what the backward is launched with, in so many splits of the queries."""
+        made = self._pass(self.tiles[1], self.tiling.backward, pairs, scale, splits)
+        return made._replace(rows=self._rows(self.tiling.backward, BACKWARD_CLASSES, splits))
 
-    def _pass(self, tile: Tile, lists: TileLists, pairs: Pairs, scale: float) -> TilePass:
-        rows = heaviest_first(lists) if self.sorts else None
-        return TilePass(tile, scale, lists, self.test, arrays(pairs), rows)
+    def _pass(
+        self, tile: Tile, lists: TileLists, pairs: Pairs, scale: float, splits: int
+    ) -> TilePass:
+        lists = split(lists, splits) if splits > 1 else lists
+        return TilePass(tile, scale, lists, self.test, arrays(pairs), splits=splits)
+
+    def _rows(self, lists: TileLists, classes: RowClasses, splits: int) -> Array | None:
+        # Splits start in the library's order: they are few, and about as long.
+        return heaviest_first(lists, classes) if self.sorts and splits == 1 else None
 
 
 def listed(inputs: Inputs) -> PieceInputs:

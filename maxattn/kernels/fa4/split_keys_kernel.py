@@ -130,19 +130,28 @@ def split_keys_class(grid: SplitGrid) -> Any:
 
         def epilogue(self, *operands: Any) -> None:
             whole = partial(super().epilogue, *operands)
-            split = partial(self.write_split, {name: operands[n] for name, n in EPILOGUE.items()})
+            of, number = {name: operands[n] for name, n in EPILOGUE.items()}, arch.block_idx()[0]
+            tile = of["m_block"] - grid.first
+            split = partial(write_split, self, of, grid.split(number), tile)
             at = arch.block_idx()[0]
             _either()(at >= grid.whole, split, whole) if grid.whole else split()
 
-        def write_split(self, of: dict[str, Any]) -> None:
-            out, stats = self.results
-            split, row, head = grid.split(arch.block_idx()[0]), of["batch_idx"], of["head_idx"]
-            rows = out[split, row, None, head, None], stats[split, row, head, None]
-            thread = of["tiled_mma"].get_slice(of["tidx"])
-            sizes, at = (self.tile_m, self.tile_hdimv), of["m_block"] - grid.first
-            _write()(of["acc_O"], of["lse"], *rows, thread, sizes, at)
-
     return SplitForward
+
+
+def write_split(kernel: Any, of: dict[str, Any], split: Any, tile: Any) -> None:
+    """Write the results of a split, in a kernel.
+
+    Args:
+        kernel: has the arrays, as `results`.
+        of: what its epilogue gets, by `EPILOGUE`.
+        split: its number.
+        tile: of queries, among those that are split.
+    """
+    (out, stats), row, head = kernel.results, of["batch_idx"], of["head_idx"]
+    rows = out[split, row, None, head, None], stats[split, row, head, None]
+    thread = of["tiled_mma"].get_slice(of["tidx"])
+    _write()(of["acc_O"], of["lse"], *rows, thread, (kernel.tile_m, kernel.tile_hdimv), tile)
 
 
 @cache

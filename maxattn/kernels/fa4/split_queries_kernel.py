@@ -36,48 +36,38 @@ def split_class(batch: int, splits: int) -> Any:
     def of_split(x: Any) -> Any:
         return SplitRange(**vars(x)) if isinstance(x, ranges) else x
 
-    return _split(library_backward(), (batch, splits), of_split)
+    return backward_in_splits(library_backward(), (batch, splits), of_split)
 
 
-@cache
-def split_lists_class(backward: Any, batch: int, splits: int) -> Any:
-    """Make the same of a backward over block-sparse lists, which has lists for each split.
-
-    Those stand before the batch rows too.
-
-    Args:
-        backward: a class whose rows start in the library's order.
-        batch, splits: how many there are.
-    """
-    cute = import_module("cutlass.cute")
-    lists = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
-
-    def moved(x: Any) -> Any:
-        if x is None:
-            return None
-        first = cute.arch.block_idx()[2] // batch * batch
-        return cute.domain_offset((first, *(0 for _ in x.shape[1:])), x)
-
-    def of_split(x: Any) -> Any:
-        return lists(*(moved(array) for array in x)) if isinstance(x, lists) else x
-
-    return _split(backward, (batch, splits), of_split)
-
-
-def _split(backward: Any, sizes: tuple[int, int], of_split: Callable[[Any], Any]) -> Any:
-    """Make a backward with a thread block for each split; `of_split` changes its operands."""
-    (batch, splits), arch = sizes, import_module("cutlass.cute").arch
+def on_split_grid(kernel_class: Any, batch: int, splits: int) -> Any:
+    """Make a kernel with a thread block for each split: all batch rows, for each of them."""
 
     def again(_: Any, row: Any, head: Any, place: Any, split: Any) -> tuple[Any, ...]:
-        return row, head, place % batch, split  # all batch rows, for each split
+        return row, head, place % batch, split
 
     def grid(rows: Any, heads: Any, batch: Any) -> tuple[Any, Any, Any]:
         return rows, heads, batch * splits
 
-    class Split(with_scheduler(backward, single_tile_scheduler(again))):
+    class OfSplits(with_scheduler(kernel_class, single_tile_scheduler(again))):
         def kernel(self, *operands: Any) -> Any:
             return OnGrid(super().kernel(*operands), grid)
 
+    return OfSplits
+
+
+def backward_in_splits(
+    backward: Any, sizes: tuple[int, int], of_split: Callable[[Any], Any]
+) -> Any:
+    """Make a backward with a thread block for each split; `of_split` changes its operands.
+
+    Args:
+        backward: a class whose rows start in the library's order.
+        sizes: batch rows and splits.
+        of_split: changes an operand of a method.
+    """
+    arch = import_module("cutlass.cute").arch
+
+    class Split(on_split_grid(backward, *sizes)):
         def load(self, *operands: Any) -> None:
             super().load(*map(of_split, operands))
 
@@ -88,6 +78,8 @@ def _split(backward: Any, sizes: tuple[int, int], of_split: Callable[[Any], Any]
             super().dQaccum_store(*map(of_split, operands))
 
         def epilogue_dKV(self, *operands: Any) -> None:
+            if self.qhead_per_kvhead > 1:  # added up in float32, where all splits can
+                return super().epilogue_dKV(*operands)
             super().epilogue_dKV(*operands[:ROW], arch.block_idx()[2], *operands[ROW + 1 :])
 
     return Split

@@ -37,10 +37,9 @@ class Tile(NamedTuple):
 
 SMALL, LEAST_GAIN = Tile(128, 128), 0.13
 SHORT_ROW = 16  # tiles
-# Whether all heads of a row of tiles start after each other, or one head's rows: where an array
-# orders the rows of a forward and of a backward, and in short rows of a forward whose order is
-# known. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
-ACROSS_FORWARD, ACROSS_BACKWARD, ACROSS_SHORT = True, False, True
+# Whether all heads of a row of tiles start after each other, in short rows of a forward; else one
+# head's rows do. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
+ACROSS_SHORT = True
 # Of all that a call has, in the lists or not: a list may name each of them, in 4 bytes.
 MOST_TILES = 2**27
 # The same of lists that are made on the device for each batch row: full and mixed tiles have an
