@@ -58,6 +58,8 @@ class Call:
         sharded: whether this is one device's share, whose positions are known only where it runs.
         sequence: of one device's share, T and S of the whole padded sequence.
         bias_dtype: of the bias; "", the default, is the operands' own where there is a bias.
+        value_head_dim: V, channels of a head of the values and of the output, where they are other
+            than H; 0, the default, is H.
 
     Raises:
         InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
@@ -83,6 +85,7 @@ class Call:
     sharded: bool = False
     sequence: tuple[int, int] | None = None
     bias_dtype: str = ""
+    value_head_dim: int = 0
 
     def __post_init__(self) -> None:
         for name, value in checked_fields(self).items():
@@ -107,20 +110,25 @@ class Call:
         scale: float | None = None,
         role: Role = "self",
         return_lse: bool = False,
+        value_head_dim: int | None = None,
     ) -> Call:
         """Read a call off arrays, or anything with `shape` and `dtype`.
 
         Args:
             q: [B, T, N, H].
-            k: [B, S, K, H]; v must have the same shape.
+            k: [B, S, K, H]; v has the same shape, but for its last axis, which may be V.
             mask: a mask, bound or not, or a boolean array as for `attention`; None attends to
                 everything.
             bias: additive, each axis 1 or full size of [B, N, T, S].
+            value_head_dim: V; default H.
 
         Raises:
             InputError: on a wrong rank, dtype, head count or mask.
         """
-        return bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
+        call = bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
+        if value_head_dim is None:
+            return call
+        return call.derived(value_head_dim=_value_size(value_head_dim, call.head_dim))
 
     @property
     def shape_text(self) -> str:
@@ -129,7 +137,13 @@ class Call:
         lengths = f"T=S={self.q_len}" if same else f"T={self.q_len} S={self.kv_len}"
         heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
         dtype = SHORT_DTYPE.get(self.dtype, self.dtype)
-        return f"B={self.batch} {lengths} {heads} H={self.head_dim} {dtype}"
+        dims = f"H={self.head_dim}" + (f" V={self.value_dim}" if self.value_head_dim else "")
+        return f"B={self.batch} {lengths} {heads} {dims} {dtype}"
+
+    @property
+    def value_dim(self) -> int:
+        """V, channels of a head of the values and of the output."""
+        return self.value_head_dim or self.head_dim
 
     def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
         """Return the call with the dtype of operands that were not there when it was made.
@@ -161,7 +175,7 @@ def bound_call(
 
     Args:
         q, k, mask, bias, scale, role, return_lse: as in `Call.of`.
-        v: [B, S, K, H], or None where there are no values yet.
+        v: [B, S, K, V], or None where there are no values yet.
         mask_padding: False drops the caller's key padding from the mask.
 
     Returns:
@@ -173,7 +187,8 @@ def bound_call(
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)
     what = str(q.dtype), bound.form(), bias_shape, number
     last = None, "" if bias is None else str(bias.dtype)
-    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last)
+    own_values = 0 if v is None or v.shape[3] == h else v.shape[3]
+    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last, own_values)
     call = object.__new__(Call)  # what it is made of is checked
     call.__dict__.update(zip(_FIELDS, every, strict=True))
     return call, bound
@@ -192,11 +207,12 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     _check_one("q", q, "[B, T, N, H]")
     _check_one("k", k, "[B, S, K, H]")
     if v is not None:
-        _check_one("v", v, "[B, S, K, H]")
+        _check_one("v", v, "[B, S, K, V]")
     _check_sizes(q.shape, k.shape)
-    if v is not None and tuple(v.shape) != tuple(k.shape):
-        rule = f"v must have the shape of k, {tuple(k.shape)}"
-        raise InputError("v", tuple(v.shape), rule, "pass k and v of one shape")
+    if v is not None and tuple(v.shape[:3]) != tuple(k.shape[:3]):
+        rule = f"batch, tokens and heads of v must be those of k, {tuple(k.shape[:3])}"
+        remedy = "pass k and v of one shape; the last axis of v may differ"
+        raise InputError("v", tuple(v.shape), rule, remedy)
     check_dtypes(q, k, v)
 
 
@@ -338,7 +354,8 @@ def checked_fields(call: Call) -> dict[str, Any]:
         _check_choice(name, getattr(call, name), (False, True))
     scale = None if is_number(call.scale) and call.scale == 0 else call.scale
     found |= {"scale": static_scale(scale, h), "sequence": _sequence(call.sequence)}
-    full, others = None if call.sharded else (b, t, s, n), {"bias_dtype": _bias_dtype_of(call)}
+    full, own = None if call.sharded else (b, t, s, n), _value_size(call.value_head_dim, h)
+    others = {"bias_dtype": _bias_dtype_of(call), "value_head_dim": own}
     return found | others | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
 
 
@@ -351,6 +368,12 @@ def _size(name: str, value: Any) -> int:
         rule, remedy = "every size is a whole number, at least 1", "Call.of(q, k) reads them off"
         raise InputError(name, brief(value), rule, remedy)
     return number
+
+
+def _value_size(value: Any, head_dim: int) -> int:
+    """Return the head dim of values, 0 where it is that of the keys."""
+    size = 0 if type(value) is int and value == 0 else _size("value_head_dim", value)
+    return 0 if size == head_dim else size
 
 
 def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
