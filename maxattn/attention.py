@@ -55,7 +55,6 @@ from maxattn.target import Target
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
 Value = Float[Array, "B S K V"]
-Out = Float[Array, "B T N V"]
 ROWS = ("BTNH", "BNT", "BTNH", "BNT")  # the axes of out, lse and their gradients
 MaskLike = Mask | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None
 
@@ -72,7 +71,7 @@ def attention(
     mesh: Any = None,
     role: Role = "self",
     return_lse: Literal[False] = False,
-) -> Out: ...
+) -> Float[Array, "B T N V"]: ...
 @overload
 def attention(
     q: Query,
@@ -86,7 +85,7 @@ def attention(
     role: Role = "self",
     *,
     return_lse: Literal[True],
-) -> tuple[Out, Float[Array, "B N T"]]: ...
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]: ...
 def attention(
     q: Query,
     k: Key,
@@ -108,9 +107,8 @@ def attention(
 
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
-        k, v: keys [B, S, K, H] and values [B, S, K, V], K divides N: query heads n*N/K ... share
-            key head n. V may be other than H where the kernel takes it, as `dot_product` does.
-            Hidden keys must be finite too: 0 * NaN is NaN (`check_finite` of the config names it).
+        k, v: keys [B, S, K, H], values [B, S, K, V]; query heads n*N/K ... share key head n. V is H
+            but for `dot_product`. Hidden keys must be finite too: 0 * NaN is NaN (`check_finite`).
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
             axis full or 1, True = attend. Where T = B > 1, [T, S] is written as [1, T, S]: it may
             be meant as flags [B, S], which are `masks.KeyPadding(flags)`.
@@ -201,7 +199,7 @@ def prepare(
 
 def attend(
     prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
-) -> tuple[Out, Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Plan a prepared call and run it on arrays of its shapes.
 
     Raises:
