@@ -153,6 +153,14 @@ def test_cross_attention_with_an_image() -> None:
     np.testing.assert_allclose(many(x, text, encoder_hidden_states_image=image), want, atol=1e-5)
 
 
+def test_a_cache_is_refused() -> None:
+    layer = ma.FlaxAttention(16, heads=2, dim_head=8, dim_head_v=4, rngs=nnx.Rngs(0))
+    sizes: dict[str, Any] = {"layers": 1, "batch": 1, "kv_heads": 2, "dim_head": 8}
+    cache = ma.KVCache.empty(STREAM, **sizes, dtype="float32")
+    with pytest.raises(InputError, match="dim_head_v: 4"):
+        layer(jnp.ones((1, 12, 16)), cache=cache.layer(0))
+
+
 def test_the_weights_have_diffusers_names() -> None:
     layer = ma.FlaxAttention(16, heads=2, dim_head=8, dim_head_v=4, rngs=nnx.Rngs(0))
     held = ma.weights.to_diffusers(layer)
@@ -166,6 +174,7 @@ def test_the_weights_have_diffusers_names() -> None:
 # ---- which kernels -------------------------------------------------------------------------------
 
 WIDE = ma.Call(1, 4096, 4096, 8, 8, 192, "bfloat16", value_head_dim=128)
+STREAM = ma.Stream(tokens_per_frame=4, frames_per_block=3, window=2)
 PLAIN = ("dot_product", "memory_efficient")
 PACKAGES = {"tokamax": "0.0.17", "transformer-engine-jax": "2.20.2", "fa4-jax": "0.1.0"}
 TARGETS = ("NVIDIA H200", "TPU v5p", "cpu")
