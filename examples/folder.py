@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from flux.sizes import Sizes as FluxSizes
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
 from wan.model import WanTransformer3D
-from wan.sizes import SIZES, Sizes
+from wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError
@@ -59,14 +60,14 @@ EULER = {
     "steps_offset": 1,
     "timestep_spacing": "leading",
 }
-# What the pipelines of Wan 2.2 say of themselves, by the end of their names.
-INDEX = {
-    "5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
-    "a14b": {
-        "_class_name": "WanPipeline",
-        "boundary_ratio": 0.875,
-        SECOND: ["diffusers", "WanTransformer3DModel"],
-    },
+# What the pipelines of Wan 2.2 say of themselves.
+INDEX = {"wan-2.2-ti2v-5b": {"_class_name": "WanPipeline", "expand_timesteps": True}} | {
+    name: {
+        "_class_name": "WanImageToVideoPipeline" if "i2v" in name else "WanPipeline",
+        "boundary_ratio": at,
+        SECOND: ["diffusers", CLASS_NAME],
+    }
+    for name, at in BOUNDARIES.items()
 }
 FLOW_EULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
@@ -99,7 +100,9 @@ class Form(NamedTuple):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, ...]:
+def make(
+    folder: Path, name: str, dtype: str, shard_bytes: int, layers: int | None = None
+) -> tuple[Path, ...]:
     """Write a folder in diffusers' format: sizes, random weights, the scheduler's options.
 
     Args:
@@ -107,12 +110,15 @@ def make(folder: Path, name: str, dtype: str, shard_bytes: int) -> tuple[Path, .
         name: of the model.
         dtype: of the weights; norms and modulation tables are float32, as in diffusers.
         shard_bytes: the largest file.
+        layers: of a Wan transformer; default all.
     """
     sizes = UNetSizes() if name == "sdxl" else {**SIZES, **FLUX_SIZES}[name]
+    if layers is not None and isinstance(sizes, Sizes):
+        sizes = replace(sizes, num_layers=layers)
     parts, scheduler = (("unet",), EULER) if name == "sdxl" else (("transformer",), UNIPC)
     if isinstance(sizes, FluxSizes):
         scheduler = FLOW_EULER | FLUX_SHIFTS[name]
-    index = INDEX.get(name.rpartition("-")[2], {})
+    index = INDEX.get(name, {})
     parts += (SECOND,) if SECOND in index else ()
     forms, files = forms_of(shapes_of(sizes, dtype)), ()
     for part in parts:
@@ -279,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
         default="wan-2.1-t2v-1.3b",
         help="for make",
     )
+    add("--layers", type=int, help="for make: of a Wan transformer; default all")
     add("--save", type=Path, help="for check: where to save it back")
     told = "of the weights; default float32"
     add("--dtype", choices=("bfloat16", "float32"), default="float32", help=told)
@@ -289,8 +296,10 @@ def parser() -> argparse.ArgumentParser:
 def main(said: argparse.Namespace) -> None:
     """Make or check."""
     shard = int(said.shard_gib * 2**30)
+    if said.layers is not None and (said.layers < 1 or said.model not in SIZES):
+        sys.exit("error: --layers is a number of 1 or more, of a Wan transformer")
     if said.what == "make":
-        print("\n".join(map(str, make(said.folder, said.model, said.dtype, shard))))
+        print("\n".join(map(str, make(said.folder, said.model, said.dtype, shard, said.layers))))
         return
     if said.save is None:
         sys.exit("error: check needs --save FOLDER")

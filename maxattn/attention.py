@@ -54,6 +54,7 @@ from maxattn.target import Target
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
+Value = Float[Array, "B S K V"]
 ROWS = ("BTNH", "BNT", "BTNH", "BNT")  # the axes of out, lse and their gradients
 MaskLike = Mask | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None
 
@@ -62,7 +63,7 @@ MaskLike = Mask | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     mask: MaskLike = None,
     bias: Array | None = None,
     scale: float | None = None,
@@ -70,12 +71,12 @@ def attention(
     mesh: Any = None,
     role: Role = "self",
     return_lse: Literal[False] = False,
-) -> Query: ...
+) -> Float[Array, "B T N V"]: ...
 @overload
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     mask: MaskLike = None,
     bias: Array | None = None,
     scale: float | None = None,
@@ -84,11 +85,11 @@ def attention(
     role: Role = "self",
     *,
     return_lse: Literal[True],
-) -> tuple[Query, Float[Array, "B N T"]]: ...
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]: ...
 def attention(
     q: Query,
     k: Key,
-    v: Key,
+    v: Value,
     mask: MaskLike = None,
     bias: Array | None = None,
     scale: float | None = None,
@@ -106,8 +107,8 @@ def attention(
 
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
-        k, v: keys and values [B, S, K, H], K divides N: query heads n*N/K ... share key head n.
-            Hidden keys must be finite too: 0 * NaN is NaN (`check_finite` of the config names it).
+        k, v: keys [B, S, K, H], values [B, S, K, V]; query heads n*N/K ... share key head n. V is H
+            but for `dot_product`. Hidden keys must be finite too: 0 * NaN is NaN (`check_finite`).
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
             axis full or 1, True = attend. Where T = B > 1, [T, S] is written as [1, T, S]: it may
             be meant as flags [B, S], which are `masks.KeyPadding(flags)`.
@@ -131,7 +132,7 @@ def attention(
     """
     prepared = prepare(q, k, v, mask, bias, scale, config, mesh, role, return_lse)
     if v is None:
-        rule, remedy = "v must be an array [B, S, K, H]", "pass the values beside the keys"
+        rule, remedy = "v must be an array [B, S, K, V]", "pass the values beside the keys"
         raise InputError("v", "None", rule, remedy)
     given = {"q": q, "k": k, "v": v, "bias": bias}
     out, lse = attend(prepared, *(as_array(x, name) for name, x in given.items()))
@@ -197,8 +198,8 @@ def prepare(
 
 
 def attend(
-    prepared: Prepared, q: Query, k: Key, v: Key, bias: Array | None = None
-) -> tuple[Query, Float[Array, "B N T"]]:
+    prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Plan a prepared call and run it on arrays of its shapes.
 
     Raises:
@@ -234,7 +235,7 @@ def _explicitly(f: Callable[..., Any], there: Any, q: Query, *others: Any) -> An
 
 
 def run(
-    plan: Plan, q: Query, k: Key, v: Key, bias: Array | None, mask: Mask, mesh: Any = None
+    plan: Plan, q: Query, k: Key, v: Value, bias: Array | None, mask: Mask, mesh: Any = None
 ) -> tuple[Array, Array]:
     """Execute a plan on arrays of the call it was made for.
 
@@ -245,7 +246,7 @@ def run(
         mesh: the mesh whose axes the plan names, or None where it names none.
 
     Returns:
-        out [B, T, N, H] and lse [B, N, T] float32.
+        out [B, T, N, V] and lse [B, N, T] float32.
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)

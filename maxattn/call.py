@@ -15,11 +15,17 @@ import jax
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, brief
 from maxattn.masks import Full, Mask
-from maxattn.masks.foreign import check_not_torch
 from maxattn.masks.given import bind_mask
+from maxattn.masks.operands import (
+    bias_shape,
+    check_bias_dtype,
+    check_dtype,
+    check_dtypes,
+    check_heads,
+    check_operands,
+)
 
 Role = Literal["self", "cross"]
-DTYPES = ("float32", "bfloat16", "float16")
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -58,6 +64,8 @@ class Call:
         sharded: whether this is one device's share, whose positions are known only where it runs.
         sequence: of one device's share, T and S of the whole padded sequence.
         bias_dtype: of the bias; "", the default, is the operands' own where there is a bias.
+        value_head_dim: V, channels of a head of the values and of the output, where they are other
+            than H; 0, the default, is H.
 
     Raises:
         InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
@@ -83,6 +91,7 @@ class Call:
     sharded: bool = False
     sequence: tuple[int, int] | None = None
     bias_dtype: str = ""
+    value_head_dim: int = 0
 
     def __post_init__(self) -> None:
         for name, value in checked_fields(self).items():
@@ -107,20 +116,25 @@ class Call:
         scale: float | None = None,
         role: Role = "self",
         return_lse: bool = False,
+        value_head_dim: int | None = None,
     ) -> Call:
         """Read a call off arrays, or anything with `shape` and `dtype`.
 
         Args:
             q: [B, T, N, H].
-            k: [B, S, K, H]; v must have the same shape.
+            k: [B, S, K, H]; v has the same shape, but for its last axis, which may be V.
             mask: a mask, bound or not, or a boolean array as for `attention`; None attends to
                 everything.
             bias: additive, each axis 1 or full size of [B, N, T, S].
+            value_head_dim: V; default H.
 
         Raises:
             InputError: on a wrong rank, dtype, head count or mask.
         """
-        return bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
+        call = bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
+        if value_head_dim is None:
+            return call
+        return call.derived(value_head_dim=_value_size(value_head_dim, call.head_dim))
 
     @property
     def shape_text(self) -> str:
@@ -129,7 +143,13 @@ class Call:
         lengths = f"T=S={self.q_len}" if same else f"T={self.q_len} S={self.kv_len}"
         heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
         dtype = SHORT_DTYPE.get(self.dtype, self.dtype)
-        return f"B={self.batch} {lengths} {heads} H={self.head_dim} {dtype}"
+        dims = f"H={self.head_dim}" + (f" V={self.value_dim}" if self.value_head_dim else "")
+        return f"B={self.batch} {lengths} {heads} {dims} {dtype}"
+
+    @property
+    def value_dim(self) -> int:
+        """V, channels of a head of the values and of the output."""
+        return self.value_head_dim or self.head_dim
 
     def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
         """Return the call with the dtype of operands that were not there when it was made.
@@ -161,7 +181,7 @@ def bound_call(
 
     Args:
         q, k, mask, bias, scale, role, return_lse: as in `Call.of`.
-        v: [B, S, K, H], or None where there are no values yet.
+        v: [B, S, K, V], or None where there are no values yet.
         mask_padding: False drops the caller's key padding from the mask.
 
     Returns:
@@ -169,130 +189,15 @@ def bound_call(
     """
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
-    bias_shape, number = _bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
+    bias_sizes, number = bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)
-    what = str(q.dtype), bound.form(), bias_shape, number
+    what = str(q.dtype), bound.form(), bias_sizes, number
     last = None, "" if bias is None else str(bias.dtype)
-    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last)
+    own_values = 0 if v is None or v.shape[3] == h else v.shape[3]
+    every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last, own_values)
     call = object.__new__(Call)  # what it is made of is checked
     call.__dict__.update(zip(_FIELDS, every, strict=True))
     return call, bound
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def check_operands(q: Any, k: Any, v: Any = None) -> None:
-    """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
-
-    Raises:
-        InputError: naming the operand, what it is, and the rule.
-    """
-    _check_one("q", q, "[B, T, N, H]")
-    _check_one("k", k, "[B, S, K, H]")
-    if v is not None:
-        _check_one("v", v, "[B, S, K, H]")
-    _check_sizes(q.shape, k.shape)
-    if v is not None and tuple(v.shape) != tuple(k.shape):
-        rule = f"v must have the shape of k, {tuple(k.shape)}"
-        raise InputError("v", tuple(v.shape), rule, "pass k and v of one shape")
-    check_dtypes(q, k, v)
-
-
-def _check_sizes(q: Any, k: Any) -> None:
-    (b, _, n, h), (kb, _, kn, kh) = q, k
-    if kb != b:
-        rule = f"q has batch {b}, and both must be equal"
-        raise InputError("k", f"batch {kb}", rule, "give q, k and v one batch size")
-    if kh != h:
-        rule = f"q has head dim {h}, and both must be equal"
-        raise InputError("k", f"head dim {kh}", rule, "project both to one size")
-    check_heads(n, kn)
-
-
-def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that the key heads cannot share.
-
-    Raises:
-        InputError: naming both.
-    """
-    if heads % kv_heads:
-        rule = f"the {heads} query heads must be a multiple of the key heads"
-        remedy = f"use a number of key heads that divides {heads}"
-        raise InputError("kv_heads", kv_heads, rule, remedy)
-
-
-def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
-    """Refuse a dtype that no kernel computes in, and several dtypes.
-
-    Raises:
-        InputError: naming them.
-    """
-    dtypes = {n: str(x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if x is not None}
-    for name, dtype in dtypes.items():
-        check_dtype(name, dtype)
-    if len(set(dtypes.values())) > 1:
-        rule, remedy = "q, k and v must have one dtype", "cast them to one before the call"
-        raise InputError("dtype", ", ".join(dtypes.values()), rule, remedy)
-
-
-def check_dtype(name: str, dtype: str) -> None:
-    """Refuse a dtype that no kernel computes in.
-
-    Raises:
-        InputError: naming it.
-    """
-    check_not_torch(name, dtype)
-    if dtype not in DTYPES:
-        rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
-        raise InputError(name, dtype, rule, f"cast it, e.g. {remedy}")
-
-
-def _check_one(name: str, x: Any, axes: str) -> None:
-    if not _is_array(x):
-        found = "None" if x is None else type(x).__name__
-        raise InputError(name, found, f"{name} must be an array {axes}", f"pass {name} as one")
-    if refused := _refused_shape(name, tuple(x.shape), axes):
-        raise InputError(name, f"shape {tuple(x.shape)}", *refused)
-
-
-def _refused_shape(name: str, shape: tuple[Any, ...], axes: str) -> tuple[str, str] | None:
-    """Return the rule that a shape breaks, and the remedy."""
-    if len(shape) != 4:
-        split = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
-        return f"{name} must be {axes}, four axes", split
-    if not all(isinstance(size, int) for size in shape):
-        rule = "every size must be a number, since kernels are chosen by them"
-        return rule, "export or trace with fixed shapes"
-    if 0 in shape:
-        return "every size must be at least 1", "skip the call when there is nothing to attend"
-    return None
-
-
-def _bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
-    if bias is None:
-        return None
-    if not _is_array(bias):
-        rule = f"it is an array that broadcasts to [B, N, T, S] = {full}"
-        remedy = "pass an array; a mask goes to mask="
-        raise InputError("bias", type(bias).__name__, rule, remedy)
-    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
-    if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
-        found, remedy = f"shape {tuple(bias.shape)}", "give every axis its full size or 1"
-        raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
-    check_not_torch("bias", str(bias.dtype))
-    _check_bias_dtype(str(bias.dtype))
-    return shape  # type: ignore[return-value]
-
-
-def _check_bias_dtype(dtype: str) -> None:
-    if dtype in DTYPES:
-        return
-    rule = "a bias is additive and floating: float32, bfloat16 or float16"
-    to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
-    remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
-    raise InputError("bias", dtype, rule, remedy)
 
 
 # Beyond these a scale is infinite or 0 in float32, which scores are computed in.
@@ -338,7 +243,8 @@ def checked_fields(call: Call) -> dict[str, Any]:
         _check_choice(name, getattr(call, name), (False, True))
     scale = None if is_number(call.scale) and call.scale == 0 else call.scale
     found |= {"scale": static_scale(scale, h), "sequence": _sequence(call.sequence)}
-    full, others = None if call.sharded else (b, t, s, n), {"bias_dtype": _bias_dtype_of(call)}
+    full, own = None if call.sharded else (b, t, s, n), _value_size(call.value_head_dim, h)
+    others = {"bias_dtype": _bias_dtype_of(call), "value_head_dim": own}
     return found | others | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
 
 
@@ -351,6 +257,12 @@ def _size(name: str, value: Any) -> int:
         rule, remedy = "every size is a whole number, at least 1", "Call.of(q, k) reads them off"
         raise InputError(name, brief(value), rule, remedy)
     return number
+
+
+def _value_size(value: Any, head_dim: int) -> int:
+    """Return the head dim of values, 0 where it is that of the keys."""
+    size = 0 if type(value) is int and value == 0 else _size("value_head_dim", value)
+    return 0 if size == head_dim else size
 
 
 def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
@@ -396,5 +308,5 @@ def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, in
 
 
 def _bias_dtype_of(call: Call) -> str:
-    _check_bias_dtype(dtype := call.bias_dtype or call.dtype)
+    check_bias_dtype(dtype := call.bias_dtype or call.dtype)
     return "" if call.bias is None else dtype

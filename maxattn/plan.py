@@ -165,5 +165,6 @@ def _repeat_collectives(call: Call, local: Call, shape: MeshShape) -> tuple[Coll
     if call.kv_heads % tensor == 0:
         return ()
     heads = lcm(call.kv_heads, tensor) // tensor
-    size = 2 * local.batch * local.kv_len * heads * call.head_dim * itemsize(call.dtype)
+    channels = call.head_dim + call.value_dim
+    size = local.batch * local.kv_len * heads * channels * itemsize(call.dtype)
     return (Collective("psum", ("tensor",), "dK,dV of repeated heads", "backward", size),)

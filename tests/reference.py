@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Answer(NamedTuple):
-    """out [B,T,N,H], lse [B,N,T], and the gradients of sum(out * dout) + sum(lse * dlse)."""
+    """out [B,T,N,V], lse [B,N,T], and the gradients of sum(out * dout) + sum(lse * dlse)."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -48,7 +48,7 @@ def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=No
     ds = p * (dp - (p * dp).sum(-1, keepdims=True)) + p * dlse[..., None]
     dq = ds @ kr * scale
     dk, dv = _transposed(ds) @ q * scale, _transposed(p) @ dout  # [B,N,S,H]
-    dk, dv = (_heads_first(g).reshape(b, s, kv_heads, group, h).sum(3) for g in (dk, dv))
+    dk, dv = (_heads_first(g).reshape(b, s, kv_heads, group, -1).sum(3) for g in (dk, dv))
     dbias = None
     if bias is not None:
         axes = tuple(i for i, size in enumerate(np.shape(bias)) if size == 1)

@@ -22,7 +22,8 @@ REPOSITORIES: Mapping[Family, str] = {
     "flux": "black-forest-labs/FLUX.1-schnell",
 }
 NAMES: Mapping[Family, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
-SECOND = "transformer_2"  # of Wan 2.2's A14B: it takes the steps with less noise
+# The parts of Wan 2.2's A14B: the second takes the steps with less noise.
+FIRST, SECOND = "transformer", "transformer_2"
 
 
 def absent(
@@ -64,6 +65,14 @@ def continues_images(index: Mapping[str, Any]) -> bool:
     return bool(index.get("expand_timesteps"))
 
 
+def boundary_of(folder: Path) -> float | None:
+    """Return above which share of the times the first of two transformers takes the steps.
+
+    None where the pipeline has one transformer, and where no `model_index.json` says anything.
+    """
+    return index_of(folder).get("boundary_ratio")
+
+
 def _json(path: Path) -> dict[str, Any]:
     return read_mapping(path) if path.is_file() else {}
 
@@ -84,13 +93,20 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
     known = PIPELINES[family]
     if index and (kind := index.get("_class_name")) not in known:
         yield _error(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(known)}")
-    has_two = index.get(SECOND) not in (None, [None, None])
-    if has_two != (index.get("boundary_ratio") is not None):
-        value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {index.get('boundary_ratio')}"
+    has_two, boundary = index.get(SECOND) not in (None, [None, None]), boundary_of(folder)
+    if has_two != (boundary is not None):
+        value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {boundary}"
         rule = "boundary_ratio says at which time the second transformer takes over"
         yield _error(folder, value, rule)
+    elif has_two and not _is_share(boundary):
+        rule = "it is a number between 0 and 1, a share of the times"
+        yield _error(folder, f"boundary_ratio {boundary!r}", rule)
     if has_two and not (folder / SECOND).is_dir():
         yield _error(folder, f"without {SECOND}", "the pipeline has two transformers")
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
 
 
 def _error(folder: Path, value: str, rule: str) -> ConfigError:

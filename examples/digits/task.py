@@ -59,11 +59,15 @@ class DigitsTask:
 
     settings: Settings
 
-    part: ClassVar[str] = "transformer"
     fixed: ClassVar[Fixed] = Fixed(("model", "data", "training.batch_size", "training.seed"))
     folder: None = None
     sizes: None = None
     sampler: None = None
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that would hold the model."""
+        return "transformer"
 
     @property
     def training(self) -> TrainingSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,10 @@ class FluxTask(LatentTask):
     settings: Settings
     sizes: Sizes
 
-    part: ClassVar[str] = "transformer"
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the transformer."""
+        return "transformer"
 
     @classmethod
     def of(cls, settings: Settings) -> FluxTask:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.pipeline_folder import SECOND, index_of, lacking, pipeline_errors
+from common.pipeline_folder import FIRST, SECOND, boundary_of, lacking, pipeline_errors
 from common.writable import unwritable
 from common.xla_options import xla_options
 
@@ -72,19 +72,19 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
 
 def _parts(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
     """Name the parts of the folder whose weights are read, of those that are there."""
-    has_two = (paths.weights or paths.model) / SECOND
-    return (task.part, SECOND) if has_two.is_dir() else (task.part,)
+    has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).is_dir()
+    return (task.part, SECOND) if has_two else (task.part,)
 
 
 def _expert_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     """Yield what is given for a second transformer that is not there, and what is not for both."""
-    both = index_of(paths.model).get("boundary_ratio") is not None
+    both = boundary_of(paths.model) is not None
     if paths.lora_2 is not None and not both:
         rule = "it is merged into the second of two transformers, and this pipeline has one"
         yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
-    if both and paths.weights is not None and not (paths.weights / SECOND).is_dir():
-        rule = f"a pipeline of two transformers takes a folder with transformer and {SECOND}"
-        remedy = "put the weights of each there, or give a model's folder by --model"
+    if both and paths.weights is not None and len(lacking(paths.weights, (FIRST, SECOND))) == 2:
+        rule = f"a pipeline of two transformers takes a folder with {FIRST}, {SECOND} or both"
+        remedy = "give the folder above, such as training.output_dir of a run"
         yield ConfigError("--weights", paths.weights, rule, remedy)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.pipeline_folder import SECOND, part_of
+from common.pipeline_folder import FIRST, SECOND, lacking, part_of
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Paths:
 
     Args:
         model: a pipeline's folder in diffusers' format, or its model's alone.
-        weights: a folder whose weights are used instead of the model's, such as a training run's.
+        weights: a folder whose weights are used instead of the model's, such as a training run's;
+            it may hold one of two transformers.
         embeddings: what the model is told; else prompts are encoded with torch.
         image: what an image-to-video model begins with, encoded with torch.
         noise: where to begin, instead of noise of the seed.
@@ -38,7 +39,10 @@ class Paths:
 
     def weights_of(self, part: str) -> Path:
         """Return the folder of the weights: a part of a pipeline's folder, or the folder."""
-        return part_of(self.weights or self.model, part)
+        instead = self.weights
+        if instead is not None and lacking(instead, (FIRST, SECOND)) == [part]:
+            instead = None  # it holds the other transformer
+        return part_of(instead or self.model, part)
 
     def lora_of(self, part: str) -> Path | None:
         """Return the LoRA weights of a part."""

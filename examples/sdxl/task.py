@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +43,15 @@ class SdxlTask(LatentTask):
     settings: Settings
     sizes: Sizes
 
-    part: ClassVar[str] = "unet"
-
     @classmethod
     def of(cls, settings: Settings) -> SdxlTask:
         """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
         return cls(settings, sizes_of(settings.model))
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the UNet."""
+        return "unet"
 
     @property
     def sampler(self) -> Sampler:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from common import hosts
+from common.pipeline_folder import FIRST, SECOND
 from flax import nnx
 from samplers.read import CLASSES
 
@@ -18,6 +19,9 @@ from . import lora
 from .task import Task
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+# diffusers reads those of a second transformer under the first one's names (its argument
+# load_into_transformer_2): the file's name tells them apart.
+SECOND_LORA_FILE = "pytorch_lora_weights_2.safetensors"
 CONFIG = "config.json"
 
 
@@ -34,7 +38,8 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
         parameter.
     """
     if task.training.lora_rank:
-        return _lora(task, model, folder / LORA_FILE)
+        name = SECOND_LORA_FILE if task.part == SECOND else LORA_FILE
+        return _lora(task, model, folder / name)
     if jax.process_count() > 1:
         return None
     whole = folder / task.part
@@ -47,7 +52,8 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
 def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
     from safetensors.numpy import save_file
 
-    tensors = lora.to_diffusers(model, f"{task.part}.")  # every process takes part in gathering
+    prefix = FIRST if task.part == SECOND else task.part
+    tensors = lora.to_diffusers(model, f"{prefix}.")  # every process takes part in gathering
     if hosts.is_first():
         beside = path.with_name(f"{path.name}.partial")
         save_file(tensors, beside, metadata={"format": "pt"})

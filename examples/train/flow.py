@@ -11,8 +11,12 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from samplers.flow_euler import shifted
+
+WHOLE = (0.0, 1.0)  # all times
 
 
 class Noised(NamedTuple):
@@ -36,6 +40,7 @@ def times(
     sampling: Literal["logit_normal", "uniform"] = "logit_normal",
     mean: float = 0.0,
     std: float = 1.0,
+    within: tuple[float, float] = WHOLE,
 ) -> Float[Array, " B"]:
     """Draw times, 0 (clean) to 1 (noise).
 
@@ -45,11 +50,39 @@ def times(
         shift: moves them; above 1, more of the noisy ones.
         sampling: all as likely, or the sigmoid of normal numbers,
         mean, std: of those.
+        within: the least time, and the one that all are below; the times between them are as likely
+            beside each other as they are among all.
     """
+    if within != WHOLE:
+        return _times_within(key, count, shift, sampling, mean, std, within)
     if sampling == "uniform":
         return shifted(jax.random.uniform(key, (count,)), shift)
     normal = mean + std * jax.random.normal(key, (count,))
     return shifted(jax.nn.sigmoid(normal), shift)
+
+
+def _times_within(
+    key: Array,
+    count: int,
+    shift: float,
+    sampling: str,
+    mean: float,
+    std: float,
+    within: tuple[float, float],
+) -> Float[Array, " B"]:
+    """Draw times between two by the same rule: what is drawn is cut off, not moved."""
+    # Where the ends are before the shift.
+    least, most = (t / (shift - (shift - 1) * t) for t in within)
+    if sampling == "uniform":
+        drawn = jax.random.uniform(key, (count,), minval=least, maxval=most)
+    else:
+        with np.errstate(divide="ignore"):  # 0 and 1 are infinitely far away
+            low, high = ((np.log(x) - np.log1p(-x) - mean) / std for x in (least, most))
+        normal = jax.random.truncated_normal(key, low, high, (count,))
+        drawn = jax.nn.sigmoid(mean + std * normal)
+    # Rounding may move a time across an end.
+    last = np.nextafter(np.float32(within[1]), np.float32(0)) if within[1] < 1 else 1.0
+    return jnp.clip(shifted(drawn, shift), within[0], last)
 
 
 def noised(clean: Float[Array, "B ..."], t: Float[Array, " B"], key: Array) -> Noised:

@@ -28,8 +28,12 @@ class LatentTask:
     settings: Any
     sizes: Any
 
-    part: ClassVar[str]
     fixed: ClassVar[Fixed] = KEPT
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the model."""
+        raise NotImplementedError(f"{type(self).__name__} says its part")
 
     @property
     def training(self) -> Any:

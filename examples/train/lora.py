@@ -98,7 +98,7 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     """Return the changes as `<layer>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
 
     The factor alpha / rank is in lora_B: a reader without alpha takes it for the rank, and gets the
-    same change.
+    same change. Layers that diffusers keeps in one tensor are joined.
 
     Args:
         model: with `Adapted` projections.
@@ -115,7 +115,7 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
             down, up = (x if entry.layer is None else x[entry.layer] for x in wholes)
             found[f"{name}.lora_A.weight"] = np.ascontiguousarray(down.T)
             found[f"{name}.lora_B.weight"] = np.ascontiguousarray(up.T)
-    return found
+    return weights.fuse_lora(model, found, prefix)
 
 
 def merge(model: nnx.Module, plain: nnx.Module) -> None:

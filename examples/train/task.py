@@ -84,8 +84,10 @@ class Task(Protocol):
         """
         ...
 
-    part: ClassVar[str]
-    """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the model."""
+        ...
 
     @property
     def sizes(self) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.pipeline_folder import SECOND, config_of, continues_images, index_of
+from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -27,7 +27,7 @@ from samplers.read import Sampler
 import maxattn as ma
 from maxattn.errors import ConfigError
 
-from . import torch_parts
+from . import experts, torch_parts
 from .model import WanTransformer3D
 from .plans import plans
 from .settings import Settings
@@ -55,14 +55,14 @@ class WanSamplingTask:
     part: Literal["transformer"] = "transformer"
 
     @cached_property
-    def index(self) -> Mapping[str, Any]:
-        """What the pipeline says of itself."""
-        return index_of(self.folder)
-
-    @property
     def continues(self) -> bool:
         """Whether the first frame can be an image, at time 0."""
-        return continues_images(self.index)
+        return continues_images(index_of(self.folder))
+
+    @cached_property
+    def boundary(self) -> float | None:
+        """Above which share of the times the first of two transformers takes the steps."""
+        return boundary_of(self.folder)
 
     @property
     def needs_image(self) -> bool:
@@ -101,7 +101,7 @@ class WanSamplingTask:
 
     def experts(self, times: Any) -> tuple[Expert, ...]:
         """Divide the steps at the pipeline's boundary, where it has one."""
-        s, boundary = self.settings.sampling, self.index.get("boundary_ratio")
+        s, boundary = self.settings.sampling, self.boundary
         if boundary is None:
             return (Expert(self.part, len(times), s.guidance_scale),)
         above = int((np.asarray(times) >= boundary * TRAINING_TIMES).sum())
@@ -127,13 +127,9 @@ class WanSamplingTask:
         yield from self._frame_errors(frames)
 
     def _pipeline_errors(self) -> Iterable[ConfigError]:
-        boundary, second = self.index.get("boundary_ratio"), self.folder / SECOND
+        boundary, second = self.boundary, self.folder / SECOND
         scale = self.settings.sampling.guidance_scale_2
-        name = self.settings.model.sizes
-        if name and self.index and name.endswith("a14b") != (boundary is not None):
-            has = "one transformer" if boundary is None else "two, with a boundary_ratio"
-            rule = f"{name} is not the model of this pipeline, which has {has}"
-            yield ConfigError("model.sizes", name, rule, "set it to null to take the folder's")
+        yield from experts.name_errors(self.settings.model.sizes, self.folder)
         if boundary is None and scale is not None:
             rule = "it is the second transformer's, and this pipeline has one"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")

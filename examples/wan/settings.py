@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from common.settings import Count, Dtype, Positive
 from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
@@ -102,6 +102,19 @@ class TrainingSettings(CommonTraining):
     """Of logit_normal: its spread."""
     timestep_shift: Positive = 3.0
     """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """Which of Wan 2.2 A14B's two transformers learns, at its own times alone."""
+    boundary_ratio: Annotated[float, Gt(0), Lt(1)] | None = None
+    """The least time of high_noise, a share; null: the folder's, else that of the named sizes."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a boundary that divides nothing, and what every training refuses."""
+        yield from super().contradictions(values)
+        if (at := values["boundary_ratio"]) is not None and values["expert"] is None:
+            rule = "it divides the times of two transformers, and expert is null"
+            remedy = "set training.expert, or remove it"
+            yield ConfigError("boundary_ratio", at, rule, remedy)
 
 
 class SamplingSettings(CommonSampling):

@@ -107,3 +107,5 @@ SIZES = {
         num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48
     ),
 }
+# Above which share of the times the first of two transformers takes the steps.
+BOUNDARIES = {"wan-2.2-t2v-a14b": 0.875, "wan-2.2-i2v-a14b": 0.9}

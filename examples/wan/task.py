@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,13 @@ from samplers.read import Sampler
 from train import flow
 from train.latent_task import LatentTask
 from train.shape_errors import shape_errors
-from train.task import Arrays, replaced
+from train.task import KEPT, Arrays, Fixed, replaced
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
+from . import experts
 from .model import WanTransformer3D
 from .plans import plans, tokens
 from .settings import ModelSettings, Settings
@@ -41,12 +43,30 @@ class WanTask(LatentTask):
     settings: Settings
     sizes: Sizes
 
-    part: ClassVar[str] = "transformer"
+    fixed: ClassVar[Fixed] = Fixed(
+        (*KEPT.keys, "training.expert", "training.boundary_ratio"), KEPT.free
+    )
 
     @classmethod
     def of(cls, settings: Settings) -> WanTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
-        return cls(settings, sizes_of(settings.model))
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
+
+        Raises:
+            ConfigErrors: the transformer that is to learn is not the folder's, or not named.
+        """
+        if problems := list(experts.errors(settings)):
+            raise ConfigErrors(problems)
+        return cls(settings, sizes_of(settings.model, experts.part(settings)))
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the transformer."""
+        return experts.part(self.settings)
+
+    @cached_property
+    def times(self) -> tuple[float, float]:
+        """The least time that is learned, and the time that all are below."""
+        return experts.times(self.settings)
 
     @property
     def sampler(self) -> Sampler:
@@ -85,7 +105,8 @@ class WanTask(LatentTask):
         for_times, for_noise, for_texts = jax.random.split(key, 3)
         said, clean = self.settings.training, channels_last(batch["latents"].astype(jnp.float32))
         how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
-        drawn = flow.noised(clean, flow.times(for_times, len(clean), *how), for_noise)
+        t = flow.times(for_times, len(clean), *how, within=self.times)
+        drawn = flow.noised(clean, t, for_noise)
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
         text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
@@ -115,8 +136,12 @@ def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
     return jnp.moveaxis(x, 1, -1)
 
 
-def sizes_of(model: ModelSettings) -> Sizes:
+def sizes_of(model: ModelSettings, part: str = "transformer") -> Sizes:
     """Return the sizes of the model: its folder's, the named ones, or both when they agree.
+
+    Args:
+        model: its settings.
+        part: of the pipeline's folder.
 
     Raises:
         ConfigError: there is no such folder.
@@ -125,7 +150,7 @@ def sizes_of(model: ModelSettings) -> Sizes:
     """
     if model.folder is None:
         return model.asked or Sizes()
-    found = Sizes.of_folder(part_of(model.folder, "transformer"))
+    found = Sizes.of_folder(part_of(model.folder, part))
     if problems := list(_differences(model.asked or found, found, model.folder)):
         raise ConfigErrors(problems)
     return found

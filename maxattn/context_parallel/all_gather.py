@@ -69,7 +69,8 @@ class ReplicatedKeys(Strategy):
 
     def _kv_bytes(self, call: Call, size: int) -> int:
         local = self.local_call(call)
-        return 2 * local.batch * local.kv_len * local.kv_heads * local.head_dim * size
+        channels = local.head_dim + local.value_dim
+        return local.batch * local.kv_len * local.kv_heads * channels * size
 
 
 @dataclass(frozen=True)

@@ -136,10 +136,10 @@ class Ulysses(Strategy):
         return *exchanges, *(replace(c, hops=c.hops * self.chunks) for c in hops)
 
     def _exchanges(self, call: Call) -> tuple[Collective, ...]:
-        q, kv, stats = self._received(self.inner.rank_call(call))
+        q, out, kv, stats = self._received(self.inner.rank_call(call))
         made = (
-            ("Q,K,V,out,LSE", "forward", 2 * q + kv + stats, 5),
-            ("Q,K,V,out,dout,LSE,dLSE", "backward", 3 * q + kv + 2 * stats, 7),
+            ("Q,K,V,out,LSE", "forward", q + out + kv + stats, 5),
+            ("Q,K,V,out,dout,LSE,dLSE", "backward", q + 2 * out + kv + 2 * stats, 7),
             ("dQ,dK,dV", "backward", q + kv, 3),
         )
         return tuple(
@@ -147,12 +147,14 @@ class Ulysses(Strategy):
             for what, when, size, arrays in made
         )
 
-    def _received(self, local: Call) -> tuple[int, int, int]:
-        """Count the bytes that a device receives of q, of k and v together, and of the LSE."""
-        group, rows = self.inner.group, local.batch * local.heads
-        unit = rows * local.head_dim * itemsize(local.dtype) * (group - 1) // group
-        kv = 2 * local.kv_len * unit * local.kv_heads // local.heads
-        return local.q_len * unit, kv, 4 * rows * local.q_len * (group - 1) // group
+    def _received(self, local: Call) -> tuple[int, int, int, int]:
+        """Count the bytes that a device receives of q, out, k and v together, and the LSE."""
+        group, rows, item = self.inner.group, local.batch * local.heads, itemsize(local.dtype)
+        dims = local.head_dim, local.value_dim
+        units = [rows * dim * item * (group - 1) // group for dim in dims]
+        kv = local.kv_len * sum(units) * local.kv_heads // local.heads
+        q, out = (local.q_len * unit for unit in units)
+        return q, out, kv, 4 * rows * local.q_len * (group - 1) // group
 
     # ---- inside `shard_map` ----------------------------------------------------------------------
 

@@ -52,12 +52,21 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         deterministic: refuse one whose backward does not repeat bit for bit, too.
     """
     for part in name.split("/"):
-        reason = missing(part, target) or KERNELS[part].supports(local, target)
+        reason = missing(part, target) or _refused_values(part, local)
+        reason = reason or KERNELS[part].supports(local, target)
         if reason is None and deterministic:
             reason = KERNELS[part].repeats(local, target)
         if reason is not None:
             return reason
     return None
+
+
+def _refused_values(name: str, call: Call) -> Reason | None:
+    """Return why a kernel cannot take the head dim of the values."""
+    if not call.value_head_dim or KERNELS[name].takes_value_dim:
+        return None
+    rule = f"it takes values of the keys' head dim {call.head_dim}, and these have {call.value_dim}"
+    return Reason(name, "value head dim", rule, "set attention: auto")
 
 
 def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:

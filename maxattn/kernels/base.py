@@ -33,7 +33,7 @@ class Inputs:
 
     Args:
         q: queries; K divides N, and N / K neighbouring query heads share a key head.
-        k, v: keys and values.
+        k, v: keys and values; V is H but for kernels that say `takes_value_dim`.
         bias: is added to the scores; None for none.
         mask: a bound mask, of the positions that the offsets give.
         q_offset, kv_offset: the positions of the first query and of the first key.
@@ -43,7 +43,7 @@ class Inputs:
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
     bias: Bias = None
     mask: Mask = Full()  # noqa: RUF009
     q_offset: Offset = 0
@@ -64,7 +64,7 @@ class Inputs:
 class Result(NamedTuple):
     """Hold what a forward gives; `lse` is the natural logarithm, -inf where nothing is seen."""
 
-    out: Float[Array, "B T N H"]
+    out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
 
 
@@ -78,9 +78,9 @@ class Rows:
         dout, dlse: the gradients of both.
     """
 
-    out: Float[Array, "B T N H"]
+    out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
-    dout: Float[Array, "B T N H"]
+    dout: Float[Array, "B T N V"]
     dlse: Float[Array, "B N T"]
 
     @property
@@ -94,7 +94,7 @@ class Grads(NamedTuple):
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
-    dv: Float[Array, "B S K H"]
+    dv: Float[Array, "B S K V"]
     dbias: Bias = None
 
 
@@ -124,6 +124,8 @@ class Kernel:
     """jax refuses a Pallas kernel inside of a `shard_map` that checks what varies over its axes."""
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
+    takes_value_dim: ClassVar[bool] = False
+    """Whether values may have another head dim than keys; else such calls are refused."""
     needs_an_example: ClassVar[bool] = False
     """Whether `vmap` over no example is refused."""
     blocks: ClassVar[BlockSizes | None] = None

@@ -35,6 +35,7 @@ class DotProduct(Kernel):
 
     name: ClassVar[str] = "dot_product"
     differentiates_twice: ClassVar[bool] = True
+    takes_value_dim: ClassVar[bool] = True
     scale: float
     float32_qk_product: bool = False
     split_head_dim: bool = True
@@ -123,12 +124,12 @@ class DotProduct(Kernel):
         return self._fold(qs, q), ks, vs
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
-        b, t, n, h = q.shape
+        (b, t, n, _), h = q.shape, x.shape[-1]  # that of q, or of v
         return softmax.merge_queries(x.reshape(b, -1, x.shape[2], t, h)).reshape(b, t, n, h)
 
     def _merge_keys(self, x: Array, k: Array) -> Array:
-        b, s, kv_heads, h = k.shape
-        return softmax.merge_keys(x.reshape(b, kv_heads, s, h))
+        b, s, kv_heads, _ = k.shape
+        return softmax.merge_keys(x.reshape(b, kv_heads, s, x.shape[-1]))
 
     def _merge_stats(self, x: Array, q: Array) -> Array:
         return x.reshape(q.shape[0], q.shape[2], q.shape[1])

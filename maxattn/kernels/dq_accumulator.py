@@ -63,7 +63,8 @@ class SumOfParts(DqAccumulator):
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
         """Add a range of a block's keys, and return (dk, dv) of the block."""
-        k, v = (slice_one(keys, which, key_range) for which in (0, 1))
+        dims = self._inputs.k.shape[3], self._inputs.v.shape[3]
+        k, v = (slice_one(keys, which, key_range, dim) for which, dim in enumerate(dims))
         dq, dk, dv, _ = self._backward(self._inputs.replace(k=k, v=v), self._rows)
         self.state = added(self.state, dq)
         found = pack(dk.astype(k.dtype), dv.astype(k.dtype))

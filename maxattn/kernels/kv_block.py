@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 TWO_TILES = 256  # keys
 
 Packed = Float[Array, "R2 B S K H"]
-"""K and V of a block of keys, or their gradients, as one array."""
+"""K and V of a block of keys, or their gradients, as one array; zeros fill the narrower."""
 
 
 class KeyRange(NamedTuple):
@@ -65,11 +65,19 @@ def halves(length: int) -> KeySplit:
 
 def pack(k: Array, v: Array, spare_keys: int = 0) -> Packed:
     """Make one array of K and V, with room for spare keys at its end."""
+    widest = max(k.shape[3], v.shape[3])
+    k, v = widened(k, widest), widened(v, widest)
     if spare_keys:
         k, v = (jnp.pad(x, ((0, 0), (0, spare_keys), (0, 0), (0, 0))) for x in (k, v))
     # Chosen element by element: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB
     # on an H200).
     return jnp.where(jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0, k, v)
+
+
+def widened(x: Array, head_dim: int) -> Array:
+    """Fill the heads of K or V with zeros, up to so many channels."""
+    more = head_dim - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x
 
 
 def slice_keys(packed: Packed, key_range: KeyRange) -> Packed:
@@ -83,11 +91,12 @@ def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
     return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
 
 
-def slice_one(packed: Packed, which: int, key_range: KeyRange) -> Array:
-    """Return a range of K (0) or of V (1).
+def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
+    """Return a range of K (0) or of V (1), of so many channels; 0 for all.
 
     One slice does both: for most kernels XLA need not copy it where the batch is 1.
     """
     _, b, length, k, h = packed.shape
     start, end = key_range.bounds(length)
-    return jax.lax.slice(packed, (which, 0, start, 0, 0), (which + 1, b, end, k, h))[0]
+    stop = (which + 1, b, end, k, head_dim or h)
+    return jax.lax.slice(packed, (which, 0, start, 0, 0), stop)[0]

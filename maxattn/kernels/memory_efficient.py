@@ -53,6 +53,7 @@ class MemoryEfficient(Kernel):
     """
 
     name: ClassVar[str] = "memory_efficient"
+    takes_value_dim: ClassVar[bool] = True
     scale: float
     query_chunk: int
     key_chunk: int
@@ -121,7 +122,7 @@ class MemoryEfficient(Kernel):
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 return _forward_step(tiles.scores(i, q_i, j, mixed), tiles.v[j], *state)
 
-            state = for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i))
+            state = for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i, tiles.v))
             out, lse = softmax.finish(*state)
             return out.astype(inputs.q.dtype), lse
 
@@ -169,12 +170,13 @@ def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
-def _nothing_seen(q_i: Array) -> tuple[Array, Array, Array]:
+def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
     # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i
     # varies over.
-    acc = jnp.zeros_like(q_i, jnp.float32)
-    return jnp.full_like(acc[..., 0], softmax.NEG_INF), acc[..., 0], acc
+    row = jnp.zeros_like(q_i[..., 0], jnp.float32)
+    acc = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
+    return jnp.full_like(row, softmax.NEG_INF), row, acc
 
 
 def _forward_step(
@@ -201,8 +203,8 @@ def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
 
 
 def _zero_gradients(tiles: ChunkedInputs) -> tuple[Array, Array, Array | None]:
-    zeros = jnp.zeros_like(tiles.k, jnp.float32)
-    return zeros, zeros, None if tiles.bias is None else jnp.zeros_like(tiles.bias, jnp.float32)
+    dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (tiles.k, tiles.v))
+    return dk, dv, None if tiles.bias is None else jnp.zeros_like(tiles.bias, jnp.float32)
 
 
 def _backward_step(

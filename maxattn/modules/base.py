@@ -41,6 +41,7 @@ class ModuleSizes(NamedTuple):
     kv_heads: int | None
     dim_head: int
     out_dim: int | None
+    dim_head_v: int | None = None
 
 
 class Options(NamedTuple):
@@ -109,7 +110,8 @@ class AttentionBase(nnx.Module):
         config: AttentionConfig | None,
         mesh: jax.sharding.Mesh | None,
     ) -> None:
-        self.query_dim, kv_dim, self.heads, kv_heads, self.dim_head, out_dim = sizes
+        self.query_dim, kv_dim, self.heads, kv_heads, self.dim_head, out_dim, dim_head_v = sizes
+        self.dim_head_v = self.dim_head if dim_head_v is None else dim_head_v
         self.kv_heads = self.heads if kv_heads is None else kv_heads
         self.out_proj, self.gate = options.out_proj, options.gate
         self.out_dim = self._out_dim(out_dim)
@@ -124,28 +126,31 @@ class AttentionBase(nnx.Module):
 
     def _add_projections(self, kv_dim: int, options: Options, build: Build) -> None:
         inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
+        v_inner, heads_inner = self.kv_heads * self.dim_head_v, self.heads * self.dim_head_v
         bias, out_bias = options.bias, options.out_bias
         self.to_q: nnx.Linear = linear_on_mesh(self.query_dim, inner, bias, IN, build)
         self.to_k: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
-        self.to_v: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
+        self.to_v: nnx.Linear = linear_on_mesh(kv_dim, v_inner, bias, IN, build)
         if self.out_proj:
-            self.to_out: nnx.Linear = linear_on_mesh(inner, self.out_dim, out_bias, OUT, build)
+            self.to_out: nnx.Linear = linear_on_mesh(
+                heads_inner, self.out_dim, out_bias, OUT, build
+            )
         if self.gate == "per_head":
             self.to_gate_logits = linear_on_mesh(self.query_dim, self.heads, True, IN, build)
         if self.gate == "per_channel":
-            self.to_gate = linear_on_mesh(self.query_dim, inner, bias, IN, build)
+            self.to_gate = linear_on_mesh(self.query_dim, heads_inner, bias, IN, build)
 
     def _out_dim(self, given: int | None) -> int:
         """Return the channels of the output: those of all heads without an output projection."""
         if self.out_proj:
             return self.query_dim if given is None else given
-        for setting in ("heads", "dim_head"):
+        for setting in ("heads", "dim_head", "dim_head_v"):
             checks.positive(setting, getattr(self, setting))
-        checks.channels_of_heads(given, self.heads * self.dim_head)
-        return self.heads * self.dim_head
+        checks.channels_of_heads(given, self.heads * self.dim_head_v)
+        return self.heads * self.dim_head_v
 
     def _check(self, dropout: float, build: Build) -> None:
-        for setting in ("query_dim", "dim_head", "out_dim"):
+        for setting in ("query_dim", "dim_head", "dim_head_v", "out_dim"):
             checks.positive(setting, getattr(self, setting))
         checks.head_counts(self.heads, self.kv_heads)
         checks.dropout_rate(dropout)
@@ -168,18 +173,23 @@ class AttentionBase(nnx.Module):
 
     def _prepare(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> Prepared:
         """Check the call and bind its mask, once; refuse what does not fit."""
-        kv = self._shape(batch, kv_len, self.kv_heads)
-        return self._prepare_shapes(batch, q_len, kv, kv, mask, bias)
+        k, v = self._kv_shapes(batch, kv_len, self.kv_heads)
+        return self._prepare_shapes(batch, q_len, k, v, mask, bias)
 
     def _prepare_shapes(
         self, batch: int, q_len: int, k: Any, v: Any, mask: Any = None, bias: Any = None
     ) -> Prepared:
-        q = self._shape(batch, q_len, self.heads)
+        q, _ = self._kv_shapes(batch, q_len, self.heads)
         return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
 
-    def _shape(self, batch: int, length: int, heads: int) -> jax.ShapeDtypeStruct:
+    def _kv_shapes(
+        self, batch: int, length: int, heads: int
+    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Describe keys and values, or queries and outputs."""
         # The dtype is known once the projections have run: `_run_attention` sees to it.
-        return jax.ShapeDtypeStruct((batch, length, heads, self.dim_head), jnp.float32)
+        where, dims = (batch, length, heads), (self.dim_head, self.dim_head_v)
+        k, v = (jax.ShapeDtypeStruct((*where, dim), jnp.float32) for dim in dims)
+        return k, v
 
     def _check_rotary(
         self, rotary: Any, batch: int, length: int, name: str, heads: int = 0

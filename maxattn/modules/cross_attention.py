@@ -34,14 +34,14 @@ class KV(NamedTuple):
     """Hold keys, already normed and rotated, and values.
 
     Args:
-        k, v: [B, S, K, H], of the text.
-        image_k, image_v: [B, S', K, H], of the image, or None.
+        k, v: [B, S, K, H] and [B, S, K, V], of the text.
+        image_k, image_v: the same of the image, or None.
     """
 
     k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
     image_k: Float[Array, "B S2 K H"] | None = None
-    image_v: Float[Array, "B S2 K H"] | None = None
+    image_v: Float[Array, "B S2 K V"] | None = None
 
 
 class CrossAttention(AttentionBase):
@@ -54,7 +54,7 @@ class CrossAttention(AttentionBase):
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
         heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps: as in `FlaxAttention`.
-        scale, out_dim, out_proj, gate: as in `FlaxAttention`.
+        scale, out_dim, out_proj, gate, dim_head_v: as in `FlaxAttention`.
         added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its
             own softmax, and the two results summed; default no image.
         config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
@@ -92,6 +92,7 @@ class CrossAttention(AttentionBase):
         *,
         out_proj: bool = True,
         gate: str | None = None,
+        dim_head_v: int | None = None,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -104,7 +105,8 @@ class CrossAttention(AttentionBase):
         self.cross_attention_dim = query_dim if cross_attention_dim is None else cross_attention_dim
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
-        sizes = ModuleSizes(query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim)
+        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
+        sizes = ModuleSizes(query_dim, self.cross_attention_dim, *widths)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
@@ -114,9 +116,9 @@ class CrossAttention(AttentionBase):
 
     def _add_image(self, width: int, bias: bool, build: Build) -> None:
         checks.positive("added_kv_proj_dim", width)
-        inner = self.kv_heads * self.dim_head
+        inner, v_inner = self.kv_heads * self.dim_head, self.kv_heads * self.dim_head_v
         self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
+        self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 
     @over_explicit_axes(like_states)
@@ -175,7 +177,7 @@ class CrossAttention(AttentionBase):
     ) -> Prepared:
         if kv is None:
             return self._prepare(batch, length, text.shape[1], mask, bias)
-        k, v = (self._shape(x.shape[0], x.shape[1], x.shape[2]) for x in (kv.k, kv.v))
+        k, v = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (kv.k, kv.v))
         return self._prepare_shapes(batch, length, k, v, mask, bias)
 
     def _attend_image(self, q: Array, k: Array, v: Array) -> Array:
@@ -271,17 +273,18 @@ class CrossAttention(AttentionBase):
             if images or not name.startswith("image"):
                 self._check_kv_part(f"kv.{name}", x, batch)
         if kv.image_k is not None and kv.image_v is not None:
-            k, v = tuple(kv.image_k.shape), tuple(kv.image_v.shape)
+            k, v = tuple(kv.image_k.shape[:2]), tuple(kv.image_v.shape[:2])
             if k != v:
-                rule = f"it must have the shape of kv.image_k, {k}"
-                raise InputError("kv.image_v", v, rule, _MAKE_KV)
+                rule = f"it must have as many tokens as kv.image_k, {k[1]}"
+                raise InputError("kv.image_v", tuple(kv.image_v.shape), rule, _MAKE_KV)
 
     def _check_kv_part(self, name: str, x: Any, batch: int) -> None:
         shape = getattr(x, "shape", None)
-        wanted = (batch, self.kv_heads, self.dim_head)
+        dim = self.dim_head_v if name.endswith("v") else self.dim_head
+        wanted = (batch, self.kv_heads, dim)
         if shape is None or len(shape) != 4 or (shape[0], *shape[2:]) != wanted:
             found = checks.described(x)
-            rule = f"it must be an array [{batch}, S, {self.kv_heads}, {self.dim_head}]"
+            rule = f"it must be an array [{batch}, S, {self.kv_heads}, {dim}]"
             remedy = f"{_MAKE_KV}, from as many examples as hidden_states has"
             raise InputError(name, found, rule, remedy)
 

@@ -27,7 +27,6 @@ from maxattn.modules.base import (
 )
 from maxattn.modules.explicit import like_both, over_explicit_axes
 from maxattn.modules.heads import merge_heads
-from maxattn.modules.qk_norm import QKNorm
 from maxattn.modules.self_attention import FlaxAttention
 from maxattn.rope import Rotary
 
@@ -150,7 +149,7 @@ class JointAttention(FlaxAttention):
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
-        prepared = self._prepare(b, s + t, s + t, mask, bias)
+        prepared = self._noted(self._prepare(b, s + t, s + t, mask, bias), x, rotary)
         q, k, v = self._joint_heads(text, x, rotary)
         q, k, v = (
             self._on_mesh(each, letters)
@@ -164,26 +163,27 @@ class JointAttention(FlaxAttention):
         self, text: Array, x: Array, rotary: Rotary | None
     ) -> tuple[Array, Array, Array]:
         both = sum_grads_in_order(text), sum_grads_in_order(x)
-        added = Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k)
-        k = self._joint(*both, added, self.to_k, self.norm_k, rotary)
+        # A text is short: its length stays whole.
+        added = Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k, "B.KH")
+        own = added._replace(linear=self.to_k, norm=self.norm_k, letters="BSKH")
+        k = self._joint(*both, added, own, rotary)
         added = Projection(self.add_v_proj, "value_proj", self.kv_heads)
-        v = self._joint(*both, added, self.to_v)
-        added = Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q)
-        return self._joint(text, x, added, self.to_q, self.norm_q, rotary), k, v
+        own = added._replace(linear=self.to_v)
+        v = [self._project(*each) for each in zip(both, (added, own), strict=True)]
+        added = Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q, "B.NH")
+        own = added._replace(linear=self.to_q, norm=self.norm_q, letters="BTNH")
+        q = self._joint(text, x, added, own, rotary)
+        return q, k, jnp.concatenate(v, axis=1)
 
     def _joint(
-        self,
-        text: Array,
-        x: Array,
-        added: Projection,
-        linear: nnx.Linear,
-        norm: QKNorm | None = None,
-        rotary: Rotary | None = None,
+        self, text: Array, x: Array, added: Projection, own: Projection, rotary: Rotary | None
     ) -> Float[Array, "B ST N H"]:
-        """Project the text by `added`, and the picture by its own projection and norm."""
-        own, s = added._replace(linear=linear, norm=norm), text.shape[1]
-        mine, theirs = (None, None) if rotary is None else rotary.split(s)
-        parts = self._project(text, added, mine), self._project(x, own, theirs)
+        """Project text and picture, each with its norm and its part of the rotary table."""
+        of_text, of_picture = (None, None) if rotary is None else rotary.split(text.shape[1])
+        parts = (
+            self._project_norm_rope(text, added, of_text),
+            self._project_norm_rope(x, own, of_picture),
+        )
         return jnp.concatenate(parts, axis=1)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:

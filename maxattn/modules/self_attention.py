@@ -50,6 +50,8 @@ class FlaxAttention(AttentionBase):
             joined, [B, T, N*H], for models that project them with other channels.
         gate: None, "per_head" (heads times 2 sigmoid(to_gate_logits x)) or "per_channel" (channels
             times sigmoid(to_gate x)), before to_out; default None.
+        dim_head_v: V, channels of a head of the values; default H. Kernels of libraries refuse
+            another; `dot_product` takes it.
         config: which kernel and parallelism; default `AttentionConfig()`.
         mesh: devices to spread over; default none.
         dtype: of the computation; default that of input and parameters together.
@@ -87,6 +89,7 @@ class FlaxAttention(AttentionBase):
         *,
         out_proj: bool = True,
         gate: str | None = None,
+        dim_head_v: int | None = None,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -96,7 +99,8 @@ class FlaxAttention(AttentionBase):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
+        sizes = ModuleSizes(query_dim, query_dim, *widths)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)

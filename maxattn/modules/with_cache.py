@@ -48,6 +48,9 @@ def checked_cache(
         remedy = "pass cache.layer(i)"
         rule = "attention reads and writes one layer of a KVCache"
         raise InputError("cache", type(layer).__name__, rule, remedy)
+    if module.dim_head_v != module.dim_head:
+        rule = f"a cache keeps values of the keys' head dim {module.dim_head}"
+        raise InputError("dim_head_v", module.dim_head_v, rule, "leave the cache out")
     cache, mesh = layer.cache, usable_mesh(module.mesh, x)
     refused.beside(cache, mask, bias)
     if rotary_emb_k is not None and not cache.layout.is_roped:

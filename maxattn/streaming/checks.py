@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from maxattn.call import DTYPES
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks import BIG, Mask
 from maxattn.masks.base import text
+from maxattn.masks.operands import DTYPES
 from maxattn.sharding import MeshShape
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from maxattn.weights.files import SafeTensors
 from maxattn.weights.fit import Loaded
 from maxattn.weights.load import load_diffusers, save_diffusers, to_diffusers
 from maxattn.weights.lora import check_lora, lora_prefix, merge_lora
+from maxattn.weights.lora_fused import fuse_lora
 from maxattn.weights.names import entries
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "SafeTensors",
     "check_lora",
     "entries",
+    "fuse_lora",
     "load_diffusers",
     "lora_prefix",
     "merge_lora",

@@ -18,6 +18,7 @@ from maxattn.weights.access import dtype_name, read_slice
 from maxattn.weights.checks import LISTED
 from maxattn.weights.lora_alphas import Strength, strength
 from maxattn.weights.lora_change import Change, Difference, LowRank
+from maxattn.weights.lora_fused import SplitLora
 from maxattn.weights.lora_names import DIFFERENCES, LoraNames, LoraPair, named
 from maxattn.weights.names import Entry
 from maxattn.weights.naming.module_names import ModuleNames, names_of
@@ -77,8 +78,10 @@ def read_lora(
     known, held = names_of(module), checks.tensors(tensors)
     prefix = _prefix(prefix, held, known)
     said = strength(held, prefix)
+    held = SplitLora(held, prefix, known)
     names = [name for name in held if name.startswith(prefix)]
     found = named(names, prefix, known)
+    found.written |= {n: held.written[n] for n in found.written if n in held.written}
     checks.arrays(names, held)
     _check_layers(found, prefix, list(held), known, strict)
     for layer, pair in found.pairs.items():

@@ -135,6 +135,32 @@ def test_on_a_mesh_every_device_takes_its_rows(
     assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
 
 
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "context": 2, "tensor": 2}])
+@pytest.mark.parametrize("qk_norm", ["rms_norm", "zero_centred_rms_norm"])
+def test_joint_attention_gives_the_same_with_it(
+    qk_norm: str, axes: dict[str, int], on_gpu: list[NormRopeRow]
+) -> None:
+    """Text and picture each have their kernel for queries, and for keys."""
+    devices = np.array(jax.devices()).reshape(tuple(axes.values()))[:8] if axes else None
+    mesh = None if devices is None else auto_mesh(devices, tuple(axes))
+    config = ma.AttentionConfig(attention="dot_product")
+    how: dict[str, Any] = {"kv_heads": 2, "bias": True, "qk_norm": qk_norm, "config": config}
+    built = ma.JointAttention(24, 10, 4, dim_head=32, **how, mesh=mesh, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(built)
+    text, rotary = jnp.asarray(RNG.standard_normal((2, 3, 10)), jnp.float32), ma.rope_1d(32, 11)
+
+    def loss(state: Any, x: jax.Array, text: jax.Array) -> Any:
+        both = nnx.merge(graph, state)(x, text, rotary_emb=rotary)
+        return sum(jnp.sum(jnp.sin(part)) for part in both)
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(state, X, text)
+    assert sorted(row.heads for row in on_gpu) == [2, 2, 4, 4]
+    with ma.Target.named("cpu").assumed():
+        want = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(state, X, text)
+    errors = jax.tree.map(error, got, want)
+    assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
+
+
 def test_where_it_is_not_used(on_gpu: list[NormRopeRow]) -> None:
     mesh = auto_mesh(np.array(jax.devices()[:2]), ("tensor",))
     row = norm_rope.fused_row(

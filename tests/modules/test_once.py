@@ -66,5 +66,5 @@ def test_keys_and_values_of_two_lengths_are_refused_before_anything_is_projected
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nnx.Linear, "__call__", lambda *_: 1 / 0)
-    with pytest.raises(InputError, match="v must have the shape of k"):
+    with pytest.raises(InputError, match="tokens and heads of v must be those of k"):
         CROSS(X, kv=KV._replace(v=KV.v[:, :5]))

@@ -73,7 +73,8 @@ class DeviceSizes:
         """Count for a global call, padded for the strategy."""
         shape, item = strategy.shape, itemsize(call.dtype)
         batch, tensor, n = -(-call.batch // ways("B", shape)), ways("N", shape), ways("T", shape)
-        unit = batch * call.head_dim / tensor
+        # The mean of H and V: a pair costs products over both.
+        unit = batch * (call.head_dim + call.value_dim) / (2 * tensor)
         pair = TRAINING * FLOPS_A_PAIR * unit * call.heads / machine.flops
         q = unit * call.q_len / n * call.heads * item
         kv = unit * (2 * call.kv_len) / n * call.kv_heads * item

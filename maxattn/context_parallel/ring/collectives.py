@@ -17,7 +17,14 @@ AXES = (CONTEXT,)
 
 def kv_bytes(call: Call, size: int, spare_keys: int = 0) -> int:
     """Count the bytes of K and V of a call, with room for spare keys, of elements of `size`."""
-    return 2 * call.batch * (call.kv_len + spare_keys) * call.kv_heads * call.head_dim * size
+    channels = call.head_dim + call.value_dim
+    return call.batch * (call.kv_len + spare_keys) * call.kv_heads * channels * size
+
+
+def packed_bytes(call: Call, size: int, spare_keys: int = 0) -> int:
+    """Count the bytes of K and V as one array, in which the narrower is as wide as the other."""
+    widest = max(call.head_dim, call.value_dim)
+    return 2 * call.batch * (call.kv_len + spare_keys) * call.kv_heads * widest * size
 
 
 def hop_collectives(
@@ -68,6 +75,7 @@ class _Bytes(NamedTuple):
 
     q: int
     kv: int
+    out: int
     lse: int
     bias: int
     level: int
@@ -97,15 +105,15 @@ def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collect
     """
     b = _bytes(call, local, shares)
     moves = (
-        (f"Q,K,V{b.words} to", "forward", b.q + 2 * b.kv + b.extra, 3 + b.arrays),
-        ("out,LSE from", "forward", b.q + b.lse, 2),
+        (f"Q,K,V{b.words} to", "forward", b.q + b.kv + b.extra, 3 + b.arrays),
+        ("out,LSE from", "forward", b.out + b.lse, 2),
         (
             f"Q,K,V,out,dout,LSE,dLSE{b.words} to", "backward",
-            3 * b.q + 2 * b.kv + 2 * b.lse + b.extra, 7 + b.arrays,
+            b.q + 2 * b.out + b.kv + 2 * b.lse + b.extra, 7 + b.arrays,
         ),
         (
             f"dQ,dK,dV{',dbias' if b.bias else ''} from", "backward",
-            b.q + 2 * b.kv + b.bias, 3 + bool(b.bias),
+            b.q + b.kv + b.bias, 3 + bool(b.bias),
         ),
     )  # fmt: skip
     return tuple(
@@ -116,9 +124,9 @@ def zigzag_collectives(call: Call, local: Call, shares: Shares) -> tuple[Collect
 
 def _bytes(call: Call, local: Call, shares: Shares) -> _Bytes:
     item, rows = itemsize(local.dtype), local.batch * local.q_len * local.heads
-    kv = local.batch * local.kv_len * local.kv_heads * local.head_dim * item
-    q, masks = rows * local.head_dim * item, _mask_bytes(call, shares)
-    return _Bytes(q, kv, rows * 4, *_bias_bytes(call, shares), masks)
+    q, out = (rows * dim * item for dim in (local.head_dim, local.value_dim))
+    kv, masks = kv_bytes(local, item), _mask_bytes(call, shares)
+    return _Bytes(q, kv, out, rows * 4, *_bias_bytes(call, shares), masks)
 
 
 def _bias_bytes(call: Call, shares: Shares) -> tuple[int, int]:

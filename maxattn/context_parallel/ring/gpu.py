@@ -20,12 +20,12 @@ from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.lse_merge import merge_all, nothing_seen
 from maxattn.context_parallel.ring import gpu_full_mask
-from maxattn.context_parallel.ring.collectives import hop_collectives, kv_bytes
+from maxattn.context_parallel.ring.collectives import hop_collectives, packed_bytes
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
 from maxattn.context_parallel.ring.schedule import Schedule, unseen, zeros
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.dq_accumulator import MOST_PARTS, added, total
-from maxattn.kernels.kv_block import Packed, pack
+from maxattn.kernels.kv_block import Packed, pack, widened
 from maxattn.target import Target
 
 MODE = "xla_gpu_collective_permute_mode"
@@ -76,7 +76,7 @@ class GpuSchedule(Schedule):
 
     def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """Name the hops; the gradients of a rank's own keys stay."""
-        block = kv_bytes(call, itemsize(call.dtype), self.spare_keys)
+        block = packed_bytes(call, itemsize(call.dtype), self.spare_keys)
         return hop_collectives(sends, block, (sends, block), arrays=1)
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
@@ -84,12 +84,12 @@ class GpuSchedule(Schedule):
         # Packed as for the backward: where one program has both, they share it.
         spare_keys = gpu_full_mask.spare_keys(ring_pass, kernel, inputs)
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
-        packed = _packed(ring_pass.keys(inputs), spare_keys)
+        packed, dims = _packed(ring_pass.keys(inputs), spare_keys), _head_dims(inputs)
         parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
         for hop in ring_pass.hops:
 
             def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Result:
-                here = _unpacked(packed, ring_pass.kv_chunk)[j]
+                here = _unpacked(packed, dims, ring_pass.kv_chunk)[j]
                 return kernel.forward(ring_pass.inputs(hop, (i, j), queries[i], here))
 
             packed, found = tie_transfer_to_kernel(
@@ -97,7 +97,7 @@ class GpuSchedule(Schedule):
             )
             for (i, _), part in found.items():
                 parts[i] = _kept(parts[i], part)
-        nothing = [unseen(x) for x in queries]
+        nothing = [unseen(x, dims[1]) for x in queries]
         merged = [merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)]
         return ring_pass.result(merged, inputs.q)
 
@@ -118,7 +118,7 @@ class _GpuBackward:
         self.ring_pass, self.kernel, self.dtype = ring_pass, kernel, inputs.q.dtype
         self.queries = ring_pass.order.to_zigzag(inputs.q, 1)
         self.packed, self.home = _packed(ring_pass.keys(inputs)), _Home(ring_pass)
-        self.rows = ring_pass.rows(rows)
+        self.rows, self.dims = ring_pass.rows(rows), _head_dims(inputs)
         self.dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
         self.dbias: list[Bias] = zeros(ring_pass.biases)
 
@@ -135,14 +135,14 @@ class _GpuBackward:
 
     def grads(self) -> Grads:
         """Return all gradients, in contiguous order."""
-        back, summed = self.ring_pass.order.from_zigzag, _unpacked(self.home.total())
+        back, summed = self.ring_pass.order.from_zigzag, _unpacked(self.home.total(), self.dims)
         dk, dv = (back([pair[which] for pair in summed], 1) for which in (0, 1))
         both = zip(self.dqs, self.queries, strict=True)
         dq = [total(parts, x).astype(self.dtype) for parts, x in both]
         return Grads(back(dq, 1), dk, dv, self.ring_pass.whole_bias(self.dbias))
 
     def _gradients(self, hop: int, i: int, j: int) -> Grads:
-        here = _unpacked(self.packed)[j]
+        here = _unpacked(self.packed, self.dims)[j]
         piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], here)
         return self.kernel.backward(piece, self.rows[i])
 
@@ -182,8 +182,10 @@ class _Home:
 def _shapes(call: Call) -> Inputs:
     """Return the shapes of q, k and v of a call."""
     q = jax.ShapeDtypeStruct((call.batch, call.q_len, call.heads, call.head_dim), call.dtype)
-    k = jax.ShapeDtypeStruct((call.batch, call.kv_len, call.kv_heads, call.head_dim), call.dtype)
-    operands: Any = q, k, k
+    keys = call.batch, call.kv_len, call.kv_heads
+    dims = call.head_dim, call.value_dim
+    k, v = (jax.ShapeDtypeStruct((*keys, dim), call.dtype) for dim in dims)
+    operands: Any = q, k, v
     return Inputs(*operands)
 
 
@@ -195,17 +197,25 @@ def _kept(parts: list[Result], part: Result) -> list[Result]:
 def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:
     """Sum over chunks of queries, and round to the dtype of K."""
     sums = [
-        [total([g[p] for (_, j), g in found.items() if j == chunk], like[0]) for p in (1, 2)]
+        [widened(total([g[p] for (_, j), g in found.items() if j == chunk], like[0]), like.shape[4])
+         for p in (1, 2)]
         for chunk in ring_pass.chunks
-    ]
+    ]  # fmt: skip
     return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
 
 
 def _packed(keys: Keys, spare_keys: int = 0) -> Packed:
     parts = [x for pair in keys for x in pair]
-    return jnp.stack(parts) if len(parts) > 2 else pack(*parts, spare_keys=spare_keys)
+    if len(parts) == 2:
+        return pack(*parts, spare_keys=spare_keys)
+    widest = max(x.shape[3] for x in parts)
+    return jnp.stack([widened(x, widest) for x in parts])
 
 
-def _unpacked(packed: Packed, length: int | None = None) -> Keys:
-    starts = range(0, packed.shape[0], 2)
-    return [(packed[i, :, :length], packed[i + 1, :, :length]) for i in starts]
+def _unpacked(packed: Packed, dims: tuple[int, int], length: int | None = None) -> Keys:
+    starts, (h, v) = range(0, packed.shape[0], 2), dims
+    return [(packed[i, :, :length, :, :h], packed[i + 1, :, :length, :, :v]) for i in starts]
+
+
+def _head_dims(inputs: Inputs) -> tuple[int, int]:
+    return inputs.k.shape[3], inputs.v.shape[3]

@@ -136,6 +136,7 @@ class _DenseBackward:
         self, ring_pass: RingPass, accumulator: DqAccumulator, inputs: Inputs, split: KeySplit
     ) -> None:
         self.ring_pass, self.accumulator = ring_pass, accumulator
+        self.dims = inputs.k.shape[3], inputs.v.shape[3]
         self.local_kv_filler = LocalKvFiller(inputs.k.shape[1], split.spare_keys)
         self.keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v, split.spare_keys)}
         self.grads: dict[int, Packed] = {}
@@ -160,7 +161,7 @@ class _DenseBackward:
             self.home = added(self.home, self.ring_pass.send_to_owner(hop, grads))
         parts = [self.local_kv_filler.without(x) for x in (local, *self.home)]
         dk, dv = (total([x[i] for x in parts], parts[0][i]).astype(local.dtype) for i in (0, 1))
-        return dk, dv
+        return dk[..., : self.dims[0]], dv[..., : self.dims[1]]
 
     def _coming(self, step: Step) -> Packed | None:
         """Begin the transfer of the next keys."""

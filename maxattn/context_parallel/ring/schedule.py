@@ -60,6 +60,8 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
-def unseen(queries: Array) -> Result:
-    """Return the result of queries [B,T,N,H] that have seen nothing yet."""
-    return nothing_seen((queries, queries[..., 0].swapaxes(1, 2)))
+def unseen(queries: Array, value_dim: int) -> Result:
+    """Return the result of queries [B,T,N,H] that have seen no value [..., V] yet."""
+    b, t, n, _ = queries.shape
+    out = jax.ShapeDtypeStruct((b, t, n, value_dim), queries.dtype)
+    return nothing_seen((out, jax.ShapeDtypeStruct((b, n, t), queries.dtype)))

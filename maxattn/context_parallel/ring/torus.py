@@ -38,7 +38,7 @@ class TorusSchedule(Schedule):
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
         queries, here = ring_pass.order.to_zigzag(inputs.q, 1), ring_pass.keys(inputs)
-        totals = [unseen(x) for x in queries]
+        totals = [unseen(x, inputs.v.shape[3]) for x in queries]
         for hop in ring_pass.hops:
 
             def attend(i: int, j: int, hop: int = hop, here: Keys = here) -> Result:

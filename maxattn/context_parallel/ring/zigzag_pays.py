@@ -123,7 +123,8 @@ def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:
     """Return the seconds that a device takes for one (query, key), all its heads and batch rows."""
     heads = call.heads // (ways("N", ranks.shape) * ranks.group)
     batch = -(-call.batch // ways("B", ranks.shape))
-    return TRAINING * FLOPS_A_PAIR * call.head_dim * heads * batch / machine.flops
+    dim = (call.head_dim + call.value_dim) / 2
+    return TRAINING * FLOPS_A_PAIR * dim * heads * batch / machine.flops
 
 
 def _cost(ranks: Ranks, call: Call, machine: Machine) -> float:
@@ -141,4 +142,5 @@ def _bytes(ranks: Ranks, call: Call) -> float:
     tokens = batch * (6 * call.q_len * call.heads + 6 * call.kv_len * call.kv_heads)
     rows = tokens / (ranks.ring_size * ranks.group * tensor)
     bias = prod(call.bias or ()) / ranks.ring_size if "T" in bias_letters(call.bias) else 0
-    return rows * call.head_dim * itemsize(call.dtype) + 12.0 * bias
+    dim = (call.head_dim + call.value_dim) / 2
+    return rows * dim * itemsize(call.dtype) + 12.0 * bias

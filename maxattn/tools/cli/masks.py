@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import Mask
 
 MOST_LENGTHS = 4096
+MOST_NUMBERS = 256  # of rectangles: the work of an `or` grows with them
 
 
 def _segments(*lengths: int) -> Mask:
@@ -28,22 +31,33 @@ def _lengths(*lengths: int) -> Mask:
     return masks.KeyPadding(np.array(lengths, np.int32))
 
 
-SPELLINGS: dict[str, tuple[Callable[..., Mask], str, tuple[int, int]]] = {
-    "full": (masks.Full, "full", (0, 0)),
-    "causal": (masks.Causal, "causal", (0, 0)),
-    "window": (masks.LocalWindow, "window:LEFT,RIGHT", (2, 2)),
-    "block-window": (masks.BlockSlidingWindow, "block-window:BLOCK,WINDOW", (2, 2)),
-    "block-causal": (masks.BlockCausal, "block-causal:BLOCK", (1, 1)),
-    "segments": (_segments, "segments:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
-    "segment-ids": (_ids, "segment-ids:LENGTH,LENGTH,...", (1, MOST_LENGTHS)),
-    "lengths": (_lengths, "lengths:KEYS,KEYS,...", (1, MOST_LENGTHS)),
-    "video": (masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", (2, 5)),
-    "teacher": (
-        masks.TeacherForcing,
-        "teacher:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]",
-        (2, 5),
+def _rectangles(*numbers: int) -> Mask:
+    """Allow what any of the rectangles allows, each of four numbers."""
+    fours = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    return reduce(or_, (masks.Rectangle(*four) for four in fours))
+
+
+# How a mask is made of its numbers, how it is written, and how many numbers it takes.
+SPELLINGS: dict[str, tuple[Callable[..., Mask], str, range]] = {
+    "full": (masks.Full, "full", range(1)),
+    "causal": (masks.Causal, "causal", range(1)),
+    "window": (masks.LocalWindow, "window:LEFT,RIGHT", range(2, 3)),
+    "block-window": (masks.BlockSlidingWindow, "block-window:BLOCK,WINDOW", range(2, 3)),
+    "block-causal": (masks.BlockCausal, "block-causal:BLOCK", range(1, 2)),
+    "rectangle": (
+        _rectangles, "rectangle:Q_START,Q_STOP,KV_START,KV_STOP[,...]",
+        range(4, MOST_NUMBERS + 1, 4),
     ),
-}
+    "segments": (_segments, "segments:LENGTH,LENGTH,...", range(1, MOST_LENGTHS + 1)),
+    "segment-ids": (_ids, "segment-ids:LENGTH,LENGTH,...", range(1, MOST_LENGTHS + 1)),
+    "lengths": (_lengths, "lengths:KEYS,KEYS,...", range(1, MOST_LENGTHS + 1)),
+    "video": (
+        masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", range(2, 6)
+    ),
+    "teacher": (
+        masks.TeacherForcing, "teacher:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", range(2, 6)
+    ),
+}  # fmt: skip
 MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
 
 
@@ -69,9 +83,9 @@ def _read_one(text: str) -> Mask:
         rule = f"it is one of {', '.join(form for _, form, _ in SPELLINGS.values())}"
         remedy = did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7"
         raise InputError("mask", plain(text) if text else "(nothing)", rule, remedy)
-    make, form, (least, most) = SPELLINGS[name]
-    numbers = [whole_in(word, least=0) for word in rest.split(",", most)] if rest else []
-    if not least <= len(numbers) <= most or None in numbers:
+    make, form, counts = SPELLINGS[name]
+    numbers = [whole_in(word, least=0) for word in rest.split(",", counts[-1])] if rest else []
+    if len(numbers) not in counts or None in numbers:
         rule = f"its numbers are whole, up to {LARGEST}, and as many as it takes"
         raise InputError("mask", plain(text), rule, f"write {form}")
     return make(*numbers)

@@ -18,6 +18,7 @@ _SHAPE = (
 )  # fmt: skip
 _MASK = (
     "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, "
+    "rectangle:Q_START,Q_STOP,KV_START,KV_STOP[,Q_START,...] (queries that see keys; one or more), "
     "segments:LENGTH,LENGTH,... (known when traced), segment-ids:LENGTH,LENGTH,... (an array), "
     "lengths:KEYS,KEYS,... (an array, of each batch row), "
     "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], "

@@ -6,7 +6,7 @@ A name is looked up among those that the module's own layers have. Nothing is sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,11 +27,13 @@ class ModuleNames:
         entries: of its parameters, by diffusers' names.
         kernels: of its Linear and Conv layers, by the names of the layers.
         layers: diffusers' name of a layer, by each name that it may have.
+        fused: the kernels of the layers, in order, that a layer of diffusers holds together.
     """
 
     entries: Mapping[str, Entry]
     kernels: Mapping[str, Entry]
     layers: Mapping[str, str]
+    fused: Mapping[str, tuple[Entry, ...]]
 
     def parameter(self, layer: str, end: str) -> Entry | None:
         """Return a parameter of a layer; a weight may have the layer's name alone."""
@@ -47,8 +49,20 @@ def names_of(module: nnx.Module) -> ModuleNames:
     """
     every = {entry.name: entry for entry in entries(module)}
     kernels = {n.removesuffix(".weight"): e for n, e in every.items() if _is_kernel(module, e)}
-    layers = {_layer(name): None for name in every}
-    return ModuleNames(every, kernels, _all_names(list(layers)))
+    fused = _fused(kernels.values())
+    layers = {_layer(name): None for name in every} | dict.fromkeys(fused)
+    return ModuleNames(every, kernels, _all_names(list(layers)), fused)
+
+
+def _fused(kernels: Iterable[Entry]) -> dict[str, tuple[Entry, ...]]:
+    """Find the layers of diffusers that hold several kernels, all of which are there."""
+    found: dict[str, dict[int, Entry]] = {}
+    for entry in kernels:
+        for place in entry.fused:
+            found.setdefault(_layer(place.name), {})[place.index] = entry
+    whole = {name: parts for name, parts in found.items() if {*parts} == {*range(len(parts))}}
+    several = {name: parts for name, parts in whole.items() if len(parts) > 1}
+    return {name: tuple(parts[i] for i in range(len(parts))) for name, parts in several.items()}
 
 
 def _layer(name: str) -> str:

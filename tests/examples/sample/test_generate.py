@@ -300,6 +300,22 @@ def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFix
     check(got, run(folder, "wan_a14b", *options))
 
 
+@pytest.mark.parametrize("trained", ["transformer", "transformer_2"])
+def test_weights_of_one_transformer_stand_beside_the_model_s_other(
+    trained: str, tmp_path: Path
+) -> None:
+    """A training run leaves one of them."""
+    _, options = told(tmp_path, "wan_a14b")
+    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    file = f"{trained}/diffusion_pytorch_model.safetensors"
+    changed = {name: x * np.float32(1.5) for name, x in load_file(folder / file).items()}
+    (tmp_path / "run" / trained).mkdir(parents=True)
+    save_file(changed, tmp_path / "run" / file)
+    got = run(folder, "wan_a14b", *options, "--weights", tmp_path / "run")
+    save_file(changed, folder / file)
+    check(got, run(folder, "wan_a14b", *options))
+
+
 def test_without_an_image_the_first_frame_is_drawn(tmp_path: Path) -> None:
     """A model that may continue an image draws videos of text alone, at one time."""
     held, options = told(tmp_path, "wan_ti2v")

@@ -23,6 +23,7 @@ MASKS = (
     "window:5,3",
     "block-window:1560,7",
     "block-causal:16",
+    "rectangle:0,64,0,4096,64,77,64,77",
     "video:21,1560,3,7,1",
     "causal+window:9,0",
 )

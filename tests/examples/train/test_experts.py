@@ -1,0 +1,294 @@
+"""Training one of Wan 2.2's two transformers: its weights, its times, its name, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from folder import forms_of, save_random
+from safetensors.numpy import load_file
+from train import flow, state
+from train.data import batches
+from train.latents import LatentFolder
+from train.loop import Training
+from train.optimizer import optimizer
+from wan.model import WanTransformer3D
+from wan.task import WanTask
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.errors import ConfigError
+from tests.golden_text import check_golden
+
+from .made import WAN, folder, wan
+from .runs import arrays
+
+INDEX = {
+    "_class_name": "WanPipeline",
+    "boundary_ratio": 0.6,
+    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+}
+PARTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
+MODEL = {"dtype": "float32"}
+EXACT = {"ema_decay": 0.0, "condition_dropout": 0.25, "export": True}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return folder(tmp_path / "data", "wan")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Write a pipeline of two transformers with different weights."""
+    path = tmp_path / "pipeline"
+    task = WanTask.of(wan(tmp_path, WAN))
+    forms = forms_of(nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0))))
+    for part in PARTS.values():
+        save_random(forms, path / part, 2**30, part)
+        (path / part / "config.json").write_text(json.dumps(task.sizes.config()))
+    (path / "model_index.json").write_text(json.dumps(INDEX))
+    return path
+
+
+def settings(path: Path, pipeline: Path, data: str, expert: str | None, **training: Any) -> Any:
+    model = MODEL | {"folder": str(pipeline)}
+    return wan(path, model, data, expert=expert, **EXACT | training)
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [("uniform",), ("logit_normal", 0.7, 1.3)])
+@pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.4)])
+def test_times_of_an_expert_are_those_of_all_that_lie_in_its_range(how: Any, within: Any):
+    """Their quantiles are those of drawing from all times and keeping what falls between."""
+    found = np.asarray(flow.times(jax.random.key(1), 40_000, 3.0, *how, within=within))
+    assert found.dtype == np.float32 and found.min() >= within[0]
+    assert found.max() < within[1] or within[1] == 1
+    every = np.asarray(flow.times(jax.random.key(2), 400_000, 3.0, *how))
+    kept = every[(every >= within[0]) & (every < within[1])]
+    quantiles = np.linspace(0.05, 0.95, 19)
+    off = np.quantile(found, quantiles) - np.quantile(kept, quantiles)
+    assert np.abs(off).max() < 0.02 * (within[1] - within[0]), off
+
+
+@pytest.mark.parametrize("mean", [-40.0, 40.0])
+def test_times_far_from_all_that_are_likely_stay_in_the_range(mean: float):
+    found = flow.times(jax.random.key(0), 100, 1.0, mean=mean, within=(0.4, 0.6))
+    assert np.isfinite(found).all() and found.min() >= 0.4 and found.max() < 0.6
+
+
+# ---- what is learned -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expert", PARTS)
+def test_an_expert_learns_as_a_plain_loop_does(
+    expert: str, tmp_path: Path, pipeline: Path, data: str
+):
+    """Its own weights, at its own times: losses and parameters of a loop that is written out."""
+    said = settings(tmp_path / "run", pipeline, data, expert, steps=3)
+    model, losses = Training(WanTask.of(said)).run()
+    plain, wanted = plain_training(said, pipeline / PARTS[expert], data, expert)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    # AdamW moves a weight by its rate whatever the gradient's size: of small ones rounding counts.
+    moved = 3 * said.training.learning_rate
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, plain)), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.03 * moved)
+    held = load_file(tmp_path / "run" / PARTS[expert] / "diffusion_pytorch_model.safetensors")
+    kernel = model.blocks.attn1.to_q.kernel[...]
+    np.testing.assert_array_equal(held["blocks.1.attn1.to_q.weight"], kernel[1].T)
+    others = set(PARTS.values()) - {PARTS[expert]}
+    assert not any((tmp_path / "run" / other).exists() for other in others)
+
+
+def plain_training(said: Any, weights_of: Path, data: str, expert: str) -> Any:
+    """Train without the loop and the task: the model, its loss and the optimizer alone."""
+    sizes = WanTask.of(said).sizes
+    model = nnx.eval_shape(lambda: WanTransformer3D(sizes, rngs=nnx.Rngs(0)))
+    weights.load_diffusers(model, weights_of)
+    graph, trained = nnx.split(model)
+    params, adamw, losses = nnx.to_pure_dict(trained), optimizer(said.training), []
+    moments, examples = adamw.init(params), batches(LatentFolder(data), 4, said.training.seed)
+
+    def merged(params: Any) -> WanTransformer3D:
+        nnx.replace_by_pure_dict(trained, params)
+        return nnx.merge(graph, trained)
+
+    def loss(params: Any, clean: Any, text: Any, t: Any, noise: Any) -> jax.Array:
+        mix = t[:, None, None, None, None]
+        velocity = merged(params)((1 - mix) * clean + mix * noise, 1000 * t, text)
+        return jnp.mean((velocity - (noise - clean)) ** 2)
+
+    for step in range(said.training.steps):
+        batch = next(examples)
+        clean = np.moveaxis(batch["latents"], 1, -1)
+        t, noise, dropped = drawn(said, clean.shape, step, expert)
+        text = jnp.where(dropped[:, None, None], 0.5, batch["text"])
+        value, gradient = jax.jit(jax.value_and_grad(loss))(params, clean, text, t, noise)
+        updates, moments = adamw.update(gradient, moments, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        losses.append(float(value))
+    return merged(params), losses
+
+
+def drawn(said: Any, shape: tuple[int, ...], step: int, expert: str) -> tuple[Any, Any, Any]:
+    """Draw a step's times, noise and dropped texts."""
+    key = jax.random.fold_in(jax.random.key(said.training.seed), step)
+    for_times, for_noise, for_texts = jax.random.split(key, 3)
+    within = {"high_noise": (0.6, 1.0), "low_noise": (0.0, 0.6)}[expert]
+    t = flow.times(for_times, shape[0], 3.0, within=within)
+    dropped = jax.random.bernoulli(for_texts, 0.25, (shape[0],))
+    return t, jax.random.normal(for_noise, shape), dropped
+
+
+def test_the_other_transformer_would_learn_something_else(
+    tmp_path: Path, pipeline: Path, data: str
+):
+    """Weights, times and the folder that is written follow from the expert's name alone."""
+    found = [
+        Training(WanTask.of(settings(tmp_path / x, pipeline, data, x, steps=1))).run()[1]
+        for x in PARTS
+    ]
+    assert abs(found[0][0] / found[1][0] - 1) > 1e-3, found
+
+
+def test_an_expert_resumes_on_a_mesh_with_the_same_numbers(
+    tmp_path: Path, pipeline: Path, data: str
+):
+    """Two steps on one device and two on eight are four steps on one."""
+    whole = settings(tmp_path / "a" / "run", pipeline, data, "low_noise", export=False)
+    Training(WanTask.of(whole)).run()
+    halves = settings(tmp_path / "b" / "run", pipeline, data, "low_noise", export=False, steps=2)
+    Training(WanTask.of(halves)).run()
+    spread = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_fsdp_parallelism=2, ici_context_parallelism=2,
+        ici_tensor_parallelism=2,
+    ).make_mesh()  # fmt: skip
+    later = settings(tmp_path / "b" / "run", pipeline, data, "low_noise", export=False)
+    Training(WanTask.of(later), spread).run()
+    ours, theirs = (arrays(tmp_path / x, 4) for x in "ba")
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        scale = max(1e-2, np.abs(theirs[name]).max())
+        np.testing.assert_allclose(array, theirs[name], atol=2e-3 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("expert", PARTS)
+def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
+    expert: str, tmp_path: Path, pipeline: Path, data: str
+):
+    """diffusers reads the second transformer's LoRA under the first's names, from its own file."""
+    said = settings(tmp_path / "run", pipeline, data, expert, lora_rank=2, learning_rate=2e-2)
+    adapted, _ = Training(WanTask.of(said)).run()
+    number = "_2" if expert == "low_noise" else ""
+    (written,) = (tmp_path / "run").glob("*.safetensors")
+    assert written.name == f"pytorch_lora_weights{number}.safetensors"
+    assert all(name.startswith("transformer.blocks.") for name in load_file(written))
+    base = state.build(WanTask.of(said), None)
+    weights.merge_lora(base, written)
+    x, t, text = jnp.ones((1, 2, 4, 4, 4)), jnp.array([300.0]), jnp.ones((1, 3, 6))
+    wanted = adapted(x, t, text)
+    np.testing.assert_allclose(base(x, t, text), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def nothing_named(path: Path, pipeline: Path, data: str) -> Any:
+    return settings(path, pipeline, data, None)
+
+
+def one_transformer(path: Path, pipeline: Path, data: str) -> Any:
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    return settings(path, pipeline, data, "low_noise")
+
+
+def one_transformer_and_no_index(path: Path, pipeline: Path, data: str) -> Any:
+    (pipeline / "model_index.json").unlink()
+    shutil.rmtree(pipeline / "transformer_2")
+    return settings(path, pipeline, data, "low_noise", boundary_ratio=0.875)
+
+
+def the_other_one_s_folder(path: Path, pipeline: Path, data: str) -> Any:
+    return settings(path, pipeline / "transformer", data, "low_noise", boundary_ratio=0.6)
+
+
+def another_boundary(path: Path, pipeline: Path, data: str) -> Any:
+    return settings(path, pipeline, data, "high_noise", boundary_ratio=0.875)
+
+
+def no_boundary(path: Path, pipeline: Path, data: str) -> Any:
+    return settings(path, pipeline / "transformer", data, "high_noise")
+
+
+def no_share(path: Path, pipeline: Path, data: str) -> Any:
+    index = INDEX | {"boundary_ratio": 875}
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    return settings(path, pipeline, data, "high_noise")
+
+
+def pictures(path: Path, pipeline: Path, data: str) -> Any:
+    return settings(path, pipeline, data, "high_noise", picture_every=2)
+
+
+def named_and_no_expert(path: Path, pipeline: Path, data: str) -> Any:
+    return wan(path, WAN | {"sizes": "wan-2.2-t2v-a14b"}, data)
+
+
+def named_wan_2_1(path: Path, pipeline: Path, data: str) -> Any:
+    model = WAN | {"sizes": "wan-2.1-t2v-14b", "folder": str(pipeline)}
+    return wan(path, model, data, expert="high_noise")
+
+
+REFUSALS = [
+    nothing_named,
+    one_transformer,
+    one_transformer_and_no_index,
+    the_other_one_s_folder,
+    another_boundary,
+    no_boundary,
+    no_share,
+    pictures,
+    named_and_no_expert,
+    named_wan_2_1,
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_an_expert_that_is_not_there_or_not_named(
+    case: Any, tmp_path: Path, pipeline: Path, data: str
+):
+    with pytest.raises(ConfigError) as error:
+        Training(WanTask.of(case(tmp_path / "run", pipeline, data)))
+    said = str(error.value).replace(str(tmp_path), ".")
+    check_golden(f"training/expert_{case.__name__}", said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_boundary_without_an_expert(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"boundary_ratio: 0\.5\n.*expert is null"):
+        wan(tmp_path, WAN, boundary_ratio=0.5)
+
+
+def test_a_run_goes_on_with_the_expert_that_it_began(tmp_path: Path, pipeline: Path, data: str):
+    def begin(expert: str) -> Training:
+        said = settings(tmp_path / "run", pipeline, data, expert, steps=1, export=False)
+        return Training(WanTask.of(said))
+
+    begin("low_noise").run()
+    with pytest.raises(ConfigError, match=r"training\.expert: high_noise\n.*made with low_noise"):
+        begin("high_noise").run()
+
+
+def test_a_new_model_takes_the_boundary_of_its_name(tmp_path: Path):
+    for name, at in (("t2v", 0.875), ("i2v", 0.9)):
+        said = wan(tmp_path, WAN | {"sizes": f"wan-2.2-{name}-a14b"}, expert="low_noise")
+        assert WanTask.of(said).times == (0.0, at)
