@@ -17,12 +17,13 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes.adjust import facts_of
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 from maxattn.kernels.tpu_flash import TpuFlash
 from maxattn.kernels.transposed.score_bound import small_scores
-from maxattn.kernels.transposed.sizes import forward_tile, vmem_bytes
+from maxattn.kernels.transposed.sizes import backward_tile, forward_tile
 from maxattn.kernels.transposed.steps import marks_of_ids
+from maxattn.kernels.transposed.vmem import backward_bytes, forward_bytes
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
@@ -129,6 +130,30 @@ def test_hard_operands(hard: str, mask: str) -> None:
         assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
 
 
+HARD_GRADIENTS = [
+    (hard, mask)
+    for hard in HARD
+    for mask in HARD_MASKS
+    if mask == "full" or hard in ("usual", "huge norms", "one dominant key", "keys offset")
+]
+
+
+@pytest.mark.parametrize(("hard", "mask"), HARD_GRADIENTS)
+def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
+    """The backward is given the exact output and LSE, as a ring gives the merged ones."""
+    (x, _), given = HARD[hard], HARD_MASKS[mask]
+    dout, dlse = normal(4, B, T, N, H), normal(5, B, N, T)
+    want = attention64(*x.values(), allowed(given, T, S), dout=dout, dlse=dlse)
+    call = ma.Call.of(x["q"], x["k"], mask=given)
+    kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
+    inputs = Inputs(**x, mask=(M.Full() if given is None else given).bind(T, S, B, N))
+    rows = Rows(*(y.astype(np.float32) for y in want[:2]), dout, dlse)
+    got = jax.jit(kernel.backward, compiler_options=FAST)(inputs, rows)
+    size = float(np.abs(x["k"]).max() * np.abs(x["q"]).max())  # of products, which round in float32
+    for have, true in zip(got[:3], want[2:5], strict=True):
+        assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
+
+
 def test_no_number_stays_no_number() -> None:
     x = operands()
     x["k"][0, 5, 0, 0] = np.nan
@@ -193,7 +218,7 @@ def test_tiles_fit(kind: str, h: int, dtype: str) -> None:
         tile, _ = forward_tile(asked, local, target)
         facts = facts_of(local, "flash", target, training=True)
         assert facts.chip is not None
-        assert vmem_bytes(tile, facts) <= facts.chip.limit
+        assert forward_bytes(tile, facts) <= facts.chip.limit
         assert all(size % 128 == 0 for size in tile[:2])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,13 @@ class Stats(NamedTuple):
 
 
 class Library(Protocol):
-    """The kernels of one splash attention, on one batch row that is padded to tiles."""
+    """The kernels of one splash attention, on one batch row that is padded to tiles.
+
+    Args:
+        takes_batch: the backward is of all rows of a batch at once.
+    """
+
+    takes_batch: ClassVar[bool]
 
     def query_factor(self, dtype: Any) -> float:
         """Return by what queries are multiplied beside the scale; dk comes back multiplied too."""
@@ -123,7 +129,8 @@ class Problem:
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _over_batch(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        over = _at_once if self.library.takes_batch else _over_batch
+        run = over(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
         return self._over_cores(run, setup, stats)
 
     def dq(self, blocks: Blocks, stats: Stats) -> Array:
@@ -245,11 +252,15 @@ def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
 
 
 def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def row(*operands: Any) -> Any:
+    return jax.vmap(_at_once(kernel))
+
+
+def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
         with _usual_arithmetic():
             return kernel(*operands)
 
-    return jax.vmap(row)
+    return run
 
 
 @contextmanager
