@@ -9,6 +9,9 @@ from __future__ import annotations
 from maxattn.block_sizes.sizes import LANES, SUBLANES, Facts, round_up
 
 FLOAT = 4  # bytes
+SCORES = {2: 14, 4: 48}
+"""Bytes of what the backward keeps of a pair, by bytes of an element, fitted from above to what the
+compiler needs: scores, weights, their gradients and the mask, and the parts of float32 products."""
 ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's value in a row that is there twice
 
 
@@ -30,4 +33,4 @@ def backward_bytes(tile: tuple[int, int, int], facts: Facts) -> float:
     queries = 4 * q * head * item + 3 * q * head * FLOAT + 4 * ROWS * q
     # k and v twice, k transposed; dK and dV: sums, and results twice
     keys = 5 * kv * head * item + 6 * kv * head * FLOAT + ROWS * kv
-    return queries + keys + (2 * FLOAT + 2 * item) * q * compute
+    return queries + keys + SCORES[item] * q * compute
