@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from maxattn.block_sizes import FORWARD, BlockSizes
 from maxattn.block_sizes.sizes import LANES
+from maxattn.block_sizes.transposed import forward_tile, sizes_of
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
@@ -24,8 +25,8 @@ from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.transposed.library import Transposed
 from maxattn.kernels.transposed.scalar_memory import rule_of
-from maxattn.kernels.transposed.sizes import forward_tile, sizes_of
 from maxattn.target import Target
+from maxattn.tuned import tuned_config
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TpuFlash(Splash):
     """
 
     name: ClassVar[str] = "tpu_flash"
+    rows_at_once: ClassVar[bool] = True
     v_is_turned: bool = False
 
     @staticmethod
@@ -48,21 +50,19 @@ class TpuFlash(Splash):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Choose the tiles; interpret on a CPU."""
+        config = tuned_config(config, TpuFlash.name, call, target)
         asked, float32 = config.flash_block_sizes, config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
         sizes, changes = sizes_of(asked, local, target)
-        tile = sizes.part(FORWARD)
-        assert tile is not None, sizes
+        tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
         if (rule := rule_of(local, tile, target)) is not None:
             what = f"{tile[0]} queries x {tile[1]} keys"
             raise Unsupported("flash_block_sizes", what, rule, scalar_memory.REMEDY)
         of_forward = tuple(change for change in changes if change.key in FORWARD)
-        forward = {"inference": BlockSizes(*tile), "inference_changes": of_forward}
         interpret, core = target.platform == "cpu", target.device.core
         turned = core is not None and core.side == LANES
-        return TpuFlash(
-            call.scale, sizes, interpret, float32, changes, **forward, v_is_turned=turned
-        )
+        both = call.scale, sizes, interpret, float32, changes
+        return TpuFlash(*both, BlockSizes(*tile), of_forward, v_is_turned=turned)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""

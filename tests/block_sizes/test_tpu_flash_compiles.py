@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes.transposed import forward_tile
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.transposed.sizes import forward_tile
 from maxattn.target import Target
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import HEAD_DIMS, LENGTHS, PRESETS, TEXTS

@@ -1,5 +1,5 @@
-"""`tpu_flash`: both forms of its softmax against float64, with operands made to break them; which
-form runs; which tiles it visits; its tiles' sizes.
+"""`tpu_flash`: both forms of its softmax and its gradients against float64, with operands made to
+break them; which form runs; which tiles it visits; its tiles' sizes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.block_sizes import DKV
 from maxattn.block_sizes.adjust import facts_of
+from maxattn.block_sizes.transposed import backward_tile, forward_tile
+from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
 from maxattn.config import FlashBlockSizes
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 from maxattn.kernels.tpu_flash import TpuFlash
 from maxattn.kernels.transposed.score_bound import small_scores
-from maxattn.kernels.transposed.sizes import backward_tile, forward_tile
 from maxattn.kernels.transposed.steps import marks_of_ids
-from maxattn.kernels.transposed.vmem import backward_bytes, forward_bytes
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
@@ -163,6 +164,54 @@ def test_no_number_stays_no_number() -> None:
     assert np.isfinite(out[1]).all()
 
 
+def test_one_array_holds_dq() -> None:
+    """Every block of keys adds to it.
+
+    Query heads share a key head, and each block of queries is the only one: what is read was
+    written one step before.
+    """
+    q, k, v = (normal(seed, 2, 128, n, H) for seed, n in ((6, 4), (7, 2), (8, 2)))
+    dout = normal(9, 2, 128, 4, H)
+    keys = {"block_q_dkv": 128, "block_kv_dkv": 128}
+    config = ma.AttentionConfig(attention="tpu_flash", flash_block_sizes=keys)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (ma.attention(q, k, v, config=config) * dout).sum()
+
+    k, v = (np.concatenate([x, 2 * x, x + 1], axis=1) for x in (k, v))
+    step = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=FAST)
+    got, want = step(q, k, v), attention64(q, k, v, dout=dout)[2:5]
+    for have, true in zip(got, want, strict=True):
+        assert error(have, true) < TOLERANCE["float32"] * 10
+
+
+def test_gradients_under_vmap() -> None:
+    """An array that stays in HBM cannot be batched: what is around loops over its rows."""
+    x = [normal(seed, 3, 1, 130, 2, H) for seed in (10, 11, 12)]
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sin(ma.attention(q, k, v, config=CONFIG)).sum()
+
+    both = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))), compiler_options=FAST)(*x)
+    one = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=FAST)
+    for row in range(3):
+        for have, alone in zip(both, one(*(y[row] for y in x)), strict=True):
+            np.testing.assert_allclose(have[row], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_get_float32_gradients() -> None:
+    """A ring sums them over its hops: they are not rounded before."""
+    x = {name: y.astype(jnp.bfloat16) for name, y in operands().items()}
+    kernel = ma.plan(ma.Call.of(x["q"], x["k"]), CONFIG, target=ma.Target.named("cpu")).kernel
+    out, lse = attention64(*x.values())[:2]
+    ones = np.ones_like(out, np.float32)
+    rows = Rows(*(y.astype(np.float32) for y in (out, lse)), ones, np.zeros_like(lse, np.float32))
+    _, dk, dv, *_ = jax.jit(kernel.backward, compiler_options=FAST)(Inputs(**x), rows)
+    for y in (dk, dv):
+        assert y.dtype == jnp.float32
+        assert (np.asarray(y) != np.asarray(y.astype(jnp.bfloat16), np.float32)).any()
+
+
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_values_are_transposed_before_or_inside(is_turned: bool) -> None:
     x, _ = HARD["loud head"]
@@ -215,11 +264,12 @@ def call(t: int, s: int, h: int, dtype: str = "bfloat16") -> ma.Call:
 def test_tiles_fit(kind: str, h: int, dtype: str) -> None:
     target, local = ma.Target.named(kind), call(32760, 32760, h, dtype)
     for asked in (FlashBlockSizes(), FlashBlockSizes(block_q=4096, block_kv=8192)):
-        tile, _ = forward_tile(asked, local, target)
         facts = facts_of(local, "flash", target, training=True)
         assert facts.chip is not None
-        assert forward_bytes(tile, facts) <= facts.chip.limit
-        assert all(size % 128 == 0 for size in tile[:2])
+        for tile_of, bound in ((forward_tile, forward_bytes), (backward_tile, backward_bytes)):
+            tile, _ = tile_of(asked, local, target)
+            assert bound(tile, facts) <= facts.chip.limit
+            assert all(size % 128 == 0 for size in tile[:2])
 
 
 @pytest.mark.parametrize("length", [77, 512, 4096, 4224, 32760, 75600])
@@ -241,3 +291,25 @@ def test_what_is_asked_for_is_kept_or_said() -> None:
     assert tile[0] == 1024
     assert str(changes[0]) == "block_q: 1000 → 1024"
     assert {change.key for change in changes} >= {"block_q", "block_kv"}
+
+
+def test_sizes_of_the_backward_are_kept_or_said() -> None:
+    config = ma.AttentionConfig(attention="tpu_flash", flash_block_sizes={
+        "block_q_dkv": 512, "block_kv_dkv": 1000, "block_kv_dkv_compute": 256,
+        "block_q_dq": 512, "use_fused_bwd_kernel": False,
+    })  # fmt: skip
+    plan = ma.plan(call(32760, 32760, 128), config, target=ma.Target.named("TPU v6e"))
+    assert isinstance(plan.kernel, TpuFlash)
+    assert plan.kernel.blocks.part(DKV) == (512, 1024, 256)
+    changes = [str(change) for change in plan.kernel.changes]
+    assert changes == [
+        "block_kv_dkv: 1000 → 1024",
+        "use_fused_bwd_kernel: False → True",
+        "block_q_dq: 512 → not used",
+    ]
+
+
+def test_a_backward_follows_the_forwards_blocks() -> None:
+    asked, target = FlashBlockSizes(block_q=256, block_kv=384), ma.Target.named("TPU v6e")
+    tile, changes = backward_tile(asked, call(4096, 4096, 128), target)
+    assert (tile, changes) == ((256, 384, 256), ())

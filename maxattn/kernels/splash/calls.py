@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +55,7 @@ class Stats(NamedTuple):
 
 
 class Library(Protocol):
-    """The kernels of one splash attention, on one batch row that is padded to tiles.
-
-    Args:
-        takes_batch: the backward is of all rows of a batch at once.
-    """
-
-    takes_batch: ClassVar[bool]
+    """The kernels of one splash attention, on one batch row that is padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
         """Return by what queries are multiplied beside the scale; dk comes back multiplied too."""
@@ -96,6 +90,7 @@ class Problem:
         q_offset, kv_offset: position of the first local query and key.
         library: the kernels.
         cores: of a device, which share the parallel axes of a kernel's grid.
+        rows_at_once: the backward of the library takes all rows of the batch.
     """
 
     q: Array
@@ -106,6 +101,7 @@ class Problem:
     kv_offset: Offset
     library: Library
     cores: int = 1
+    rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
@@ -129,7 +125,7 @@ class Problem:
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
-        over = _at_once if self.library.takes_batch else _over_batch
+        over = _at_once if self.rows_at_once else _over_batch
         run = over(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
         return self._over_cores(run, setup, stats)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Array
 
@@ -22,7 +22,6 @@ class JaxSplash:
         interpret: run in Pallas' interpreter.
     """
 
-    takes_batch: ClassVar[bool] = False
     interpret: bool
 
     def query_factor(self, dtype: Any) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,6 @@ class TokamaxSplash:
         scheduler: ask the TPU's compiler for its experimental scheduler in the forward.
     """
 
-    takes_batch: ClassVar[bool] = False
     interpret: bool
     base2: bool
     scheduler: bool

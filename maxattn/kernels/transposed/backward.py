@@ -38,7 +38,7 @@ def backward(
         interpret: run in Pallas' interpreter.
     """
     steps = steps_of(setup, by_key=True)
-    form = _Form.of(rows, setup, steps, blocks)
+    form = _BackwardForm.of(rows, setup, steps, blocks)
     if not interpret:
         check_backward(steps, form.tiles.columns * (rows.q.shape[2] // blocks[0]), blocks)
     operands = _operands(rows, stats, setup, form)
@@ -56,7 +56,7 @@ def backward(
     return dq.swapaxes(1, 2).reshape(b, n, t, h), dk.reshape(shape), dv.reshape(shape)
 
 
-class _Form(NamedTuple):
+class _BackwardForm(NamedTuple):
     """Hold what the kernel's code depends on.
 
     Args:
@@ -77,13 +77,13 @@ class _Form(NamedTuple):
     dtype: Any
 
     @staticmethod
-    def of(rows: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) -> _Form:
+    def of(rows: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) -> _BackwardForm:
         """Read off the shapes and the mask."""
         (b, n, t, h), (_, heads, s, _) = rows.q.shape, rows.k.shape
         form = KernelForm.of(setup, steps, blocks)
         grid = b * heads, s // blocks[1], form.count or t // blocks[0]
         shapes = (b * n, t, h), (b * heads, s, h)
-        return _Form(form, grid, heads, n // heads, *shapes, rows.q.dtype)
+        return _BackwardForm(form, grid, heads, n // heads, *shapes, rows.q.dtype)
 
     def head_and_block(self, n: Any, j: Any, i: Any, *lists: Any) -> tuple[Any, Any]:
         """Return the query head and the block of queries of a step."""
@@ -101,8 +101,8 @@ class _Form(NamedTuple):
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def _operands(rows: Operands, stats: Stats, setup: Setup, form: _Form) -> list[Operand]:
-    """List what the kernel reads: what is of queries transposed, with the tokens along the lanes."""
+def _operands(rows: Operands, stats: Stats, setup: Setup, form: _BackwardForm) -> list[Operand]:
+    """List what the kernel reads; what is of queries has the tokens along the lanes."""
     heads, t, h = form.q
     across = _of_queries(form, h)
     line = _of_queries(form, 1)
@@ -117,16 +117,14 @@ def _operands(rows: Operands, stats: Stats, setup: Setup, form: _Form) -> list[O
     return [*found, *_mask_operands(rows, setup, form)]
 
 
-def _mask_operands(rows: Operands, setup: Setup, form: _Form) -> list[Operand]:
+def _mask_operands(rows: Operands, setup: Setup, form: _BackwardForm) -> list[Operand]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     (block_q, block_kv, _), found = form.tiles.blocks, []
 
     def of_row(size: int, block: Any, **memory: Any) -> Any:
-        return pl.BlockSpec(
-            (None, 1, size), lambda n, *i: (form.row(n), 0, block(n, *i)), **memory
-        )
+        return pl.BlockSpec((None, 1, size), lambda n, *i: (form.row(n), 0, block(n, *i)), **memory)
 
     def queries(*i: Any) -> Any:
         return form.head_and_block(*i)[1]
@@ -146,7 +144,7 @@ def _mask_operands(rows: Operands, setup: Setup, form: _Form) -> list[Operand]:
     return found
 
 
-def _of_queries(form: _Form, height: int) -> Any:
+def _of_queries(form: _BackwardForm, height: int) -> Any:
     from jax.experimental import pallas as pl
 
     def index(*i: Any) -> tuple[Any, Any, Any]:
@@ -156,7 +154,7 @@ def _of_queries(form: _Form, height: int) -> Any:
     return pl.BlockSpec((None, height, form.tiles.blocks[0]), index)
 
 
-def _of_keys(form: _Form) -> Any:
+def _of_keys(form: _BackwardForm) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.BlockSpec((None, form.tiles.blocks[1], form.k[2]), lambda n, j, *_: (n, j, 0))
@@ -165,7 +163,7 @@ def _of_keys(form: _Form) -> Any:
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def _call(form: _Form, operands: list[Operand], lists: int, interpret: bool) -> Any:
+def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: bool) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -199,7 +197,7 @@ def _call(form: _Form, operands: list[Operand], lists: int, interpret: bool) -> 
     )
 
 
-def _cost(form: _Form) -> Any:
+def _cost(form: _BackwardForm) -> Any:
     from jax.experimental import pallas as pl
 
     (block_q, block_kv, _), h = form.tiles.blocks, form.q[2]
@@ -213,7 +211,7 @@ def _cost(form: _Form) -> Any:
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def _kernel(names: tuple[str, ...], form: _Form, *refs: Any) -> None:
+def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     n, j, i = (pl.program_id(axis) for axis in range(3))
@@ -247,7 +245,7 @@ def _kernel(names: tuple[str, ...], form: _Form, *refs: Any) -> None:
         whole.end()
 
 
-def _mark(form: _Form, read: Any, at: tuple[Any, Any], block: Any, lists: Any) -> Any:
+def _mark(form: _BackwardForm, read: Any, at: tuple[Any, Any], block: Any, lists: Any) -> Any:
     """Return whether a step computes a tile, and with the mask or without."""
     (j, i), mark = at, WHOLE
     if lists:

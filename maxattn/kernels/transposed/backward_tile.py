@@ -71,4 +71,6 @@ def add_keys(
 
 
 def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
-    return lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32
+    )

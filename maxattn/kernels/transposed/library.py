@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Array
 
@@ -24,7 +24,6 @@ class Transposed:
         v_is_turned: transpose V before the forward, not inside.
     """
 
-    takes_batch: ClassVar[bool] = True
     interpret: bool
     v_is_turned: bool = False
 

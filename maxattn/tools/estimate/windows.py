@@ -17,7 +17,9 @@ _WINDOW = re.compile(
 )
 
 # A write of the kernel's own stands without a condition; those of its windows have one.
-_WRITE = re.compile(r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)")
+_WRITE = re.compile(
+    r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)"
+)
 GRANULE = 32  # bytes
 
 

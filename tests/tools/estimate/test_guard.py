@@ -50,7 +50,7 @@ def _cost(kernel: dict[str, Any]) -> float:
     return round(1000 * kernel["cycles"][1] / (q * kv * kernel["cores"]), 3)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash", "tpu_flash"])
 @pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_a_pair_costs_no_more(kind, kernel):
     found, libtpu = costs(kind, kernel)

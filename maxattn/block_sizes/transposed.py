@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from maxattn.block_sizes.adjust import facts_of
 from maxattn.block_sizes.chips import Family
+from maxattn.block_sizes.estimated.step_cost import Kind
 from maxattn.block_sizes.sizes import (
     DKV,
     DQ,
@@ -18,9 +19,9 @@ from maxattn.block_sizes.sizes import (
     round_near,
     round_up,
 )
+from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.transposed.vmem import backward_bytes, forward_bytes
 from maxattn.target import Target
 
 Tile = tuple[int, int, int]  # queries, keys, and keys computed at once
@@ -45,6 +46,11 @@ class Pass(NamedTuple):
     usual_float32: Tile
     pairs: Mapping[int, int]
     vmem: Callable[[Tile, Facts], float]
+
+    def fits(self, tile: Tile, facts: Facts) -> bool:
+        """Tell whether a tile has no more pairs than it may, and fits VMEM."""
+        in_vmem = facts.chip is None or self.vmem(tile, facts) <= facts.chip.limit
+        return in_vmem and tile[0] * tile[1] <= self.pairs[facts.itemsize]
 
 
 FORWARD_PASS = Pass(
@@ -71,6 +77,7 @@ BACKWARD_PASS = Pass(
     {2: 2**22, 4: 2**19},
     backward_bytes,
 )
+PASSES: dict[Kind, Pass] = {"fwd": FORWARD_PASS, "fused": BACKWARD_PASS}
 
 
 def sizes_of(
@@ -94,7 +101,7 @@ def forward_tile(
 ) -> tuple[Tile, tuple[Change, ...]]:
     """Return the forward's tile, and how it differs from what was asked for."""
     wanted = tuple(getattr(asked, key) for key in FORWARD)
-    return _tile(FORWARD_PASS, wanted, asked, facts_of(call, "flash", target, training=True))
+    return _tile(FORWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
 
 
 def backward_tile(
@@ -103,7 +110,7 @@ def backward_tile(
     """Return the backward's tile, whose blocks are the forward's where those alone were asked."""
     q, kv = asked.block_q_dkv or asked.block_q, asked.block_kv_dkv or asked.block_kv
     wanted = q, kv, asked.block_kv_dkv_compute
-    return _tile(BACKWARD_PASS, wanted, asked, facts_of(call, "flash", target, training=True))
+    return _tile(BACKWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
 
 
 def _tile(
@@ -138,8 +145,7 @@ def _smaller(kind: Pass, tile: Tile, facts: Facts) -> Tile | None:
     """Return the next smaller tile where this one does not fit; None where it does."""
     q, kv, compute = tile
     is_long = q * kv > kind.pairs[facts.itemsize]
-    fits = facts.chip is None or kind.vmem(tile, facts) <= facts.chip.limit
-    if (fits and not is_long) or max(q, kv) == LANES:
+    if kind.fits(tile, facts) or max(q, kv) == LANES:
         return None
     if compute > 2 * LANES and not is_long:
         return q, kv, round_near(compute // 2, LANES)
