@@ -168,7 +168,8 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
     from jax.experimental.pallas import tpu as pltpu
 
     (block_q, block_kv, _), (heads, t, h) = form.tiles.blocks, form.q
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    # Not any memory: the compiler would keep a short dQ in VMEM, which holds its blocks anyway.
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     n, rows, steps = form.grid
     float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return pl.pallas_call(
