@@ -23,8 +23,10 @@ def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "fl
     Args:
         call: the local call.
         sizes: what it runs with.
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name; `tpu_flash` adds to one array, and has no shares.
     """
+    if kernel == "tpu_flash":
+        return 0
     if not sizes.use_fused_bwd_kernel or sizes.block_kv_dkv is None or sizes.block_q_dkv is None:
         return 0
     parts = round_up(call.kv_len, sizes.block_kv_dkv) // sizes.block_kv_dkv

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from maxattn.block_sizes.chips import Chip
 from maxattn.config import FlashBlockSizes, numbers
 
-KernelKind = Literal["flash", "tokamax_flash"]
+KernelKind = Literal["flash", "tokamax_flash", "tpu_flash"]
 LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
 SUBLANES = 8
 FORWARD = ("block_q", "block_kv", "block_kv_compute")
@@ -91,7 +91,7 @@ class Facts:
         head_dim: H.
         itemsize: bytes of an element of q, k and v as the kernel takes them.
         cross: whether the keys are a text or another second sequence.
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name.
         training: whether the backward kernels run too.
         chip: the TPU, or None where no VMEM limits the sizes (interpret mode on a CPU).
         divides: whether the mask's test divides positions, as masks of blocks do.

@@ -83,14 +83,14 @@ RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, s
 
 
 # Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses
-# and the compiler takes (`docs/measured/tpu_block_sizes.md`): compiled one by one, with segment
-# ids and a computed mask. A shorter Q block needs less.
+# and the compiler takes (`docs/measured/tpu_block_sizes.md`): compiled one by one, with operands
+# that lie in HBM: short ones the compiler keeps in VMEM. A shorter Q block needs less.
 PROVEN_HEAD_DIM = 128
 PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
-    ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024), (4608, 1024, 1024)),
+    ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024)),
     ("TPU v6e", "fused"): ((2048, 2048, 2048),),
     ("TPU v6e", "dq"): ((2176, 2176, 2176),),
-    ("TPU v7x", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024), (4608, 1024, 1024)),
+    ("TPU v7x", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024)),
 }
 
 

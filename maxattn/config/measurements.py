@@ -17,7 +17,7 @@ from maxattn.config.numbers import finite, whole
 from maxattn.config.plain_json import read_json
 
 VERSION: Final = 1
-BLOCKS = ("flash", "tokamax_flash")  # whose sizes are flash_block_sizes
+BLOCKS = ("flash", "tokamax_flash", "tpu_flash")  # whose sizes are flash_block_sizes
 CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
 _TEXTS = ("device_kind", "versions", "kernel", "call")
 _TIMES = ("forward_ms", "training_ms")

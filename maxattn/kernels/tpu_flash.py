@@ -2,19 +2,19 @@
 
 Scores are computed transposed, with keys along the sublanes. Blocks of queries whose scores are
 known to be small skip the running maximum of the online softmax (transposed/score_bound.py).
-The backward is that of JAX's splash attention.
+The backward computes dQ, dK and dV in one pass, from the exact LSE.
 
 Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import e, log2
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from maxattn.block_sizes import FORWARD, BlockSizes, adjust
+from maxattn.block_sizes import FORWARD, BlockSizes
 from maxattn.block_sizes.sizes import LANES
+from maxattn.block_sizes.transposed import forward_tile, sizes_of
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
@@ -23,23 +23,22 @@ from maxattn.kernels.requirements import untested
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, refusal
-from maxattn.kernels.transposed.library import TransposedForward
+from maxattn.kernels.transposed.library import Transposed
 from maxattn.kernels.transposed.scalar_memory import rule_of
-from maxattn.kernels.transposed.sizes import forward_tile
 from maxattn.target import Target
-
-LOG2E = log2(e)
+from maxattn.tuned import tuned_config
 
 
 @dataclass(frozen=True)
 class TpuFlash(Splash):
-    """Compute attention with a transposed forward, and the backward of JAX's splash.
+    """Compute attention with scores that are transposed, forward and backward.
 
     Args:
         v_is_turned: transpose V before the forward's kernel, not inside.
     """
 
     name: ClassVar[str] = "tpu_flash"
+    rows_at_once: ClassVar[bool] = True
     v_is_turned: bool = False
 
     @staticmethod
@@ -50,21 +49,20 @@ class TpuFlash(Splash):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
-        """Choose the forward's tile, adjust the backward's; interpret on a CPU."""
+        """Choose the tiles; interpret on a CPU."""
+        config = tuned_config(config, TpuFlash.name, call, target)
         asked, float32 = config.flash_block_sizes, config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
-        tile, changes = forward_tile(asked, local, target)
+        sizes, changes = sizes_of(asked, local, target)
+        tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
         if (rule := rule_of(local, tile, target)) is not None:
             what = f"{tile[0]} queries x {tile[1]} keys"
             raise Unsupported("flash_block_sizes", what, rule, scalar_memory.REMEDY)
-        sizes, backward = adjust(asked, local, "flash", target, training=True)
-        sizes = replace(sizes, **dict(zip(FORWARD, tile, strict=True)))
-        kept = tuple(change for change in backward if change.key not in FORWARD)
+        of_forward = tuple(change for change in changes if change.key in FORWARD)
         interpret, core = target.platform == "cpu", target.device.core
-        forward = {"inference": BlockSizes(*tile), "inference_changes": changes}
         turned = core is not None and core.side == LANES
-        both = changes + kept
-        return TpuFlash(call.scale, sizes, interpret, float32, both, **forward, v_is_turned=turned)
+        both = call.scale, sizes, interpret, float32, changes
+        return TpuFlash(*both, BlockSizes(*tile), of_forward, v_is_turned=turned)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
@@ -73,11 +71,7 @@ class TpuFlash(Splash):
     @property
     def library(self) -> Library:
         """The kernels."""
-        return TransposedForward(self.interpret, self.v_is_turned)
-
-    def forward_factor(self, dtype: Any) -> float:
-        """Compute the softmax with exp2."""
-        return LOG2E
+        return Transposed(self.interpret, self.v_is_turned)
 
 
 def _refuse_length(call: Call, target: Target) -> Reason | None:

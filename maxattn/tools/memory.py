@@ -105,7 +105,7 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
     """List what a TPU's tiled kernel holds beside its operands and results.
 
     Args:
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name.
         local: what one device computes.
         blocks: its tiles.
         training: whether the backward runs too.
@@ -118,7 +118,15 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
         Part("copies in the kernel's layout", copies),
         Part(f"log-sum-exp over {LANES} lanes", sums),
         Part("dq in parts, fused backward", parts),
+        Part("gradients in float32", _float_gradients(kernel, local) if training else 0),
     )
+
+
+def _float_gradients(kernel: str, local: Call) -> int:
+    """Count the bytes of what `tpu_flash` sums in float32: dq, dk and dv."""
+    if kernel != "tpu_flash":
+        return 0
+    return _queries(local, local.head_dim, FLOAT) + _keys(local, local.head_dim, FLOAT)
 
 
 def fits_alone(

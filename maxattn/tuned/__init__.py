@@ -33,7 +33,7 @@ class Tuned:
     """Hold the sizes that were fastest for one kernel and local call.
 
     Args:
-        kernel: "flash", "tokamax_flash" or "memory_efficient".
+        kernel: its name.
         call: `key_of` the call that one device computes.
         sizes: (key of the config, value).
         milliseconds: what they took.

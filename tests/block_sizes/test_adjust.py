@@ -41,6 +41,16 @@ def test_cross_attention_clips_to_the_text_rounded_up_to_128(length, kernel):
     assert bool(clipped) == (length <= 384)
 
 
+@pytest.mark.parametrize("kind", ["TPU v6e", "TPU v7x"])
+def test_4096_queries_by_1024_keys_take_too_much_vmem(kind):
+    """libtpu 0.0.50.1 needs 32.2 MiB of 32 for it where the operands lie in HBM."""
+    asked = FlashBlockSizes(block_q=4096, block_kv=1024, block_kv_compute=1024)
+    sizes, changes = adjust(asked, call(), "flash", Target.named(kind), training=False)
+    assert changes and sizes != BlockSizes(4096, 1024, 1024)
+    asked = FlashBlockSizes(block_q=3712, block_kv=1024, block_kv_compute=1024)
+    assert adjust(asked, call(), "flash", Target.named(kind), training=False)[1] == ()
+
+
 def test_3024_is_kept_in_inference_and_mended_in_training():
     asked = FlashBlockSizes(block_q=3024, block_kv=512, block_kv_compute=512)
     assert adjust(asked, call(), "flash", CPU, training=False) == (BlockSizes(3024, 512, 512), ())

@@ -1,5 +1,5 @@
-"""The TPU's compiler judges the forward of `tpu_flash`: the tiles that it takes compile on every
-chip, with every kind of mask. `make test-tpu-compile` runs all of it.
+"""The TPU's compiler judges `tpu_flash`, forward and backward: the tiles that it takes compile on
+every chip, with every kind of mask. `make test-tpu-compile` runs all of it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes.transposed import sizes_of
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.transposed.sizes import forward_tile
 from maxattn.target import Target
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import HEAD_DIMS, LENGTHS, PRESETS, TEXTS
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
 )
 MASKS = ("full", "padding", "window", "both", "blocks")
-COUNT = 60
+COUNT, TRAINING = 60, 0.4
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +32,19 @@ def compiler() -> Iterator[Compiler]:
         yield started
 
 
-def case(kind: str, asked: FlashBlockSizes, call: Call, mask: str, **rest: Any) -> dict[str, Any]:
-    """Describe the compile of the tile that a request becomes: two blocks of each, ragged."""
-    tile, _ = forward_tile(asked, call, Target.named(kind))
-    t, s = (
-        min(n, 2 * block - 8) for n, block in zip((call.q_len, call.kv_len), tile, strict=False)
-    )
+def case(
+    kind: str, asked: FlashBlockSizes, call: Call, mask: str, training: bool
+) -> dict[str, Any]:
+    """Describe the compile of the tiles that a request becomes: two blocks of each, ragged."""
+    both, _ = sizes_of(asked, call, Target.named(kind))
+    forward = BlockSizes(both.block_q, both.block_kv, both.block_kv_compute)
+    sizes = both if training else forward
+    blocks = max(both.block_q, both.block_q_dkv or 0), max(both.block_kv, both.block_kv_dkv or 0)
+    t, s = (min(n, 2 * most - 8) for n, most in zip((call.q_len, call.kv_len), blocks, strict=True))
     return {
         "topology": TOPOLOGIES[kind], "kind": kind, "kernel": "tpu_flash", "batch": 1, "q_len": t,
         "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,
-        "mask": mask, "training": False, "sizes": BlockSizes(*tile).given(), **rest,
+        "mask": mask, "training": training, "sizes": sizes.given(),
     }  # fmt: skip
 
 
@@ -49,9 +52,10 @@ def call(length: int, h: int, dtype: str = "bfloat16") -> Call:
     return Call(1, length, length, 2, 2, h, dtype)
 
 
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "mask"), zip(TOPOLOGIES, MASKS, strict=True))
-def test_each_chip_compiles(compiler: Compiler, kind: str, mask: str) -> None:
-    found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600, 128), mask))
+def test_each_chip_compiles(compiler: Compiler, kind: str, mask: str, training: bool) -> None:
+    found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600, 128), mask, training))
     assert found["message"] == ""
 
 
@@ -67,7 +71,8 @@ def drawn(count: int) -> Iterator[dict[str, Any]]:
         sizes = [draw.choice((None, draw.choice(PRESETS))) for _ in range(3)]
         keys = ("block_q", "block_kv", "block_kv_compute")
         asked = FlashBlockSizes(**dict(zip(keys, sizes, strict=True)))
-        yield case(kind, asked, local, draw.choice(MASKS[:4]))  # block windows need T <= S
+        mask = draw.choice(MASKS[:4])  # block windows need T <= S
+        yield case(kind, asked, local, mask, training=draw.random() < TRAINING)
 
 
 @pytest.mark.slow

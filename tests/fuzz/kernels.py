@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.fuzz.case import Machine
 
-ON_CPU = ("dot_product", "memory_efficient", "flash", "tokamax_flash", "auto")
+ON_CPU = ("dot_product", "memory_efficient", "flash", "tokamax_flash", "tpu_flash", "auto")
 ON_GPU = ("flash", "flash", "cudnn", "cudnn_flash_te", "tokamax_flash", "auto", "memory_efficient")
 BLOCKS = (
     "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",

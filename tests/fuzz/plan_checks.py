@@ -11,7 +11,7 @@ from typing import Any
 from maxattn.errors import MaxattnError, Unsupported
 from tests.fuzz.case import Names, Wrong
 
-NAMED = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te", "dot_product")
+NAMED = ("flash", "tokamax_flash", "tpu_flash", "cudnn", "cudnn_flash_te", "dot_product")
 
 
 def check_of(words: Mapping[str, Any]) -> Callable[[Names], None]:

@@ -1,5 +1,5 @@
-"""`tpu_flash`: both forms of its softmax against float64, with operands made to break them; which
-form runs; which tiles it visits; its tiles' sizes.
+"""`tpu_flash`: both forms of its softmax and its gradients against float64, with operands made to
+break them; which form runs; which tiles it visits; its tiles' sizes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.block_sizes import DKV
 from maxattn.block_sizes.adjust import facts_of
+from maxattn.block_sizes.transposed import backward_tile, forward_tile
+from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 from maxattn.kernels.tpu_flash import TpuFlash
 from maxattn.kernels.transposed.score_bound import small_scores
-from maxattn.kernels.transposed.sizes import forward_tile, vmem_bytes
 from maxattn.kernels.transposed.steps import marks_of_ids
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
 from tests.pairwise import pairwise
@@ -129,6 +131,40 @@ def test_hard_operands(hard: str, mask: str) -> None:
         assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
 
 
+HARD_GRADIENTS = [
+    (hard, mask)
+    for hard in HARD
+    for mask in HARD_MASKS
+    if mask == "full" or hard in ("usual", "huge norms", "one dominant key", "keys offset")
+]
+
+
+@pytest.mark.parametrize(("hard", "mask"), HARD_GRADIENTS)
+def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
+    """The backward is given the exact output and LSE, as a ring gives the merged ones."""
+    (x, _), given = HARD[hard], HARD_MASKS[mask]
+    dout, dlse = normal(4, B, T, N, H), normal(5, B, N, T)
+    want = attention64(*x.values(), allowed(given, T, S), dout=dout, dlse=dlse)
+    call = ma.Call.of(x["q"], x["k"], mask=given)
+    kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
+    inputs = Inputs(**x, mask=(M.Full() if given is None else given).bind(T, S, B, N))
+    rows = Rows(*(y.astype(np.float32) for y in want[:2]), dout, dlse)
+    got = jax.jit(kernel.backward, compiler_options=FAST)(inputs, rows)
+    size = float(np.abs(x["k"]).max() * np.abs(x["q"]).max())  # of products, which round in float32
+    for have, true in zip(got[:3], want[2:5], strict=True):
+        assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
+
+
+def test_weights_of_float16_do_not_overflow() -> None:
+    """A score of 19 has the weight 2**27 without a maximum, which is no float16."""
+    x = {name: y.astype(np.float16) for name, y in operands().items()}
+    x["q"][0, 3, 1], x["k"][0, 5, 0] = 0, 0
+    x["q"][0, 3, 1, 0], x["k"][0, 5, 0, 0] = 11, 10
+    out, lse = ma.attention(*x.values(), config=CONFIG, return_lse=True)
+    for have, true in zip((out, lse), attention64(*x.values()), strict=False):
+        assert error(have, true) < 2e-3
+
+
 def test_no_number_stays_no_number() -> None:
     x = operands()
     x["k"][0, 5, 0, 0] = np.nan
@@ -136,6 +172,54 @@ def test_no_number_stays_no_number() -> None:
     assert np.isnan(out[0, :, :2]).all()
     assert np.isfinite(out[0, :, 2:]).all()
     assert np.isfinite(out[1]).all()
+
+
+def test_one_array_holds_dq() -> None:
+    """Every block of keys adds to it.
+
+    Query heads share a key head, and each block of queries is the only one: what is read was
+    written one step before.
+    """
+    q, k, v = (normal(seed, 2, 128, n, H) for seed, n in ((6, 4), (7, 2), (8, 2)))
+    dout = normal(9, 2, 128, 4, H)
+    keys = {"block_q_dkv": 128, "block_kv_dkv": 128}
+    config = ma.AttentionConfig(attention="tpu_flash", flash_block_sizes=keys)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (ma.attention(q, k, v, config=config) * dout).sum()
+
+    k, v = (np.concatenate([x, 2 * x, x + 1], axis=1) for x in (k, v))
+    step = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=FAST)
+    got, want = step(q, k, v), attention64(q, k, v, dout=dout)[2:5]
+    for have, true in zip(got, want, strict=True):
+        assert error(have, true) < TOLERANCE["float32"] * 10
+
+
+def test_gradients_under_vmap() -> None:
+    """An array that stays in HBM cannot be batched: what is around loops over its rows."""
+    x = [normal(seed, 3, 1, 130, 2, H) for seed in (10, 11, 12)]
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sin(ma.attention(q, k, v, config=CONFIG)).sum()
+
+    both = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))), compiler_options=FAST)(*x)
+    one = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=FAST)
+    for row in range(3):
+        for have, alone in zip(both, one(*(y[row] for y in x)), strict=True):
+            np.testing.assert_allclose(have[row], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_get_float32_gradients() -> None:
+    """A ring sums them over its hops: they are not rounded before."""
+    x = {name: y.astype(jnp.bfloat16) for name, y in operands().items()}
+    kernel = ma.plan(ma.Call.of(x["q"], x["k"]), CONFIG, target=ma.Target.named("cpu")).kernel
+    out, lse = attention64(*x.values())[:2]
+    ones = np.ones_like(out, np.float32)
+    rows = Rows(*(y.astype(np.float32) for y in (out, lse)), ones, np.zeros_like(lse, np.float32))
+    _, dk, dv, *_ = jax.jit(kernel.backward, compiler_options=FAST)(Inputs(**x), rows)
+    for y in (dk, dv):
+        assert y.dtype == jnp.float32
+        assert (np.asarray(y) != np.asarray(y.astype(jnp.bfloat16), np.float32)).any()
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -190,11 +274,12 @@ def call(t: int, s: int, h: int, dtype: str = "bfloat16") -> ma.Call:
 def test_tiles_fit(kind: str, h: int, dtype: str) -> None:
     target, local = ma.Target.named(kind), call(32760, 32760, h, dtype)
     for asked in (FlashBlockSizes(), FlashBlockSizes(block_q=4096, block_kv=8192)):
-        tile, _ = forward_tile(asked, local, target)
         facts = facts_of(local, "flash", target, training=True)
         assert facts.chip is not None
-        assert vmem_bytes(tile, facts) <= facts.chip.limit
-        assert all(size % 128 == 0 for size in tile[:2])
+        for tile_of, bound in ((forward_tile, forward_bytes), (backward_tile, backward_bytes)):
+            tile, _ = tile_of(asked, local, target)
+            assert bound(tile, facts) <= facts.chip.limit
+            assert all(size % 128 == 0 for size in tile[:2])
 
 
 @pytest.mark.parametrize("length", [77, 512, 4096, 4224, 32760, 75600])
@@ -216,3 +301,25 @@ def test_what_is_asked_for_is_kept_or_said() -> None:
     assert tile[0] == 1024
     assert str(changes[0]) == "block_q: 1000 → 1024"
     assert {change.key for change in changes} >= {"block_q", "block_kv"}
+
+
+def test_sizes_of_the_backward_are_kept_or_said() -> None:
+    config = ma.AttentionConfig(attention="tpu_flash", flash_block_sizes={
+        "block_q_dkv": 512, "block_kv_dkv": 1000, "block_kv_dkv_compute": 256,
+        "block_q_dq": 512, "use_fused_bwd_kernel": False,
+    })  # fmt: skip
+    plan = ma.plan(call(32760, 32760, 128), config, target=ma.Target.named("TPU v6e"))
+    assert isinstance(plan.kernel, TpuFlash)
+    assert plan.kernel.blocks.part(DKV) == (512, 1024, 256)
+    changes = [str(change) for change in plan.kernel.changes]
+    assert changes == [
+        "block_kv_dkv: 1000 → 1024",
+        "use_fused_bwd_kernel: False → True",
+        "block_q_dq: 512 → not used",
+    ]
+
+
+def test_a_backward_follows_the_forwards_blocks() -> None:
+    asked, target = FlashBlockSizes(block_q=256, block_kv=384), ma.Target.named("TPU v6e")
+    tile, changes = backward_tile(asked, call(4096, 4096, 128), target)
+    assert (tile, changes) == ((256, 384, 256), ())

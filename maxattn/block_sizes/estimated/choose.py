@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, StepGrid, Tile
+from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind
 from maxattn.call import Call
@@ -84,14 +84,16 @@ def ranked(
     Args:
         costs: of the target's kernels, head dim and dtype.
         call: the local call.
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name.
         target: a TPU.
         training: forward and backward; else forward alone.
         fused: whether the backward is the fused one.
     """
     tiles = {tile for (kind, _), known in costs.items() if kind == "fwd" for tile in known}
     every = (
-        _with_backward(costs, tile, call, target, fused) if training else _forward_alone(tile)
+        _with_backward(costs, tile, call, kernel, target, fused)
+        if training
+        else _forward_alone(tile)
         for tile in sorted(tiles)
     )
     found = (
@@ -108,7 +110,7 @@ def is_taken(
     sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> bool:
     """Tell whether the rules take sizes as they are."""
-    return adjust(sizes.asked(), call, kernel, target, training) == (sizes, ())
+    return sizes_for(sizes.asked(), call, kernel, target, training) == (sizes, ())
 
 
 def _forward_alone(tile: Tile) -> BlockSizes:
@@ -117,11 +119,12 @@ def _forward_alone(tile: Tile) -> BlockSizes:
 
 
 def _with_backward(
-    costs: Costs, forward: Tile, call: Call, target: Target, fused: bool
+    costs: Costs, forward: Tile, call: Call, kernel: KernelKind, target: Target, fused: bool
 ) -> BlockSizes | None:
     """Add the fastest tiles of the backward that go with a forward's."""
-    dkv = _fastest(costs, "fused" if fused else "dkv", forward, call, target)
-    dq = None if fused else _fastest(costs, "dq", forward, call, target)
+    beside = None if kernel == "tpu_flash" else forward
+    dkv = _fastest(costs, "fused" if fused else "dkv", beside, call, target)
+    dq = None if fused else _fastest(costs, "dq", beside, call, target)
     if dkv is None or (dq is None and not fused):
         return None
     tiles = *forward, *dkv, *(dq or (None, None))
@@ -135,17 +138,19 @@ def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
     return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
 
 
-def _fastest(costs: Costs, kind: Kind, forward: Tile, call: Call, target: Target) -> Tile | None:
-    """Return the fastest tile of a backward kernel that divides the forward's."""
+def _fastest(
+    costs: Costs, kind: Kind, forward: Tile | None, call: Call, target: Target
+) -> Tile | None:
+    """Return the fastest tile of a backward kernel that divides the forward's, if one is given."""
     found = dict(_priced(costs, kind, forward, call, target))
     return min(found, key=lambda tile: found[tile].slow, default=None)
 
 
 def _priced(
-    costs: Costs, kind: Kind, forward: Tile, call: Call, target: Target
+    costs: Costs, kind: Kind, forward: Tile | None, call: Call, target: Target
 ) -> Iterator[tuple[Tile, Seconds]]:
     for tile in {tile for (k, _), known in costs.items() if k == kind for tile in known}:
-        if divides(kind, tile, forward):
+        if forward is None or divides(kind, tile, forward):
             seconds = price(costs, kind, tile, call, target)
             if seconds is not None:
                 yield tile, seconds

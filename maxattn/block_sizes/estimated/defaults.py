@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from maxattn import tuned
-from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.estimated.choose import (
     TIE,
     Costs,
@@ -17,6 +16,7 @@ from maxattn.block_sizes.estimated.choose import (
 )
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped, shipped_costs
+from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -46,7 +46,7 @@ def estimated_sizes(
     Their backward is the separate one of JAX's kernel, whose dQ needs no parts in HBM.
 
     Args:
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name.
         call: the local call, in the dtype that the kernel computes in.
         target: the machine.
         training: forward and backward; else forward alone.
@@ -61,11 +61,11 @@ def choose(
     costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by some costs, or those of the rules where these are as fast."""
-    default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)
+    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target) if costs else None
     if known is None:
         return None
-    found = ranked(costs, call, kernel, target, training, kernel == "tokamax_flash")
+    found = ranked(costs, call, kernel, target, training, kernel != "flash")
     best = min((Estimate(default, known), *found), key=lambda one: one.seconds.slow)
     if best.seconds.slow > (1 - TIE) * known.slow:
         best = Estimate(default, known)

@@ -90,6 +90,7 @@ class Problem:
         q_offset, kv_offset: position of the first local query and key.
         library: the kernels.
         cores: of a device, which share the parallel axes of a kernel's grid.
+        rows_at_once: the backward of the library takes all rows of the batch.
     """
 
     q: Array
@@ -100,6 +101,7 @@ class Problem:
     kv_offset: Offset
     library: Library
     cores: int = 1
+    rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
         """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
@@ -123,7 +125,8 @@ class Problem:
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _over_batch(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        over = _at_once if self.rows_at_once else _over_batch
+        run = over(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
         return self._over_cores(run, setup, stats)
 
     def dq(self, blocks: Blocks, stats: Stats) -> Array:
@@ -245,11 +248,15 @@ def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
 
 
 def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def row(*operands: Any) -> Any:
+    return jax.vmap(_at_once(kernel))
+
+
+def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
         with _usual_arithmetic():
             return kernel(*operands)
 
-    return jax.vmap(row)
+    return run
 
 
 @contextmanager

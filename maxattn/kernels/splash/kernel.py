@@ -56,6 +56,7 @@ class Splash(Kernel):
     """
 
     name: ClassVar[str]
+    rows_at_once: ClassVar[bool] = False  # whether the backward takes all rows of a batch
     is_pallas: ClassVar[bool] = True
     needs_an_example: ClassVar[bool] = True
     scale: float
@@ -129,7 +130,7 @@ class Splash(Kernel):
         """Return (out [B,T,N,H], lse [B,N,T])."""
         dtype = self._compute_dtype(inputs)
         with _precision(dtype):
-            problem = self._problem(inputs, self.forward_factor(dtype))
+            problem = self._problem(inputs, self.library.query_factor(dtype))
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
         out = jnp.where(empty[..., None], 0, out).astype(inputs.q.dtype)
@@ -138,9 +139,9 @@ class Splash(Kernel):
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output.
 
-        dk and dv are float32 that was rounded once to k's dtype: both libraries sum them in float32
-        and fix the dtype of what their kernel writes to that of its operand k, in the function that
-        makes the kernel.
+        Of JAX's and tokamax's kernels dk and dv are float32 that was rounded once to k's dtype:
+        both libraries sum them in float32 and fix the dtype of what their kernel writes to that of
+        its operand k, in the function that makes the kernel.
         """
         out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
         # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
@@ -156,10 +157,6 @@ class Splash(Kernel):
         dk = dk / self.library.query_factor(problem.q.dtype)
         return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
 
-    def forward_factor(self, dtype: Any) -> float:
-        """Return by what the forward's queries are multiplied beside the scale."""
-        return self.library.query_factor(dtype)
-
     def _compute_dtype(self, inputs: Inputs) -> Any:
         return jnp.dtype(jnp.float32) if self.float32_qk_product else inputs.q.dtype
 
@@ -170,7 +167,7 @@ class Splash(Kernel):
         parts = mask_split.split(inputs.mask)
         assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
         offsets = inputs.q_offset, inputs.kv_offset
-        return Problem(q, k, v, parts, *offsets, self.library, self.cores)
+        return Problem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
 
     def _scaled(self, q: Array, factor: float, dtype: Any) -> Array:
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to

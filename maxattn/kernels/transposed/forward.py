@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.block_sizes.sizes import LANES
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
 from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.steps import Steps, marks_of_ids, steps_of
+from maxattn.kernels.transposed.tile_mask import KernelForm, Operand, allowed, listed_block
 
 NAME = "tpu_flash_fwd"
 LN2 = 0.6931471805599453
-
-
-class Operand(NamedTuple):
-    """Hold an array that the kernel reads, under a name, and how its blocks are laid out."""
-
-    name: str
-    array: Array
-    spec: Any
 
 
 def forward(
@@ -54,7 +46,8 @@ def forward(
         partial(
             _kernel,
             tuple(x.name for x in operands),
-            KernelForm.of(setup, steps, blocks, v_is_turned),
+            KernelForm.of(setup, steps, blocks),
+            v_is_turned,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
@@ -80,31 +73,6 @@ def forward(
     return out, lse[:, 0] * LN2
 
 
-class KernelForm(NamedTuple):
-    """Hold what the kernel's code depends on.
-
-    Args:
-        blocks: queries and keys of a tile, and keys computed at once.
-        count: steps of a row of tiles where they are listed, else 0.
-        code: tells from codes of queries and indexes of keys which pairs attend, or None.
-        columns: blocks of keys where segment ids mark tiles, else 0.
-        v_is_turned: V is [H, keys], else [keys, H].
-    """
-
-    blocks: Blocks
-    count: int
-    code: Callable[..., Any] | None
-    columns: int
-    v_is_turned: bool
-
-    @staticmethod
-    def of(setup: Setup, steps: Steps | None, blocks: Blocks, v_is_turned: bool) -> KernelForm:
-        """Read off the mask."""
-        columns = 0 if setup.ids is None else setup.padded[1] // blocks[1]
-        count = 0 if steps is None else steps.count
-        return KernelForm(blocks, count, setup.code, columns, v_is_turned)
-
-
 # ---- operands ------------------------------------------------------------------------------------
 
 
@@ -117,7 +85,7 @@ def _operands(
     block_q, block_kv, _ = blocks
     h, group = row.q.shape[2], row.q.shape[0] // row.k.shape[0]
     key_head = partial(_key_head, group)
-    column = partial(_column, 0 if steps is None else steps.count)
+    column = partial(listed_block, 0 if steps is None else steps.count)
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     upright = pl.BlockSpec(
@@ -152,11 +120,6 @@ def _key_head(group: int, n: Any) -> Any:
     return n if group == 1 else jax.lax.div(n, jnp.int32(group))
 
 
-def _column(count: int, i: Any, j: Any, block: Any = None, mark: Any = None) -> Any:
-    """Return the block of keys of a step."""
-    return j if block is None else block[i * count + j]
-
-
 def _cost(row: Operands, grid: tuple[int, int, int], blocks: Blocks) -> Any:
     from jax.experimental import pallas as pl
 
@@ -171,7 +134,7 @@ def _cost(row: Operands, grid: tuple[int, int, int], blocks: Blocks) -> Any:
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def _kernel(names: tuple[str, ...], form: KernelForm, *refs: Any) -> None:
+def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     n, i, j = (pl.program_id(axis) for axis in range(3))
@@ -181,11 +144,11 @@ def _kernel(names: tuple[str, ...], form: KernelForm, *refs: Any) -> None:
     out, lse, *scratch = refs[len(names) :]
     sums = tile.Sums(*scratch)
     bounded = read["bounded"][0, n * rows + i] == 1
-    block = _column(form.count, i, j, *lists)
+    block = listed_block(form.count, i, j, *lists)
     mark = lists[1][i * form.count + j] if lists else WHOLE
     if form.columns:
         mark = jnp.minimum(mark, read["marks"][0, i * form.columns + block])
-    masks = form.code is not None or bool(form.columns)
+    add = partial(_add, v_is_turned)
 
     @pl.when(j == 0)
     def _() -> None:
@@ -193,17 +156,17 @@ def _kernel(names: tuple[str, ...], form: KernelForm, *refs: Any) -> None:
 
     @pl.when(bounded & (mark == WHOLE))
     def _() -> None:
-        _add(tile.add_bounded, sums, read, form, None)
+        add(tile.add_bounded, sums, read, form, None)
 
-    if masks:
+    if form.masks:
 
         @pl.when(bounded & (mark != WHOLE) & (mark != 0))
         def _() -> None:
-            _add(tile.add_bounded, sums, read, form, block)
+            add(tile.add_bounded, sums, read, form, block)
 
     @pl.when(jnp.logical_not(bounded) & (mark != 0))
     def _() -> None:
-        _add(tile.add_online, sums, read, form, block if masks else None)
+        add(tile.add_online, sums, read, form, block if form.masks else None)
 
     @pl.when(j == steps - 1)
     def _() -> None:
@@ -213,29 +176,16 @@ def _kernel(names: tuple[str, ...], form: KernelForm, *refs: Any) -> None:
 
 
 def _add(
-    add: Callable[..., None], sums: tile.Sums, read: Any, form: KernelForm, block: Any
+    v_is_turned: bool,
+    add: Callable[..., None],
+    sums: tile.Sums,
+    read: Any,
+    form: KernelForm,
+    block: Any,
 ) -> None:
     """Go through the keys of a tile; `block` is theirs where the mask is evaluated, else None."""
-    _, block_kv, compute = form.blocks
-    for start in range(0, block_kv, compute):
-        keys = slice(start, min(start + compute, block_kv))
+    for keys in form.parts():
         s = tile.scores(read["k"][keys, :], read["q"][...])
         if block is not None:
-            s = tile.hide(s, _allowed(s.shape, read, form, keys, block))
-        add(sums, s, tile.Values(read["v"], keys.start, form.v_is_turned))
-
-
-def _allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
-    """Evaluate the mask for some keys of a block, [keys, block_q]."""
-    found = None
-    if form.code is not None:
-        index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (
-            block * form.blocks[1] + keys.start
-        )
-        found = form.code(jnp.broadcast_to(read["codes"][...], shape), index)
-    if form.columns:
-        lanes = jnp.broadcast_to(read["kv_ids"][:, keys], (LANES, shape[0])).T
-        same = jnp.broadcast_to(lanes[:, :1], shape) == read["q_ids"][...]
-        found = same if found is None else found & same
-    assert found is not None
-    return found
+            s = tile.hide(s, allowed(s.shape, read, form, keys, block))
+        add(sums, s, tile.Values(read["v"], keys.start, v_is_turned))

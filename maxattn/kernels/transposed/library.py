@@ -1,26 +1,47 @@
-"""The kernels of `tpu_flash` on one batch row: a forward of its own, and JAX splash's backward."""
+"""The kernels of `tpu_flash`: a forward on one batch row, and a backward on all rows at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import e, log2
+from typing import Any
 
 from jaxtyping import Array
 
-from maxattn.kernels.splash.calls import Blocks, Operands, Setup
-from maxattn.kernels.splash.jax_splash import JaxSplash
+from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
+from maxattn.kernels.transposed.backward import backward
 from maxattn.kernels.transposed.forward import forward
+
+LOG2E = log2(e)
 
 
 @dataclass(frozen=True)
-class TransposedForward(JaxSplash):
-    """Call the kernels; the forward's queries are multiplied by log2(e), the backward's are not.
+class Transposed:
+    """Call the kernels.
 
     Args:
+        interpret: run in Pallas' interpreter.
         v_is_turned: transpose V before the forward, not inside.
     """
 
+    interpret: bool
     v_is_turned: bool = False
+
+    def query_factor(self, dtype: Any) -> float:
+        """Compute the softmax with exp2."""
+        return LOG2E
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T])."""
         return forward(row, setup, blocks, self.interpret, self.v_is_turned)
+
+    def dkv(
+        self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
+    ) -> tuple[Array | None, Array, Array]:
+        """Return (dq, dk, dv), of operands with a batch axis before all others."""
+        assert fused, "tpu_flash has no other backward"
+        return backward(row, stats, setup, blocks, self.interpret)
+
+    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
+        """Refuse: the sizes always ask for the fused backward."""
+        raise NotImplementedError("tpu_flash has no separate backward of Q")

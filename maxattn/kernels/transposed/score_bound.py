@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 # Sums of 2**24 terms of 2**94 are below 2**118, and what is 2**-32 of a term of 2**-94 is still a
 # normal number. The largest value moves both ends by its exponent.
 LARGEST = 94.0
+# Weights are rounded to the dtype of V, and those of float16 are normal from 2**-14 to 2**15.
+LARGEST_FLOAT16 = 14.0
 
 
 def small_scores(
@@ -38,7 +40,8 @@ def small_scores(
     heads = q.shape[0]
     queries = _norms(q).reshape(heads, -1, block_q).max(axis=2)
     largest = jnp.abs(v).astype(jnp.float32).max(axis=(1, 2))
-    room = LARGEST - jnp.abs(jnp.log2(jnp.where(largest == 0, 1.0, largest)))
+    most = LARGEST_FLOAT16 if v.dtype == jnp.float16 else LARGEST
+    room = most - jnp.abs(jnp.log2(jnp.where(largest == 0, 1.0, largest)))
     keys, room = (jnp.repeat(x, heads // k.shape[0]) for x in (_norms(k).max(axis=1), room))
     return (queries * keys[:, None] <= room[:, None]).astype(jnp.int32).reshape(1, -1)
 

@@ -20,7 +20,7 @@ class Steps(NamedTuple):
     """Hold the steps of the grid, row of tiles by row.
 
     Args:
-        block: the block of keys of each step, [rows * count].
+        block: the block of keys of each step, or of queries by key, [rows * count].
         mark: of each step; 0 where it computes nothing.
         count: steps of a row.
     """
@@ -30,9 +30,14 @@ class Steps(NamedTuple):
     count: int
 
 
-def steps_of(setup: Setup) -> Steps | None:
-    """List the tiles that the positions leave, or None where every tile is whole."""
-    marks = marks_of(setup)
+def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
+    """List the tiles that the positions leave, or None where every tile is whole.
+
+    Args:
+        setup: the mask.
+        by_key: a row of tiles is that of a block of keys, and each step is a block of queries.
+    """
+    marks = marks_of(setup).T if by_key else marks_of(setup)
     traced = not isinstance(marks, np.ndarray)
     if not traced and bool((marks == WHOLE).all()):
         return None

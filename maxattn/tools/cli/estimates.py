@@ -24,7 +24,8 @@ def estimate_lines(outcome: Outcome) -> list[str]:
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
     lines += [_link(passage, kernels) for passage in _passages(outcome)]
     lines += _longest(made["xla_longest"])
-    return [f"  {line}; {made['how']}" for line in (*lines, _whole(kernels, made["xla_seconds"]))]
+    lines.append(_whole(kernels, made["xla_seconds"], made["xla_unknown"]))
+    return [f"  {line}; {made['how']}" for line in lines]
 
 
 def _read(values: dict[str, Any]) -> KernelEstimate:
@@ -112,12 +113,21 @@ def _longest(operations: list[tuple[str, float]]) -> list[str]:
     return [f"xla     the longest of its own operations, in ms: {each}"] if each else []
 
 
-def _whole(kernels: list[KernelEstimate], xla: float) -> str:
+def _whole(kernels: list[KernelEstimate], xla: float, unknown: list[str]) -> str:
     ends = (sum(k.calls * k.seconds[end] for k in kernels) for end in (0, 1))
     fast, slow = ends
     own = f"kernels {_span((fast, slow))}" if kernels else "no Pallas kernel"
     parts = f"{own}, XLA's own operations {1e3 * xla:.3g}"
-    return f"whole   {_span((fast + xla, slow + xla))} ms: {parts}; transfers are not in it"
+    left_out = " and ".join(["transfers", *_unknown(unknown)])
+    return f"whole   {_span((fast + xla, slow + xla))} ms: {parts}; {left_out} are not in it"
+
+
+def _unknown(names: list[str]) -> list[str]:
+    """Say which operations have no time in the compiled program."""
+    if not names:
+        return []
+    more = f" and {len(names) - FULLEST} more" if len(names) > FULLEST else ""
+    return [f"operations that libtpu gives no time for ({', '.join(names[:FULLEST])}{more})"]
 
 
 def _span(seconds: tuple[float, float]) -> str:

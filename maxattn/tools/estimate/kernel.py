@@ -13,7 +13,7 @@ from maxattn.tools.estimate.bundles import Bundles, unknown
 from maxattn.tools.estimate.slots import FILLS, SPILLS, SlotTable
 from maxattn.tools.estimate.step import BodyShares, Cycles, GridStep
 from maxattn.tools.estimate.tiles import KernelTiles, Phase
-from maxattn.tools.estimate.windows import Window, windows_of
+from maxattn.tools.estimate.windows import Window, moved_by_itself, windows_of
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
 _ONLINE_TOO = "tpu_flash_fwd"  # its longest body is the online softmax
@@ -153,6 +153,12 @@ class KernelDump:
         """The blocks of its operands."""
         return windows_of(self.bundles)
 
+    @cached_property
+    def own_bytes(self) -> int:
+        """Bytes that a step which computes a tile moves beside the blocks of its operands."""
+        bodies = self.step.bodies
+        return moved_by_itself(self.bundles, range(*bodies[0]) if bodies else self.step.always)
+
     def _steps(self, tiles: KernelTiles | None) -> int:
         """Return the steps of all cores."""
         loop = self.step.loop
@@ -209,7 +215,7 @@ class KernelDump:
             at_each = (place in (1, 2)) != (self.phase == "dkv")
             reads = visited if at_each else steps / shares.row
             total += window.size * reads if window.in_hbm else 0.0
-        return total
+        return total + self.own_bytes * visited
 
 
 def core_of(device: Device) -> TensorCore:

@@ -15,6 +15,7 @@ from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
 from maxattn.tools.estimate.tiles import KernelTiles, Phase
 
+NOT_COUNTED = 2**63 - 1  # what libtpu writes as the cycles of an operation that it does not price
 LONGEST = 3  # operations of XLA's own that an estimate names
 _PALLAS = 'custom_call_target="tpu_custom_call"'
 _BODY = re.compile(r'"body":"([^"]*)"')
@@ -43,7 +44,8 @@ def estimate_of(
     Returns:
         plain values: `how`, the words that stand beside every number; `libtpu`, its version;
         `kernels`, a `KernelEstimate` each; `xla_seconds`, what XLA's own operations take;
-        `xla_longest`, (name, seconds) of those that take longest.
+        `xla_longest`, (name, seconds) of those that take longest; `xla_unknown`, the names of those
+        that libtpu gives no time for.
 
     Raises:
         Unsupported: the dumps are not understood, or the device's figures are not public.
@@ -55,13 +57,15 @@ def estimate_of(
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         phase = dump.phase
         kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
-    own = sorted(_xla_cycles(program), key=lambda pair: -pair[1])
+    every = sorted(_xla_cycles(program), key=lambda pair: -pair[1])
+    own = [pair for pair in every if pair[1] < NOT_COUNTED]
     return {
         "how": f"estimated by libtpu {version}'s schedule, not run",
         "libtpu": version,
         "kernels": [kernel._asdict() for kernel in kernels],
         "xla_seconds": sum(cycles for _, cycles in own) / core.clock,
         "xla_longest": [(name, cycles / core.clock) for name, cycles in own[:LONGEST]],
+        "xla_unknown": [name for name, cycles in every if cycles >= NOT_COUNTED],
     }
 
 

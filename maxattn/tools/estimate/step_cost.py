@@ -46,7 +46,7 @@ def _body(dump: KernelDump, place: int) -> tuple[float, float, float]:
 
 def _bytes(dump: KernelDump, columns: int, steps: int) -> tuple[int, int]:
     """Return bytes between HBM and the kernel: of a step, and of a row beside its steps."""
-    in_step, in_row, rows = 0.0, 0.0, steps // columns
+    in_step, in_row, rows = float(dump.own_bytes), 0.0, steps // columns
     inputs = [w for w in dump.windows if not w.is_output]
     outputs = [w for w in dump.windows if w.is_output]
     for place, window in enumerate(inputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,12 @@ _WINDOW = re.compile(
     r" for operator (?:input|output) (\d+)\. The window shape is (\w+)\[([\d,]*)\], while the full"
     r" shape is \w+\[([\d,]*)\]"
 )
+
+# A write of the kernel's own stands without a condition; those of its windows have one.
+_WRITE = re.compile(
+    r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)"
+)
+GRANULE = 32  # bytes
 
 
 class Window(NamedTuple):
@@ -49,6 +56,15 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
         raise unknown(bundles.who, "its first bundle names no block of an output")
     order = sorted(found, key=lambda row: (row[1], int(row[2])))
     return tuple(_window(*row) for row in order)
+
+
+def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
+    """Count the bytes that a kernel moves between HBM and VMEM by itself, beside its windows.
+
+    What it writes so are sums, whose blocks it has read before.
+    """
+    found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
+    return 2 * GRANULE * sum(map(int, found))
 
 
 def _window(memory: str, kind: str, _: str, item: str, block: str, whole: str) -> Window:

@@ -22,7 +22,7 @@ class KernelJob:
 
     Args:
         device_kind: such as "TPU v6e".
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name.
         kind: which of its kernels.
         tile: queries, keys, keys computed at once.
         head_dim, dtype: H, and the dtype of q, k and v.

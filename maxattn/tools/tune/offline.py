@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from maxattn.block_sizes import facts_of
-from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.estimated.choose import Costs, divides, price, tiles_of
 from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -64,7 +64,7 @@ class OfflineSearch:
     def _defaults(self, training: bool) -> Iterator[dict[Kind, Tile]]:
         """Yield the tiles that run where nothing is set, of each pass."""
         for each in (False, True) if training else (False,):
-            sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
+            sizes, _ = sizes_for(FlashBlockSizes(), self.call, self.kernel, self.target, each)
             yield tiles_of(sizes)
 
     def _kinds(self, training: bool) -> tuple[Kind, ...]:
@@ -77,7 +77,7 @@ class OfflineSearch:
         """Compile tiles until the limit, or until several in turn are no faster."""
         facts = facts_of(self.call, self.kernel, self.target, training)
         every = tile_choices(kind, self.call, facts)
-        if kind != "fwd":
+        if kind != "fwd" and self.kernel != "tpu_flash":
             every = [tile for tile in every if self._goes_with_forward(kind, tile)]
         choices = without_likes(every, self.call)
         best, vain = float("inf"), 0

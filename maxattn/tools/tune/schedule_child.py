@@ -97,7 +97,9 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def run(*operands: Any) -> Any:
         q, k, v, *stats = operands
-        problem = Problem(q, k, v, parts, 0, 0, _library(job.kernel))
+        problem = Problem(
+            q, k, v, parts, 0, 0, _library(job), rows_at_once=job.kernel == "tpu_flash"
+        )
         if job.kind == "fwd":
             return problem.forward_of(job.tile)
         if job.kind == "dq":
@@ -107,11 +109,17 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
 
 
-def _library(kernel: str) -> Any:
+def _library(job: KernelJob) -> Any:
+    from maxattn.block_sizes.sizes import LANES
+    from maxattn.devices import DEVICES
     from maxattn.kernels.splash.jax_splash import JaxSplash
     from maxattn.kernels.splash.tokamax import TokamaxSplash
+    from maxattn.kernels.transposed.library import Transposed
 
-    return JaxSplash(False) if kernel == "flash" else TokamaxSplash(False, False, False)
+    if job.kernel == "tpu_flash":
+        core = DEVICES[job.device_kind].core
+        return Transposed(False, v_is_turned=core is not None and core.side == LANES)
+    return JaxSplash(False) if job.kernel == "flash" else TokamaxSplash(False, False, False)
 
 
 def _empty(folder: Path) -> None:

@@ -28,6 +28,14 @@ _SOURCES = (
     "jax_private/splash.py",
     "jax_private/tokamax.py",
 )
+_OWN_SOURCES = (
+    *(f"kernels/transposed/{name}.py" for name in (
+        "forward", "tile", "backward", "backward_tile", "hbm_sum", "steps", "tile_mask",
+    )),
+    "kernels/splash/mask_codes.py",
+    "kernels/splash/mask_info.py",
+    "kernels/splash/kernel_ints.py",
+)  # fmt: skip
 
 
 class ScheduleLog:
@@ -66,14 +74,15 @@ def versions_text(kernel: str, versions: dict[str, str]) -> str:
     """Spell what a schedule depends on: libraries, and a digest of the sources of our own."""
     names = ("libtpu", "jax", *(("tokamax",) if kernel == "tokamax_flash" else ()))
     listed = ", ".join(f"{name} {versions.get(name, 'none')}" for name in names)
-    return f"{listed}, source {source_digest()}"
+    return f"{listed}, source {source_digest(kernel)}"
 
 
 @cache
-def source_digest() -> str:
-    """Return eight digits that change with the sources that make the kernels' programs."""
+def source_digest(kernel: str) -> str:
+    """Return eight digits that change with the sources that make a kernel's programs."""
+    sources = _OWN_SOURCES if kernel == "tpu_flash" else _SOURCES
     root = Path(maxattn.__file__).parent
-    text = b"".join((root / name).read_bytes() for name in _SOURCES)
+    text = b"".join((root / name).read_bytes() for name in sources)
     return hashlib.sha256(text).hexdigest()[:8]
 
 

@@ -7,6 +7,7 @@ from itertools import product
 
 from maxattn.block_sizes.estimated.step_cost import Kind, Tile
 from maxattn.block_sizes.sizes import LANES, Facts, round_up
+from maxattn.block_sizes.transposed import PASSES
 from maxattn.block_sizes.vmem import Part, fits
 from maxattn.call import Call
 
@@ -85,7 +86,10 @@ def _tiles(kind: Kind, q: int, kv: int) -> Iterator[Tile]:
 
 
 def _fits(kind: Kind, tile: Tile, facts: Facts) -> bool:
-    return fits(PARTS[kind], (tile[0], tile[1], computed_at_once(tile)), facts)
+    whole = tile[0], tile[1], computed_at_once(tile)
+    if facts.kernel == "tpu_flash":
+        return PASSES[kind].fits(whole, facts)
+    return fits(PARTS[kind], whole, facts)
 
 
 def computed_at_once(tile: Tile) -> int:

@@ -22,7 +22,9 @@ PACKAGES = (
     ("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"),
     ("nvidia-cudnn-cu12", "9.13.1"), ("aiter", "in jax"),
 )  # fmt: skip
-KERNELS = ("auto", "flash", "tokamax_flash", "cudnn", "cudnn_flash_te", "dot_product")
+KERNELS = (
+    "auto", "flash", "tokamax_flash", "tpu_flash", "cudnn", "cudnn_flash_te", "dot_product",
+)  # fmt: skip
 DTYPES, ROLES = ("bfloat16", "bfloat16", "float32", "float16"), ("self", "self", "self", "cross")
 LENGTHS = (1, 77, 512, 1000, 4096, 32_760, 75_600, 131_072, 1_048_576, 2_097_152, 10_000_000)
 SOURCE = """\

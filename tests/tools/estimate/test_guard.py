@@ -21,6 +21,9 @@ from tests.block_sizes.compiler import TOPOLOGIES
 
 FILE = Path(__file__).with_name("cycles.json")
 SHAPE = "1,2048,2048,2,128"
+# Short operands lie in VMEM on some chips, where blocks of transposed queries are copied in loops.
+# So many heads lie in HBM, and cost no more to compile.
+SHAPES = {"tpu_flash": "1,2048,2048,256,128"}
 TILE = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
 ROOM = 1.01
 SECONDS = 300
@@ -36,7 +39,8 @@ pytestmark = [
 def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:
     """Compile forward and backward; return cycles a thousand pairs by kernel, and the version."""
     config = AttentionConfig(attention=kernel, flash_block_sizes=TILE)  # type: ignore[arg-type]
-    job = CompileJob(TOPOLOGIES[kind], config, read(SHAPE), training=True, devices=1, estimate=True)
+    shape = read(SHAPES.get(kernel, SHAPE))
+    job = CompileJob(TOPOLOGIES[kind], config, shape, training=True, devices=1, estimate=True)
     outcome = run_in_child(job, SECONDS)
     assert outcome.ending == "compiled", outcome.message
     assert "refused" not in outcome.estimate, outcome.estimate["refused"]
@@ -50,7 +54,7 @@ def _cost(kernel: dict[str, Any]) -> float:
     return round(1000 * kernel["cycles"][1] / (q * kv * kernel["cores"]), 3)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash", "tpu_flash"])
 @pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_a_pair_costs_no_more(kind, kernel):
     found, libtpu = costs(kind, kernel)

@@ -26,7 +26,7 @@ needs_libtpu = pytest.mark.skipif(
 CONFIG = AttentionConfig(attention="flash")
 WORDS = "estimated by libtpu 0.0.50.1's schedule, not run"
 MEMORY = {"argument": 2**20, "temp": 0, "output": 2**20, "alias": 0, "generated_code": 0}
-LONGEST = {"xla_longest": [("copy.24", 6e-6), ("fusion.1", 4e-6)]}
+LONGEST = {"xla_longest": [("copy.24", 6e-6), ("fusion.1", 4e-6)], "xla_unknown": []}
 HOP = {"kind": "ppermute", "axes": ["context"], "bytes": 9 * 10**5, "times": 3}
 HOP |= {"is_async": True, "is_overlapped": True, "kernels": [BACKWARD]}
 
@@ -52,7 +52,9 @@ def test_the_report_of_masks_and_of_what_is_not_known():
     bound = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
     kernels += [dump("v5p", BACKWARD).estimate(each)._asdict() for each in (bound, None)]
     made = outcome(
-        {"how": WORDS, "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}, "TPU v6e"
+        {"how": WORDS, "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}
+        | {"xla_unknown": ["copy.7", "copy.8", "copy.9", "copy.10"]},
+        "TPU v6e",
     )
     check_golden("cli/estimate/report_of_masks", "\n".join(estimate_lines(made)))
 
@@ -88,6 +90,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %a = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"700"}
   %w = f32[8]{0} while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %never = f32[8]{0} copy(%x), backend_config={"estimated_cycles":"9223372036854775807"}
   %splash_mha_fwd_residuals.1 = f32[8]{0} custom-call(%w), KERNEL"forward"}}
   %other.7 = f32[8]{0} custom-call(%w), KERNEL"forward"}}
   ROOT %splash_mha_dkv_no_residuals.1 = f32[8]{0} custom-call(%w), KERNEL"backward"}}
@@ -103,6 +106,7 @@ def test_a_program_is_its_kernels_and_xlas_cycles(monkeypatch):
     assert (made["libtpu"], made["how"]) == ("0.0.50.1", WORDS)
     assert made["xla_seconds"] == (700 + 6 * 50) / 1.75e9  # a fusion's inside counts once
     assert made["xla_longest"] == [("a", 700 / 1.75e9), ("again", 300 / 1.75e9)]
+    assert made["xla_unknown"] == ["never"]  # the largest int64 is no number of cycles
     names = [kernel["name"] for kernel in made["kernels"]]
     assert names == [FORWARD, "other.7", BACKWARD]
     # The kernel without a file is the same as the first; its name says no phase.
