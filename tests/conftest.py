@@ -7,6 +7,7 @@ import os
 import re
 
 import pytest
+from jax._src import core
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
@@ -28,6 +29,18 @@ os.environ["MAXATTN_CACHE"] = (
     os.devnull
 )  # sizes that were tuned on this machine would change the plans
 
+
+@property
+def _no_sharding(self: core.Tracer) -> None:
+    """Say that a traced value has no sharding, as jax 0.12 does.
+
+    Flax asks with `getattr` for it whenever a random stream moves on. jax 0.10 goes through the
+    whole trace each time, for a message that nobody reads: most of the time of building a model.
+    """
+    raise AttributeError(f"The 'sharding' attribute is not available on {self._error_repr()}.")
+
+
+core.Tracer.sharding = _no_sharding
 
 # Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
 gc.set_threshold(100_000, 20, 100)
