@@ -89,13 +89,14 @@ RUNNING = AXES | {"mask": list(KINDS), "strategy": [*STRATEGIES, "none"]}
 
 
 def runs(case: dict) -> bool:
-    """A strategy counts where it runs: in self-attention, over context. Rings of 8 with the chunks
-    of blockwise compile for seconds.
+    """A strategy counts where it runs: in self-attention, over context. Rings of 8 compile for
+    seconds: few masks meet them, and no chunks of blockwise.
     """
     spread = "context" in MESHES[case["mesh"]] and case["role"] == "self"
     if case["strategy"] == "none" and case["mask"] in ("block window", "lengths"):
         return False  # each device does what it does alone: ids and a table are cut
-    rings = "ring" in case["strategy"] and case["kernel"] == "blockwise"
+    few = case["kernel"] == "dense" and case["mask"] in ("causal", "segments", "window | sink")
+    rings = "ring" in case["strategy"] and not few
     return spread == (case["strategy"] != "none") and not (rings and case["mesh"] == "context 8")
 
 
