@@ -27,7 +27,7 @@ if sys.argv[1] == "own":
     media.find_spec = lambda name: None
 frames = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).reshape(5, 6, 8, 3)
 for folder, os.environ["PATH"] in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-    print(media.video(frames, media.Path(folder) / "a" / "000", fps=4))
+    print(media.video(frames, media.Path(folder) / "a" / "000", fps=4), "END")
 """
 RAW = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).tobytes()
 
@@ -42,7 +42,7 @@ def write(whose: str, paths: dict[Path, str]) -> list[str]:
     environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert not run.stderr and not run.returncode, run.stderr
-    return run.stdout.strip().splitlines()
+    return [said.strip() for said in run.stdout.split("END")[:-1]]
 
 
 def program(folder: Path, text: str) -> Path:
