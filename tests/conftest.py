@@ -7,7 +7,6 @@ import os
 import re
 
 import pytest
-from jax._src import core
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
@@ -28,6 +27,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["MAXATTN_CACHE"] = (
     os.devnull
 )  # sizes that were tuned on this machine would change the plans
+
+
+from jax._src import core  # noqa: E402 -- jax reads the platforms when it is imported
 
 
 @property
