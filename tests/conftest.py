@@ -42,7 +42,7 @@ def _no_sharding(self: core.Tracer) -> None:
     raise AttributeError(f"The 'sharding' attribute is not available on {self._error_repr()}.")
 
 
-core.Tracer.sharding = _no_sharding
+core.Tracer.sharding = _no_sharding  # type: ignore[misc]
 
 # Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
 gc.set_threshold(100_000, 20, 100)
