@@ -23,7 +23,8 @@ from tests.fixtures import make_diffusers as made
 from tests.weights.test_diffusers import live
 
 # Each further config is a further model of shapes, which takes as long as a small one's forward.
-CONFIG = ma.AttentionConfig(remat_policy="FULL")
+CONFIG = ma.AttentionConfig()
+REMAT = ma.AttentionConfig(remat_policy="FULL")
 
 
 @cache
@@ -44,9 +45,12 @@ def call(model: UNet, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
     )
 
 
-def test_the_whole_unet_is_diffusers() -> None:
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(REMAT, marks=pytest.mark.slow)], ids=["plain", "remat"]
+)
+def test_the_whole_unet_is_diffusers(config: ma.AttentionConfig) -> None:
     theirs = fixture("sdxl_unet")
-    compare(loaded(theirs, CONFIG), theirs, call)
+    compare(loaded(theirs, config), theirs, call)
 
 
 def test_the_whole_unet_is_diffusers_live() -> None:

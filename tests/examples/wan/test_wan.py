@@ -54,7 +54,10 @@ def call_of(case: str) -> Any:
     return partial(call, times=TIMES.get(case, made.TIMES))
 
 
-@pytest.mark.parametrize("case", CASES)
+# The model of texts is what the others have, too; whole runs of it stand in tests/examples/sample.
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "wan_t2v" else c for c in CASES]
+)
 def test_the_whole_model_is_diffusers(case: str) -> None:
     theirs = fixture(case)
     compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call_of(case))
