@@ -104,7 +104,7 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["remat", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_sampler_closes_over_the_model(config: str) -> None:
     """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""
     theirs = fixture("wan_t2v")
