@@ -29,6 +29,21 @@ os.environ["MAXATTN_CACHE"] = (
 )  # sizes that were tuned on this machine would change the plans
 
 
+from jax._src import core  # noqa: E402 -- jax reads the platforms when it is imported
+
+
+@property
+def _no_sharding(self: core.Tracer) -> None:
+    """Say that a traced value has no sharding, as jax 0.12 does.
+
+    Flax asks with `getattr` for it whenever a random stream moves on. jax 0.10 goes through the
+    whole trace each time, for a message that nobody reads: most of the time of building a model.
+    """
+    raise AttributeError(f"The 'sharding' attribute is not available on {self._error_repr()}.")
+
+
+core.Tracer.sharding = _no_sharding  # type: ignore[misc]
+
 # Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
 gc.set_threshold(100_000, 20, 100)
 

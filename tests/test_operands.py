@@ -39,7 +39,11 @@ def test_gradients_reach_a_variable() -> None:
     np.testing.assert_allclose(got.q[...], want, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["none", "ring", "ulysses", "ulysses_ring", "all_gather"])
+# Hops, exchanges of heads, and both.
+LONGER = [pytest.param(s, marks=pytest.mark.slow) for s in ("ulysses", "all_gather")]
+
+
+@pytest.mark.parametrize("strategy", ["none", "ring", "ulysses_ring", *LONGER])
 def test_dense_has_second_derivatives(strategy: str) -> None:
     spread: dict[str, Any] = {"context_parallel": strategy, "ici_context_parallelism": 4}
     spread = {} if strategy == "none" else spread
@@ -97,7 +101,7 @@ def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) ->
         return jax.vmap(lambda given: one(shared, given), axis_size=3)(many).sum()
 
     def in_turn(shared: Any) -> Any:
-        return sum(one(shared, {n: x[i] for n, x in many.items()}) for i in range(3))
+        return jax.lax.scan(lambda _, given: (None, one(shared, given)), None, many, 3)[1].sum()
 
     got, want = jax.jit(lambda x: (jax.grad(at_once)(x), jax.grad(in_turn)(x)))(shared)
     for name in shared:

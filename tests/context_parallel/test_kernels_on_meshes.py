@@ -97,11 +97,18 @@ CORE = ("strategy", "kernel")
 OTHERS = {"strategy": [s for s in STRATEGIES if s != "ring"], "mask": ["causal", "lengths"]}
 FEW = pairwise(PAIRS | {"strategy": ["ring"]}, legal, core=CORE)
 FEW += pairwise(PAIRS | OTHERS, legal, core=CORE)
-# What tpu_flash does to a mask on several devices is the work of flash's code: a few cases.
-OWN = {"kernel": ["tpu_flash"], "mask": ["block window", "segments"]}
-FEW += pairwise(PAIRS | OWN, legal, core=("strategy",))
 for axis, plain in (("dtype", "float32"), ("size", 2)):
     FEW = plainly(FEW, axis, plain, legal, CORE)
+# What tpu_flash does to a mask on several devices is the work of flash's code: each strategy once.
+OWN = {"kernel": ["tpu_flash"], "size": [2], "dtype": ["float32"]}
+for strategy, mask, length in (
+    ("ring", "segments", "cross"),
+    ("ulysses_ring", "block window", "odd"),
+    ("all_gather", "block window", "odd"),
+    ("ulysses", "segments", "odd"),
+):
+    just = {"strategy": [strategy], "mask": [mask], "length": [length]}
+    FEW += product(PAIRS | OWN | just, legal)
 
 
 @pytest.mark.parametrize("case", FEW, ids=name)

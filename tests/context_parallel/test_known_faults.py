@@ -59,8 +59,9 @@ def test_padded_keys_are_not_attended_to(strategy: str, length: int, shift: floa
 @pytest.mark.parametrize(
     ("strategy", "context"),
     [
-        *((strategy, 2) for strategy in ("auto", "all_gather", "ring")),
+        *((strategy, 2) for strategy in ("auto", "all_gather")),
         ("ring", 4),
+        pytest.param("ring", 2, marks=pytest.mark.slow),
         *(pytest.param(strategy, 4, marks=pytest.mark.slow) for strategy in ("auto", "all_gather")),
     ],
 )

@@ -69,7 +69,13 @@ def test_the_plan_names_every_transfer(name: str) -> None:
     assert count_primitive(jaxpr, "all_gather") == count_primitive(jaxpr, "psum") == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+# The groups of heads stand inside the groups of devices; a plain ring has its own tests.
+LONGER = ("4 x 2", "8 x 1, a plain ring", "ulysses, more groups asked than heads allow")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONGER else n for n in CASES]
+)
 def test_masks_with_heads_and_a_full_bias(name: str) -> None:
     """Each device attends with some heads over some queries: it must take that part of a table and
     of a bias.
@@ -120,7 +126,9 @@ def test_groups_on_a_mesh_of_the_users_own() -> None:
     np.testing.assert_allclose(got, ma.attention(q, k, v), atol=2e-6)
 
 
-@pytest.mark.parametrize("axes", [0, 2, (0, None, 1)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [0, pytest.param(2, marks=pytest.mark.slow), (0, None, 1)], ids=str
+)
 def test_vmap_over_groups(axes: Any) -> None:
     """Two maps, one in the other: each moves its axis to the front of what is exchanged."""
     cfg = config("ulysses_ring", ulysses_shards=2)

@@ -1,10 +1,13 @@
-"""The demo's whole model, with two of its blocks, on meshes: output, loss and gradients as on one
-device.
+"""The demo's whole model on meshes: output, loss and gradients as on one device.
+
+With one of its blocks; in `make test-all` with two.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,13 @@ ATTENTION = {"data 2, ulysses_ring 4": {"attention": "ulysses_ring", "ulysses_sh
 PROMPTS = ["a seven moving left", "an eight moving up"] * 4
 
 
-def settings(sizes: dict[str, int], attention: dict[str, Any] | None = None) -> Settings:
+def settings(
+    sizes: dict[str, int], layers: int, attention: dict[str, Any] | None = None
+) -> Settings:
     axes: dict[str, Any] = {
         f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()
     }
-    return Settings(**axes, **attention or {}, model=ModelSettings(layers=2))
+    return Settings(**axes, **attention or {}, model=ModelSettings(layers=layers))
 
 
 def results(config: Settings, mesh: jax.sharding.Mesh | None):
@@ -59,22 +64,23 @@ def results(config: Settings, mesh: jax.sharding.Mesh | None):
     return out, loss, nnx.to_pure_dict(grads), model
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    return results(settings({}), None)
+@cache
+def one_device(layers: int):
+    return results(settings({}, layers), None)
 
 
 # One axis alone is what the others are made of.
-ALONE = ("fsdp 8", "context 8")
+FEW = {("tensor 2, context 2, fsdp 2", 1), ("data 2, ulysses_ring 4", 1)}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ALONE else n for n in MESHES]
+    ("name", "layers"),
+    [pytest.param(*x, marks=[] if x in FEW else pytest.mark.slow) for x in product(MESHES, (1, 2))],
 )
-def test_output_loss_and_gradients_are_those_of_one_device(name: str, one_device) -> None:
-    config = settings(MESHES[name], ATTENTION.get(name))
+def test_output_loss_and_gradients_are_those_of_one_device(name: str, layers: int) -> None:
+    config = settings(MESHES[name], layers, ATTENTION.get(name))
     out, loss, grads, model = results(config, config.make_mesh())
-    want_out, want_loss, want_grads, _ = one_device
+    want_out, want_loss, want_grads, _ = one_device(layers)
     np.testing.assert_allclose(out, want_out, atol=2e-5 * float(jnp.abs(want_out).max()))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for (path, got), want in zip(

@@ -27,7 +27,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True}},
     "tokamax_flash": {"attention": "tokamax_flash"},
 }
-NAMES = ["flash", "flash fused", pytest.param("tokamax_flash", marks=needs_tokamax)]
 MASKS = {
     "full": M.Full(),
     "window": M.BlockSlidingWindow(24, 3),
@@ -49,11 +48,23 @@ def gradients(kernel: Splash, mask: M.Mask, given: tuple[jax.Array, ...]) -> tup
     return kernel.backward(inputs, Rows(out, lse, dout, jnp.zeros_like(lse)))[:3]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "mask"),
-    [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")],
-)
+def of_kernels() -> list[Any]:
+    """Let flash meet every case, and the others rows of heads, with a mask or without."""
+    cases = [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")]
+    few = {"flash fused": (0,), "tokamax_flash": (1, 2)}
+    left = {"tokamax_flash": [needs_tokamax]}
+    return [
+        pytest.param(
+            name,
+            *case,
+            marks=[*left.get(name, []), *([] if i in few.get(name, (i,)) else [pytest.mark.slow])],
+        )
+        for name in SETTINGS
+        for i, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("name", "batch", "heads", "kv_heads", "mask"), of_kernels())
 def test_two_cores_give_the_gradients_of_one(name, batch, heads, kv_heads, mask):
     call = ma.Call(batch, 201, 201, heads, kv_heads, 64, "float32")
     kernel = ma.plan(call, ma.AttentionConfig(**SETTINGS[name]), target=CPU).kernel

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,28 @@ FAST = {"xla_backend_optimization_level": 0}
 needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
 )
-KERNELS = ["flash", pytest.param("tokamax_flash", marks=needs_tokamax)]
 
 
 # Beside the others: as long as a tile or a few, a token more, and several tiles.
 MORE = (226, 300, 600, 1000)
 
 
-@pytest.mark.parametrize(
-    "length", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in LENGTHS]
-)
-@pytest.mark.parametrize("kernel", KERNELS)
+def of_kernels() -> list[Any]:
+    """Let flash meet the lengths, and tokamax_flash one within a tile and one of several."""
+    few = {"flash": [n for n in LENGTHS if n not in MORE], "tokamax_flash": [77, 1300]}
+    left = {"tokamax_flash": [needs_tokamax]}
+    return [
+        pytest.param(
+            kernel,
+            n,
+            marks=[*left.get(kernel, []), *([] if n in few[kernel] else [pytest.mark.slow])],
+        )
+        for kernel in few
+        for n in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "length"), of_kernels())
 def test_forward_and_gradients(kernel: str, length: int) -> None:
     """77 queries of a text of `length` tokens, of which the second row of the batch has two
     thirds.

@@ -351,8 +351,8 @@ def test_inside_a_strategy(strategy: str) -> None:
     """Traced positions, hops that are empty for some devices, gradients that travel: against
     float64.
     """
-    mesh = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=4).make_mesh(
-        jax.devices()[:4]
+    mesh = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=3).make_mesh(
+        jax.devices()[:3]
     )
     config = ma.AttentionConfig(attention="flash", context_parallel=strategy)
     rng, n = np.random.default_rng(2), 203

@@ -120,12 +120,9 @@ AXES = [
 
 
 def _ways() -> list[Any]:
-    """Compile every case; run one of them op by op, and the others in make test-all."""
+    """Compile every case; run them op by op in make test-all."""
     ways = product(AXES, (False, True), (True, False))
-    plain = (AXES[0], True, False)
-    return [
-        pytest.param(*way, marks=[] if way[2] or way == plain else pytest.mark.slow) for way in ways
-    ]
+    return [pytest.param(*way, marks=[] if way[2] else pytest.mark.slow) for way in ways]
 
 
 @pytest.mark.parametrize(("axes", "causal", "jitted"), _ways())

@@ -98,8 +98,17 @@ def unpacked(packed: Any) -> TileLists:
     return TileLists(*(y for part in parts for y in part))
 
 
-@pytest.mark.parametrize("offsets", [(0, 0), (70, 30)])
-@pytest.mark.parametrize("name", MASKS)
+def with_offsets() -> list[Any]:
+    """Let masks of one kind meet offsets once."""
+    few = ("sorted", "no key", "causal & segments", "window & flags", "frames & segments & lengths")
+    moved = [
+        pytest.param(name, (70, 30), marks=[] if name in few else pytest.mark.slow)
+        for name in MASKS
+    ]
+    return [*((name, (0, 0)) for name in MASKS), *moved]
+
+
+@pytest.mark.parametrize(("name", "offsets"), with_offsets())
 def test_lists_and_test_allow_what_the_mask_does(name: str, offsets: tuple[int, int]) -> None:
     """With offsets, as in a hop of a ring: they are traced, and ids are those of the shards.
 

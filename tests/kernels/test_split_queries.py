@@ -241,8 +241,18 @@ def in_float64(sizes: tuple) -> tuple[tuple[jax.Array, ...], Answer]:
     return (q, k, v, dout), attention64(q, k, v, dout=dout)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda x: "x".join(map(str, x)))
-@pytest.mark.parametrize("mapped", [False, True])
+def mapped_or_not() -> list[Any]:
+    """Map the sizes whose heads are few, and all in `make test-all`."""
+    alone = [pytest.param(False, sizes) for sizes in SIZES]
+    marks = [pytest.mark.slow] * 2 + [()] * 2
+    return alone + [pytest.param(True, s, marks=m) for s, m in zip(SIZES, marks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mapped", "sizes"),
+    mapped_or_not(),
+    ids=lambda x: str(x) if isinstance(x, bool) else "x".join(map(str, x)),
+)
 def test_splits_of_a_backward_are_put_together(
     sizes: tuple, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

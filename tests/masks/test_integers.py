@@ -58,7 +58,14 @@ def legal(case: dict) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=lambda c: "-".join(c.values()))
+def few(case: dict) -> bool:
+    """Let flash, which is interpreted, meet one dtype of each sign, and x64 those that it adds."""
+    if case["kernel"] == "flash" and case["name"] not in ("int4", "uint8", "uint32", "int64"):
+        return False
+    return case["xp"] != "jax x64" or case["name"] in ("int8", "int32", "uint32", "int64", "uint64")
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, few), ids=lambda c: "-".join(c.values()))
 def test_lengths_and_ids_of_every_dtype(case: dict) -> None:
     check_dtype(**case)
 

@@ -187,7 +187,9 @@ def test_it_lowers_into_a_tpu_kernel(name: str) -> None:
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if i else n for i, n in enumerate(NEW)]
+)
 def test_on_a_ring(name: str) -> None:
     sizes = {"ici_data_parallelism": 1, "ici_context_parallelism": 4}
     config = ma.AttentionConfig(**BLOCKWISE, context_parallel="ring", **sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +108,16 @@ def test_flash_attention_4_tests_the_same_pairs(name: str) -> None:
     assert pairs.tiles.all_see == bool(want.any(axis=1).all())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", MASKS)
+def by_kernel() -> list[Any]:
+    """Let dense, which reads a table of pairs, meet one mask, and what skips tiles all."""
+    return [
+        pytest.param(name, kernel, marks=pytest.mark.slow if kernel == "dot_product" and i else ())
+        for i, name in enumerate(MASKS)
+        for kernel in KERNELS
+    ]
+
+
+@pytest.mark.parametrize(("name", "kernel"), by_kernel())
 def test_forward_and_gradients_against_float64(name: str, kernel: str) -> None:
     mask, config = MASKS[name], ma.AttentionConfig(**KERNELS[kernel])
     rng = np.random.default_rng(0)

@@ -80,7 +80,7 @@ def test_a_mask_that_says_nothing_of_its_blocks_is_visited_row_by_row() -> None:
     assert [r.first.tolist() for r in runs] == [list(range(50))]
 
 
-@pytest.mark.parametrize("devices", [None, 64, 2048])
+@pytest.mark.parametrize("devices", [None, pytest.param(64, marks=pytest.mark.slow), 2048])
 @pytest.mark.parametrize("name", MASKS)
 def test_plans_of_ten_million_tokens_are_quick(name: str, devices: int | None) -> None:
     """In seconds of this process: what others do on the machine counts for nothing."""

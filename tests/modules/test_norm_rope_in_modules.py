@@ -114,7 +114,11 @@ def test_modules_give_the_same_with_it(
     ("qk_norm", "axes"),
     [
         ("rms_norm", {"data": 2, "context": 2, "tensor": 2}),
-        ("zero_centred_rms_norm", {"fsdp": 2, "context": 2, "tensor": 2}),
+        pytest.param(
+            "zero_centred_rms_norm",
+            {"fsdp": 2, "context": 2, "tensor": 2},
+            marks=pytest.mark.slow,
+        ),
         ("rms_norm_across_heads", {"fsdp": 2, "context": 4}),
     ],
 )

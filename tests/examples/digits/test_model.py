@@ -122,8 +122,14 @@ def on_one_device() -> Any:
     return loss_and_gradient(Settings.model_validate({"model": SMALL}))
 
 
+# tests/test_remat.py compares the policies with each other.
 @pytest.mark.parametrize(
-    "overrides", [{"remat_policy": "FULL"}, {"use_memory_efficient_attention": True}], ids=str
+    "overrides",
+    [
+        pytest.param({"remat_policy": "FULL"}, marks=pytest.mark.slow),
+        {"use_memory_efficient_attention": True},
+    ],
+    ids=str,
 )
 def test_the_keys_of_attention_change_no_number(
     overrides: dict[str, Any], small: Settings, on_one_device: Any

@@ -18,58 +18,63 @@ cat > "$last"
 echo "$@" > "$last.said"
 """
 WRITE = """
-import sys
+import os, sys
 sys.path.insert(0, "examples")
 import jax, numpy as np
 jax.numpy.ones(3).block_until_ready()       # jax's threads run
 from sample import media
-if sys.argv[2] == "own":
+if sys.argv[1] == "own":
     media.find_spec = lambda name: None
 frames = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).reshape(5, 6, 8, 3)
-print(media.video(frames, media.Path(sys.argv[1]) / "a" / "000", fps=4))
+for folder, os.environ["PATH"] in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+    print(media.video(frames, media.Path(folder) / "a" / "000", fps=4), "END")
 """
 RAW = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).tobytes()
 
 
-def write(folder: Path, whose: str, path: str) -> str:
-    """Write a video in a process in which a warning is an error."""
-    command = [sys.executable, "-W", "error", "-c", WRITE, str(folder), whose]
-    environment = {"PATH": path, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+def write(whose: str, paths: dict[Path, str]) -> list[str]:
+    """Write a video in each folder with a PATH of its own, where a warning is an error.
+
+    One process writes all: most of its time goes into its imports.
+    """
+    words = [str(word) for pair in paths.items() for word in pair]
+    command = [sys.executable, "-W", "error", "-c", WRITE, whose, *words]
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert not run.stderr and not run.returncode, run.stderr
-    return run.stdout.strip()
+    return [said.strip() for said in run.stdout.split("END")[:-1]]
 
 
-def test_the_machines_ffmpeg_gets_every_frame(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "ffmpeg"
-    program.parent.mkdir()
-    program.write_text(FFMPEG)
-    program.chmod(0o755)
-    said = write(tmp_path, "own", f"{program.parent}:/usr/bin:/bin")
-    file = tmp_path / "a" / "000.mp4"
-    assert said == str(file) and file.read_bytes() == RAW
+def program(folder: Path, text: str) -> Path:
+    """Write a program that is called ffmpeg."""
+    (folder / "bin").mkdir(parents=True)
+    path = folder / "bin" / "ffmpeg"
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_the_machines_ffmpeg_gets_every_frame_or_the_frames_are_pictures(tmp_path: Path) -> None:
+    takes, lacks, fails = (tmp_path / name for name in ("takes", "lacks", "fails"))
+    fine = program(takes, FFMPEG)
+    failing = program(fails, "#!/bin/sh\ncat > /dev/null\necho no such codec >&2\nexit 3\n")
+    paths = {
+        takes: f"{fine.parent}:/usr/bin:/bin",
+        lacks: str(lacks),
+        fails: f"{failing.parent}:/usr/bin:/bin",
+    }
+    taken, lacking, failed = write("own", paths)
+    file = takes / "a" / "000.mp4"
+    assert taken == str(file) and file.read_bytes() == RAW
     assert " -s 8x6 -r 4 " in file.with_suffix(".mp4.said").read_text()
-
-
-def test_without_one_the_frames_are_pictures(tmp_path: Path) -> None:
-    (tmp_path / "nothing").mkdir()
-    said = write(tmp_path, "own", str(tmp_path / "nothing"))
-    assert "pip install imageio-ffmpeg" in said
-    assert len(list((tmp_path / "a" / "000").iterdir())) == 5
-
-
-def test_where_ffmpeg_fails_the_frames_are_pictures(tmp_path: Path) -> None:
-    program = tmp_path / "ffmpeg"
-    program.write_text("#!/bin/sh\ncat > /dev/null\necho no such codec >&2\nexit 3\n")
-    program.chmod(0o755)
-    said = write(tmp_path, "own", f"{tmp_path}:/usr/bin:/bin")
-    assert f"frames as pictures: {program} ends with 3: no such codec" in said
-    assert len(list((tmp_path / "a" / "000").iterdir())) == 5
+    assert "pip install imageio-ffmpeg" in lacking
+    assert f"frames as pictures: {failing} ends with 3: no such codec" in failed
+    assert all(len(list((folder / "a" / "000").iterdir())) == 5 for folder in (lacks, fails))
 
 
 def test_imageio_ffmpegs_program_writes_a_video(tmp_path: Path) -> None:
     ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
-    file = write(tmp_path, "theirs", "/usr/bin:/bin")
+    (file,) = write("theirs", {tmp_path: "/usr/bin:/bin"})
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-")
     run = subprocess.run([ffmpeg, "-loglevel", "error", "-i", file, *raw], capture_output=True)
     assert len(run.stdout) == len(RAW), run.stderr.decode()

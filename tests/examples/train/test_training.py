@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import sys
-from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +22,9 @@ from train.progress import Progress, recent
 from train.state import State
 
 from maxattn.errors import ConfigError
-from tests.examples.conftest import HELD_OUT, SMALL, small_settings
+from tests.examples.conftest import HELD_OUT, SMALL
+
+from .conftest import Ran
 
 
 @pytest.fixture(scope="module")
@@ -44,44 +42,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     )
     train(settings)
     return settings
-
-
-class Ran(NamedTuple):
-    """A run of `small` settings: what training returned, printed and logged."""
-
-    settings: Settings
-    model: WanTransformer
-    losses: list[float]
-    printed: str
-    logged: set[str]
-
-
-class Listening(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.add(record.getMessage())
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Three steps from the start; tests may read the folder, not change it."""
-    settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
-    log, listening = logging.getLogger("maxattn"), Listening()
-    before = log.level
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        # A plan that another test has met would not be announced again.
-        patch.setattr(sys.modules["maxattn.announce"], "_announced", set())
-        log.setLevel(logging.INFO)
-        log.addHandler(listening)
-        model, losses = train(settings)
-        log.removeHandler(listening)
-        log.setLevel(before)
-    return Ran(settings, model, losses, out.getvalue(), listening.heard)
 
 
 @pytest.fixture
@@ -224,17 +184,15 @@ def test_starting_again_forgets_what_was_there(
 ):
     small, begun = copied, "training 3 steps from the start"
     assert begun in ran.printed
+    _, again = train(with_training(small, resume=False))
+    assert begun in capsys.readouterr().out
+    assert again == ran.losses
     left_over = Path(small.training.output_dir) / "checkpoints" / "2"
     assert left_over.is_dir()
     with Checkpoints(
         small, DigitsTask(small).training, DigitsTask.fixed, start_again=True
     ) as checkpoints:
         assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
-    _, again = train(with_training(small, resume=False))
-    assert begun in capsys.readouterr().out
-    assert again == ran.losses
-    train(with_training(small, resume=False))
-    assert begun in capsys.readouterr().out
 
 
 def test_drawing_before_training_is_refused(small: Settings):

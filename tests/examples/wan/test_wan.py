@@ -54,7 +54,10 @@ def call_of(case: str) -> Any:
     return partial(call, times=TIMES.get(case, made.TIMES))
 
 
-@pytest.mark.parametrize("case", CASES)
+# The model of texts is what the others have, too; whole runs of it stand in tests/examples/sample.
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "wan_t2v" else c for c in CASES]
+)
 def test_the_whole_model_is_diffusers(case: str) -> None:
     theirs = fixture(case)
     compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call_of(case))
@@ -66,7 +69,8 @@ def test_the_whole_model_is_diffusers_live(case: str) -> None:
     compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call_of(case))
 
 
-@pytest.mark.parametrize("case", ["wan_t2v", "wan_ti2v"])
+# With a time for each frame; whole runs of the other model meet a mesh in tests/examples/sample.
+@pytest.mark.parametrize("case", [pytest.param("wan_t2v", marks=pytest.mark.slow), "wan_ti2v"])
 def test_on_a_mesh_it_is_the_same(case: str) -> None:
     config = ma.AttentionConfig(
         ici_data_parallelism=1,
@@ -100,7 +104,7 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["remat", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_sampler_closes_over_the_model(config: str) -> None:
     """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""
     theirs = fixture("wan_t2v")

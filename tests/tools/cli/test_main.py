@@ -74,27 +74,35 @@ def test_mistyped_options_get_a_guess(capsys):
     check_golden("cli/check/mistyped_options", "\n".join(said))
 
 
-@pytest.mark.parametrize("command", ["explain", "check"])
-def test_a_named_target_starts_no_backend(command):
-    """A backend that does not exist would raise if it were started."""
-    words = [
-        command,
-        "attention=ring",
-        "--shape",
-        "wan-14b-720p",
-        "--target",
-        "TPU v5p",
-        "--mesh",
-        "context=4",
-    ]
+PROGRAM = """
+import sys
+from maxattn.tools.cli import main
+main(["--help"])
+print("MODULES", *sys.modules)
+words = ["attention=ring", "--shape", "wan-14b-720p", "--target", "TPU v5p", "--mesh", "context=4"]
+for command in ("explain", "check"):
+    print("STATUS", main([command, *words]))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the overview, then two commands for a named target say in one new process."""
     ran = subprocess.run(
-        [sys.executable, "-m", "maxattn", *words],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "no_such_backend"},
     )
     assert ran.returncode == 0, ran.stderr
-    assert "ring over 4" in ran.stdout
+    return ran.stdout
+
+
+def test_a_named_target_starts_no_backend(said):
+    """A backend that does not exist would raise if it were started."""
+    assert said.count("STATUS 0\n") == said.count("STATUS") == 2
+    explained, checked, _ = said.partition("MODULES")[2].split("STATUS 0\n")
+    assert "ring over 4" in explained and "ring over 4" in checked
 
 
 def test_what_usage_requires(capsys):
@@ -115,13 +123,8 @@ def test_a_closed_pipe_is_no_crash():
     pipe.wait()
 
 
-def test_the_overview_imports_no_command():
-    program = (
-        "import sys; from maxattn.tools.cli import main; main(['--help']); print(*sys.modules)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    imported = set(run.stdout.splitlines()[-1].split())
+def test_the_overview_imports_no_command(said):
+    (modules,) = (line for line in said.splitlines() if line.startswith("MODULES"))
+    imported = set(modules.split())
     assert "maxattn.tools.cli" in imported
     assert not imported & {f"maxattn.tools.cli.{name}" for name in COMMANDS}

@@ -113,9 +113,10 @@ def test_forward_and_training_times_add_up(capsys, cache):
     assert measurements(cache)[0]["training_ms"] > 0 and measurements(cache)[0]["forward_ms"] > 0
 
 
-def test_a_kill_loses_nothing(cache):
-    words = [sys.executable, "-m", "maxattn", "tune", *BLOCKWISE, "--forward", "--limit", "30"]
-    child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def test_a_kill_loses_nothing(capsys, cache):
+    words = ["tune", *BLOCKWISE, "--forward", "--limit"]
+    command = [sys.executable, "-m", "maxattn", *words, "30"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit = time.time() + 60
     while not (cache.exists() and len(measurements(cache)) >= 2):
         assert child.poll() is None and time.time() < limit
@@ -124,8 +125,8 @@ def test_a_kill_loses_nothing(cache):
     child.wait()
     done = len(measurements(cache))
     assert done >= 2
-    ran = subprocess.run([*words[:-1], str(min(done, 3))], capture_output=True, text=True)
-    assert ran.returncode == 0 and ran.stdout.count("(measured before)") >= 2
+    ran = run(capsys, *words, str(min(done, 3)))
+    assert ran.status == 0 and ran.out.count("(measured before)") >= 2
 
 
 def test_tune_says_what_it_does_with_a_damaged_file(capsys, cache):

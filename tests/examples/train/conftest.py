@@ -1,0 +1,54 @@
+"""One run of the small model on one device, for all tests that compare with it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import NamedTuple
+
+import pytest
+from digits.model import WanTransformer
+from digits.settings import Settings
+from digits.training import train
+
+from tests.examples.conftest import small_settings
+
+
+class Ran(NamedTuple):
+    """A run of `small` settings: what training returned, printed and logged."""
+
+    settings: Settings
+    model: WanTransformer
+    losses: list[float]
+    printed: str
+    logged: set[str]
+
+
+class Listening(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.add(record.getMessage())
+
+
+@pytest.fixture(scope="session")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Three steps from the start; tests may read the folder, not change it."""
+    settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
+    log, listening = logging.getLogger("maxattn"), Listening()
+    before = log.level
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        # A plan that another test has met would not be announced again.
+        patch.setattr(sys.modules["maxattn.announce"], "_announced", set())
+        log.setLevel(logging.INFO)
+        log.addHandler(listening)
+        model, losses = train(settings)
+        log.removeHandler(listening)
+        log.setLevel(before)
+    return Ran(settings, model, losses, out.getvalue(), listening.heard)
