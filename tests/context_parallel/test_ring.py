@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from maxattn import masks as M
 from maxattn.context_parallel import Ring
 from maxattn.context_parallel.lse_merge import merge
 from maxattn.context_parallel.ring import head_halves
+from maxattn.kernels.dot_product import DotProduct
 from tests.jaxprs import count_primitive
 from tests.reference import attention64
 from tests.test_attention import array_sizes
@@ -200,3 +202,14 @@ def test_hops_follow_the_mask() -> None:
     assert ring.hops(M.Causal().bind(16, 16), 16, 16) == (0, 1, 2, 3)
     assert ring.hops(M.LocalWindow(3, 0).bind(16, 16), 16, 16) == (0, 1)
     assert ring.hops(M.LocalWindow(3, 3).bind(16, 16), 16, 16) == (0, 1, 3)
+
+
+def test_a_kernel_is_traced_once_a_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for the shapes of all hops on which some ranks are idle."""
+    traced: list[Any] = []
+    forward = DotProduct.forward
+    monkeypatch.setattr(DotProduct, "forward", lambda *x: traced.append(x) or forward(*x))
+    mesh, x = CONFIG.make_mesh(), qkv(72)
+    run = partial(ma.attention, mask=M.Causal(), config=CONFIG, mesh=mesh)
+    jax.make_jaxpr(run)(*x)
+    assert len(traced) == N + 1

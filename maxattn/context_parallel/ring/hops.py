@@ -6,7 +6,7 @@ attention is one chunk of queries against one chunk of keys, at their own positi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class RingPass:
         self.tall = inputs.bias is not None and inputs.bias.shape[2] == q_len
         self.masks, self.biases = self._masks(mask), self._of_rows(inputs.bias, q_len)
         self.levels = self._of_rows(inputs.bias_level, q_len)
+        self._shapes: dict[Hashable, Any] = {}
 
     @property
     def chunks(self) -> range:
@@ -93,7 +94,11 @@ class RingPass:
     # ---- what a hop computes ---------------------------------------------------------------------
 
     def pieces(
-        self, hop: int, compute: Callable[[int, int], Any], nothing: Callable[[Any], Any]
+        self,
+        hop: int,
+        compute: Callable[[int, int], Any],
+        nothing: Callable[[Any], Any],
+        alike: Hashable = None,
     ) -> dict[Piece, Any]:
         """Compute a hop.
 
@@ -101,6 +106,7 @@ class RingPass:
             hop: which.
             compute: from (query chunk, key chunk) to arrays.
             nothing: what it gives where nothing is seen, from the shapes.
+            alike: the same where pieces give arrays of the same shapes, on whatever hop.
 
         Returns:
             Arrays by (query chunk, key chunk), for every piece in which some rank sees something.
@@ -108,15 +114,25 @@ class RingPass:
         all_pairs = [(i, j) for i in self.chunks for j in self.chunks]
         idle = {piece: self.empty[:, hop, *piece] for piece in all_pairs}
         made = [piece for piece in all_pairs if not idle[piece].all()]
-        return {p: self._where_seen(idle[p], partial(compute, *p), nothing) for p in made}
+        untested = (self.full | self.empty)[:, hop].all(axis=0)  # as _bias_and_mask has it
+        keys = {piece: (alike, bool(untested[piece])) for piece in made}
+        return {p: self._where_seen(idle[p], partial(compute, *p), nothing, keys[p]) for p in made}
 
     def _where_seen(
-        self, idle: Any, compute: Callable[[], Any], nothing: Callable[[Any], Any]
+        self,
+        idle: Any,
+        compute: Callable[[], Any],
+        nothing: Callable[[Any], Any],
+        alike: Hashable,
     ) -> Any:
         """Compute a piece on the ranks that see something in it."""
         if not idle.any():
-            return compute()
-        shapes = jax.eval_shape(compute)
+            found = compute()
+            self._shapes.setdefault(alike, jax.eval_shape(lambda: found))
+            return found
+        if alike not in self._shapes:  # to trace a kernel takes long: once for all hops
+            self._shapes[alike] = jax.eval_shape(compute)
+        shapes = self._shapes[alike]
 
         def empty() -> Any:
             return jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)

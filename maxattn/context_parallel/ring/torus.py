@@ -113,7 +113,7 @@ class _TorusBackward:
             piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], keys[j])
             return head_halves.backward(self.kernel, heads, piece, self.rows[i])
 
-        return self.ring_pass.pieces(hop, gradients, zeros)
+        return self.ring_pass.pieces(hop, gradients, zeros, heads)
 
     def _add(self, hop: int, parts: dict[Piece, Any]) -> None:
         for (i, j), (dq, dk, dv, dbias) in parts.items():

@@ -173,7 +173,10 @@ def test_what_of_the_transfers_is_covered() -> None:
 def test_of_a_gpu_and_of_a_tpu_the_first_device_s_kernels_are_read(lines: tuple[str, ...]) -> None:
     def plane(name: str, *lines: str) -> SimpleNamespace:
         event = SimpleNamespace(
-            name="fusion", start_ns=1.0, duration_ns=2.0, stats=[("hlo_op", f"fusion.{name[-1]}")]
+            name="fusion",
+            start_ns=1.0,
+            duration_ns=2.0,
+            stats=[("hlo_op", f"fusion.{name[-1]}"), ("hlo_module", "jit_step(7)")],
         )
         return SimpleNamespace(
             name=name, lines=[SimpleNamespace(name=line, events=[event]) for line in lines]
@@ -184,7 +187,9 @@ def test_of_a_gpu_and_of_a_tpu_the_first_device_s_kernels_are_read(lines: tuple[
     record = SimpleNamespace(
         planes=[plane(name, *lines, "Steps", "Async XLA Ops") for name in named]
     )
-    assert list(profile._events(record)) == [("fusion", "fusion.0", 1.0, 3.0)] * len(lines)
+    assert list(profile._events(record)) == [("fusion", "fusion.0", 1.0, 3.0, "jit_step")] * len(
+        lines
+    )
 
 
 @pytest.mark.parametrize(
