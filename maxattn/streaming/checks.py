@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import is_tracer
@@ -71,9 +72,19 @@ def _endless(stream: Stream, frames: Any) -> int:
 
 def layer(index: Any, layers: int) -> None:
     """Refuse a layer that the cache does not have."""
-    if isinstance(index, int) and not 0 <= index < layers:
+    if not _is_integer(index):
+        rule = "a layer is an integer, or an integer scalar under jit"
+        raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
+    if not is_tracer(index) and not 0 <= int(index) < layers:
         remedy = f"give 0 to {layers - 1}, or a cache of more layers"
         raise InputError("layer", index, f"the cache has {layers} layers", remedy)
+
+
+def _is_integer(x: Any) -> bool:
+    """Tell an integer of Python, NumPy or jax from all else."""
+    if isinstance(x, (np.generic, np.ndarray, jax.Array)):
+        return x.ndim == 0 and np.issubdtype(x.dtype, np.integer)
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def prefix(cache: KVCache, frames: Any) -> None:
@@ -149,7 +160,8 @@ def append(cache: KVCache, other: KVCache) -> None:
             rule = "what is appended stays: it has no window, and is written before"
             raise InputError("append", repr(each), rule, "make it of a Stream without a window")
         frames = each.layout.frames
-        if not is_tracer(each.frame) and bool((each.frame != frames).any()):
+        known = not is_tracer(each.frame)  # else the stage tells
+        if bool((each.frame != frames).any()) if known else not each.is_done:
             rule = f"all {frames} slots are filled before more are appended"
             raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
     if replace(other.layout, frames=cache.layout.frames) != cache.layout or _differ(cache, other):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -200,3 +201,18 @@ def test_a_gradient_beside_a_cache_is_taken() -> None:
         return (scale * module(X + 1, cache=cache.layer(0))[0]).sum()
 
     assert bool(jnp.isfinite(jax.grad(loss)(jnp.float32(2.0))))
+
+
+@pytest.mark.parametrize("index", [2, -1, np.int64(5), jnp.int32(2), 0.9, "1", True, None, X])
+def test_a_layer_that_is_none_is_refused(index: Any) -> None:
+    """Of any kind of integer: a write beyond the last layer would land in it."""
+    with pytest.raises(MaxattnError, match="layer"):
+        empty().layer(index)
+
+
+def test_caches_that_still_fill_are_not_appended_under_jit() -> None:
+    half, whole = made(ENDLESS, frames=6), made(ENDLESS, frames=3)
+    join = jax.jit(lambda a, b: a.append(b))
+    with pytest.raises(MaxattnError, match="slots are filled"):
+        join(half, half)
+    assert join(whole, whole).frame == 6

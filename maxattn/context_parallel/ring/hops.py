@@ -114,8 +114,8 @@ class RingPass:
         all_pairs = [(i, j) for i in self.chunks for j in self.chunks]
         idle = {piece: self.empty[:, hop, *piece] for piece in all_pairs}
         made = [piece for piece in all_pairs if not idle[piece].all()]
-        untested = (self.full | self.empty)[:, hop].all(axis=0)  # as _bias_and_mask has it
-        keys = {piece: (alike, bool(untested[piece])) for piece in made}
+        untested = self.full | self.empty  # as _bias_and_mask has it
+        keys = {p: (alike, bool(untested[:, hop, *p].all())) for p in made}
         return {p: self._where_seen(idle[p], partial(compute, *p), nothing, keys[p]) for p in made}
 
     def _where_seen(
