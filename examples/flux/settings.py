@@ -5,6 +5,7 @@ The same YAML file trains (examples/train_flux.py) and draws (examples/generate_
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -16,8 +17,9 @@ from train.flow_settings import FlowTraining
 from train.settings import DataSettings
 
 import maxattn as ma
+from maxattn.errors import ConfigError
 
-from .sizes import SIZES, Sizes
+from .sizes import PATCH, SIZES, Sizes
 
 GUIDANCE = 3.5  # what FLUX.1-dev is usually told
 UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell is sampled
@@ -40,6 +42,26 @@ class ModelSettings(NamedModel):
     joint_attention_dim: Count | None = None
     pooled_projection_dim: Count | None = None
     axes_dims_rope: tuple[Count, ...] | None = None
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse sizes that do not fit each other, beside what every model refuses."""
+        yield from super().contradictions(values)
+        if values["sizes"] is not None:
+            changed = {key: values[key] for key in cls.own() if values[key] is not None}
+            yield from _misfits(replace(SIZES[values["sizes"]], **changed))
+
+
+def _misfits(sizes: Sizes) -> Iterator[ConfigError]:
+    axes, head_dim = sizes.axes_dims_rope, sizes.attention_head_dim
+    if len(axes) != 3 or sum(axes) != head_dim or any(n % 2 for n in axes):
+        rule = f"three even numbers, of time, row and column, whose sum is head dim {head_dim}"
+        remedy = "change axes_dims_rope and attention_head_dim together"
+        yield ConfigError("axes_dims_rope", list(axes), rule, remedy)
+    if sizes.in_channels % PATCH**2:
+        rule = f"a token holds the channels of {PATCH}x{PATCH} latents"
+        remedy = f"give a multiple of {PATCH**2}"
+        yield ConfigError("in_channels", sizes.in_channels, rule, remedy)
 
 
 class TrainingSettings(FlowTraining):

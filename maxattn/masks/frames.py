@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from maxattn.errors import InputError
 from maxattn.masks.base import BIG
 from maxattn.masks.position_mask import MOST, PositionMask, whole
@@ -91,7 +93,11 @@ def check_blocks(value: Any) -> None:
         whole(value, name, least=1)
     whole(value, "window", least=1, optional=True)
     whole(value, "sink", least=0)
-    object.__setattr__(value, "first_frame_alone", bool(value.first_frame_alone))
+    alone = value.first_frame_alone
+    if not isinstance(alone, bool | np.bool_):
+        where = f"{type(value).__name__}.first_frame_alone"
+        raise InputError(where, repr(alone), "it is True or False", "give one of them")
+    object.__setattr__(value, "first_frame_alone", bool(alone))
     if value.window is None:
         return
     budget = value.window * value.frames_per_block

@@ -117,12 +117,15 @@ def _refuse_more(cache: KVCache) -> None:
 
 def stacked(caches: Sequence[KVCache]) -> None:
     """Refuse rows that no one program serves."""
+    if not caches:
+        raise InputError("caches", "[]", "rows are those of caches", "give one or more")
     for cache in caches:
         if cache.stage == "empty" or cache.mode != "stream":
             rule = "rows go on together after their first block, each from its own frame"
             raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
-        if cache.layout != caches[0].layout or cache.k.shape[0] != caches[0].k.shape[0]:
-            rule = "rows have one stream, one mesh, one number of slots and of layers"
+        rows = [(x.k.shape[0], *x.k.shape[2:], x.k.dtype) for x in (cache, caches[0])]
+        if cache.layout != caches[0].layout or rows[0] != rows[1]:
+            rule = "rows have one stream, mesh and dtype, and one number of slots, layers and heads"
             raise InputError("caches", repr(cache), rule, "make all of them alike")
 
 

@@ -38,6 +38,10 @@ def made(stream: ma.Stream = STREAM, **how: Any) -> ma.KVCache:
     return attn()(X, cache=cache.layer(0))[1].advance()
 
 
+def bfloat16_made() -> ma.KVCache:
+    return replace(made(), k=made().k.astype("bfloat16"), v=made().v.astype("bfloat16"))
+
+
 def call(cache: Any, x: Any = X, **how: Any) -> Any:
     """Call a layer with the first layer of a cache."""
     module = attn(**how.pop("module", {}))
@@ -106,6 +110,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "no_slot_left": lambda: call(not_whole().advance()),
     "advance_without_slot": lambda: not_whole().advance().advance(),
     "stacked_empty": lambda: ma.KVCache.stacked([made(), empty()]),
+    "stacked_of_two_dtypes": lambda: ma.KVCache.stacked([made(), bfloat16_made()]),
+    "stacked_nothing": lambda: ma.KVCache.stacked([]),
+    "alone_in_words": lambda: ma.Stream(4, first_frame_alone="no"),  # type: ignore[arg-type]
     "stacked_of_two_streams": lambda: ma.KVCache.stacked([made(), made(ma.Stream(4, 3, 3))]),
     # what never changes
     "extract_later": lambda: made().extract(),

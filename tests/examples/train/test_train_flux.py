@@ -169,6 +169,10 @@ def test_what_does_not_fit_is_said_first(case: str, tmp_path: Path) -> None:
         ({"folder": "x", "num_layers": 2}, ("num_layers: 2", "sizes is null")),
         ({"sizes": "flux.1-dve"}, ("sizes", "flux.1-dev")),
         ({"layers": 2}, ("layers",)),
+        (FLUX | {"axes_dims_rope": [2, 2, 5]}, ("axes_dims_rope: [2, 2, 5]", "three even")),
+        (FLUX | {"axes_dims_rope": [4, 4]}, ("axes_dims_rope: [4, 4]", "head dim 8")),
+        (FLUX | {"attention_head_dim": 10}, ("axes_dims_rope", "head dim 10")),
+        (FLUX | {"in_channels": 18}, ("in_channels: 18", "multiple of 4")),
     ],
 )
 def test_settings_that_cannot_be_meant(model: Any, said: tuple[str, ...], tmp_path: Path) -> None:
