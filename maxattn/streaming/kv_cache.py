@@ -157,8 +157,9 @@ class KVCache:
     def advance(self) -> Self:
         """Go on to the next block, after the pass that wrote this one's clean keys and values.
 
-        While the cache fills it reads `frame` from the device, to know the stage. Under `jit` it
-        cannot: a cache that fills keeps the stage "filling", which is right for every frame.
+        It counts frames, and cannot know whether a pass wrote them. While the cache fills it reads
+        `frame` from the device, to know the stage. Under `jit` it cannot: a cache that fills keeps
+        the stage "filling", which is right for every frame.
 
         Raises:
             InputError: the cache is read alone, or has no slots for the block.
