@@ -17,7 +17,9 @@ NAME = re.compile(r"(?:maxattn\.|ma\.)?((?:\w+\.)*\w+)(?:\(\))?\Z")
 DTYPE, OBJECT = re.compile(r"<class 'jax\.numpy\.(\w+)'>"), re.compile(r"(= ?)<[^=]*?>+(?=[,)])")
 FOREIGN = re.compile(
     r"(jax|jaxlib|jaxtyping|numpy|np|flax|nnx|collections|pathlib|os|typing)\b"
-    r"|(Array|ndarray|Float|Int|Ints|Bool|Bools|Mesh|Module|Rngs|Path|Self|Overrides|Config)\Z"
+    r"|(Array|ndarray|Float|Int|Ints|Bool|Bools|Shaped|Mesh|Module|Rngs|Path|Self)\Z"
+    r"|(Overrides|Config)\Z"
+    r"|(MeshShape|Mode|Stage)\Z"  # without their module: pages import them for types alone
     # Of maxattn's own: what a user is given and looks into, and has no page.
     r"|maxattn(\.\w+)+\.(Kernel|Strategy|Collective|Device|Tuned|CallTimes|Entry|F|C)\Z"
 )
