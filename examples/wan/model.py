@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from common.layers import FeedForward, gated, modulated, norm32
-from common.scan import map_layers, run_layers
+from common.scan import map_layers, run_layers, stacked
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -117,13 +117,9 @@ class WanTransformer3D(nnx.Module):
         patches: dict[str, Any] = {"strides": patch, "padding": "VALID", "rngs": rngs, **how}
         self.patch_embedding = nnx.Conv(sizes.in_channels, sizes.dim, patch, **patches)
         self.condition_embedder = Conditions(sizes, rngs=rngs, **how)
-        keys = jax.random.split(rngs.params(), sizes.num_layers)
-        # The layer axis comes before the axes that a parameter's own metadata name.
-        stacked = nnx.vmap(
-            lambda key: Block(sizes, config, mesh, rngs=nnx.Rngs(key), **how),
-            transform_metadata={nnx.PARTITION_NAME: None},
+        self.blocks = stacked(
+            lambda rngs: Block(sizes, config, mesh, rngs=rngs, **how), sizes.num_layers, rngs
         )
-        self.blocks: Block = stacked(keys)
         self.norm_out = norm32(sizes.dim, sizes.eps, False, rngs)
         numbers = sizes.out_channels * math.prod(patch)
         self.proj_out = nnx.Linear(sizes.dim, numbers, rngs=rngs, **how)

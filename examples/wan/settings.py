@@ -6,24 +6,23 @@ The same YAML file trains (examples/train_wan.py) and draws (examples/generate_w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from annotated_types import Ge, Gt, Lt
-from common.settings import Count, Dtype, Positive
+from common.named_model import NamedModel
+from common.settings import Count, Positive
 from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
+from train.flow_settings import FlowTraining
 from train.settings import DataSettings
-from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
-from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-from .sizes import SIZES, Sizes
+from .sizes import SIZES
 
 Name = Literal[
     "wan-2.1-t2v-1.3b",
@@ -35,19 +34,13 @@ Name = Literal[
 ]
 
 
-class ModelSettings(Section):
+class ModelSettings(NamedModel):
     """Hold which transformer it is, and in which dtypes."""
+
+    known: ClassVar[Mapping[str, Any]] = SIZES
 
     sizes: Name | None = None
     """Known sizes; null takes those of the folder."""
-    folder: str | None = None
-    """Sizes and weights in diffusers' format, a pipeline's or its transformer's; null: random."""
-    dtype: Dtype = "bfloat16"
-    """Of the computation; norms, modulation and softmax are float32 whatever it is."""
-    param_dtype: Dtype = "float32"
-    """Of the parameters."""
-    shapes: tuple[str, ...] = ()
-    """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     num_attention_heads: Count | None = None
     """This and the rest change one of the named sizes, for a new model without weights."""
@@ -61,47 +54,10 @@ class ModelSettings(Section):
     image_dim: Count | None = None
     added_kv_proj_dim: Count | None = None
 
-    @property
-    def changed_sizes(self) -> dict[str, Any]:
-        """The sizes that are not the named model's."""
-        return {key: value for key in OWN if (value := getattr(self, key)) is not None}
 
-    @property
-    def asked(self) -> Sizes | None:
-        """The sizes that are named here; None where only the folder says them."""
-        if self.sizes is None:
-            return None
-        return replace(SIZES[self.sizes], **self.changed_sizes)
-
-    @classmethod
-    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a model without sizes, and changes of sizes that are not named."""
-        if values["sizes"] is not None:
-            return
-        if values["folder"] is None:
-            rule = "a name or a folder says how large the model is"
-            remedy = f"write one of {', '.join(SIZES)}, or give model.folder"
-            yield ConfigError("sizes", "null", rule, remedy)
-        for key, value in ((key, values[key]) for key in OWN if values[key] is not None):
-            rule = "it changes a named size, and sizes is null"
-            remedy = "name the sizes, or remove it"
-            yield ConfigError(key, value, rule, remedy)
-
-
-OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
-
-
-class TrainingSettings(CommonTraining):
+class TrainingSettings(FlowTraining):
     """Hold how the transformer learns: flow matching, at times drawn as said here."""
 
-    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
-    """How times between 0 (clean) and 1 (noise) are drawn, before the shift."""
-    logit_mean: float = 0.0
-    """Of logit_normal: above 0, more of the noisy times."""
-    logit_std: Positive = 1.0
-    """Of logit_normal: its spread."""
-    timestep_shift: Positive = 3.0
-    """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """Which of Wan 2.2 A14B's two transformers learns, at its own times alone."""
     boundary_ratio: Annotated[float, Gt(0), Lt(1)] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from common.pipeline_folder import part_of
 from common.shapes import Form, Shapes
 from flax import nnx
 from jaxtyping import Array, Float
@@ -148,17 +147,4 @@ def sizes_of(model: ModelSettings, part: str = "transformer") -> Sizes:
         WeightsError: the folder says no sizes, or those of another model.
         ConfigErrors: the folder's sizes are not those that are named.
     """
-    if model.folder is None:
-        return model.asked or Sizes()
-    found = Sizes.of_folder(part_of(model.folder, part))
-    if problems := list(_differences(model.asked or found, found, model.folder)):
-        raise ConfigErrors(problems)
-    return found
-
-
-def _differences(asked: Sizes, found: Sizes, folder: str) -> Iterator[ConfigError]:
-    remedy = "name its sizes, or write model.sizes=null to take them"
-    for key, value in vars(asked).items():
-        if (held := getattr(found, key)) != value:
-            rule = f"the model in {folder} has {held}"
-            yield ConfigError(f"model.{key}", value, rule, remedy)
+    return model.found(Sizes, part)

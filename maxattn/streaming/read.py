@@ -143,11 +143,7 @@ def turned_by_place(layout: CacheLayout, table: Rotary, end: Any) -> Rotary:
         table: [F, tokens, D], by place.
         end: the frame after the last one written; a number, or one a batch row.
     """
-    places = layout.places(end)
-    # [F, tokens, D] -> [F * tokens, D], or [B, F, tokens, D] -> [B, F * tokens, D]
-    return jax.tree.map(
-        lambda x: jnp.asarray(x)[places].reshape(*places.shape[:-1], -1, x.shape[-1]), table
-    )
+    return _at(table, layout.places(end))
 
 
 def turned_own(cache: KVCache, table: Rotary) -> Rotary:
@@ -158,7 +154,11 @@ def turned_own(cache: KVCache, table: Rotary) -> Rotary:
         table: [F, tokens, D], by place.
     """
     start = jnp.minimum(cache.frame, cache.layout.frames - cache.own)
-    places = start[..., None] + jnp.arange(cache.own)
+    return _at(table, start[..., None] + jnp.arange(cache.own))
+
+
+def _at(table: Rotary, places: Any) -> Rotary:
+    """Take places of a table, [F] or [B, F]: [F * tokens, D], or [B, F * tokens, D]."""
     return jax.tree.map(
         lambda x: jnp.asarray(x)[places].reshape(*places.shape[:-1], -1, x.shape[-1]), table
     )

@@ -69,15 +69,22 @@ class Profile:
 
 def device_time(run: Callable[[], Any]) -> Profile:
     """Record one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        events = events_of(folder)
+    events = recorded(run)
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         found[event.name].append(event.end - event.start)
     times = [KernelTime(name, sum(each) / 1e6, len(each)) for name, each in found.items()]
     return Profile(tuple(sorted(times, key=lambda time: -time.ms)), *_overlap(events))
+
+
+def recorded(run: Callable[[], Any]) -> list[Event]:
+    """Return all that the first device runs meanwhile, without Python's calls, which take time."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        return events_of(folder)
 
 
 def events_of(folder: str | Path) -> list[Event]:

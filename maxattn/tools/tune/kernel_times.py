@@ -15,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.kernels import Kernel
-from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
-from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.grid import busy, kernel_passes
 from maxattn.tools.bench.grid.behind import Behind, seconds_behind
 from maxattn.tools.bench.timing import Timed, TimedFunction, first_line, measure
 from maxattn.tools.random_inputs import normal
@@ -58,7 +56,7 @@ def time_forward(kernels: Mapping[str, Kernel], call: Call, mask: Mask) -> Kerne
         call: of one device.
         mask: of the call, with its arrays.
     """
-    functions = {name: partial(_forward, kernel) for name, kernel in kernels.items()}
+    functions = {name: partial(kernel_passes.forward, kernel) for name, kernel in kernels.items()}
     found = _measured(functions, FORWARD, _inputs(call, mask))
     times, failed, is_dead = found
     return KernelTimes(times, {}, failed, is_dead)
@@ -71,9 +69,9 @@ def time_backward(kernels: Mapping[str, Kernel], call: Call, mask: Mask, of: str
         kernels, call, mask: as for `time_forward`.
         of: the kernel whose forward that is.
     """
-    inputs, forward = _inputs(call, mask), jax.jit(partial(_forward, kernels[of]))
+    inputs, forward = _inputs(call, mask), jax.jit(partial(kernel_passes.forward, kernels[of]))
     sets = [(*each, *forward(*each)) for each in inputs]
-    functions = {name: partial(_backward, kernel) for name, kernel in kernels.items()}
+    functions = {name: partial(kernel_passes.backward, kernel) for name, kernel in kernels.items()}
     found = _measured(functions, BACKWARD, sets)
     times, failed, is_dead = found
     return KernelTimes({}, times, failed, is_dead)
@@ -144,17 +142,6 @@ def answers() -> bool:
 
 
 # ---- what is timed -------------------------------------------------------------------------------
-
-
-def _forward(kernel: Kernel, q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
-    return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
-
-
-def _backward(kernel: Kernel, *arrays: Any) -> Any:
-    q, k, v, dout, mask, out, lse = arrays
-    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-    dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:

@@ -65,7 +65,7 @@ def test_without_a_record_the_host_tells_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the passes take alone is taken off."""
-    monkeypatch.setattr(behind, "events_of", lambda folder: [])
+    monkeypatch.setattr(behind, "recorded", lambda run: [])
     monkeypatch.setattr(behind, "queue", lambda f, x, calls: 10.0 + 6.0 * isinstance(f(x), tuple))
     with caplog.at_level(logging.WARNING):
         found = seconds_behind(jobs(), 2)

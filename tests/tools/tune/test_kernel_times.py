@@ -19,6 +19,7 @@ from maxattn.config.measurements import is_sound
 from maxattn.kernels import KERNELS
 from maxattn.masks import KeyPadding, Segments
 from maxattn.target import Target
+from maxattn.tools.bench.grid import kernel_passes
 from maxattn.tools.bench.timing import Timed
 from maxattn.tools.model_shapes import changed, read
 from maxattn.tools.tune import kernel_times
@@ -39,8 +40,8 @@ def test_the_passes_compute_what_attention_does(name):
     call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS[name].build(call.derived(mask=mask.form()), CONFIG, Target.here())
     (q, k, v, dout, arrays), *_ = kernel_times._inputs(call, mask)
-    out, lse = jax.jit(partial(kernel_times._forward, kernel))(q, k, v, dout, arrays)
-    grads = kernel_times._backward(kernel, q, k, v, dout, arrays, out, lse)
+    out, lse = jax.jit(partial(kernel_passes.forward, kernel))(q, k, v, dout, arrays)
+    grads = kernel_passes.backward(kernel, q, k, v, dout, arrays, out, lse)
     attend = lambda q, k, v: ma.attention(q, k, v, mask, role="cross")  # noqa: E731
     want, pull = jax.vjp(attend, q, k, v)
     for got, expected in zip((out, *grads), (want, *pull(dout)), strict=True):
@@ -52,7 +53,7 @@ def test_arrays_of_masks_are_arguments_of_what_is_compiled():
     call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
     (inputs,) = kernel_times._inputs(call, mask)
-    jaxpr = jax.make_jaxpr(partial(kernel_times._forward, kernel))(*inputs)
+    jaxpr = jax.make_jaxpr(partial(kernel_passes.forward, kernel))(*inputs)
     assert len(jaxpr.jaxpr.invars) == 5
     assert not any(np.array_equal(np.ravel(const), [5, 64]) for const in jaxpr.consts)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxattn.tools.bench.grid import busy
-from maxattn.tools.bench.profile import Event, events_of
+from maxattn.tools.bench.profile import Event, recorded
 from maxattn.tools.bench.timing import in_order, queue, several
 
 log = logging.getLogger("maxattn.tools.bench")
@@ -79,12 +78,13 @@ def seconds_behind(jobs: Jobs, rounds: int) -> list[tuple[float, ...]]:
 def _by_record(jobs: Jobs, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of programs by the device's clock."""
     memory, passes, order = *_passes(), _order(len(jobs), rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=_of_device_alone()):
-            for program, sets in (jobs[i] for i in order):
-                left = passes(memory)
-                jax.block_until_ready((left, program(sets)))
-        taken = list(runs_of(events_of(folder), {program.name for program, _ in jobs}))
+
+    def run() -> None:
+        for program, sets in (jobs[i] for i in order):
+            left = passes(memory)
+            jax.block_until_ready((left, program(sets)))
+
+    taken = list(runs_of(recorded(run), {program.name for program, _ in jobs}))
     if [name for name, _ in taken] != [jobs[i][0].name for i in order]:
         raise NoRecordError("the device's record does not show the programs that ran")
     found: dict[str, list[float]] = {}
@@ -114,13 +114,6 @@ def _by_host(jobs: Jobs, rounds: int) -> dict[str, list[float]]:
 def _order(count: int, rounds: int) -> list[int]:
     """Return which program runs when."""
     return [i for at in range(rounds) for i in in_order(at, list(range(count)))]
-
-
-def _of_device_alone() -> jax.profiler.ProfileOptions:
-    """Record no calls of Python: they would hold the host up."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    return options
 
 
 def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[tuple[str, float]]:

@@ -15,10 +15,9 @@ from jaxtyping import Array
 
 from maxattn.config import AttentionConfig
 from maxattn.kernels import KERNELS, refusal
-from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
 from maxattn.target import Target
-from maxattn.tools.bench.grid import busy
+from maxattn.tools.bench.grid import busy, kernel_passes
 from maxattn.tools.bench.grid.behind import Behind, seconds_behind
 from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.job import GridJob, device_held
@@ -96,20 +95,14 @@ def _of_kernel(name: str, call: GridCall, target: Target) -> list[tuple[str, Any
     """Compile both passes without a run on the device."""
     kernel = KERNELS[name].build(call.shape().call(), AttentionConfig(), target)
 
-    def forward(q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
-        return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
-
-    def backward(inputs: tuple[Any, ...], result: tuple[Array, Array]) -> Any:
-        (q, k, v, dout, mask), (out, lse) = inputs, result
-        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-        dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
-
-    sets = _sets(call)
-    first = _compiled(forward, sets, f"forward {name}")
-    results = jax.eval_shape(partial(several, forward), sets)
-    after = [tuple(each) for each in zip(sets, results, strict=True)]
-    return [(FORWARD, first), (BACKWARD, _compiled(backward, after, f"backward {name}"))]
+    sets, first = _sets(call), partial(kernel_passes.forward, kernel)
+    results = jax.eval_shape(partial(several, first), sets)
+    after = [(*given, *result) for given, result in zip(sets, results, strict=True)]
+    then = partial(kernel_passes.backward, kernel)
+    return [
+        (FORWARD, _compiled(first, sets, f"forward {name}")),
+        (BACKWARD, _compiled(then, after, f"backward {name}")),
+    ]
 
 
 def _of_peer(name: str, call: GridCall) -> list[tuple[str, Any]]:
@@ -220,7 +213,7 @@ def _warmed(kernel: _Programs, sets: list[Any], seconds: float) -> list[_Turn]:
             taken = queue(program, inputs, 1)
             calls = max(1, min(MOST_CALLS, int(seconds / ROUNDS / taken)))
             ready.append(_Turn((what, kernel.name), program, inputs, calls))
-            inputs = [tuple(each) for each in zip(sets, results, strict=True)]
+            inputs = [(*given, *result) for given, result in zip(sets, results, strict=True)]
     except Exception as failed:  # any, of a device
         kernel.failed = first_line(failed)
     return ready
