@@ -1,0 +1,44 @@
+"""Wan's blocks, made one by one with a cache, are those of one forward of the whole model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common.forcing import Forcing
+
+import maxattn as ma
+from tests.examples.wan.streamed import TOKENS, blocks, clips, empty, plain, text, times
+from tests.pairwise import pairwise, product
+from tests.streaming.test_equivalence import AXES, fits, frames_of, name
+
+
+def stream_of(case: dict) -> ma.Stream:
+    return ma.Stream(TOKENS, case["size"], case["window"], case["sink"], case["alone"])
+
+
+def forced(stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> jax.Array:
+    """Return the velocity of the noisy clip, teacher-forced in one forward."""
+    t, forcing = times(*noisy.shape[1::-1]), Forcing(stream, clean)
+    return jax.jit(plain())(noisy, t, text(noisy.shape[0]), forcing=forcing)
+
+
+def check(case: dict) -> None:
+    stream = stream_of(case)
+    clean, noisy = clips(frames_of(stream))
+    want = forced(stream, clean, noisy)
+    got, step = blocks(plain(), stream, clean, noisy, empty(stream, clean.shape[1]))
+    np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))
+    assert step._cache_size() <= 3
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, fits), ids=name)
+def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(AXES, fits), ids=name)
+def test_every_block_of_the_product(case: dict) -> None:
+    check(case)
