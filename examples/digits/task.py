@@ -25,6 +25,12 @@ from .model import WanTransformer
 from .settings import Settings
 from .videos import DigitVideos
 
+# What the blocks of a clip see; how they are drawn may change.
+FORCED = (
+    "training.forcing", "training.context_noise", "training.sink_distance",
+    "rollout.frames_per_block", "rollout.window", "rollout.sink",
+)  # fmt: skip
+
 
 class Digits(DigitVideos):
     """Offer the videos that are trained on, as the loop wants to know them."""
@@ -59,7 +65,9 @@ class DigitsTask:
 
     settings: Settings
 
-    fixed: ClassVar[Fixed] = Fixed(("model", "data", "training.batch_size", "training.seed"))
+    fixed: ClassVar[Fixed] = Fixed(
+        ("model", "data", "training.batch_size", "training.seed", *FORCED)
+    )
     folder: None = None
     sizes: None = None
     sampler: None = None
@@ -96,7 +104,11 @@ class DigitsTask:
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some prompts by the empty one."""
-        return flow.noised(batch["video"], batch["tokens"], key, self.settings.training)
+        how = batch["video"], batch["tokens"], key, self.settings.training
+        stream = self.settings.stream
+        if stream is None or self.settings.training.forcing == "none":
+            return flow.noised(*how)
+        return flow.forced(*how, stream)
 
     def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
         """Measure how far the predicted velocity is off."""
@@ -104,14 +116,27 @@ class DigitsTask:
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of a training step, as the model will call them."""
-        model, batch = self.settings.model, self.settings.training.batch_size
+        settings, batch = self.settings, self.settings.training.batch_size
+        model, mask = settings.model, self.forcing_mask
         heads = (model.heads, model.dim_head)
-        video = jax.ShapeDtypeStruct((batch, self.tokens(shapes), *heads), jnp.float32)
+        tokens = self.tokens(shapes) * (2 if settings.training.forcing == "teacher" else 1)
+        video = jax.ShapeDtypeStruct((batch, tokens, *heads), jnp.float32)
         words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
-        mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-        cross = ma.Call.of(video, words, mask, role="cross")
-        calls = {"self": ma.Call.of(video, video), "cross": cross}
-        return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+        padding = KeyPadding(np.full(batch, text.LENGTH, np.int32))
+        cross = ma.Call.of(video, words, padding, role="cross")
+        calls = {"self": ma.Call.of(video, video, mask), "cross": cross}
+        return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}
+
+    @property
+    def forcing_mask(self) -> Any:
+        """The mask of self-attention in a training step; None where frames see each other."""
+        stream, frames = self.settings.stream, self.settings.data.frames
+        match self.settings.training.forcing:
+            case "teacher" if stream is not None:
+                return stream.teacher_mask(frames)
+            case "diffusion" if stream is not None:
+                return stream.mask(frames)
+        return None
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
