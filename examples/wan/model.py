@@ -104,6 +104,27 @@ class WanTransformer3D(nnx.Module):
         i = None if image is None else self.condition_embedder.image(image.astype(self.dtype))
         return map_layers(lambda block: block.attn2.compute_kv(c, i), self.blocks)
 
+    def cache(
+        self, stream: ma.Stream, batch: int = 1, frames: int | None = None, **how: Any
+    ) -> ma.KVCache:
+        """Make an empty cache for this model.
+
+        Args:
+            stream: blocks, window and sink.
+            batch: rows.
+            frames: slots of a stream without a window.
+            how: more for `Stream.cache`.
+        """
+        sizes = self.sizes
+        return stream.cache(
+            layers=sizes.num_layers,
+            batch=batch,
+            kv_heads=sizes.num_attention_heads,
+            dim_head=sizes.attention_head_dim,
+            frames=frames,
+            **{"dtype": jnp.dtype(self.dtype).name, "mesh": self.mesh, **how},
+        )
+
     @overload
     def __call__(
         self,

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.forcing import Forcing
 from flax import nnx
 from wan.model import WanTransformer3D
 from wan.sizes import Sizes
@@ -62,14 +61,6 @@ def empty(stream: ma.Stream, frames: int, batch: int = 1, **how: Any) -> ma.KVCa
     sizes = {"layers": 2, "batch": batch, "kv_heads": 2, "dim_head": 12, "dtype": "float32"}
     slots = None if stream.window else frames
     return stream.cache(**sizes, frames=slots, **how)
-
-
-@jax.jit
-def teacher(
-    parameters: Any, graph: Any, noisy: jax.Array, t: jax.Array, kv: Any, forcing: Forcing
-) -> Any:
-    """Run both clips in one forward."""
-    return nnx.merge(graph, parameters)(noisy, t, kv=kv, forcing=forcing)
 
 
 def blocks(
