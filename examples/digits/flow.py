@@ -50,7 +50,8 @@ def forced(
     """
     noises, drops, turns = jax.random.split(key, 3)
     context = training.context_noise / forcing.MOST if training.forcing == "teacher" else None
-    drawn = forcing.noised(video, noises, forcing.Noise(stream, training.timestep_shift, context))
+    how = stream, training.timestep_shift, context, training.context_dropout
+    drawn = forcing.noised(video, noises, forcing.Noise(*how))
     if training.sink_distance:
         drawn["positions"] = turned(turns, video.shape, training.sink_distance, stream)
     return drawn | {"words": drop(words, training.prompt_dropout, drops)}

@@ -78,9 +78,9 @@ class DataSettings(Section):
 
     @property
     def paths(self) -> list[tuple[int, int]]:
-        """Every lane with every end; on a torus, every row with every column of frame 0."""
+        """Every lane with every end; on a torus, with every place along it."""
         if self.torus:
-            return [(row, column) for row in range(self.canvas) for column in range(self.canvas)]
+            return [(lane, start) for lane in self.lanes for start in range(self.canvas)]
         return [(lane, end) for lane in self.lanes for end in self.ends]
 
     @classmethod
@@ -123,6 +123,8 @@ class TrainingSettings(Section):
     """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
     context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
     """With teacher: the largest time, of 1000, of the clean frames; what it was, they are told."""
+    context_dropout: Share = 0.0
+    """With teacher: share of clips whose clean frames are noise alone, so that prompts count."""
     sink_distance: Whole = 0
     """Furthest, in frames, that a sink is taught to be seen from; 0: as far as a clip reaches."""
     checkpoint_every: Count = 200

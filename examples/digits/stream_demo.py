@@ -161,6 +161,7 @@ def bidirectional(settings: Settings) -> tuple[WanTransformer, Settings]:
         steps=said(settings).contrast_steps,
         forcing="none",
         context_noise=0.0,
+        context_dropout=0.0,
         sink_distance=0,
         output_dir=str(Path(training.output_dir) / "bidirectional"),
     )

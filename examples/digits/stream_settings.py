@@ -31,8 +31,7 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
         values: all sections, each valid by itself.
     """
     said, data, training = (values[name] for name in ("rollout", "data", "training"))
-    if said is None:
-        yield from _without_rollout(training)
+    if said is None:  # or wrong by itself; `without_rollout` is asked once all is right
         return
     yield from _unfit(said, values["model"].patch[0])
     if not data.torus:
@@ -45,8 +44,8 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _of_sinks(said, training)
 
 
-def _without_rollout(training: Any) -> Iterator[ConfigError]:
-    """Refuse forcing, which is by blocks, where there are none."""
+def without_rollout(training: Any) -> Iterator[ConfigError]:
+    """Refuse forcing, which is by blocks, where there are none; `training` is the section."""
     if training.forcing != "none":
         rule = "blocks have times of their own, and rollout says which frames are one"
         yield ConfigError("training.forcing", training.forcing, rule, "write rollout, or none")

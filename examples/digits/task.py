@@ -23,11 +23,13 @@ from maxattn.masks import KeyPadding
 from . import flow, text
 from .model import WanTransformer
 from .settings import Settings
+from .stream_settings import without_rollout
 from .videos import DigitVideos
 
 # What the blocks of a clip see; how they are drawn may change.
 FORCED = (
-    "training.forcing", "training.context_noise", "training.sink_distance",
+    "training.forcing", "training.context_noise", "training.context_dropout",
+    "training.sink_distance",
     "rollout.frames_per_block", "rollout.window", "rollout.sink",
 )  # fmt: skip
 
@@ -99,8 +101,8 @@ class DigitsTask:
         return WanTransformer(self.settings, mesh, rngs=rngs)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield nothing: the settings have checked the sizes."""
-        return ()
+        """Yield forcing without blocks; all sizes were checked with the settings."""
+        return without_rollout(self.settings.training) if self.settings.rollout is None else ()
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some prompts by the empty one."""

@@ -20,19 +20,21 @@ Frames = Float[np.ndarray, "... H W"]
 
 
 def rolled(
-    scan: UInt8[np.ndarray, "8 8"], direction: str, row: int, column: int, data: DataSettings
+    scan: UInt8[np.ndarray, "8 8"], direction: str, lane: int, start: int, data: DataSettings
 ) -> UInt8[np.ndarray, "F H W"]:
     """Place a scan, and roll the canvas one pixel further each frame.
 
     Args:
         scan: the digit.
         direction: left, right, up or down.
-        row, column: of its upper left corner in frame 0.
+        lane: pixels between the upper or left edge and the digit, across the movement.
+        start: the same along the movement, in frame 0; there the digit may lie across an edge.
         data: how many frames of which size.
     """
     first = np.zeros((data.canvas, data.canvas), np.uint8)
     first[:SIDE, :SIDE] = scan
     rows, columns = STEPS[direction]
+    row, column = (start, lane) if rows else (lane, start)
     moved = ((row + frame * rows, column + frame * columns) for frame in range(data.frames))
     return np.stack([np.roll(first, by, (0, 1)) for by in moved])
 

@@ -38,12 +38,15 @@ class Noise(NamedTuple):
         shift: of times, as in `flow.times`.
         context: the largest time of clean clips, 0 to 1; None has no clean clips, for diffusion
             forcing.
+        dropped: share of the clips whose clean clip is noise alone: each of their blocks learns
+            what the first one does, to be made of what it is told.
         more: what `flow.times` takes by name beside the shift.
     """
 
     stream: ma.Stream
     shift: float
     context: float | None = 0.0
+    dropped: float = 0.0
     more: Mapping[str, Any] = {}
 
 
@@ -87,13 +90,14 @@ def noised(clean: Float[Array, "B F ..."], key: Array, noise: Noise) -> Arrays:
         context_times [B, F].
     """
     count, frames = clean.shape[:2]
-    for_times, for_noise, for_context, for_most = jax.random.split(key, 4)
+    for_times, for_noise, for_context, for_most, for_drops = jax.random.split(key, 5)
     t = block_times(for_times, count, frames, noise)
     drawn = jax.random.normal(for_noise, clean.shape)
     found = {"mixed": mixed(clean, t, drawn), "times": t, "velocity": drawn - clean}
     if noise.context is None:
         return found
     one = jax.random.uniform(for_most, (count, 1), maxval=noise.context)
+    one = jnp.where(jax.random.bernoulli(for_drops, noise.dropped, (count, 1)), 1.0, one)
     at = jnp.broadcast_to(one, t.shape)
     own = jax.random.normal(for_context, clean.shape)
     return found | {"context": mixed(clean, at, own), "context_times": at}
@@ -116,8 +120,10 @@ def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
 
 
 def contradictions(values: Mapping[str, Any]) -> Iterable[ConfigError]:
-    """Refuse noise of a context that there is none of; `values` are those of `training`."""
-    if values["context_noise"] and values["forcing"] != "teacher":
-        rule = f"it is the noise of clean clips, and with forcing: {values['forcing']} are none"
-        remedy = "set it to 0, or forcing: teacher"
-        yield ConfigError("context_noise", values["context_noise"], rule, remedy)
+    """Refuse keys of a context that there is none of; `values` are those of `training`."""
+    if values["forcing"] == "teacher":
+        return
+    for key in ("context_noise", "context_dropout"):
+        if values[key]:
+            rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"
+            yield ConfigError(key, values[key], rule, "set it to 0, or forcing: teacher")

@@ -29,6 +29,7 @@ from .forcing import mixed
 Clip = Float[Array, "B F H W C"]
 # The model with all that it is told: call(x, t, cache=, forcing=) gives a velocity and the cache.
 Call = Callable[..., tuple[Clip, ma.KVCache]]
+Empty = Callable[[ma.Stream, int, int], ma.KVCache]
 
 
 class Own(NamedTuple):
@@ -72,19 +73,21 @@ def roll_out(
     return Own(*(jax.lax.stop_gradient(jnp.concatenate(part, axis=1)) for part in parts))
 
 
-def kept(call: Call, cache: ma.KVCache, own: Own) -> ma.KVCache:
+def kept(call: Call, empty: Empty, stream: ma.Stream, own: Own) -> ma.KVCache:
     """Write the keys and values of all clean blocks in one pass, without a gradient.
 
     Args:
         call: the model.
-        cache: empty, of the stream; its layout says which one, and it is not used up.
+        empty: makes a cache with a slot for each frame: `empty(stream, batch, frames)`, which is
+            what a model's `cache` does.
+        stream: the blocks, the window and the sink.
         own: the rollout.
     """
-    stream, count = cache.layout.stream, own.clean.shape[1]
-    whole = cache.like(replace(stream, window=None, sink=0), frames=count)
-    whole = whole.prefix(count).extract()
-    _, whole = call(own.clean, jnp.zeros_like(own.times), cache=whole, forcing=Forcing(stream))
-    return jax.lax.stop_gradient(whole.advance().cached())
+    batch, count = own.times.shape
+    cache = empty(replace(stream, window=None, sink=0), batch, count).prefix(count).extract()
+    none = jnp.zeros_like(own.times)
+    _, cache = call(own.clean, none, cache=cache, forcing=Forcing(stream))
+    return jax.lax.stop_gradient(cache.advance().cached())
 
 
 def predicted(call: Call, stream: ma.Stream, own: Own, cache: ma.KVCache) -> Clip:
