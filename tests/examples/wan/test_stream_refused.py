@@ -1,4 +1,4 @@
-"""What a model that streams and a rollout refuse; messages: golden/rollout.txt."""
+"""What a model that streams and a rollout refuse; messages: golden/wan_stream.txt."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         BAD[name]()
-    check_golden(f"rollout/{name}", str(caught.value))
+    check_golden(f"wan_stream/{name}", str(caught.value))
 
 
 def test_a_gradient_through_kept_keys_is_taken_as_teacher_forcing_takes_it() -> None:
