@@ -49,12 +49,21 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
         names = ", ".join(model_shapes.SHAPES)
         remedy = f"add --shape B,T,S,N,H, or --shape with one of {names}"
         raise InputError("shape", "(none)", rule, remedy)
-    if args.batch is not None and whole(args.batch) is None:
-        rule = "B is at least 1" if args.batch < 1 else f"B is at most {LARGEST}"
-        raise InputError("batch", plain(args.batch), rule, "write --batch 1")
     mask = None if args.mask is None else read_mask(args.mask)
-    changes = (args.role, args.dtype, mask, args.batch)
+    changes = (args.role, args.dtype, mask, read_batch(args.batch))
     return tuple(_fitting(model_shapes.changed(shape, *changes)) for shape in found)
+
+
+def read_batch(value: int | None) -> int | None:
+    """Return what --batch says.
+
+    Raises:
+        InputError: for no size of a batch.
+    """
+    if value is not None and whole(value) is None:
+        rule = "B is at least 1" if value < 1 else f"B is at most {LARGEST}"
+        raise InputError("batch", plain(value), rule, "write --batch 1")
+    return value
 
 
 def _fitting(shape: Shape) -> Shape:
