@@ -8,7 +8,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, whole
 from maxattn.errors import InputError
 from maxattn.tools import model_shapes
-from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.cli.masks import check_fits, read_mask
 from maxattn.tools.cli.source import Source
 from maxattn.tools.model_shapes import Shape
 
@@ -51,7 +51,8 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
         raise InputError("shape", "(none)", rule, remedy)
     mask = None if args.mask is None else read_mask(args.mask)
     changes = (args.role, args.dtype, mask, read_batch(args.batch))
-    return tuple(_fitting(model_shapes.changed(shape, *changes)) for shape in found)
+    changed = (model_shapes.changed(shape, *changes) for shape in found)
+    return tuple(_fitting(shape, args.mask or "") for shape in changed)
 
 
 def read_batch(value: int | None) -> int | None:
@@ -66,8 +67,12 @@ def read_batch(value: int | None) -> int | None:
     return value
 
 
-def _fitting(shape: Shape) -> Shape:
+def _fitting(shape: Shape, mask: str) -> Shape:
     """Return a shape that its mask fits.
+
+    Args:
+        shape: with the mask.
+        mask: as it is written; empty for none.
 
     Raises:
         InputError: with what can be written here, where the library would have an argument given.
@@ -79,4 +84,5 @@ def _fitting(shape: Shape) -> Shape:
             raise
         remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
         raise InputError("--mask", error.value, error.rule, remedy) from None
+    check_fits(mask, shape.q_len, shape.kv_len, shape.name)
     return shape

@@ -129,6 +129,12 @@ BAD = {
         "--mask",
         "rectangle:0,64,0,4096,64,77",
     ],
+    "mask_rectangle_beyond": [
+        "--shape", "sdxl-cross", "--target", "cpu", "--mask", "rectangle:0,64,0,77,64,4096,0,78",
+    ],
+    "mask_lengths_beyond": [
+        "--shape", "2,64,64,4,8", "--target", "cpu", "--mask", "full+lengths:64,65",
+    ],
     "dtype": ["attention=auto", "--shape", "sdxl-64", "--target", "cpu", "--dtype", "int8"],
     "batch": ["attention=auto", "--shape", "wan-cross", "--target", "cpu", "--mesh", "fsdp=2"],
     "kernel": ["attention=cudnn_flash_te", "--shape", "sdxl-64", "--target", "TPU v5p"],
