@@ -21,7 +21,7 @@ from maxattn.tools.video_models import VideoModel
 FLOAT = 4
 
 
-class Stage(NamedTuple):
+class StreamStage(NamedTuple):
     """Hold the blocks that one compiled program makes.
 
     Args:
@@ -105,23 +105,23 @@ class StreamRun:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def stages(self) -> Iterator[Stage]:
+    def stages(self) -> Iterator[StreamStage]:
         """Yield the programs that make the blocks, in their order."""
         stream, last = self.layout.stream, self.blocks
         own = stream.first_block * stream.tokens_per_frame
         sizes = self.batch, own, own, self.model.heads, self.kv_heads, self.model.head_dim
         mesh = self.layout.mesh
-        yield Stage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
+        yield StreamStage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
         full = self._first_full()
         if full > 2 and (last is None or last > 1):
             blocks = 2, full - 1 if last is None else min(full - 1, last)
             call, size = self._reading(is_full=False), stream.frames_per_block
             least, most = (stream.first_block + (n - 1) * size for n in blocks)
             keys = least * self.layout.tokens, most * self.layout.tokens
-            yield Stage("filling cache", blocks, keys, call, ())
+            yield StreamStage("filling cache", blocks, keys, call, ())
         if last is None or last >= full:
             call = self._reading(is_full=True)
-            yield Stage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
+            yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
 
     def _first_full(self) -> int:
         """Return the number of the first block behind the first one that fills every slot."""

@@ -20,7 +20,7 @@ from maxattn.tools.cli.source import Source
 from maxattn.tools.cli.stream import OPTION, read_stream
 from maxattn.tools.model_shapes import dtype_of
 from maxattn.tools.predicted import Predicted, forward_time
-from maxattn.tools.stream_run import Stage, StreamRun
+from maxattn.tools.stream_run import StreamRun, StreamStage
 
 INDENT = 10
 REST = (
@@ -57,7 +57,7 @@ def _check_alone(args: argparse.Namespace) -> None:
             raise InputError(f"--{name}", text, rule, remedy)
 
 
-def _plan(stage: Stage, config: AttentionConfig, target: Target) -> Plan:
+def _plan(stage: StreamStage, config: AttentionConfig, target: Target) -> Plan:
     return plan(stage.call, config, dict(stage.mesh), target)
 
 
@@ -78,7 +78,7 @@ def _mesh(run: StreamRun) -> str:
 
 
 def _lines(
-    run: StreamRun, stages: list[tuple[Stage, Plan]], target: Target
+    run: StreamRun, stages: list[tuple[StreamStage, Plan]], target: Target
 ) -> Iterator[tuple[str, str]]:
     yield "blocks", _blocks(run)
     yield "slots", _slots(run)
@@ -132,14 +132,14 @@ def _cache(run: StreamRun, target: Target) -> str:
     )
 
 
-def _numbers(stage: Stage) -> str:
+def _numbers(stage: StreamStage) -> str:
     first, last = stage.blocks
     if last is None:
         return f"from block {first} on"
     return f"block {first}" if first == last else f"blocks {first} to {last}"
 
 
-def _work(run: StreamRun, stage: Stage, found: Predicted | None) -> str:
+def _work(run: StreamRun, stage: StreamStage, found: Predicted | None) -> str:
     """Say operations and time of a pass and of a block, of one device."""
     call, layers = stage.call, run.model.layers
     least, most = (layers * flops / prod(n for _, n in stage.mesh) for flops in stage.flops)
