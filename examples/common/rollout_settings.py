@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
 import maxattn as ma
 from maxattn.config import Section
+from maxattn.config.maxdiffusion import Imported
+from maxattn.config.self_forcing import load_rollout
 from maxattn.errors import ConfigError
 
 from .settings import Count, Dtype, Positive, Whole
@@ -57,6 +60,22 @@ class RolloutSettings(Section):
             rule = "with a sink positions by slots are another function than positions by frames"
             remedy = "write slots_with_sink for a model that was trained so, else absolute"
             yield ConfigError("positions", "slots", rule, remedy)
+
+    @classmethod
+    def from_self_forcing(cls, path: str | os.PathLike[str]) -> Imported[Self]:
+        """Read a YAML of Self-Forcing, LongLive or their kin.
+
+        Args:
+            path: the file.
+
+        Returns:
+            (config, left_out, notes), as `AttentionConfig.from_maxdiffusion` does.
+
+        Raises:
+            ConfigErrors: for everything wrong in the keys that are taken, with file and line.
+        """
+        found = load_rollout(path)
+        return Imported(cls(**found.rollout), found.left_out, found.notes)
 
     @property
     def times(self) -> tuple[float, ...]:

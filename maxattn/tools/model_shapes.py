@@ -129,6 +129,17 @@ def _numbers(text: str) -> list[int]:
     raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
 
 
+def dtype_of(text: str) -> str:
+    """Return the long name of a dtype, such as bfloat16 of bf16.
+
+    Raises:
+        InputError: for a dtype that is not known.
+    """
+    if text not in DTYPE_OF:
+        raise InputError("dtype", text, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
+    return DTYPE_OF[text]
+
+
 def changed(
     shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
 ) -> Shape:
@@ -137,9 +148,7 @@ def changed(
     Raises:
         InputError: for a dtype that is not known.
     """
-    if dtype is not None and dtype not in DTYPE_OF:
-        raise InputError("dtype", dtype, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
-    given = {"role": role, "dtype": DTYPE_OF.get(dtype or ""), "mask": mask, "batch": batch}
+    given = {"role": role, "dtype": dtype and dtype_of(dtype), "mask": mask, "batch": batch}
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 
 

@@ -83,8 +83,9 @@ class BlockShape:
         return f"{of}: a block of {frames} that sees {self.stream.budget}, over a full cache"
 
 
-BLOCKS = tuple(
-    BlockShape(model, *rest)
-    for model in ("wan-1.3b-480p", "wan-14b-480p")
-    for rest in (("-block", 3, 7), ("-block-12f", 3, 4), ("-frame", 1, 21))
-) + (BlockShape("wan-14b-480p", "-block-6f", 3, 2), BlockShape("wan-5b-720p", "-block", 8, 4))
+_BLOCKS = (("-block", 3, 7), ("-block-12f", 3, 4), ("-frame", 1, 21))
+BLOCKS = (
+    *(BlockShape("wan-1.3b-480p", *sizes) for sizes in _BLOCKS),
+    *(BlockShape("wan-14b-480p", *sizes) for sizes in (*_BLOCKS, ("-block-6f", 3, 2))),
+    BlockShape("wan-5b-720p", "-block", 8, 4),
+)

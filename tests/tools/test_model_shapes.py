@@ -24,9 +24,7 @@ def test_sizes_follow_from_the_models():
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.model + block.suffix)
 def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(block):
     """Its lengths are those of the cache that the stream makes."""
-    cache = jax.eval_shape(
-        lambda: block.stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8)
-    )
+    cache = jax.eval_shape(lambda: block.stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8))
     shape, model = SHAPES[block.model + block.suffix], SHAPES[block.model]
     assert (shape.q_len, shape.kv_len) == (cache.tokens, cache.k.shape[2])
     assert (shape.heads, shape.head_dim) == (model.heads, model.head_dim)
