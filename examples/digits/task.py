@@ -13,6 +13,7 @@ import numpy as np
 from common.shapes import Shapes
 from flax import nnx
 from jaxtyping import Array, Float
+from train import forcing
 from train.settings import TrainingSettings
 from train.task import Arrays, Fixed
 
@@ -132,13 +133,8 @@ class DigitsTask:
     @property
     def forcing_mask(self) -> Any:
         """The mask of self-attention in a training step; None where frames see each other."""
-        stream, frames = self.settings.stream, self.settings.data.frames
-        match self.settings.training.forcing:
-            case "teacher" if stream is not None:
-                return stream.teacher_mask(frames)
-            case "diffusion" if stream is not None:
-                return stream.mask(frames)
-        return None
+        how, stream = self.settings.training.forcing, self.settings.stream
+        return None if stream is None else forcing.mask(how, stream, self.settings.data.frames)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""

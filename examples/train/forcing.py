@@ -116,6 +116,13 @@ def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
     return Forcing(stream, examples["context"], scale * examples["context_times"])
 
 
+def mask(how: How, stream: ma.Stream, frames: int) -> Any:
+    """Return the mask of self-attention in a training step; None where frames see each other."""
+    if how == "none":
+        return None
+    return stream.teacher_mask(frames) if how == "teacher" else stream.mask(frames)
+
+
 # ---- settings ------------------------------------------------------------------------------------
 
 

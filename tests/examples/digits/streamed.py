@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.forcing import Forcing
 from digits import text
 from digits.model import WanTransformer
 from digits.settings import Settings
@@ -55,3 +56,11 @@ def clips(settings: Settings, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     shape = (2, len(PROMPTS), *settings.video_shape)
     clean, noisy = jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
     return clean, noisy
+
+
+@nnx.jit
+def run(
+    model: WanTransformer, x: Any, t: Any, forcing: Forcing, positions: Any = None
+) -> jax.Array:
+    """Run a clip under a stream's mask."""
+    return model(x, t, words(), forcing=forcing, positions=positions)

@@ -34,7 +34,7 @@ def setup(**rollout: Any) -> Any:
     def call(parameters: Any, x: Any, t: Any, **seen: Any) -> Any:
         return nnx.merge(graph, parameters)(x, t, words(), **seen)
 
-    return built, settings.stream, parameters, call
+    return built, settings.stream, parameters, jax.jit(call)
 
 
 def of_the_forward(built: Any, stream: ma.Stream, parameters: Any, call: Any, own: Any) -> Any:
