@@ -116,12 +116,12 @@ class WanTransformer(nnx.Module):
         Returns:
             The velocity; beside a cache a pair, with the cache that holds this block's too.
         """
-        frames, height, width = self._grid(video)
+        (frames, height, width), padding = self._grid(video), padding_mask(words)
         check_call(video, t, (frames, height, width), cache, forcing)
         view = view_of(frames, self._rope, cache, forcing, self.mesh, positions)
         x, e, modulation = self._tokens(video, t, view, forcing)
         every = self.encode(words) if kv is None else kv
-        x, cache = self._layers(x, modulation, every, padding_mask(words), view)
+        x, cache = self._layers(x, modulation, every, padding, view)
         patches = self.head(view.noisy(x), view.noisy(e))
         velocity = unpatchify(patches, (frames, height, width), self.settings.model.patch)
         return velocity if cache is None else (velocity, cache)
@@ -138,17 +138,21 @@ class WanTransformer(nnx.Module):
         self, video: Video, t: Time, view: View, forcing: Forcing | None
     ) -> tuple[Tokens, Array, Array]:
         """Embed patches and times of a clip, and of the clean one that is paired with it."""
-        x, clean = self._patches(video), None if forcing is None else forcing.clean
+        clean = None if forcing is None else forcing.clean
         if forcing is not None and clean is not None:
             t_clean = jnp.zeros_like(t) if forcing.t_clean is None else forcing.t_clean
-            x, t = view.pair(self._patches(clean), x), view.pair(t_clean, t)
-        return x, *self.time_embedding(t)
+            t = view.pair(t_clean, t)
+        e, modulation = self.time_embedding(t)
+        x = self._patches(video)
+        x = x if clean is None else view.pair(self._patches(clean), x)
+        return x, e, modulation
 
     def _patches(self, video: Video) -> Tokens:
         x = self.patch_embedding(patchify(video, self.settings.model.patch))
         table = rearrange(self.position[...], "F H W D -> (F H W) D")
-        # A clip of several blocks has the table several times.
-        return x + jnp.tile(table, (x.shape[1] // len(table), 1))
+        if (blocks := x.shape[1] // len(table)) > 1:
+            table = jnp.tile(table, (blocks, 1))
+        return x + table
 
     def _layers(
         self, x: Tokens, modulation: Array, every: Sequence[KV], padding: Any, view: View
