@@ -67,12 +67,18 @@ class Block(nnx.Module):
         """
         table = self.scale_shift_table[...] + modulation
         shift1, scale1, gate1, shift2, scale2, gate2 = of_tokens(table, x.shape[1])
-        y = self.attn1(self.norm1(x) * (1 + scale1) + shift1, freqs, mask, cache=cache)
-        y, kept = (y, None) if cache is None else y
+        y, kept = self._attend(self.norm1(x) * (1 + scale1) + shift1, freqs, mask, cache)
         x = x + gate1 * y
         x = x + self.attn2(self.norm2(x), kv=kv, mask=padding)
         x = x + gate2 * self.ffn(self.norm3(x) * (1 + scale2) + shift2)
         return x if cache is None else (x, kept)
+
+    def _attend(
+        self, x: Tokens, freqs: ma.Rotary, mask: Mask | None, cache: CacheLayer | None
+    ) -> tuple[Tokens, ma.KVCache | None]:
+        if cache is None:
+            return self.attn1(x, freqs, mask), None
+        return self.attn1(x, freqs, mask, cache=cache)
 
 
 class FeedForward(nnx.Module):

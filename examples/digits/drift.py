@@ -1,7 +1,7 @@
 """Measures streamed digits block by block: whether a video of any length stays what it began as.
 
 digit      a classifier of real digits names it in the frames of the block
-direction  its mean movement a frame rounds to the pixel of the prompt
+direction  its mean movement a frame rounds to the pixels of the prompt
 phase      pixels between where it is and where the first frame and the prompt put it
 ink        its ink, as a share of what scans of the digit have
 """
@@ -66,7 +66,7 @@ def measure(judge: Judge, videos: Videos, prompts: Sequence[str], size: int) -> 
     """
     wanted = [all_prompts()[prompt] for prompt in prompts]
     digits = np.array([digit for digit, _ in wanted])
-    steps = np.array([STEPS[direction] for _, direction in wanted], np.float64)
+    steps = judge.data.speed * np.array([STEPS[way] for _, way in wanted], np.float64)
     blocks = [slice(at, at + size) for at in range(0, videos.shape[1], size)]
     middle, off = torus.unrolled(videos), _off(videos, steps)
     ink = videos.sum((-1, -2)) / _ink_of_scans()[digits][:, None]

@@ -85,7 +85,7 @@ def loss(model: WanTransformer, examples: Arrays) -> Float[Array, ""]:
         examples: from `noised`.
     """
     how: dict[str, Any] = {}
-    if examples["times"].ndim == 2:
+    if examples["times"].ndim == 2 and model.stream is not None:
         how["forcing"] = forcing.seen(examples, model.stream)
         how["positions"] = examples.get("positions")
     velocity = model(examples["mixed"], examples["times"], examples["words"], **how)

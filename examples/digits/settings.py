@@ -62,6 +62,8 @@ class DataSettings(Section):
     """Furthest that a digit's path lies from the middle, in pixels."""
     torus: bool = False
     """Join opposite edges, so that a digit moves on for ever."""
+    speed: Count = 1
+    """Pixels that a digit moves in a frame; more than 1 on a torus alone."""
     held_out: tuple[str, ...] = ()
     """Prompts never trained on."""
 
@@ -92,6 +94,9 @@ class DataSettings(Section):
             rule = f"a digit of {words.SIDE} pixels moves {frames - 1} more on a canvas of {canvas}"
             remedy = f"use at most {room + 1} frames, or a larger canvas"
             yield ConfigError("frames", frames, rule, remedy)
+        if values["speed"] > 1 and not values["torus"]:
+            rule = "with edges a digit moves a pixel a frame"
+            yield ConfigError("speed", values["speed"], rule, "use 1, or torus: true")
         if spread > room // 2:
             rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
             yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")

@@ -1,6 +1,6 @@
 """Digits that move for ever: the opposite edges of the canvas are joined.
 
-A frame is the first one rolled by a pixel a frame, so that where a digit is at any frame is known.
+Each frame is the one before it, rolled, so that where a digit is at any frame is known.
 Places are counted around: the centre of ink is the angle of its first Fourier coefficient.
 """
 
@@ -22,20 +22,21 @@ Frames = Float[np.ndarray, "... H W"]
 def rolled(
     scan: UInt8[np.ndarray, "8 8"], direction: str, lane: int, start: int, data: DataSettings
 ) -> UInt8[np.ndarray, "F H W"]:
-    """Place a scan, and roll the canvas one pixel further each frame.
+    """Place a scan, and roll the canvas further each frame.
 
     Args:
         scan: the digit.
         direction: left, right, up or down.
         lane: pixels between the upper or left edge and the digit, across the movement.
         start: the same along the movement, in frame 0; there the digit may lie across an edge.
-        data: how many frames of which size.
+        data: how many frames of which size, and the pixels a frame.
     """
     first = np.zeros((data.canvas, data.canvas), np.uint8)
     first[:SIDE, :SIDE] = scan
     rows, columns = STEPS[direction]
     row, column = (start, lane) if rows else (lane, start)
-    moved = ((row + frame * rows, column + frame * columns) for frame in range(data.frames))
+    far = (frame * data.speed for frame in range(data.frames))
+    moved = ((row + by * rows, column + by * columns) for by in far)
     return np.stack([np.roll(first, by, (0, 1)) for by in moved])
 
 

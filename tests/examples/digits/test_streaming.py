@@ -31,8 +31,9 @@ STREAMS = {
 
 def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
     """Give the clean clip a little noise, and each block of the noisy one a time."""
-    frames, blocks = settings.data.frames, settings.data.frames // settings.rollout.frames_per_block
-    each = jnp.repeat(jnp.linspace(0.9, 0.2, blocks), settings.rollout.frames_per_block)
+    assert settings.stream is not None
+    frames, size = settings.data.frames, settings.stream.frames_per_block
+    each = jnp.repeat(jnp.linspace(0.9, 0.2, frames // size), size)
     noisy = jnp.stack([each, each[::-1]])
     return jnp.full((2, frames), 0.05), noisy
 
@@ -41,6 +42,7 @@ def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
 def test_blocks_with_a_cache_are_one_teacher_forced_forward(name: str):
     settings = described(rollout=STREAMS[name])
     built, stream = model(settings), settings.stream
+    assert stream is not None
     (clean, noisy), (t_clean, t) = clips(settings), times(settings)
     whole = run(built, noisy, t, Forcing(stream, clean, t_clean))
     graph, parameters = nnx.split(built)

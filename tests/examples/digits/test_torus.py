@@ -106,6 +106,18 @@ def test_a_jump_is_a_phase_error_and_shows_in_its_block_alone_as_direction():
     np.testing.assert_allclose(found.phase, [0.0] * 4 + [32**0.5] * 4, atol=1e-6)
 
 
+def test_a_speed_is_that_of_every_frame_and_of_the_measures():
+    data = DATA.replace(speed=2)
+    video = torus.rolled(SCAN, "down", 1, 3, data)
+    np.testing.assert_array_equal(np.roll(video[:-1], 2, 1), video[1:])
+    fast = Judge(data)
+    moved = np.stack([video] * 2).astype(float)
+    prompts = [prompt_of(int(load("test")[1][0]), way) for way in ("down", "up")]
+    found = drift.measure(fast, moved, prompts, 3)
+    assert set(found.direction) == {0.5}
+    assert drift.measure(judge(), moved[:1], prompts[:1], 3).direction[1] == 0.0
+
+
 def test_another_digit_and_less_ink_are_seen():
     videos = true_videos()[0]
     others = np.roll(videos, 8, axis=0)  # those of the digit before
