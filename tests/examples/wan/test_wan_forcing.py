@@ -20,7 +20,7 @@ from wan.task import WanTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.masks import TeacherForcing, VideoMask
+from maxattn.masks import Full, TeacherForcing, VideoMask
 from tests.examples.train.made import I2V, WAN, drawn, folder, wan
 from tests.golden_text import check_golden
 
@@ -71,7 +71,7 @@ def test_plans_are_those_of_both_clips(tmp_path: Path):
     for how, kind in kinds.items():
         found = WanTask.of(forced(tmp_path, WAN, forcing=how)).plans(shapes, None)["self"]
         assert isinstance(found.call.mask, kind)
-    assert WanTask.of(wan(tmp_path, WAN)).plans(shapes, None)["self"].call.mask is None
+    assert WanTask.of(wan(tmp_path, WAN)).plans(shapes, None)["self"].call.mask == Full()
 
 
 @pytest.mark.parametrize("how", ["teacher", "diffusion"])
