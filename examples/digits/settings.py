@@ -64,6 +64,8 @@ class DataSettings(Section):
     """Join opposite edges, so that a digit moves on for ever."""
     speed: Count = 1
     """Pixels that a digit moves in a frame; more than 1 on a torus alone."""
+    start_every: Count = 1
+    """On a torus, pixels between the places along its path where a digit may be in frame 0."""
     held_out: tuple[str, ...] = ()
     """Prompts never trained on."""
 
@@ -79,10 +81,15 @@ class DataSettings(Section):
         return range(self.canvas - words.SIDE - self.frames + 2)
 
     @property
+    def starts(self) -> range:
+        """On a torus, pixels between the edge and the digit in frame 0, along its movement."""
+        return range(0, self.canvas, self.start_every)
+
+    @property
     def paths(self) -> list[tuple[int, int]]:
         """Every lane with every end; on a torus, with every place along it."""
         if self.torus:
-            return [(lane, start) for lane in self.lanes for start in range(self.canvas)]
+            return [(lane, start) for lane in self.lanes for start in self.starts]
         return [(lane, end) for lane in self.lanes for end in self.ends]
 
     @classmethod
@@ -97,6 +104,9 @@ class DataSettings(Section):
         if values["speed"] > 1 and not values["torus"]:
             rule = "with edges a digit moves a pixel a frame"
             yield ConfigError("speed", values["speed"], rule, "use 1, or torus: true")
+        if values["start_every"] > 1 and not values["torus"]:
+            rule = "with edges a digit begins where it stays on the canvas"
+            yield ConfigError("start_every", values["start_every"], rule, "use 1, or torus: true")
         if spread > room // 2:
             rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
             yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")

@@ -39,7 +39,7 @@ def test_the_shipped_file_names_every_setting():
 
 
 REFUSED = {
-    "no_torus": ["torus=false", "data.frames=3", "speed=1"],
+    "no_torus": ["torus=false", "data.frames=3", "speed=1", "start_every=1"],
     "speed": ["torus=false", "data.frames=3", "rollout=null"],
     "part_of_a_block": ["data.frames=11"],
     "patch_of_frames": ["patch=[2, 6, 6]"],
