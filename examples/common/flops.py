@@ -26,9 +26,16 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.attention + other.attention, self.matmul + other.matmul)
 
-    def total(self, training: bool) -> float:
-        """Add both up; in training with their backward."""
-        more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in BACKWARD.items()}
+    def total(self, training: bool, frozen: bool = False) -> float:
+        """Add both up.
+
+        Args:
+            training: whether a backward follows.
+            frozen: whether the matrices of products learn nothing, so that a backward of theirs is
+                one product, not two.
+        """
+        factors = BACKWARD | ({"matmul": 1.0} if frozen else {})
+        more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in factors.items()}
         return self.attention * more["attention"] + self.matmul * more["matmul"]
 
 
