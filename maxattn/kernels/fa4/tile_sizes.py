@@ -63,7 +63,7 @@ class ForwardTile(NamedTuple):
 
 
 SMALL = Tile(128, 128)
-SHORT_ROW = 16  # tiles
+SHORT_ROW, FEW_TILES = 16, 4
 PERSISTENT_HEADS = 160  # the longest head dim that leaves room for a tile of results
 # Whether all heads of a row of tiles start after each other, in short rows of a forward; else one
 # head's rows do. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
@@ -85,7 +85,7 @@ def forward_tiles(head_dim: int) -> tuple[ForwardTile, ...]:
     if head_dim <= 64:
         return ForwardTile(Tile(192, 128)), ForwardTile(SMALL, pair=1.15)
     if head_dim <= 96:
-        return ForwardTile(Tile(192, 144), start=75e3), ForwardTile(SMALL, pair=1.15, start=20e3)
+        return ForwardTile(Tile(192, 144), start=75e3), ForwardTile(SMALL, pair=1.25, start=20e3)
     if head_dim <= 128:
         return (ForwardTile(SMALL),)
     return (ForwardTile(Tile(128, 112) if head_dim <= 192 else Tile(128, 80)),)
@@ -117,7 +117,8 @@ def persistent_pays(head_dim: int, tiles: float, tile: Tile) -> bool:
     """
     if head_dim <= 96:
         return head_dim <= 64 or tile == SMALL
-    return head_dim <= PERSISTENT_HEADS and tiles <= SHORT_ROW
+    most = SHORT_ROW if head_dim <= 128 else FEW_TILES
+    return head_dim <= PERSISTENT_HEADS and tiles <= most
 
 
 def whole_tile(head_dim: int) -> Tile:
