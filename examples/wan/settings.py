@@ -1,4 +1,4 @@
-"""The settings of Wan 2.1 and 2.2: those of attention, and four sections of its own.
+"""The settings of Wan 2.1 and 2.2: those of attention, and five sections of its own.
 
 The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
 """
@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from annotated_types import Ge, Gt, Lt
 from common.named_model import NamedModel
+from common.rollout_settings import RolloutSettings
 from common.settings import Count, Positive
 from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
@@ -103,7 +104,7 @@ class SamplingSettings(CommonSampling):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections model, data, training and sampling."""
+    """Hold the keys of attention, and the sections of the program."""
 
     model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
     """The transformer."""
@@ -113,6 +114,8 @@ class Settings(ma.AttentionConfig):
     """How it learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How videos are drawn."""
+    rollout: RolloutSettings = RolloutSettings()
+    """How a model that was trained for it makes videos block by block."""
 
 
 def describes_wan(path: str, overrides: Sequence[str]) -> bool:

@@ -19,6 +19,7 @@ from maxattn.config.overrides import Overrides
 from maxattn.config.read import read
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of
+from maxattn.config.self_forcing_keys import recognised_rollout
 from maxattn.errors import ConfigError
 
 Config = TypeVar("Config", bound=Section)
@@ -46,7 +47,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
     if config is not None and not problems:
         return config
     problems = sorted([*problems, *wrong_values], key=in_file_order)
-    problems = _of_maxdiffusion(model, document.data, source, problems)
+    problems = _of_another_program(model, document.data, source, problems)
     raise ConfigErrors(problems, source or "overrides")
 
 
@@ -86,10 +87,12 @@ def check_path(path: object) -> None:
         raise refused("path", repr(path), "a config is read from a YAML file", remedy)
 
 
-def _of_maxdiffusion(
+def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """Say of a MaxDiffusion file what it is, once, in place of one problem for each of its keys."""
+    """Say of a foreign file what it is, once, in place of one problem for each of its keys."""
+    if (theirs := recognised_rollout(data, source)) is not None:
+        return [theirs, *(p for p in problems if p.where.startswith("override"))]
     unknown = {key for key in data if key not in model.model_fields}
     foreign = recognised({k: v for k, v in data.items() if k in {*unknown, BLOCK_SIZES}}, source)
     if foreign is None:

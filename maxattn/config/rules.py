@@ -24,7 +24,7 @@ RematPolicy = Literal[
 Axis = Literal["data", "fsdp", "context", "tensor"]
 AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
-PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling")
+PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling", "rollout")
 
 # Foreign spellings of `attention`: the kernel, and the strategy around it.
 FOREIGN: Final[Mapping[str, tuple[str, str]]] = {

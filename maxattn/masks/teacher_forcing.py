@@ -23,7 +23,8 @@ class TeacherForcing(FrameMask):
 
     Args:
         frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens, and so
-            are the queries, or those of the noisy half alone.
+            are the queries, or those of the noisy half alone. The last block has those that are
+            left.
         tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
         shards: into how many equal parts both halves are dealt: part 0 of the clean half, part 0 of
             the noisy half, part 1 of the clean half, and so on. Under context parallelism of so

@@ -20,7 +20,8 @@ class VideoMask(FrameMask):
     last `budget - sink` before `end`, so that no query ever sees more than `budget` frames.
 
     Args:
-        frames: frames in the video; the keys are `frames * tokens_per_frame` tokens.
+        frames: frames in the video; the keys are `frames * tokens_per_frame` tokens. The last block
+            has those that are left.
         tokens_per_frame: tokens in a frame.
         frames_per_block: frames that are made together and see each other.
         window: blocks in the budget, the query's own included; None for all.

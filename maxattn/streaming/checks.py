@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxattn.config.numbers import whole
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks import BIG, Mask
@@ -24,12 +25,32 @@ if TYPE_CHECKING:
 FRESH = "make another with KVCache.empty"
 
 
-def sizes(**given: Any) -> None:
-    """Refuse sizes that are no positive whole numbers."""
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            rule = "it must be an integer of at least 1"
-            raise InputError(name, repr(value), rule, "set it to a positive integer")
+def sizes(**given: Any) -> tuple[int, ...]:
+    """Return sizes as ints, and refuse what is no positive whole number."""
+    return tuple(_size(name, value) for name, value in given.items())
+
+
+def _size(name: str, value: Any) -> int:
+    if (size := whole(value)) is not None:
+        return size
+    rule = "it must be an integer of at least 1"
+    raise InputError(name, repr(value), rule, "set it to a positive integer")
+
+
+def frames_from_zero(frame: Any) -> Any:
+    """Return a frame, or an array of them, and refuse those that no video has.
+
+    Numbers of an array of jax's are on a device: they are not looked at.
+    """
+    if (number := whole(frame, least=0)) is not None:
+        return number
+    if isinstance(frame, jax.Array) and jnp.issubdtype(frame.dtype, jnp.integer):
+        return frame
+    is_known = isinstance(frame, np.ndarray) and np.issubdtype(frame.dtype, np.integer)
+    if is_known and (frame >= 0).all():
+        return frame
+    rule = "frames are whole numbers, counted from 0"
+    raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
 
 
 def dtype(value: Any) -> str:
@@ -60,7 +81,7 @@ def _endless(stream: Stream, frames: Any) -> int:
     if frames is None:
         rule = "a stream without a window keeps every frame"
         raise InputError("frames", "None", rule, "give frames=, the most that are made")
-    sizes(frames=frames)
+    (frames,) = sizes(frames=frames)
     if frames < stream.first_block:
         rule = f"the first block has {stream.first_block} frames"
         raise InputError("frames", frames, rule, "give the most frames that are made")
@@ -87,16 +108,17 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def prefix(cache: KVCache, frames: Any) -> None:
-    """Refuse a prefix behind frames that are made, and one that is no whole blocks."""
+def prefix(cache: KVCache, frames: Any) -> int:
+    """Return the frames; refuse them behind others that are made, and what is no whole blocks."""
     if cache.stage != "empty" or cache.mode != "stream":
         rule = "a prefix is the first of a video, and frames are made already"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
     stream, count = cache.layout.stream, cache.layout.frames
-    stream.check_frames("prefix", frames)
+    frames = stream.check_frames("prefix", frames)
     if frames > count and (stream.window is None or not cache.layout.is_roped):
         rule = f"the cache has {count} slots, and needs one for each frame of the prefix"
         raise InputError("prefix", frames, rule, f"give at most {count} frames")
+    return frames
 
 
 def advance(cache: KVCache) -> None:
@@ -129,14 +151,15 @@ def stacked(caches: Sequence[KVCache]) -> None:
             raise InputError("caches", repr(cache), rule, "make all of them alike")
 
 
-def extract(cache: KVCache, start: Any) -> None:
-    """Refuse to keep tokens over frames that are kept already."""
+def extract(cache: KVCache, start: Any) -> int:
+    """Return the first token, and refuse to keep tokens over frames that are kept already."""
     if cache.stage != "empty":
         rule = "what is extracted is the first that a cache keeps"
         raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+    if (first := whole(start, least=0)) is None:
         raise InputError("start", repr(start), "it is the index of a token", "give 0 or more")
     _refuse_slots(cache, "extract")
+    return first
 
 
 def cached(cache: KVCache) -> None:

@@ -104,7 +104,9 @@ class KVCache:
             InputError: a size, dtype or name is none of those above.
             MeshError: a size does not divide over the mesh.
         """
-        checks.sizes(layers=layers, batch=batch, kv_heads=kv_heads, dim_head=dim_head)
+        layers, batch, kv_heads, dim_head = checks.sizes(
+            layers=layers, batch=batch, kv_heads=kv_heads, dim_head=dim_head
+        )
         name, mesh = checks.dtype(dtype), usable_mesh(mesh)
         slots = checks.slots(stream, frames)
         layout = CacheLayout(stream, slots, positions, mesh_shape(mesh), context)
@@ -151,8 +153,7 @@ class KVCache:
         Raises:
             InputError: frames are made already, or these are no whole blocks.
         """
-        checks.prefix(self, frames)
-        return replace(self, own=frames)
+        return replace(self, own=checks.prefix(self, frames))
 
     def advance(self) -> Self:
         """Go on to the next block, after the pass that wrote this one's clean keys and values.
@@ -216,8 +217,7 @@ class KVCache:
         Raises:
             InputError: the cache holds frames already.
         """
-        checks.extract(self, start)
-        return replace(self, mode="extract", start=start)
+        return replace(self, mode="extract", start=checks.extract(self, start))
 
     def cached(self) -> Self:
         """Let passes read and not write: queries see what is kept, and their own tokens.
@@ -257,10 +257,12 @@ class KVCache:
         """Write shape, frame and stage, and no numbers."""
         known = isinstance(self.frame, jax.Array) and not is_tracer(self.frame)
         frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
-        shape = ",".join(map(str, self.k.shape))
+        # jax maps over caches, and puts shardings, axes or None in place of arrays.
+        shape = ",".join(map(str, getattr(self.k, "shape", ("?",))))
+        dtype = getattr(self.k, "dtype", type(self.k).__name__)
         mode = "" if self.mode == "stream" else f", {self.mode}"
         of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"
-        return f"KVCache({self.k.dtype}[{shape}], {of})"
+        return f"KVCache({dtype}[{shape}], {of})"
 
 
 class CacheLayer(NamedTuple):

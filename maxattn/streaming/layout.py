@@ -112,7 +112,9 @@ class CacheLayout:
         axes = dict(zip(letters, spec_of(letters, self.mesh), strict=True))
         context = ("context",) if self.ranks > 1 else ()
         heads = tuple(a for a in ("tensor",) if a in dict(self.mesh))
-        of_heads = heads if self.context == "tokens" else (*context, *heads)
+        # Modules split heads over tensor: context shares those of a tensor rank, so that none of
+        # them goes to another.
+        of_heads = heads if self.context == "tokens" else (*heads, *context)
         of_tokens = context if self.context == "tokens" else ()
         axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
         return PartitionSpec(*(axes[c] for c in letters))

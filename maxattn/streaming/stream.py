@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxattn.config.numbers import whole
 from maxattn.errors import InputError
 from maxattn.masks import TeacherForcing, VideoMask
 from maxattn.masks.frames import check_blocks
+from maxattn.streaming import checks, pairs
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped
@@ -38,7 +40,8 @@ class Stream:
             `frames_per_block`; default False.
 
     Raises:
-        InputError: a number is out of range, or `sink` leaves no room for a block.
+        InputError: a number is out of range, `sink` leaves no room for a block, or there is no
+            window that it is inside of.
 
     >>> stream = ma.Stream(tokens_per_frame=1, frames_per_block=1, window=3, sink=1)
     >>> [stream.slots(frame) for frame in range(7)]  # frame 0 stays; two slots are used in turn
@@ -61,6 +64,9 @@ class Stream:
 
     def __post_init__(self) -> None:
         check_blocks(self)
+        if self.sink and self.window is None:
+            rule = "a sink is counted inside the window, and without one every frame stays"
+            raise InputError("Stream.sink", self.sink, rule, "give a window, or leave sink out")
 
     # ---- blocks ----------------------------------------------------------------------------------
 
@@ -91,19 +97,19 @@ class Stream:
         >>> ma.Stream(1560, frames_per_block=3, first_frame_alone=True).blocks(7)
         ((0, 1), (1, 4), (4, 7))
         """
-        self.check_frames("frames", frames)
+        frames = self.check_frames("frames", frames)
         starts = [*range(self.first_block, frames, self.frames_per_block)]
         return tuple(zip((0, *starts), (*starts, frames), strict=True))
 
-    def check_frames(self, name: str, frames: Any) -> None:
-        """Refuse frames that are no whole blocks.
+    def check_frames(self, name: str, frames: Any) -> int:
+        """Return frames as an int, and refuse those that are no whole blocks.
 
         Args:
             name: of the argument.
             frames: how many first frames.
         """
-        if isinstance(frames, int) and not isinstance(frames, bool) and self.ends_block(frames):
-            return
+        if (count := whole(frames)) is not None and self.ends_block(count):
+            return count
         size = self.frames_per_block
         first = ", the first frame alone" if self.first_frame_alone else ""
         near = [n for n in range(1, 4 * size + 2) if self.ends_block(n)][:3]
@@ -117,25 +123,26 @@ class Stream:
         """Make the mask of diffusion forcing, where frames of any noise see frames of any noise.
 
         Args:
-            frames: in the clip that is trained on.
+            frames: in the clip that is trained on, whole blocks.
 
         Raises:
-            InputError: there are no frames, or too many.
+            InputError: they are no whole blocks, or too many.
         """
-        return VideoMask(frames, *self._of_blocks())
+        return VideoMask(self.check_frames("frames", frames), *self._of_blocks())
 
     def teacher_mask(self, frames: int, shards: int = 1) -> TeacherForcing:
         """Make the mask of teacher forcing, over a clean clip and the same clip noisy.
 
         Args:
-            frames: in the clip; queries and keys are `2 * frames * tokens_per_frame`, as `pair`
-                orders them.
+            frames: in the clip, whole blocks; queries and keys are `2 * frames *
+                tokens_per_frame`, as `pair` orders them.
             shards: devices of the context axis that both halves are dealt to; default 1, the two
                 halves one after the other.
 
         Raises:
-            InputError: there are no frames, or they are no whole blocks in every shard.
+            InputError: they are no whole blocks, or not in every shard, or too many.
         """
+        frames = self.check_frames("frames", frames)
         return TeacherForcing(frames, *self._of_blocks(), shards=shards)
 
     def _of_blocks(self) -> tuple[Any, ...]:
@@ -159,31 +166,31 @@ class Stream:
         Returns:
             The shape of one, with twice the size along `axis`.
 
+        Raises:
+            InputError: they are no arrays, of two shapes, or of a length that shards do not divide.
+
         >>> stream = ma.Stream(tokens_per_frame=1)
         >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)
         Array([1, 2, 5, 6, 3, 4, 7, 8], dtype=int32)
         """
-        self._check_pair(clean, noisy, shards, axis)
-        parts = zip(*(jnp.split(x, shards, axis) for x in (clean, noisy)), strict=True)
-        return jnp.concatenate([x for both in parts for x in both], axis)
+        return pairs.pair(clean, noisy, shards, axis)
 
-    def unpair(self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1) -> Any:
+    def unpair(
+        self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1
+    ) -> tuple[Array, Array]:
         """Take the clean clip and the noisy one apart again.
 
         Args:
             both: as `pair` made it.
             shards, axis: as for `pair`.
-        """
-        parts = jnp.split(both, 2 * shards, axis)
-        return jnp.concatenate(parts[::2], axis), jnp.concatenate(parts[1::2], axis)
 
-    def _check_pair(self, clean: Any, noisy: Any, shards: int, axis: int) -> None:
-        if tuple(clean.shape) != tuple(noisy.shape):
-            rule = f"the clean clip and the noisy one have one shape, and clean has {clean.shape}"
-            raise InputError("noisy", f"shape {tuple(noisy.shape)}", rule, "add noise to clean")
-        if shards < 1 or clean.shape[axis] % shards:
-            rule = f"shards divide the {clean.shape[axis]} tokens or frames of a clip"
-            raise InputError("shards", shards, rule, "give the devices of the context axis")
+        Returns:
+            The clean clip and the noisy one.
+
+        Raises:
+            InputError: it is no array, or of a length that shards do not divide.
+        """
+        return pairs.unpair(both, shards, axis)
 
     # ---- cache -----------------------------------------------------------------------------------
 
@@ -191,12 +198,16 @@ class Stream:
         """Say in which slot of the cache a frame lies; the order of slots is not that of frames.
 
         Args:
-            frame: a number or an array of them; may be traced.
+            frame: a number from 0 or an array of them; may be traced.
 
         Returns:
             The frame itself without a window, and while the window is filled; then the slot of the
             oldest frame that is no sink.
+
+        Raises:
+            InputError: a frame is no whole number, or below 0 where that is known.
         """
+        frame = checks.frames_from_zero(frame)
         if self.budget is None:
             return frame
         ring = self.budget - self.sink

@@ -12,6 +12,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, divisors, whole, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import BlockSlidingWindow, Full, Mask
+from maxattn.tools.video_models import BLOCKS, MODELS, BlockShape
 
 FULL = Full()
 MOST_SHAPES = 256  # that a file lists: each is planned
@@ -65,18 +66,27 @@ def _cross(
     return Shape(name, batch, q_len, kv_len, heads, head_dim, role="cross", what=what)
 
 
+def _of_model(name: str) -> Shape:
+    model = MODELS[name]
+    return _self(name, 1, model.tokens, model.heads, model.head_dim, model.what)
+
+
+def _of_block(block: BlockShape) -> Shape:
+    """Make the shape of a block over its cache: self-attention of fewer queries than keys."""
+    model, (q_len, kv_len) = MODELS[block.model], block.lengths
+    sizes = 1, q_len, kv_len, model.heads, model.head_dim
+    return Shape(block.model + block.suffix, *sizes, what=block.what)
+
+
 _EACH_SEES_7 = BlockSlidingWindow(1560, 7)
 _EACH_SEES_16 = BlockSlidingWindow(256, 16)
 _ALL = (
-    _self("wan-1.3b-480p", 1, 32760, 12, 128, "Wan 1.3B, 81 frames of 832x480"),
-    _self("wan-1.3b-720p", 1, 75600, 12, 128, "Wan 1.3B, 81 frames of 1280x720"),
-    _self("wan-14b-480p", 1, 32760, 40, 128, "Wan 14B, 81 frames of 832x480"),
-    _self("wan-14b-720p", 1, 75600, 40, 128, "Wan 14B, 81 frames of 1280x720"),
+    *map(_of_model, MODELS),
+    *map(_of_block, BLOCKS),
     _cross("wan-cross", 1, 32760, 512, 12, 128, "Wan 1.3B 480p, to 512 text tokens"),
     _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
     _cross("wan-i2v-cross", 1, 75600, 257, 40, 128,
            "Wan 14B 720p, to the image's 257 tokens, beside the text"),
-    _self("wan-5b-720p", 1, 27280, 24, 128, "Wan 2.2 TI2V 5B, 121 frames of 1280x704"),
     _cross("wan-5b-cross", 1, 27280, 512, 24, 128, "Wan 2.2 TI2V 5B, to 512 text tokens"),
     _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
     _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
@@ -119,6 +129,17 @@ def _numbers(text: str) -> list[int]:
     raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
 
 
+def dtype_of(text: str) -> str:
+    """Return the long name of a dtype, such as bfloat16 of bf16.
+
+    Raises:
+        InputError: for a dtype that is not known.
+    """
+    if text not in DTYPE_OF:
+        raise InputError("dtype", text, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
+    return DTYPE_OF[text]
+
+
 def changed(
     shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
 ) -> Shape:
@@ -127,9 +148,7 @@ def changed(
     Raises:
         InputError: for a dtype that is not known.
     """
-    if dtype is not None and dtype not in DTYPE_OF:
-        raise InputError("dtype", dtype, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
-    given = {"role": role, "dtype": DTYPE_OF.get(dtype or ""), "mask": mask, "batch": batch}
+    given = {"role": role, "dtype": dtype and dtype_of(dtype), "mask": mask, "batch": batch}
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 
 

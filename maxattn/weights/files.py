@@ -152,7 +152,8 @@ def _without_lone_shards(found: list[Path]) -> list[Path]:
 
 def _pickled(path: Path) -> WeightsError:
     rule = "weights are read from safetensors alone: a pickle can run any code"
-    return WeightsError("weights", str(path), rule, "save it anew with safe_serialization=True")
+    remedy = "save it anew with safe_serialization=True, or with safetensors.torch.save_file"
+    return WeightsError("weights", str(path), rule, remedy)
 
 
 def _places(path: Path) -> dict[str, OpenFile]:

@@ -18,6 +18,7 @@ from maxattn.weights.access import read_slice, variable_at
 from maxattn.weights.fit import Loaded, check_names, check_numbers
 from maxattn.weights.fused import unfused, written
 from maxattn.weights.names import Entry, entries
+from maxattn.weights.original_names import in_our_names
 from maxattn.weights.safetensors_writer import Form
 
 
@@ -40,6 +41,8 @@ def load_diffusers(
             from `nnx.eval_shape`, without arrays, gets its first ones here, so that host memory
             never holds it twice.
         tensors: a folder or file of safetensors, or a state dict (numpy, jax or torch arrays).
+            Wan's may have the names of its own code, also as Self-Forcing and its kin save them:
+            behind "generator_ema.model." and the like, averaged parameters first.
         strict: refuse missing and unexpected tensors; False returns and logs them. Wrong shapes are
             always refused.
         prefix: of the tensors that are meant, such as "transformer."; others are then not looked
@@ -70,7 +73,7 @@ def load_diffusers(
     checks.prefix(prefix)
     checks.mesh(mesh)
     wanted = entries(module, prefix)
-    held = unfused(checks.tensors(tensors), wanted)
+    held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
     found = _meant(module, held, prefix)
     missing = tuple(e.name for e in wanted if e.name not in found)
     result = Loaded(missing, tuple(sorted(found - {e.name for e in wanted})))

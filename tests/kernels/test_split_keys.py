@@ -138,7 +138,9 @@ def test_few_queries_are_split() -> None:
 
 def test_shapes_whose_waves_are_full_are_not_split() -> None:
     full = {name: shape.call() for name, shape in SHAPES.items()}
-    full = {name: call for name, call in full.items() if call.mask.is_full}
+    # Blocks of a stream have few queries for many keys: theirs are what is split.
+    whole = {n for n, call in full.items() if call.role == "cross" or call.q_len == call.kv_len}
+    full = {name: call for name, call in full.items() if call.mask.is_full and name in whole}
     assert len(full) > 8
     for name, call in full.items():
         queries = call.batch, call.q_len, call.heads, call.head_dim

@@ -15,8 +15,10 @@ AXES = {"window": (None, 2, 4), "sink": (0, 1, 3), "size": (1, 3, 5), "alone": (
 
 
 def fits(case: dict) -> bool:
-    """Tell whether the sink leaves room for a block."""
-    return case["window"] is None or case["sink"] <= (case["window"] - 1) * case["size"]
+    """Tell whether the sink is inside of a window, and leaves room for a block."""
+    if case["window"] is None:
+        return case["sink"] == 0
+    return case["sink"] <= (case["window"] - 1) * case["size"]
 
 
 def name(case: dict) -> str:

@@ -17,6 +17,7 @@ MESHES = {
     "tensor 2": {"tensor": 2},
     "context 2": {"context": 2},
     "context 4": {"context": 4},
+    "context 2, tensor 2": {"context": 2, "tensor": 2},
     "data 2, context 2, tensor 2": {"data": 2, "context": 2, "tensor": 2},
 }
 CASES = [
@@ -118,9 +119,9 @@ def test_the_surrounding_mesh_is_taken(layout: str) -> None:
 MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(")
 
 
-def moves(layout: str) -> list[tuple[str, str]]:
+def moves(layout: str, name: str = "context 4") -> list[tuple[str, str]]:
     """Compile a block of a full cache over 4 devices: (kind, result) of each transfer."""
-    mesh = mesh_of("context 4")
+    mesh = mesh_of(name)
     stack, (clean, _) = Stack.make(mesh=mesh), clips(STREAM, 3)
     cache = stack.cache(STREAM, mesh=mesh, context=layout)
     for _ in range(3):
@@ -135,6 +136,13 @@ def moves(layout: str) -> list[tuple[str, str]]:
 def test_heads_travel_in_four_all_to_alls() -> None:
     """Of the block: queries, keys, values and the output. What is kept stays where it is."""
     assert [kind for kind, _ in moves("heads")] == ["all-to-all"] * 4
+
+
+def test_heads_that_tensor_shares_stay_among_its_devices() -> None:
+    """Each device has some of the heads that its tensor rank projects, so none is sent across."""
+    kinds = [kind for kind, _ in moves("heads", "context 2, tensor 2")]
+    assert "collective-permute" not in kinds
+    assert kinds.count("all-to-all") == 4
 
 
 def test_by_tokens_queries_travel_and_not_what_is_kept() -> None:

@@ -85,7 +85,21 @@ BAD: dict[str, Callable[[], Any]] = {
     "teacher_mask_length": lambda: STREAM.teacher_mask(6).bind(24, 24),
     "pair_of_two_shapes": lambda: STREAM.pair(X, X[:, :6]),
     "pair_shards": lambda: STREAM.pair(X, X, shards=5),
+    "pair_of_lists": lambda: STREAM.pair([1, 2], [3, 4]),  # pyright: ignore
+    "pair_axis": lambda: STREAM.pair(X, X, axis=3),
+    "pair_of_numbers": lambda: STREAM.pair(jnp.float32(1), jnp.float32(2)),
+    "unpair_a_list": lambda: STREAM.unpair([1, 2]),  # pyright: ignore
+    "unpair_odd": lambda: STREAM.unpair(X[:, :5]),
+    "unpair_shards": lambda: STREAM.unpair(X, shards=4),
+    "unpair_no_shards": lambda: STREAM.unpair(X, shards=0),
     "blocks_not_whole": lambda: STREAM.blocks(7),
+    "mask_not_whole": lambda: STREAM.mask(7),
+    "teacher_mask_not_whole": lambda: STREAM.teacher_mask(7),
+    "sink_without_window": lambda: ma.Stream(4, 3, sink=2),
+    "slot_below_zero": lambda: STREAM.slots(-1),
+    "slots_below_zero": lambda: STREAM.slots(np.array([3, -1])),
+    "slot_of_half_a_frame": lambda: STREAM.slots(1.5),  # pyright: ignore
+    "slots_of_a_list": lambda: STREAM.slots([1, 2]),  # pyright: ignore
     # an empty cache
     "no_frames_without_window": lambda: empty(ENDLESS),
     "frames_beside_window": lambda: empty(frames=21),

@@ -58,8 +58,8 @@ def test_places_count_frames_of_the_window_in_their_order(case: dict) -> None:
 
 def test_masks_are_those_of_its_numbers() -> None:
     stream = ma.Stream(1560, 3, 4, 3, True)
-    assert stream.mask(21) == ma.masks.VideoMask(21, 1560, 3, 4, 3, True)
-    assert stream.teacher_mask(21) == ma.masks.TeacherForcing(21, 1560, 3, 4, 3, True)
+    assert stream.mask(22) == ma.masks.VideoMask(22, 1560, 3, 4, 3, True)
+    assert stream.teacher_mask(22) == ma.masks.TeacherForcing(22, 1560, 3, 4, 3, True)
     assert hash(stream) == hash(ma.Stream(1560, 3, 4, 3, True)) and stream.budget == 12
 
 
@@ -73,3 +73,26 @@ def test_pairs_come_apart_again(shards: int) -> None:
     share = 24 // shards  # of the clean tokens, with which each device begins
     np.testing.assert_array_equal(both[:, :share], clean[:, :share])
     np.testing.assert_array_equal(both[:, share : 2 * share], noisy[:, :share])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_integers_of_numpy_are_numbers(kind: type) -> None:
+    """Wherever a number of frames, layers or tokens is meant; what is kept of them is an int."""
+    stream = ma.Stream(kind(2), kind(3), kind(2), kind(1))
+    assert stream == ma.Stream(2, 3, 2, 1)
+    assert stream.blocks(kind(6)) == stream.blocks(6)
+    assert stream.mask(kind(6)) == stream.mask(6)
+    assert [stream.slots(kind(i)) for i in range(9)] == [stream.slots(i) for i in range(9)]
+    sizes = {"layers": kind(1), "batch": kind(1), "kv_heads": kind(2), "dim_head": kind(8)}
+    cache, endless = stream.cache(**sizes), ma.Stream(2).cache(**sizes, frames=kind(4))
+    assert (cache.k.shape, endless.layout.frames) == ((1, 1, 12, 2, 8), 4)
+    assert type(cache.prefix(kind(6)).own) is type(endless.layout.frames) is int
+    assert type(cache.extract(kind(1)).start) is int
+
+
+def test_a_cache_that_jax_maps_over_can_be_printed() -> None:
+    """In place of its arrays there may be shardings, axes or nothing."""
+    cache = ma.Stream(2, 1, 3).cache(layers=1, batch=1, kv_heads=1, dim_head=8)
+    assert "KVCache(bfloat16[1,1,6,1,8], frame unknown" in repr(jax.eval_shape(lambda: cache))
+    for leaf in (0, None, cache.k.sharding, "axis"):
+        assert "frame unknown, 3 slots, empty" in repr(jax.tree.map(lambda x, y=leaf: y, cache))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from maxattn.errors import InputError
 from maxattn.tools.model_shapes import SHAPES, of_sections, read
+from maxattn.tools.video_models import BLOCKS
 
 
 def test_sizes_follow_from_the_models():
@@ -19,11 +21,23 @@ def test_sizes_follow_from_the_models():
     )
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.model + block.suffix)
+def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(block):
+    """Its lengths are those of the cache that the stream makes."""
+    cache = jax.eval_shape(lambda: block.stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8))
+    shape, model = SHAPES[block.model + block.suffix], SHAPES[block.model]
+    assert (shape.q_len, shape.kv_len) == (cache.tokens, cache.k.shape[2])
+    assert (shape.heads, shape.head_dim) == (model.heads, model.head_dim)
+    assert model.q_len % block.stream.tokens_per_frame == 0
+    assert shape.role == "self", "the setting of self-attention governs it"
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_name_is_a_call(name):
     call = read(name).call()
     assert call.dtype == "bfloat16" and call.heads == call.kv_heads
-    assert (call.role == "cross") == (call.q_len != call.kv_len)
+    is_block = name in {block.model + block.suffix for block in BLOCKS}
+    assert (call.role == "cross" or is_block) == (call.q_len != call.kv_len)
     assert call.mask.is_full == (not name.startswith("swba"))
 
 

@@ -13,6 +13,7 @@ the plan calls a rule.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import device_of
@@ -68,6 +69,41 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         return names, f"{line}; {known} measured{where}" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
     return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
+
+
+class ForwardTime(NamedTuple):
+    """Hold the milliseconds of a kernel's forward, and where they are from."""
+
+    ms: float
+    how: str
+
+
+def forward_ms(kernel: str, call: Call, target: Target) -> ForwardTime | None:
+    """Return how long the forward of a kernel takes.
+
+    Args:
+        kernel: its name; "flash" without fa4-jax is cuDNN.
+        call: of one device.
+        target: a GPU.
+
+    Returns:
+        The time that was measured for this very call, else the predicted one; None where the
+        kernel, the device or such calls were not measured.
+    """
+    device = _measured_device(target)
+    if device is None:
+        return None
+    entry = _entry_for(call, target, device)
+    name = "cudnn" if kernel == "flash" and not has_fa4(target) else kernel
+    ms = dict(entry.forward).get(name)
+    if entry.costs is not None:
+        on = _measured_there(_costs_device(device), target)
+        how = f"predicted, {entry.costs.error:.0%} median error, from times measured{on}"
+    elif entry is _own_entry(call, read_tables()[device]):
+        how = f"measured{_measured_there(device, target)}"
+    else:
+        return None
+    return None if ms is None else ForwardTime(ms, how)
 
 
 def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:

@@ -84,11 +84,19 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """Say that there is no such option, and which one is meant."""
+    """Say that there is no such option, and which one is meant, or which commands have it."""
     option = word.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
+    others = [name for name in COMMANDS if option in _options(name)]
     guess = did_you_mean(option, known) or f"{parser.prog} --help lists them"
+    guess = f"it is one of maxattn {', '.join(others)}" if others else guess
     return f"{parser.prog}: no option '{option}': {guess}"
+
+
+def _options(name: str) -> frozenset[str]:
+    """List the options of a command."""
+    parser = _parser(name, import_module(f"{__name__}.{name}"))
+    return frozenset(parser._option_string_actions)
 
 
 def _parser(name: str, command: Any) -> argparse.ArgumentParser:

@@ -1,27 +1,36 @@
-"""Read a MaxDiffusion YAML and print ours: its attention and mesh keys.
+"""Read another program's YAML and print ours.
 
   maxattn convert base_wan_14b.yml > attention.yml
+  maxattn convert longlive_inference.yaml > stream.yml
   maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
-Comments say what was read otherwise than it was written, and what was left out.
+Of MaxDiffusion it takes the keys of attention and mesh; of Self-Forcing, LongLive and their kin
+what they say of blocks, window, sink and steps, as the section rollout. Comments say what was read
+otherwise than it was written, and what was left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxattn.config import AttentionConfig
+from maxattn.config.errors import plain
 from maxattn.config.maxdiffusion import Imported
+from maxattn.config.read import read
+from maxattn.config.self_forcing import ImportedRollout, load_rollout
+from maxattn.config.self_forcing_keys import is_theirs
 from maxattn.config.write import yaml_of
+from maxattn.errors import InputError
 
 WIDTH = 116  # columns of a comment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("file", metavar="FILE", help="a MaxDiffusion YAML")
+    parser.add_argument("file", metavar="FILE", help="a YAML of MaxDiffusion, Self-Forcing, ...")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="in our names"
     )
@@ -29,13 +38,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the YAML, with notes and names as comments."""
+    if is_theirs(read(args.file).data):
+        print(rollout_text(args.file, args.overrides), end="")
+        return 0
     imported = AttentionConfig.from_maxdiffusion(args.file, args.overrides)
     print(f"# Attention settings of {Path(args.file).name}")
     print(comments(imported) + yaml_of(imported.config), end="")
     return 0
 
 
-def comments(imported: Imported) -> str:
+def rollout_text(path: str, overrides: Sequence[str]) -> str:
+    """Return the sections that a file of Self-Forcing or LongLive comes to.
+
+    Raises:
+        InputError: for overrides: which keys there are is known to the program that reads them.
+    """
+    if overrides:
+        rule = "keys of the section rollout are changed in the file that is written"
+        raise InputError("overrides", " ".join(overrides), rule, "leave them out")
+    imported = load_rollout(path)
+    model = f"model:\n  sizes: {imported.sizes}\n\n" if imported.sizes else ""
+    keys = "".join(f"  {key}: {plain(value)}\n" for key, value in imported.rollout.items())
+    return f"# Rollout of {Path(path).name}\n{comments(imported)}{model}rollout:\n{keys}"
+
+
+def comments(imported: Imported | ImportedRollout) -> str:
     """Write notes and names as YAML comments."""
     left_out = [f"Left out: {', '.join(imported.left_out)}"] if imported.left_out else []
     return "".join(_comment(text) for text in (*imported.notes, *left_out))

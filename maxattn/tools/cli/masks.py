@@ -77,6 +77,30 @@ def read_mask(text: str) -> Mask:
     return mask
 
 
+def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
+    """Refuse numbers beyond the last query or key, which a mask of the library cuts there.
+
+    Args:
+        text: of a mask that was read.
+        q_len, kv_len: T and S.
+        where: the shape's name.
+
+    Raises:
+        InputError: naming the number and the length.
+    """
+    for part in text.split("+"):
+        name, _, rest = part.strip().partition(":")
+        numbers = [int(word) for word in rest.split(",")] if rest else []
+        queries = [n for i, n in enumerate(numbers) if i % 4 < 2] if name == "rectangle" else []
+        keys = [n for i, n in enumerate(numbers) if i % 4 > 1] if name == "rectangle" else []
+        keys = numbers if name == "lengths" else keys
+        for what, given, length in (("queries", queries, q_len), ("keys", keys, kv_len)):
+            if given and max(given) > length:
+                rule = f"{where} has {length} {what}, and {max(given)} is beyond them"
+                remedy = f"write at most {length} for {what}"
+                raise InputError("--mask", plain(part.strip()), rule, remedy)
+
+
 def _read_one(text: str) -> Mask:
     name, _, rest = text.partition(":")
     if name not in SPELLINGS:

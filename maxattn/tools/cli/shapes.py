@@ -8,7 +8,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, whole
 from maxattn.errors import InputError
 from maxattn.tools import model_shapes
-from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.cli.masks import check_fits, read_mask
 from maxattn.tools.cli.source import Source
 from maxattn.tools.model_shapes import Shape
 
@@ -49,16 +49,30 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
         names = ", ".join(model_shapes.SHAPES)
         remedy = f"add --shape B,T,S,N,H, or --shape with one of {names}"
         raise InputError("shape", "(none)", rule, remedy)
-    if args.batch is not None and whole(args.batch) is None:
-        rule = "B is at least 1" if args.batch < 1 else f"B is at most {LARGEST}"
-        raise InputError("batch", plain(args.batch), rule, "write --batch 1")
     mask = None if args.mask is None else read_mask(args.mask)
-    changes = (args.role, args.dtype, mask, args.batch)
-    return tuple(_fitting(model_shapes.changed(shape, *changes)) for shape in found)
+    changes = (args.role, args.dtype, mask, read_batch(args.batch))
+    changed = (model_shapes.changed(shape, *changes) for shape in found)
+    return tuple(_fitting(shape, args.mask or "") for shape in changed)
 
 
-def _fitting(shape: Shape) -> Shape:
+def read_batch(value: int | None) -> int | None:
+    """Return what --batch says.
+
+    Raises:
+        InputError: for no size of a batch.
+    """
+    if value is not None and whole(value) is None:
+        rule = "B is at least 1" if value < 1 else f"B is at most {LARGEST}"
+        raise InputError("batch", plain(value), rule, "write --batch 1")
+    return value
+
+
+def _fitting(shape: Shape, mask: str) -> Shape:
     """Return a shape that its mask fits.
+
+    Args:
+        shape: with the mask.
+        mask: as it is written; empty for none.
 
     Raises:
         InputError: with what can be written here, where the library would have an argument given.
@@ -70,4 +84,5 @@ def _fitting(shape: Shape) -> Shape:
             raise
         remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
         raise InputError("--mask", error.value, error.rule, remedy) from None
+    check_fits(mask, shape.q_len, shape.kv_len, shape.name)
     return shape

@@ -63,7 +63,7 @@ def test_mistyped_options_get_a_guess(capsys):
         "check": ["--modle", "--batchs", "2"],
         "compile": ["--target", "v5p", "--trian"],
         "tune": ["--limits", "3"],
-        "bench": ["--shaep", "x"],
+        "bench": ["--shaep", "x", "--mask", "casual", "--target", "H200"],
         "convert": ["base.yml", "--outt"],
     }
     said = []

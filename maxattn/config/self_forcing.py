@@ -1,0 +1,197 @@
+"""Reads a YAML of Self-Forcing, LongLive or their kin: what it says of a rollout, in our words.
+
+There a window is frames, and much has a default in their code; here a window is blocks, and
+everything is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from maxattn.config.document import Document
+from maxattn.config.errors import ConfigErrors, dotted, plain, problem
+from maxattn.config.load import check_path, in_file_order
+from maxattn.config.read import read
+from maxattn.config.self_forcing_keys import (
+    MODEL,
+    SIZES,
+    TAKEN,
+    THEIRS,
+    KeyPath,
+    found,
+    is_theirs,
+)
+from maxattn.errors import ConfigError
+
+
+class ImportedRollout(NamedTuple):
+    """Hold what came of such a file.
+
+    Args:
+        rollout: the keys of the section `rollout`, as examples/common/rollout_settings.py has them.
+        sizes: of the model, as `model.sizes` says them; None where the file names none of ours.
+        left_out: names of the keys that were not taken, dotted, in the order of the file.
+        notes: what was read otherwise than it was written, and why.
+    """
+
+    rollout: dict[str, Any]
+    sizes: str | None
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class _TakenKeys(NamedTuple):
+    """Hold the values of the keys that are taken, and where each stands."""
+
+    values: dict[str, Any]
+    paths: dict[str, KeyPath]
+
+
+def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
+    """Read what a file of Self-Forcing, LongLive or their kin says of a rollout.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigErrors: for everything wrong in the keys that are taken, with file and line; for a
+            file that has none of them.
+    """
+    check_path(path)
+    source = os.fspath(path)
+    document = read(source)
+    if not is_theirs(document.data):
+        rule = "such a file says num_frame_per_block, denoising_step_list or local_attn_size"
+        remedy = "a file of maxattn's own needs no conversion"
+        raise ConfigErrors([problem(source, "no file of Self-Forcing", rule, remedy)], source)
+    given, problems = _given(document)
+    problems += [*document.problems, *_contradictions(given, document)]
+    if problems:
+        raise ConfigErrors(sorted(problems, key=in_file_order), source)
+    sizes = SIZES.get(given.values.get("model", THEIRS["model"]))
+    left_out = tuple(_left_out(document.data, set(given.paths.values())))
+    return ImportedRollout(
+        _rollout(given.values), sizes, left_out, tuple(_notes(document.data, given))
+    )
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _given(document: Document) -> tuple[_TakenKeys, list[ConfigError]]:
+    """Find the keys that are taken, and what is wrong with each by itself."""
+    given, problems = _TakenKeys({}, {}), []
+    for name, (paths, kind) in TAKEN.items():
+        there = [path for path in paths if found(document.data, path) is not None]
+        for path in there:
+            value = found(document.data, path)
+            if not kind.holds(value):
+                problems.append(_wrong(document, path, kind.rule, kind.remedy))
+            elif name in given.values and given.values[name] != value:
+                other = dotted(given.paths[name])
+                rule = f"{other} says {plain(given.values[name])}"
+                problems.append(_wrong(document, path, rule, f"leave it or {other} out"))
+            elif name not in given.values:
+                given.values[name], given.paths[name] = value, path
+    return given, problems
+
+
+def _wrong(document: Document, path: KeyPath, rule: str, remedy: str) -> ConfigError:
+    line, _ = document.line_of(path)
+    return problem(
+        dotted(path), plain(found(document.data, path)), rule, remedy, document.where(line)
+    )
+
+
+def _contradictions(given: _TakenKeys, document: Document) -> Iterator[ConfigError]:
+    """Refuse windows of no whole blocks, sinks that they do not hold, and bidirectional models."""
+    values, paths = given
+    size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
+    if seen > 0 and seen % size:
+        near = sorted({max(size, seen // size * size), -(-seen // size) * size})
+        rule = f"a window is whole blocks of {size} frames, as num_frame_per_block says"
+        yield _wrong(document, paths["frames_seen"], rule, f"write {' or '.join(map(str, near))}")
+    elif seen > 0 and values.get("sink", 0) > seen - size:
+        rule = f"sink and a block of {size} frames both fit the window of {seen} frames"
+        yield _wrong(document, paths["sink"], rule, f"write at most {seen - size}")
+    if values.get("causal") is False:
+        rule = "a rollout is of a model that sees no later frames"
+        yield _wrong(document, paths["causal"], rule, "give the file of a causal model")
+
+
+def _left_out(data: Mapping[str, Any], taken: set[KeyPath]) -> Iterator[str]:
+    """Name what was not taken: a mapping as a whole where none of its keys was."""
+    for key, value in data.items():
+        inside = [path for path in taken if path[0] == key]
+        if not inside:
+            yield str(key)
+        elif isinstance(value, Mapping):
+            yield from (dotted((str(key), str(k))) for k in value if (key, k) not in taken)
+
+
+# ---- in our words --------------------------------------------------------------------------------
+
+
+def _rollout(values: Mapping[str, Any]) -> dict[str, Any]:
+    said = {**THEIRS, **values}
+    size, seen = said["frames_per_block"], said.get("frames_seen", -1)
+    sink = said.get("sink", 0) if seen > 0 else 0
+    by_slots = "slots_with_sink" if sink else "slots"
+    return {
+        "frames_per_block": size,
+        "window": seen // size if seen > 0 else None,
+        "sink": sink,
+        "first_frame_alone": said.get("first_frame_alone", False),
+        **_steps(said),
+        "timestep_shift": float(said["timestep_shift"]),
+        "context_noise": float(said.get("context_noise", 0)),
+        "positions": by_slots if said.get("by_slots") else "absolute",
+    }
+
+
+def _steps(said: Mapping[str, Any]) -> dict[str, Any]:
+    if "denoising_steps" not in said:
+        return {}
+    steps = [step for step in said["denoising_steps"] if step]
+    return {"denoising_steps": steps, "warp_steps": said["warp_steps"]}
+
+
+def _notes(data: Mapping[str, Any], given: _TakenKeys) -> Iterator[str]:
+    values, paths = given
+    yield from _notes_on_window(values, paths)
+    yield from _notes_on_steps(data, values)
+    for name, theirs in THEIRS.items():
+        if name not in values and (name != "warp_steps" or "denoising_steps" in values):
+            yield f"{dotted(TAKEN[name][0][0])} is not set: {plain(theirs)}, as in their code"
+    if (shift := data.get("timestep_shift")) is not None:
+        yield f"timestep_shift: {plain(shift)} outside of {MODEL} is that of training, and left out"
+    if values.get("by_slots"):
+        where = dotted(paths["by_slots"])
+        yield f"{where}: keys are kept without rotary embedding, and turned by their slot"
+    if (name := values.get("model")) is not None and name not in SIZES:
+        yield f"{dotted(paths['model'])}: {name} is none of {', '.join(SIZES)}; set model.sizes"
+
+
+def _notes_on_window(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Iterator[str]:
+    size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
+    if seen > 0:
+        yield f"{dotted(paths['frames_seen'])}: {seen} frames are {seen // size} blocks of {size}"
+    elif values.get("sink"):
+        sink = f"{dotted(paths['sink'])}: {values['sink']}"
+        yield f"{sink} is left out: local_attn_size is -1, so every frame stays"
+
+
+def _notes_on_steps(data: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    steps = values.get("denoising_steps")
+    if steps is None:
+        yield (
+            "there is no denoising_step_list: their code samples each block with a scheduler, in"
+            " sampling_steps; set rollout.denoising_steps"
+        )
+    elif not steps[-1]:
+        yield "the 0 at the end of denoising_step_list is left out: it is the clean block itself"
+    if steps and data.get("guidance_scale") is not None:
+        scale = f"guidance_scale: {plain(data['guidance_scale'])}"
+        yield f"{scale} is that of the teacher in distillation, and left out"

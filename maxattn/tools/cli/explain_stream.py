@@ -1,0 +1,159 @@
+"""What `maxattn explain --stream` prints: cache, passes, operations, times, transfers and plans."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from math import prod
+
+from maxattn.config import AttentionConfig
+from maxattn.context_parallel.base import readable
+from maxattn.devices import memory_of
+from maxattn.errors import InputError
+from maxattn.explain import explain
+from maxattn.plan import Plan, plan
+from maxattn.sharding import mesh_shape
+from maxattn.target import Target
+from maxattn.tools.cli.machine import mesh_of, target_of
+from maxattn.tools.cli.shapes import read_batch
+from maxattn.tools.cli.source import Source
+from maxattn.tools.cli.stream import OPTION, read_stream
+from maxattn.tools.model_shapes import dtype_of
+from maxattn.tools.predicted import Predicted, forward_time
+from maxattn.tools.stream_costs import StreamCosts, StreamStage
+
+INDENT = 10
+REST = (
+    "times are attention's alone: projections, feed-forward, cross-attention, norms, rotary"
+    " embedding and the writing of the cache are not in them, nor are text encoder and VAE"
+)
+
+
+def stream_text(args: argparse.Namespace, source: Source) -> str:
+    """Return what is said of the stream that `--stream` names.
+
+    Raises:
+        InputError: another option says what is computed too, or the stream is wrong.
+        MeshError: sizes do not divide over the mesh.
+    """
+    _check_alone(args)
+    mesh, target = mesh_shape(mesh_of(args, source.config)), target_of(args, source.config)
+    batch, dtype = read_batch(args.batch) or 1, dtype_of(args.dtype or "bf16")
+    run = read_stream(args.stream, source.sections, mesh, batch, dtype)
+    stages = [(stage, _plan(stage, source.config, target)) for stage in run.stages()]
+    lines = [(heading, text) for heading, text in _lines(run, stages, target)]
+    head = f"{run.name}  {_model(run)}{_mesh(run)}   {target.device_kind}"
+    rows = (f"  {heading:<{INDENT}}{text}" for heading, text in lines)
+    plans = (f"{stage.name}\n{explain(made, False, args.why)}" for stage, made in stages)
+    return "\n\n".join(("\n".join((head, *rows)), *plans))
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    for name in ("shape", "role", "mask"):
+        if value := getattr(args, name):
+            rule = "a stream says which tokens attend to which"
+            text = ", ".join(value) if isinstance(value, list) else value
+            remedy = f"leave --{name} out, or {OPTION}"
+            raise InputError(f"--{name}", text, rule, remedy)
+
+
+def _plan(stage: StreamStage, config: AttentionConfig, target: Target) -> Plan:
+    return plan(stage.call, config, dict(stage.mesh), target)
+
+
+def _model(run: StreamCosts) -> str:
+    model, shared = run.model, ""
+    if run.kv_heads != model.heads:
+        shared = f", {run.kv_heads} of keys"
+    sizes = f"{model.layers} layers of {model.heads} heads of {model.head_dim}{shared}"
+    return f"B={run.batch}, {sizes}, {model.tokens_per_frame} tokens a frame, {run.dtype}"
+
+
+def _mesh(run: StreamCosts) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in run.layout.mesh)
+    return f"   mesh {sizes}" if sizes else ""
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+
+
+def _lines(
+    run: StreamCosts, stages: list[tuple[StreamStage, Plan]], target: Target
+) -> Iterator[tuple[str, str]]:
+    yield "blocks", _blocks(run)
+    yield "slots", _slots(run)
+    yield "cache", _cache(run, target)
+    clean = ", and one over the clean block, which later blocks see" if run.clean_pass else ""
+    yield "passes", f"{run.passes} a block: {run.steps} denoising steps{clean}"
+    programs = ", ".join(f"{stage.name} ({_numbers(stage)})" for stage, _ in stages)
+    yield "programs", f"{len(stages)}: {programs}"
+    times = [None if made.call.mask.has_data else forward_time(made) for _, made in stages]
+    for (stage, _), found in zip(stages, times, strict=True):
+        yield stage.name.split()[0], _work(run, stage, found)
+    if moves := tuple(run.moves()):
+        yield from (("moves", f"{move}, a layer and pass over the cache") for move in moves)
+    elif run.layout.mesh:
+        yield "moves", "nothing over the cache: each device has its own rows and heads"
+    if known := [found for found in times if found]:
+        yield "times", f"{known[-1].how}"
+    yield "rest", REST
+
+
+def _blocks(run: StreamCosts) -> str:
+    stream = run.layout.stream
+    size, alone = stream.frames_per_block, ", frame 0 alone" * stream.first_frame_alone
+    sees = "all before it" if stream.budget is None else f"at most {stream.budget} frames"
+    own = f"{_frames(size)} each, {size * stream.tokens_per_frame} tokens{alone}"
+    video = f"; the video has {run.length} frames in {run.blocks} blocks" if run.length else ""
+    return f"{own}; a block sees {sees}, its own included{video}"
+
+
+def _frames(count: int) -> str:
+    return f"{count} frame{'s' * (count > 1)}"
+
+
+def _slots(run: StreamCosts) -> str:
+    layout = run.layout
+    ring, sink = layout.frames - layout.sink, layout.sink
+    if layout.stream.window is None:
+        return f"{layout.frames}, one for each frame of the video"
+    turn = f"frame f lies in slot f % {ring}" if not sink else ""
+    stays = f"frames 0 to {sink - 1} stay, and frame f lies in slot {sink} + (f - {sink}) % {ring}"
+    return f"{layout.frames}: {turn or stays}"
+
+
+def _cache(run: StreamCosts, target: Target) -> str:
+    each = " a device" if run.layout.mesh else ""
+    most = memory_of(target.device_kind)
+    share = f" of {readable(most)}" if most else ""
+    return (
+        f"{readable(run.cache_bytes)}{share}{each}: k and v of {run.model.layers} layers,"
+        f" {readable(run.frame_bytes)} a frame"
+    )
+
+
+def _numbers(stage: StreamStage) -> str:
+    first, last = stage.blocks
+    if last is None:
+        return f"from block {first} on"
+    return f"block {first}" if first == last else f"blocks {first} to {last}"
+
+
+def _work(run: StreamCosts, stage: StreamStage, found: Predicted | None) -> str:
+    """Say operations and time of a pass and of a block, of one device."""
+    call, layers = stage.call, run.model.layers
+    least, most = (layers * flops / prod(n for _, n in stage.mesh) for flops in stage.flops)
+    lengths = f"T={call.q_len} S={stage.keys[0]}"
+    if least < most:
+        up_to = f"{lengths} to {stage.keys[1]} of {call.kv_len}"
+        return f"{up_to}: {_tera(least)} to {_tera(most)} a pass"
+    work = f"{lengths}: {_tera(most)} a pass, {_tera(run.passes * most)} a block"
+    if found is None:
+        return f"{work}; no time is known{' over a mesh' * bool(stage.mesh)}"
+    rate = stage.flops[1] / found.ms.slow / 1e9
+    times = found.ms.times(layers), found.ms.times(layers * run.passes)
+    return f"{work}; {found.ms} a call, {rate:.0f} TFLOP/s, {times[0]} a pass, {times[1]} a block"
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP"

@@ -1,0 +1,165 @@
+"""What a video that is made block by block costs its attention: cache, passes, calls, transfers.
+
+Nothing is computed and no device is asked: lengths follow from the stream, bytes from its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.context_parallel.base import Collective, itemsize
+from maxattn.masks import Full, KeyPadding
+from maxattn.sharding import MeshShape, ways
+from maxattn.streaming.layout import CacheLayout
+from maxattn.tools.video_models import VideoModel
+
+FLOAT = 4
+
+
+class StreamStage(NamedTuple):
+    """Hold the blocks that one compiled program makes.
+
+    Args:
+        name: "first block", "filling cache" or "full cache".
+        blocks: the numbers of the first and the last of them, from 1; None for no end.
+        keys: the fewest and the most that one of them sees.
+        call: attention of one pass; of one device, where a cache is read.
+        mesh: that the call is laid out over.
+    """
+
+    name: str
+    blocks: tuple[int, int | None]
+    keys: tuple[int, int]
+    call: Call
+    mesh: MeshShape
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Operations of a layer's pass, the fewest and the most, of all devices of its mesh."""
+        c = self.call
+        a_key = 4.0 * c.batch * c.heads * c.q_len * c.head_dim
+        return a_key * self.keys[0], a_key * self.keys[1]
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """Describe a model that makes a video block by block.
+
+    Args:
+        name: of the model.
+        model: its sizes.
+        layout: the stream, its slots, and how they lie over a mesh.
+        batch: videos at a time.
+        dtype: of q, k, v and the cache.
+        steps: denoising steps of a block.
+        clean_pass: whether a last pass keeps the clean block.
+        length: frames of the video; None for no end.
+    """
+
+    name: str
+    model: VideoModel
+    layout: CacheLayout
+    batch: int = 1
+    dtype: str = "bfloat16"
+    steps: int = 4
+    clean_pass: bool = True
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.layout.check_sizes(self.batch, self.kv_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        """K, heads of the keys."""
+        return self.model.kv_heads or self.model.heads
+
+    @property
+    def passes(self) -> int:
+        """Passes through the model for each block."""
+        return self.steps + self.clean_pass
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes that a frame takes on each device, of all layers."""
+        rows = self._local_batch * self.layout.tokens * self.kv_heads // self.layout.head_ways
+        return 2 * self.model.layers * rows * self.model.head_dim * itemsize(self.dtype)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache on each device."""
+        return self.layout.frames * self.frame_bytes
+
+    @property
+    def blocks(self) -> int | None:
+        """Blocks of the video."""
+        return None if self.length is None else len(self.layout.stream.blocks(self.length))
+
+    @property
+    def _local_batch(self) -> int:
+        return self.batch // ways("B", self.layout.mesh)
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def stages(self) -> Iterator[StreamStage]:
+        """Yield the programs that make the blocks, in their order."""
+        stream, last = self.layout.stream, self.blocks
+        own = stream.first_block * stream.tokens_per_frame
+        sizes = self.batch, own, own, self.model.heads, self.kv_heads, self.model.head_dim
+        mesh = self.layout.mesh
+        yield StreamStage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
+        full = self._first_full()
+        if full > 2 and (last is None or last > 1):
+            blocks = 2, full - 1 if last is None else min(full - 1, last)
+            call, size = self._reading(is_full=False), stream.frames_per_block
+            least, most = (stream.first_block + (n - 1) * size for n in blocks)
+            keys = least * self.layout.tokens, most * self.layout.tokens
+            yield StreamStage("filling cache", blocks, keys, call, ())
+        if last is None or last >= full:
+            call = self._reading(is_full=True)
+            yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
+
+    def _first_full(self) -> int:
+        """Return the number of the first block behind the first one that fills every slot."""
+        stream = self.layout.stream
+        missing = self.layout.frames - stream.first_block
+        return 1 + max(1, -(-missing // stream.frames_per_block))
+
+    def _reading(self, is_full: bool) -> Call:
+        """Describe the attention of a device that reads its share of the cache."""
+        layout, model = self.layout, self.model
+        batch, heads = self._local_batch, model.heads // layout.head_ways
+        q_len = layout.stream.frames_per_block * layout.stream.tokens_per_frame
+        kv_len = layout.frames * layout.tokens
+        filled = np.full(batch, kv_len, np.int32)
+        mask = Full() if is_full else KeyPadding(filled)
+        sizes = batch, q_len, kv_len, heads, self.kv_heads // layout.head_ways, model.head_dim
+        return Call(*sizes, self.dtype, mask, return_lse=layout.token_ways > 1)
+
+    # ---- transfers -------------------------------------------------------------------------------
+
+    def moves(self) -> Iterator[Collective]:
+        """Yield what a layer's pass over the cache sends, in bytes that a device receives."""
+        ranks, rows = self.layout.ranks, self._rows
+        if ranks == 1:
+            return
+        if self.layout.context == "heads":
+            size = 2 * (rows(self.model.heads) + rows(self.kv_heads)) // ranks
+            yield Collective("all_to_all", ("context",), "Q, new K,V and out", "forward", size)
+            return
+        gathered = rows(self.model.heads) + 2 * rows(self.kv_heads)
+        yield Collective("all_gather", ("context",), "Q and new K,V", "forward", gathered)
+        out = rows(self.model.heads, FLOAT)
+        yield Collective("psum_scatter", ("context",), "out in float32", "forward", out)
+
+    def _rows(self, heads: int, size: int = 0) -> int:
+        """Count the bytes of a block that a device does not have yet, of all tokens."""
+        tensor, ranks = dict(self.layout.mesh).get("tensor", 1), self.layout.ranks
+        stream = self.layout.stream
+        tokens = self._local_batch * stream.frames_per_block * stream.tokens_per_frame
+        each = tokens * heads // tensor * self.model.head_dim * (size or itemsize(self.dtype))
+        return each * (ranks - 1) // ranks
