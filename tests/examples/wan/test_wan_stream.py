@@ -42,3 +42,13 @@ def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
 @pytest.mark.parametrize("case", product(AXES, fits), ids=name)
 def test_every_block_of_the_product(case: dict) -> None:
     check(case)
+
+
+def test_modulations_of_frames_are_never_those_of_all_tokens_at_once() -> None:
+    """[B, T, 6, D] would be the largest array of a block: six rows where one is used at a time."""
+    stream = ma.Stream(TOKENS, 3, 2)
+    clean, _ = clips(3)
+    made = jax.make_jaxpr(lambda x, t, c: plain()(x, t, text(), cache=c))(
+        clean, times(3), empty(stream, 3)
+    )
+    assert "f32[1,3,6,24]" in str(made) and "f32[1,6,6,24]" not in str(made)
