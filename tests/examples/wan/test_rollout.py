@@ -15,6 +15,7 @@ from rollout import Denoising, Reel, Rollout
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, small, text
+from tests.streaming.test_programs import copies
 
 HOW = Denoising(denoising_steps=(1000, 500))
 FRAME = (*SIDES, 4)
@@ -98,6 +99,19 @@ def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
             sizes.append(sum(a.nbytes for a in jax.live_arrays()))
     assert run.programs == 3 and sizes[0] == sizes[1]
     assert given is not None and given.k.is_deleted() and bool(jnp.isfinite(x).all())
+
+
+@pytest.mark.parametrize("stage", ["empty", "full"])
+def test_no_program_copies_the_cache(stage: str) -> None:
+    """Two loops over layers, one of them in a loop over steps, change one cache in place."""
+    run, kv = rollout(), told()
+    reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 3)[1]
+    cache = reel.cache
+    assert cache is not None and cache.stage == stage
+    given = run._parameters, cache, kv, np.int32(reel.frame)
+    program = run._make.lower(*given, 1).compile()
+    assert not copies(program.as_text(), cache.k.size)
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
 
 
 def test_rows_are_videos_of_their_own() -> None:
