@@ -192,7 +192,7 @@ class StreamRun:
     def _blocks(self, run: Rollout, reel: Reel, told: list[Any]) -> Iterator[np.ndarray]:
         """Make the blocks; while one is made, the one before it is written."""
         starts = {scene.block: i for i, scene in enumerate(self.scenes) if i}
-        began, waiting = time.perf_counter(), None
+        said, waiting = (0, time.perf_counter()), None
         for number in range(self.blocks):
             if (scene := starts.get(number)) is not None:
                 reel = run.switch(reel, told[scene])
@@ -200,7 +200,7 @@ class StreamRun:
             if waiting is not None:
                 yield self._kept(*waiting)
             waiting = first, x
-            self._say(number + 1, time.perf_counter() - began)
+            said = self._say(number + 1, *said)
         assert waiting is not None, "at least one block is made"
         yield self._kept(*waiting)
 
@@ -218,10 +218,14 @@ class StreamRun:
         arrays = {"latents": np.asarray(latents, np.float32)}
         return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
-    def _say(self, done: int, spent: float) -> None:
-        if done == self.blocks or done % max(1, self.blocks // LINES) == 0:
-            number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
-            print(f"block {number}  {spent / done:.2f} s a block", flush=True)
+    def _say(self, done: int, before: int, then: float) -> tuple[int, float]:
+        """Say now and then how far the run is, and how long blocks took since it was said last."""
+        if done < self.blocks and done % max(1, self.blocks // LINES):
+            return before, then
+        spent = (time.perf_counter() - then) / (done - before)
+        number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
+        print(f"block {number}  {spent:.2f} s a block", flush=True)
+        return done, time.perf_counter()
 
     def _decoded(self, latents: np.ndarray) -> None:
         if self.out is not None and self.folder is not None:
