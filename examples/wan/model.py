@@ -8,8 +8,9 @@
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
 A video has one time, or one for each frame of tokens: Wan 2.2's TI2V model continues an image that
-is the first frame, at time 0. The blocks are stacked along an axis and scanned: they compile once,
-however many there are.
+is the first frame, at time 0, and a model that streams sees clean frames beside noisy ones. Given a
+cache, it makes one block of a video; given a stream, a clip is under its mask. The blocks are
+stacked along an axis and scanned: they compile once, however many there are.
 
 Axes: B batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows,
 columns, channels of the latents.
@@ -20,67 +21,28 @@ Source: Wan 2.1 and 2.2, https://arxiv.org/abs/2503.20314; parameter names are t
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
-from common.layers import FeedForward, gated, modulated, norm32
+from common.forcing import Forcing, View, check_call, view_of
+from common.layers import modulated, norm32
 from common.scan import map_layers, run_layers, stacked
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import InputError
 from maxattn.modules import KV
 
-from .conditions import Conditions
+from .block import Block, Config, Tokens, of_tokens, table
+from .conditions import Conditions, Time
 from .sizes import Sizes
 
-Config = ma.AttentionConfig | None
 Latents = Float[Array, "B F H W C"]
-Tokens = Float[Array, "B T D"]
-
-
-class Block(nnx.Module):
-    """Self-attention, cross-attention to text and image, feed-forward, modulated by the time."""
-
-    def __init__(
-        self, sizes: Sizes, config: Config, mesh: Any, *, rngs: nnx.Rngs, **how: Any
-    ) -> None:
-        dim = sizes.dim
-        heads = {"heads": sizes.num_attention_heads, "dim_head": sizes.attention_head_dim}
-        norm = {"eps": sizes.eps, "qk_norm": "rms_norm_across_heads", "bias": True}
-        where = {"config": config, "mesh": mesh, "rngs": rngs}
-        attention: dict[str, Any] = {**heads, **norm, **where, **how}
-        self.mesh = mesh
-        self.norm1 = norm32(dim, sizes.eps, False, rngs)
-        self.attn1 = ma.FlaxAttention(dim, **attention)
-        self.norm2 = norm32(dim, sizes.eps, True, rngs)
-        self.attn2 = ma.CrossAttention(dim, added_kv_proj_dim=sizes.added_kv_proj_dim, **attention)
-        self.norm3 = norm32(dim, sizes.eps, False, rngs)
-        self.ffn = FeedForward(dim, sizes.ffn_dim, rngs=rngs, **how)
-        self.scale_shift_table = table(6, dim, rngs)
-
-    def __call__(
-        self, x: Tokens, modulation: Float[Array, "B F 6 D"], rotary: ma.Rotary, kv: KV
-    ) -> Tokens:
-        """Run the three layers.
-
-        Args:
-            x: the video's tokens.
-            modulation: what the times of all frames, or of the video, say to all blocks; this
-                block's table is added.
-            rotary: positions of the tokens.
-            kv: keys and values of text and image, from `attn2.compute_kv`.
-        """
-        parts = _of_tokens(self.scale_shift_table[...] + modulation, x.shape[1])
-        shift1, scale1, gate1, shift2, scale2, gate2 = parts
-        x = gated(x, self.attn1(modulated(x, self.norm1, scale1, shift1), rotary_emb=rotary), gate1)
-        x = x + self.attn2(self.norm2(x).astype(x.dtype), kv=kv)
-        x = gated(x, self.ffn(modulated(x, self.norm3, scale2, shift2)), gate2)
-        return sharding.constrain(x, self.mesh, "BT.")
 
 
 class WanTransformer3D(nnx.Module):
@@ -142,6 +104,28 @@ class WanTransformer3D(nnx.Module):
         i = None if image is None else self.condition_embedder.image(image.astype(self.dtype))
         return map_layers(lambda block: block.attn2.compute_kv(c, i), self.blocks)
 
+    def cache(
+        self, stream: ma.Stream, batch: int = 1, frames: int | None = None, **how: Any
+    ) -> ma.KVCache:
+        """Make an empty cache for this model.
+
+        Args:
+            stream: blocks, window and sink.
+            batch: rows.
+            frames: slots of a stream without a window.
+            how: more for `Stream.cache`.
+        """
+        sizes = self.sizes
+        return stream.cache(
+            layers=sizes.num_layers,
+            batch=batch,
+            kv_heads=sizes.num_attention_heads,
+            dim_head=sizes.attention_head_dim,
+            frames=frames,
+            **{"dtype": jnp.dtype(self.dtype).name, "mesh": self.mesh, **how},
+        )
+
+    @overload
     def __call__(
         self,
         latents: Latents,
@@ -149,32 +133,112 @@ class WanTransformer3D(nnx.Module):
         text: Float[Array, "B S C"] | None = None,
         image: Float[Array, "B S2 C2"] | None = None,
         kv: KV | None = None,
-    ) -> Latents:
+        *,
+        cache: None = None,
+        forcing: Forcing | None = None,
+        positions: Int[Array, "*b F"] | None = None,
+    ) -> Latents: ...
+    @overload
+    def __call__(
+        self,
+        latents: Latents,
+        t: Float[Array, "B F"],
+        text: Float[Array, "B S C"] | None = None,
+        image: Float[Array, "B S2 C2"] | None = None,
+        kv: KV | None = None,
+        *,
+        cache: ma.KVCache,
+        forcing: Forcing | None = None,
+        positions: Int[Array, "*b F"] | None = None,
+    ) -> tuple[Latents, ma.KVCache]: ...
+    def __call__(
+        self,
+        latents: Latents,
+        t: Float[Array, " B"] | Float[Array, "B F"],
+        text: Float[Array, "B S C"] | None = None,
+        image: Float[Array, "B S2 C2"] | None = None,
+        kv: KV | None = None,
+        *,
+        cache: ma.KVCache | None = None,
+        forcing: Forcing | None = None,
+        positions: Int[Array, "*b F"] | None = None,
+    ) -> Any:
         """Predict the velocity.
 
         Args:
             latents: noisy; for image-to-video with the condition's channels behind the noise's.
-            t: times, 0 (clean) to 1000 (noise), of each video or of each frame of its tokens.
+                Beside a cache that streams, the block that it is at.
+            t: times, 0 (clean) to 1000 (noise), of each video or of each frame of its tokens;
+                beside a cache or forcing, of each frame.
             text, image: as for `encode`; or else
             kv: what `encode` gave.
+            cache: keys and values of earlier frames; the result is then a pair, with the cache that
+                holds this block's too. `advance` goes on to the next block.
+            forcing: a stream whose mask the clip is under; with a clean clip beside it the
+                velocity is that of the noisy one.
+            positions: numbers of the frames of tokens; default those from `cache.frame` on.
+
+        Raises:
+            InputError: an argument does not fit the model or the others.
         """
         _check_text(text, kv)
         grid = self._grid(latents)
+        check_call(latents, t, grid, cache, forcing)
         kv = self.encode(text, image) if text is not None else kv
-        rotary = ma.rope_3d(self.sizes.attention_head_dim, *grid, theta=self.sizes.rope_theta)
-        time = self.condition_embedder.time(_times(t, grid[0]))
-        x = rearrange(self.patch_embedding(latents.astype(self.dtype)), "B F H W D -> B (F H W) D")
-        x = sharding.constrain(x, self.mesh, "BT.")
+        rope = partial(self._rope, grid[1:])
+        view = view_of(grid[0], rope, cache, forcing, self.mesh, positions)
+        x, time = self._tokens(latents, _times(t, grid[0]), view, forcing)
+        x, cache = self._layers(x, time, kv, view)
+        e = view.noisy(time.embedding)
+        velocity = self._head(view.noisy(x), e, grid)
+        return velocity if cache is None else (velocity, cache)
+
+    def _rope(self, sides: tuple[int, int], frames: Any) -> ma.Rotary:
+        sizes = self.sizes
+        return ma.rope_3d(sizes.attention_head_dim, frames, *sides, theta=sizes.rope_theta)
+
+    def _tokens(
+        self, latents: Latents, t: Float[Array, "B F"], view: View, forcing: Forcing | None
+    ) -> tuple[Tokens, Time]:
+        """Embed the patches and times of a clip, and of the clean one that is paired with it."""
+        x, clean = self._patches(latents), None if forcing is None else forcing.clean
+        if forcing is not None and clean is not None:
+            t_clean = jnp.zeros_like(t) if forcing.t_clean is None else forcing.t_clean
+            x, t = view.pair(self._patches(clean), x), view.pair(t_clean.astype(t.dtype), t)
+        return sharding.constrain(x, self.mesh, "BT."), self.condition_embedder.time(t)
+
+    def _patches(self, latents: Latents) -> Tokens:
+        x = self.patch_embedding(latents.astype(self.dtype))
+        return rearrange(x, "B F H W D -> B (F H W) D")
+
+    def _layers(
+        self, x: Tokens, time: Time, kv: Any, view: View
+    ) -> tuple[Tokens, ma.KVCache | None]:
+        """Run the blocks; a cache that is written is their carry, and one that is read is not."""
+        cache, count = view.cache, jnp.arange(self.sizes.num_layers)
+        seen = view.rotary, view.mask
+        if cache is not None and view.writes:
+
+            def write(block: Block, carry: Any, own: Any) -> Any:
+                (x, cache), (kv, index) = carry, own
+                rotary, mask = seen
+                return block(x, time.modulation, rotary, kv, mask, cache.layer(index))
+
+            return run_layers(write, self.blocks, (x, cache), (kv, count))
         run = ma.remat(Block.__call__, self.config)
 
-        def step(block: Block, x: Tokens, kv: KV) -> Tokens:
-            return run(block, x, time.modulation, rotary, kv)
+        def step(block: Block, x: Tokens, own: Any) -> Tokens:
+            kv, index = own
+            layer = None if cache is None else cache.layer(index)
+            rotary, mask = seen
+            out = run(block, x, time.modulation, rotary, kv, mask, layer)
+            return out if cache is None else out[0]
 
-        return self._head(run_layers(step, self.blocks, x, kv), time.embedding, grid)
+        return run_layers(step, self.blocks, x, (kv, count)), cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
         table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, :, None]
-        shift, scale = _of_tokens(table, x.shape[1])
+        shift, scale = of_tokens(table, x.shape[1])
         x = self.proj_out(modulated(x, self.norm_out, scale, shift))
         counts = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
         return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **counts)
@@ -204,16 +268,6 @@ class WanTransformer3D(nnx.Module):
         raise InputError("image", value, rule, remedy)
 
 
-def _of_tokens(table: Float[Array, "B F rows D"], tokens: int) -> tuple[Float[Array, "B _ D"], ...]:
-    """Return the rows of a modulation for every token, or for all where F is 1."""
-    b, frames, rows, d = table.shape
-    if frames > 1:
-        # [B, F, rows, D] -> [B, F, T / F, rows, D] -> [B, T, rows, D]
-        spread = (b, frames, tokens // frames, rows, d)
-        table = jnp.broadcast_to(table[:, :, None], spread).reshape(b, tokens, rows, d)
-    return tuple(table[:, :, row] for row in range(rows))
-
-
 def _times(t: Array, frames: int) -> Float[Array, "B F"]:
     """Return the times as [B, F], with F 1 where a video has one."""
     if t.ndim == 1:
@@ -229,8 +283,3 @@ def _check_text(text: Any, kv: Any) -> None:
         value = "None, and no kv" if text is None else "given, and kv too"
         rule = "the model takes exactly one of text and kv"
         raise InputError("text", value, rule, "pass text, or kv=encode(text)")
-
-
-def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
-    """Make the learned part of a modulation."""
-    return nnx.Param(dim**-0.5 * jax.random.normal(rngs.params(), (1, rows, dim)))

@@ -1,6 +1,7 @@
 """Rotary tables in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device.
+Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. That
+of a video whose frames are numbered by a traced array is computed on the device.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, did_you_mean
+from maxattn.jax_private.mesh import is_tracer
+from maxattn.rope.numbers import cos_sin
 
 STYLES = ("interleaved", "half")
 
@@ -135,7 +139,7 @@ def rope_2d(
 
 def rope_3d(
     head_dim: int,
-    frames: int,
+    frames: int | Int[Array, "*b F"] | Int[np.ndarray, "*b F"],
     height: int,
     width: int,
     theta: float = 1e4,
@@ -149,24 +153,78 @@ def rope_3d(
     Args:
         head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes
             the rest.
-        frames, height, width: patches in each direction; T = frames * height * width.
+        frames: patches in the direction of time; or the frames' numbers, whole and from 0 on, [F]
+            or [B, F] where examples differ. They may be traced: one program then serves every
+            block of a video, with angles that are as exact at frame 1,000,000 as at frame 0.
+        height, width: patches in the other directions; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
     Returns:
-        cos and sin [T, H/2], the angles of time first, then height, then width.
+        cos and sin [T, H/2] or [B, T, H/2], the angles of time first, then height, then width.
 
     Raises:
-        InputError: for an odd or small head_dim, no positions, or a theta that is no positive
-            number.
+        InputError: for an odd or small head_dim, no positions, numbers of frames that are none, or
+            a theta that is no positive number.
 
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
 
     >>> ma.rope_3d(128, frames=21, height=30, width=52).cos.shape
     (32760, 64)
+    >>> block = ma.rope_3d(128, frames=np.array([3, 4, 5]), height=30, width=52)
+    >>> block.cos.shape
+    (4680, 64)
     """
-    grid = _grid(frames=frames, height=height, width=width)
-    return rope_nd(split_3d(head_dim), grid, theta, style=style)
+    if isinstance(frames, int | np.integer):
+        grid = _grid(frames=int(frames), height=height, width=width)
+        return rope_nd(split_3d(head_dim), grid, theta, style=style)
+    numbers = _checked_frames(frames)
+    sides = (height, width)
+    if is_tracer(numbers):
+        return _of_traced_frames(head_dim, numbers, sides, theta, style)
+    return rope_nd(split_3d(head_dim), _numbered(np.asarray(numbers), sides), theta, style=style)
+
+
+def _checked_frames(frames: Any) -> Any:
+    """Refuse what are no numbers of frames; read those that are on a device."""
+    numbers = frames if is_tracer(frames) else np.asarray(frames)
+    rule = "it is how many frames there are, or their numbers: whole, from 0 on, [F] or [B, F]"
+    remedy = "give an integer, or an array of integers such as cache.frame + jnp.arange(3)"
+    if numbers.ndim not in (1, 2) or not numbers.size or numbers.dtype.kind not in "iu":
+        found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+        raise InputError("frames", found, rule, remedy)
+    if not is_tracer(numbers) and numbers.min() < 0:
+        raise InputError("frames", int(numbers.min()), rule, remedy)
+    return numbers
+
+
+def _numbered(numbers: np.ndarray, sides: tuple[int, int]) -> np.ndarray:
+    """List the positions of numbered frames: [T, 3] or [B, T, 3]."""
+    height, width = sides
+    rows = _grid(height=height, width=width)
+    shape = (*numbers.shape, len(rows))
+    time = np.broadcast_to(numbers[..., None, None], (*shape, 1))
+    space = np.broadcast_to(rows, (*shape, 2))
+    return np.concatenate([time, space], -1).reshape(*numbers.shape[:-1], -1, 3)
+
+
+def _of_traced_frames(
+    head_dim: int, numbers: Array, sides: tuple[int, int], theta: float, style: str
+) -> Rotary:
+    """Make the table of frames whose numbers are known on the device alone."""
+    channels, _, _ = split_3d(head_dim)
+    frequencies = _angles(np.ones(()), channels, _checked_theta(theta))
+    still = rope_3d(head_dim, 1, *sides, theta, style=style)  # of frame 0
+    parts: list[Array] = []
+    for turned, whole in zip(cos_sin(numbers, frequencies), (still.cos, still.sin), strict=True):
+        space = whole[:, channels // 2 :]
+        shape = (*numbers.shape, len(space))
+        time = jnp.broadcast_to(turned[..., None, :], (*shape, channels // 2))
+        both = [time, jnp.broadcast_to(space, (*shape, space.shape[1]))]
+        each = jnp.concatenate(both, -1)  # [*B, F, h w, H/2]
+        parts.append(each.reshape(*numbers.shape[:-1], -1, head_dim // 2))
+    cos, sin = parts
+    return Rotary(cos, sin, style)
 
 
 def split_3d(head_dim: int) -> tuple[int, int, int]:

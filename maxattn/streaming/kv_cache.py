@@ -13,6 +13,7 @@ from maxattn.jax_private.mesh import is_tracer
 from maxattn.sharding import mesh_shape, usable_mesh
 from maxattn.streaming import checks
 from maxattn.streaming.layout import CacheLayout
+from maxattn.streaming.refill import begin_refill, end_refill
 from maxattn.streaming.zeros import zeros_on_mesh
 
 if TYPE_CHECKING:
@@ -202,6 +203,35 @@ class KVCache:
             stages = {c.stage for c in caches}
             return replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
         return replace(both, stage=both._stage_at(*_ends(both.frame)))
+
+    # ---- the same frames, cached anew ------------------------------------------------------------
+
+    def refill(self) -> Self:
+        """Begin to cache the kept frames anew, in the memory of this cache: for another prompt.
+
+        They are `stream.kept(frame)`. Run them block by block, as if they were the first of a
+        video, with their own numbers as positions; then `refilled`. Once frames were given up, all
+        blocks have `frames_per_block`.
+
+        Raises:
+            InputError: nothing is kept, or it is no stream's.
+        """
+        return begin_refill(self)
+
+    def refilled(self, stream: Stream, frame: int) -> Self:
+        """Take the frames that were cached anew as the last ones before `frame`.
+
+        Where frames were given up, all slots are turned so that each frame lies in its own: it is
+        the one copy of a cache that is ever made.
+
+        Args:
+            stream: that the cache was made of.
+            frame: the number of the next frame, as it was before `refill`.
+
+        Raises:
+            InputError: not all of the kept frames are cached.
+        """
+        return end_refill(self, stream, frame)
 
     # ---- what never changes ----------------------------------------------------------------------
 

@@ -217,6 +217,19 @@ class Stream:
         xp = jnp if isinstance(frame, jax.Array) else np
         return xp.where(frame < self.sink, frame, turn)
 
+    def kept(self, end: int) -> tuple[int, ...]:
+        """List the frames that a cache keeps once those before `end` are made, the oldest first.
+
+        Args:
+            end: a number of frames.
+
+        >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
+        (0, 5, 6)
+        """
+        if self.budget is None or end <= self.budget:
+            return tuple(range(end))
+        return (*range(self.sink), *range(end - self.budget + self.sink, end))
+
     def cache(self, **sizes: Any) -> KVCache:
         """Make an empty cache: `KVCache.empty(self, ...)`."""
         from maxattn.streaming.kv_cache import KVCache

@@ -1,0 +1,204 @@
+"""What the tokens of a video model see: all of each other, the blocks of a stream, or a cache.
+
+A model calls `view_of` and knows nothing of training or sampling:
+
+    nothing given        every token sees every other
+    cache=               the block that the cache is at, and all that the cache keeps
+    forcing=             diffusion forcing: frames of any noise, under `stream.mask`
+    forcing= with clean  teacher forcing: a clean clip and the same clip noisy, in one sequence
+    both                 a noisy clip under the mask of teacher forcing, its clean one in the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import InputError
+from maxattn.masks import Mask
+from maxattn.sharding import mesh_shape, ways
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Forcing:
+    """Say that frames of a clip have times of their own, and see each other by a stream.
+
+    Args:
+        stream: blocks, window and sink.
+        clean: the clip without noise, or with the little that context has; default None, for
+            diffusion forcing.
+        t_clean: its times [B, F], 0 or those of its noise; default 0.
+    """
+
+    stream: ma.Stream = field(metadata={"static": True})
+    clean: Float[Array, "B F H W C"] | None = None
+    t_clean: Float[Array, "B F"] | None = None
+
+
+class View(NamedTuple):
+    """Hold what the tokens of a call see.
+
+    Args:
+        rotary: positions of the tokens, or of a cache's window where it keeps keys by slots.
+        mask: None for everything.
+        cache: that is written or read; None without.
+        paired: the stream by which a clean clip stands before the noisy one; None without.
+        shards: devices that both clips are dealt to.
+    """
+
+    rotary: ma.Rotary
+    mask: Mask | None = None
+    cache: ma.KVCache | None = None
+    paired: ma.Stream | None = None
+    shards: int = 1
+
+    def pair(self, clean: Any, noisy: Any) -> Any:
+        """Order tokens or times of both clips as the mask counts them, along axis 1."""
+        return noisy if self.paired is None else self.paired.pair(clean, noisy, self.shards)
+
+    def noisy(self, both: Any) -> Any:
+        """Take the noisy half of tokens or times."""
+        return both if self.paired is None else self.paired.unpair(both, self.shards)[1]
+
+    @property
+    def writes(self) -> bool:
+        """Whether layers change the cache, which is their carry then."""
+        return self.cache is not None and self.cache.mode != "cached"
+
+
+def view_of(
+    frames: int,
+    rope: Callable[[Any], ma.Rotary],
+    cache: ma.KVCache | None,
+    forcing: Forcing | None,
+    mesh: Any = None,
+    positions: Any = None,
+) -> View:
+    """Say what the tokens of a call see.
+
+    Args:
+        frames: of tokens, in the call.
+        rope: makes the table of so many frames, or of frames with these numbers.
+        cache: keys and values that are kept.
+        forcing: a stream's mask.
+        mesh: of the model.
+        positions: numbers of the frames, [F] or [B, F]; default those from `cache.frame` on, or
+            from 0 on.
+    """
+    if forcing is None:
+        return _by_cache(frames, rope, cache, positions)
+    stream = forcing.stream
+    table = rope(frames if positions is None else positions)
+    if cache is not None:
+        mask = stream.mask(frames) if cache.mode == "extract" else stream.teacher_mask(frames)
+        return View(table, mask, cache)
+    if forcing.clean is None:
+        return View(table, stream.mask(frames))
+    shards = _shards(stream, frames, mesh)
+    axis = table.cos.ndim - 2
+    both = (jnp.asarray(x) for x in (table.cos, table.sin))
+    cos, sin = (stream.pair(x, x, shards, axis) for x in both)
+    mask = stream.teacher_mask(frames, shards)
+    return View(ma.Rotary(cos, sin, table.style), mask, None, stream, shards)
+
+
+def _shards(stream: ma.Stream, frames: int, mesh: Any) -> int:
+    """Deal both clips to the devices of context where blocks divide over them.
+
+    Else one clip stands behind the other: the same numbers, and less even work.
+    """
+    count = ways("T", mesh_shape(mesh))
+    whole = frames % (count * stream.frames_per_block) == 0 and not stream.first_frame_alone
+    return count if whole else 1
+
+
+def _by_cache(
+    frames: int, rope: Callable[[Any], ma.Rotary], cache: ma.KVCache | None, positions: Any
+) -> View:
+    if cache is not None and not cache.layout.is_roped:
+        return View(rope(cache.layout.frames), cache=cache)
+    if positions is None and cache is not None:
+        positions = cache.frame[..., None] + jnp.arange(frames)
+    return View(rope(frames if positions is None else positions), cache=cache)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def check_call(
+    latents: Any,
+    t: Any,
+    grid: tuple[int, int, int],
+    cache: ma.KVCache | None,
+    forcing: Forcing | None,
+) -> None:
+    """Refuse times, clips and caches that do not go together.
+
+    Args:
+        latents: of the call.
+        t: its times.
+        grid: frames, rows and columns of tokens.
+        cache, forcing: as for `view_of`.
+
+    Raises:
+        InputError: naming what does not fit.
+    """
+    if cache is None and forcing is None:
+        return
+    stream = cache.layout.stream if forcing is None and cache is not None else None
+    _check_tokens(forcing.stream if forcing is not None else stream, grid)
+    _check_times(t, grid[0], "cache" if forcing is None else "forcing")
+    if cache is not None:
+        _check_cache(cache, forcing, grid[0])
+    if forcing is not None:
+        _check_clean(forcing, latents, grid[0])
+
+
+def _check_tokens(stream: Any, grid: tuple[int, int, int]) -> None:
+    _, rows, columns = grid
+    if (given := stream.tokens_per_frame) != rows * columns:
+        rule = f"a frame of these latents has {rows} x {columns} = {rows * columns} tokens"
+        remedy = f"make the Stream with tokens_per_frame={rows * columns}"
+        raise InputError("tokens_per_frame", given, rule, remedy)
+
+
+def _check_times(t: Any, frames: int, beside: str) -> None:
+    if t.ndim != 2 or t.shape[1] != frames:
+        rule = f"beside {beside}= each of the {frames} frames has a time, as clean ones have 0"
+        remedy = f"pass [B, {frames}]: jnp.broadcast_to(t[:, None], (B, {frames}))"
+        raise InputError("t", f"shape {tuple(t.shape)}", rule, remedy)
+
+
+def _check_cache(cache: ma.KVCache, forcing: Forcing | None, frames: int) -> None:
+    if forcing is not None and cache.mode == "stream":
+        rule = "a block sees all that the cache keeps, so no mask of a stream stands beside it"
+        remedy = "leave forcing out; cache.cached() and cache.extract() take a mask"
+        raise InputError("forcing", "given beside a cache that streams", rule, remedy)
+    if forcing is not None and forcing.clean is not None:
+        rule = "the cache keeps the clean clip, or is being given it as latents"
+        raise InputError("forcing.clean", "given beside a cache", rule, "leave clean out")
+    if cache.mode == "stream" and frames != cache.own:
+        rule = f"blocks follow one another whole: the one to be made has {cache.own} frames"
+        remedy = "pass one block; cache.prefix(frames) takes several at first"
+        raise InputError("latents", f"{frames} frames", rule, remedy)
+
+
+def _check_clean(forcing: Forcing, latents: Any, frames: int) -> None:
+    clean, times = forcing.clean, forcing.t_clean
+    if clean is None and times is not None:
+        rule = "it is the time of a clean clip, and there is none"
+        raise InputError("forcing.t_clean", "given", rule, "give forcing.clean, or leave it out")
+    if clean is not None and clean.shape != latents.shape:
+        rule = f"it is the clip that noise was added to, of shape {tuple(latents.shape)}"
+        raise InputError("forcing.clean", f"shape {tuple(clean.shape)}", rule, "pass that one")
+    if times is not None and tuple(times.shape) != (latents.shape[0], frames):
+        rule = f"each of the {frames} frames has a time: [{latents.shape[0]}, {frames}]"
+        value = f"shape {tuple(times.shape)}"
+        raise InputError("forcing.t_clean", value, rule, "leave it out for clips without noise")

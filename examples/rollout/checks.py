@@ -1,0 +1,34 @@
+"""What a rollout refuses, one rule a function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import maxattn as ma
+from maxattn.errors import InputError
+
+from .reel import Reel
+
+
+def prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
+    """Refuse clean frames of other sizes, and those behind frames that are made."""
+    if reel.frame:
+        rule = f"a prefix is the first of a video, and {reel.frame} frames are made"
+        raise InputError("prefix", f"{latents.shape[1]} frames", rule, "give it after begin()")
+    if latents.ndim != 5 or (latents.shape[0], *latents.shape[2:]) != (reel.batch, *sides):
+        wanted = f"[{reel.batch}, F, {', '.join(map(str, sides))}]"
+        remedy = "encode the image or video at this size"
+        value = f"shape {tuple(latents.shape)}"
+        raise InputError("prefix", value, f"clean latents are {wanted}", remedy)
+    stream.check_frames("prefix", latents.shape[1])
+
+
+def chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> None:
+    """Refuse a choice of context that is not kept, or is no whole blocks."""
+    kept = {s + i for s, block in reel.clean for i in range(block.shape[1])}
+    if lost := [f for f in frames if f not in kept]:
+        rule = f"the clean latents of these frames are kept: {sorted(kept)}"
+        remedy = "choose of these, or give the stream a wider window or a sink"
+        raise InputError("re_prefill", f"frame {lost[0]}", rule, remedy)
+    if frames:
+        stream.check_frames("re_prefill", len(frames))

@@ -1,0 +1,259 @@
+"""Videos of a small Wan, block by block: what a rollout makes, and from what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common.forcing import Forcing
+from rollout import Denoising, Reel, Rollout
+
+import maxattn as ma
+from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, small, text
+from tests.streaming.test_programs import copies
+
+HOW = Denoising(denoising_steps=(1000, 500))
+FRAME = (*SIDES, 4)
+STREAM = ma.Stream(TOKENS, 3, 3, sink=2)
+SINKS = {
+    "sink": STREAM,
+    "no_sink": ma.Stream(TOKENS, 3, 2),
+    "alone": ma.Stream(TOKENS, 3, 3, sink=1, first_frame_alone=True),
+    "frames": ma.Stream(TOKENS, 1, 4, sink=1),
+}
+close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5)
+
+
+def rollout(stream: ma.Stream = STREAM, how: Denoising = HOW, **more: Any) -> Rollout:
+    return Rollout(more.pop("model", None) or plain(), stream, FRAME, how, **more)
+
+
+def told(seed: int = 0) -> Any:
+    return plain().encode(text(seed=seed))
+
+
+def made(run: Rollout, reel: Reel, count: int) -> tuple[jax.Array, Reel]:
+    """Make so many blocks, joined."""
+    parts = []
+    for x, after in run.blocks(reel, count):
+        parts.append(x)
+        reel = after
+    return jnp.concatenate(parts, axis=1), reel
+
+
+def by_hand(run: Rollout, stream: ma.Stream, count: int, kv: Any) -> jax.Array:
+    """Make the same video without a cache: each step is a teacher-forced forward of all frames."""
+    model, how = plain(), run.how
+    clean = jnp.zeros((1, 0, *FRAME))
+    forced = jax.jit(lambda x, t, c: model(x, t, kv=kv, forcing=Forcing(stream, c)))
+    last = stream.first_block + (count - 1) * stream.frames_per_block
+    for start, stop in stream.blocks(last):
+        numbers = jnp.arange(start, stop)
+        x = run._noise(numbers, 1, 0)
+        for i, (sigma, after) in enumerate(zip(how.sigmas, how.sigmas[1:], strict=False)):
+            noisy = jnp.concatenate([jnp.zeros_like(clean), x], axis=1)
+            both = jnp.concatenate([clean, jnp.zeros_like(x)], axis=1)
+            t = jnp.full((1, stop), 1000 * sigma)
+            v = forced(noisy, t, both)[:, start:]
+            x = how.step(x, v, (sigma, after), run._noise(numbers, 1, i + 1))
+        clean = jnp.concatenate([clean, x], axis=1)
+    return clean
+
+
+def only_fast(*kept: str) -> list[Any]:
+    """List the streams; those that are not named wait for `make test-all`."""
+    slow = pytest.mark.slow
+    return [name if name in kept else pytest.param(name, marks=slow) for name in SINKS]
+
+
+@pytest.mark.parametrize("name", only_fast("alone"))
+@pytest.mark.parametrize("sampler", ["few_step", "flow_euler"])
+def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) -> None:
+    run, kv = rollout(SINKS[name], replace(HOW, sampler=sampler)), told()
+    got, _ = made(run, run.begin(kv), 5)
+    close(got, by_hand(run, SINKS[name], 5, kv))
+    assert run.programs <= 3
+
+
+def test_a_video_goes_on_bit_for_bit_where_it_was_left() -> None:
+    run = rollout()
+    whole, _ = made(run, run.begin(told()), 6)
+    some, reel = made(run, run.begin(told()), 2)
+    rest, _ = made(rollout(), reel, 4)
+    np.testing.assert_array_equal(jnp.concatenate([some, rest], axis=1), whole)
+
+
+def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
+    stream = ma.Stream(TOKENS, 1, 3, sink=1)
+    run = rollout(stream)
+    reel, sizes = run.begin(told()), []
+    given = reel.cache
+    for number in range(40):
+        x, reel = run.block(reel)
+        if number in (5, 39):
+            sizes.append(sum(a.nbytes for a in jax.live_arrays()))
+    assert run.programs == 3 and sizes[0] == sizes[1]
+    assert given is not None and given.k.is_deleted() and bool(jnp.isfinite(x).all())
+
+
+@pytest.mark.parametrize("stage", ["empty", "full"])
+def test_no_program_copies_the_cache(stage: str) -> None:
+    """Two loops over layers, one of them in a loop over steps, change one cache in place."""
+    run, kv = rollout(), told()
+    reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 3)[1]
+    cache = reel.cache
+    assert cache is not None and cache.stage == stage
+    given = run._parameters, cache, kv, np.int32(reel.frame)
+    program = run._make.lower(*given, 1).compile()
+    assert not copies(program.as_text(), cache.k.size)
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
+
+
+def test_rows_are_videos_of_their_own() -> None:
+    run = rollout()
+    kv = plain().encode(jnp.concatenate([text(seed=1), text(seed=2)]))
+    both, _ = made(run, run.begin(kv, batch=2), 4)
+    alone, _ = made(run, run.begin(told(1)), 4)
+    close(both[:1], alone)
+    assert float(jnp.abs(both[0] - both[1]).max()) > 0.1
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "noise"), [("alone", 0.1), pytest.param("sink", 0.0, marks=pytest.mark.slow)]
+)
+def test_a_prefix_is_the_same_in_one_pass_or_in_many(name: str, noise: float) -> None:
+    stream = SINKS[name]
+    count = stream.first_block + 3
+    run, (clean, _) = rollout(stream, replace(HOW, context_noise=noise)), clips(count)
+    many, _ = made(run, run.prefix(run.begin(told()), clean), 3)
+    one, _ = made(run, run.prefix(run.begin(told()), clean, at_once=True), 3)
+    close(one, many)
+    without, _ = made(run, run.begin(told()), 3)
+    assert float(jnp.abs(without[:, :1] - many[:, :1]).max()) > 1e-3
+
+
+def test_what_a_rollout_made_is_a_prefix_that_it_goes_on_from() -> None:
+    run = rollout()
+    whole, _ = made(run, run.begin(told()), 5)
+    rest, _ = made(run, run.prefix(run.begin(told()), whole[:, :6]), 3)
+    close(rest, whole[:, 6:])
+
+
+# ---- a change of prompt --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt(blocks: int) -> None:
+    run = rollout()
+    first, reel = made(run, run.begin(told(0)), blocks)
+    got, _ = made(run, run.switch(reel, told(1)), 3)
+    want, _ = made(run, run.prefix(run.begin(told(1)), first), 3)
+    close(got, want)
+
+
+def test_a_switch_to_the_same_prompt_in_an_unrolled_window_changes_nothing() -> None:
+    run = rollout()
+    whole, _ = made(run, run.begin(told()), 5)
+    _, reel = made(run, run.begin(told()), 3)
+    rest, _ = made(run, run.switch(reel, told()), 2)
+    close(rest, whole[:, 9:])
+
+
+@pytest.mark.parametrize("name", only_fast("sink", "alone"))
+def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
+    """The block after it is that of one forward over the kept frames and the block."""
+    stream = SINKS[name]
+    run = rollout(stream, replace(HOW, denoising_steps=(1000,), sampler="flow_euler"))
+    _, reel = made(run, run.begin(told(0)), 7)
+    kept, frame = stream.kept(reel.frame), reel.frame
+    clean = reel.frames(kept)
+    assert len(kept) < frame
+    x, after = run.block(run.switch(reel, told(1)))
+    numbers = jnp.asarray((*kept, *range(frame, after.frame)))
+    noise = run._noise(numbers[len(kept) :], 1, 0)
+    t = jnp.concatenate([jnp.zeros((1, len(kept))), jnp.full((1, x.shape[1]), 1000.0)], axis=1)
+    mask = Forcing(replace(stream, first_frame_alone=False))
+    clip = jnp.concatenate([clean, noise], axis=1)
+    v = plain()(clip, t, kv=told(1), forcing=mask, positions=numbers)
+    close(x, noise - v[:, len(kept) :])
+
+
+# ---- guidance ------------------------------------------------------------------------------------
+
+
+def test_guidance_is_a_batch_of_two_with_one_cache() -> None:
+    guided = replace(HOW, guidance_scale=3.0, sampler="flow_euler")
+    run = rollout(how=guided)
+    kv = plain().encode(jnp.concatenate([text(seed=1), text(seed=2)]))
+    got, reel = made(run, run.begin(kv), 4)
+    assert reel.cache is not None and reel.cache.k.shape[1] == 2
+    # The same by two caches.
+    plain_run, caches = rollout(), [plain().cache(STREAM) for _ in range(2)]
+    kvs, x0 = (told(1), told(2)), []
+    call = jax.jit(lambda x, t, kv, c: plain()(x, t, kv=kv, cache=c))
+    for start in range(0, 12, 3):
+        x = plain_run._noise(jnp.arange(start, start + 3), 1, 0)
+        for sigma, after in zip(guided.sigmas, guided.sigmas[1:], strict=False):
+            t, found = jnp.full((1, 3), 1000 * sigma), []
+            for row in range(2):
+                v, caches[row] = call(x, t, kvs[row], caches[row])
+                found.append(v)
+            x = x + (after - sigma) * (found[0] + 3.0 * (found[1] - found[0]))
+        for row in range(2):
+            caches[row] = call(x, jnp.zeros((1, 3)), kvs[row], caches[row])[1].advance()
+        x0.append(x)
+    close(got, jnp.concatenate(x0, axis=1), atol=1e-4)
+
+
+# ---- no cache from block to block ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", only_fast("alone"))
+def test_a_context_that_is_run_anew_is_a_masked_forward(name: str) -> None:
+    stream = SINKS[name]
+    run = rollout(stream, replace(HOW, denoising_steps=(1000,)), re_prefill=True)
+    _, reel = made(run, run.begin(told()), 5)
+    chosen = tuple(run._choose(reel.frame))
+    context = reel.frames(chosen)
+    x, after = run.block(reel)
+    size = x.shape[1]
+    noise = run._noise(jnp.arange(reel.frame, after.frame), 1, 0)
+    t = jnp.concatenate([jnp.zeros((1, len(chosen))), jnp.full((1, size), 1000.0)], axis=1)
+    clip = jnp.concatenate([context, noise], axis=1)
+    forcing = Forcing(replace(stream, window=None, sink=0))
+    v = plain()(clip, t, kv=told(), forcing=forcing)
+    close(x, noise - v[:, len(chosen) :])
+    assert len(chosen) + size <= (stream.budget or 0)
+
+
+def test_a_context_may_be_chosen() -> None:
+    run = rollout(ma.Stream(TOKENS, 1, 6), re_prefill=lambda frame: range(frame)[:1])
+    x, reel = made(run, run.begin(told()), 4)
+    assert x.shape[1] == 4 and run.programs == 2 and reel.cache is None
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def test_on_a_mesh_it_is_the_same() -> None:
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=2, ici_tensor_parallelism=2
+    )
+    mesh = config.make_mesh(jax.devices()[:4])
+    stream = ma.Stream(TOKENS, 3, 3, sink=2)
+    how = {"context": "tokens"}
+    spread = rollout(stream, model=small(mesh))
+    got, reel = made(spread, spread.begin(told(), **how), 5)
+    run = rollout(stream)
+    close(got, made(run, run.begin(told()), 5)[0])
+    switched, _ = made(spread, spread.switch(reel, told(1)), 2)
+    _, reel = made(run, run.begin(told()), 5)
+    close(switched, made(run, run.switch(reel, told(1)), 2)[0])

@@ -1,0 +1,120 @@
+"""What a model that streams and a rollout refuse; messages: golden/wan_stream.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common.forcing import Forcing
+from flax import nnx
+from rollout import Denoising, Rollout
+
+import maxattn as ma
+from maxattn.errors import MaxattnError
+from tests.examples.wan.streamed import SIDES, TOKENS, clips, empty, plain, text, times
+from tests.golden_text import check_golden
+
+STREAM = ma.Stream(TOKENS, 3, 2)
+CLEAN, NOISY = clips(6)
+T = times(6)
+
+
+def call(x: Any = NOISY[:, :3], t: Any = T[:, :3], **seen: Any) -> Any:
+    return plain()(x, t, text(), **seen)
+
+
+def streaming() -> ma.KVCache:
+    return empty(STREAM, 6)
+
+
+def forced(clean: Any = CLEAN, t_clean: Any = None, t: Any = T) -> Any:
+    return call(NOISY, t, forcing=Forcing(STREAM, clean, t_clean))
+
+
+def gradient() -> Any:
+    def loss(model: Any) -> jax.Array:
+        t = jnp.zeros((1, 3))
+        return model(NOISY[:, :3], t, text(), cache=streaming())[0].sum()
+
+    return nnx.grad(loss)(plain())
+
+
+def rollout(**how: Any) -> Rollout:
+    return Rollout(plain(), STREAM, (*SIDES, 4), Denoising((1000,)), **how)
+
+
+def begun() -> Any:
+    run = rollout()
+    return run, run.block(run.begin(plain().encode(text())))[1]
+
+
+def chosen(frames: list[int]) -> Any:
+    run = rollout(re_prefill=lambda frame: frames if frame else [])
+    reel = run.begin(plain().encode(text()))
+    return run.block(run.block(reel)[1])
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    # the model
+    "one_time_beside_a_cache": lambda: call(t=T[:, 0], cache=streaming()),
+    "times_of_other_frames": lambda: call(t=T, cache=streaming()),
+    "one_time_beside_clean_frames": lambda: forced(t=T[:, 0]),
+    "a_block_of_another_length": lambda: call(NOISY, T, cache=streaming()),
+    "other_tokens": lambda: call(cache=empty(ma.Stream(4, 3, 2), 6)),
+    "other_tokens_of_forcing": lambda: call(forcing=Forcing(ma.Stream(4, 3), CLEAN[:, :3])),
+    "forcing_beside_a_stream": lambda: call(cache=streaming(), forcing=Forcing(STREAM)),
+    "clean_beside_a_cache": lambda: call(
+        cache=streaming().extract(), forcing=Forcing(STREAM, CLEAN[:, :3])
+    ),
+    "an_image_of_another_kind": lambda: call(cache=streaming(), image=jnp.zeros((1, 5, 10))),
+    "clean_of_another_shape": lambda: forced(CLEAN[:, :3]),
+    "times_without_a_clean_clip": lambda: forced(None, T),
+    "times_of_clean_for_each_video": lambda: forced(t_clean=T[:, 0]),
+    "under_a_gradient": gradient,
+    # steps
+    "steps_that_rise": lambda: Denoising((500, 1000)),
+    "steps_beyond_noise": lambda: Denoising((1500, 500)),
+    "steps_to_nothing": lambda: Denoising((1000, 0)),
+    "no_steps": lambda: Denoising(()),
+    "a_shift_of_nothing": lambda: Denoising(timestep_shift=0.0),
+    "a_sampler_of_another_name": lambda: Denoising(sampler="euler"),
+    "context_of_noise": lambda: Denoising(context_noise=1.0),
+    # a rollout
+    "a_prefix_later": lambda: begun()[0].prefix(begun()[1], CLEAN[:, :3]),
+    "a_prefix_of_other_sides": lambda: rollout().prefix(
+        rollout().begin(plain().encode(text())), CLEAN[:, :3, :1]
+    ),
+    "a_prefix_not_whole": lambda: rollout().prefix(
+        rollout().begin(plain().encode(text())), CLEAN[:, :2]
+    ),
+    "a_context_that_is_gone": lambda: chosen([0, 1, 9]),
+    "a_context_not_whole": lambda: chosen([0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        BAD[name]()
+    check_golden(f"wan_stream/{name}", str(caught.value))
+
+
+def test_a_gradient_through_kept_keys_is_taken_as_teacher_forcing_takes_it() -> None:
+    """Self-forcing: the clean clip is run into a cache, and its keys and values are constants."""
+    model, t = plain(), T
+    every = ma.Stream(TOKENS, 3)
+    cache = empty(every, 6).prefix(6).extract()
+    _, cache = model(CLEAN, 0 * T, text(), cache=cache, forcing=Forcing(STREAM))
+    kept = cache.advance().cached()
+
+    def loss(model: Any) -> Any:
+        v, _ = model(NOISY, t, text(), cache=kept, forcing=Forcing(STREAM))
+        return (v**2).mean(), v
+
+    (_, v), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    want = model(NOISY, t, text(), forcing=Forcing(STREAM, CLEAN))
+    assert float(jnp.abs(v - want).max()) < 1e-5 * float(jnp.abs(want).max())
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))

@@ -1,0 +1,176 @@
+"""The command that streams: a small Wan, its files, its scenes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stream_wan
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from wan.model import WanTransformer3D
+
+from maxattn import weights
+from maxattn.errors import MaxattnError
+from tests.examples.wan.streamed import SIZES, SMALL
+from tests.golden_text import check_golden
+
+YAML = """
+model:
+  sizes: wan-2.1-t2v-1.3b
+  num_attention_heads: 2
+  attention_head_dim: 12
+  num_layers: 2
+  ffn_dim: 32
+  in_channels: 4
+  out_channels: 4
+  text_dim: 8
+  freq_dim: 16
+  dtype: float32
+rollout: {frames_per_block: 3, window: 3, sink: 2, denoising_steps: [1000, 500]}
+sampling: {height: 16, width: 32, guidance_scale: 1.0, text_tokens: 5, weights_dtype: float32}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "stream.yml"
+    path.write_text(YAML)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Save a small model with random weights."""
+    model = WanTransformer3D(SIZES, rngs=nnx.Rngs(3))
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda x: x + 0.05, state))
+    weights.save_diffusers(model, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES.config()))
+    return tmp_path / "model"
+
+
+def stream(*arguments: Any) -> np.ndarray:
+    run = stream_wan.run_of(stream_wan.arguments_of([str(a) for a in arguments]))
+    return run.run()
+
+
+def embeddings(path: Path, rows: int, **more: Any) -> Path:
+    text = np.random.default_rng(0).normal(size=(rows, 5, 8)).astype(np.float32)
+    save_file({"text": text} | more, path)
+    return path
+
+
+def test_blocks_are_kept_as_they_are_made(config: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    shown = ("--prompt", "any", "--switch", "2: other")
+    made = stream(config, *shown, "--blocks", 4, "--latents", out)
+    assert made.shape == (1, 4, 12, 2, 4)
+    names = sorted(path.stem for path in out.iterdir())
+    assert names == ["000000", "000003", "000006", "000009", "latents"]
+    blocks = [load_file(out / f"{name}.safetensors")["latents"] for name in names[:-1]]
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=2), made)
+    np.testing.assert_array_equal(load_file(out / "latents.safetensors")["latents"], made)
+    assert "block 4/4" in capsys.readouterr().out
+    # Up to the switch it is the video without one; then it is another.
+    same = stream(config, "--prompt", "any", "--blocks", 4, "--latents", tmp_path / "same")
+    np.testing.assert_array_equal(same[:, :, :6], made[:, :, :6])
+    assert np.abs(same[:, :, 6:] - made[:, :, 6:]).max() > 1e-4
+
+
+def test_a_video_goes_on_from_latents(config: str, folder: Path, tmp_path: Path) -> None:
+    told = embeddings(tmp_path / "told.safetensors", 1)
+    given = (config, "--model", folder, "--embeddings", told)
+    whole = stream(*given, "--blocks", 3, "--latents", tmp_path / "whole")
+    first = tmp_path / "whole" / "000000.safetensors"
+    rest = stream(*given, "--blocks", 2, "--prefix", first, "--latents", tmp_path / "rest")
+    np.testing.assert_allclose(rest, whole, atol=1e-5 * np.abs(whole).max())
+
+
+def test_guidance_and_scenes_from_a_file(config: str, folder: Path, tmp_path: Path) -> None:
+    negative = np.zeros((1, 5, 8), np.float32)
+    told = embeddings(tmp_path / "told.safetensors", 2, negative_text=negative)
+    given = (config, "sampling.guidance_scale=3", "--model", folder, "--embeddings", told)
+    made = stream(*given, "--switch", 1, "--blocks", 2, "--latents", tmp_path / "out")
+    assert made.shape[2] == 6 and np.isfinite(made).all()
+
+
+def test_without_a_window_the_cache_has_a_slot_for_every_frame(config: str, tmp_path: Path) -> None:
+    more = ("rollout.window=null", "rollout.sink=0", "rollout.first_frame_alone=true")
+    made = stream(config, *more, "--prompt", "any", "--blocks", 3, "--latents", tmp_path / "out")
+    assert made.shape[2] == 7
+
+
+@pytest.mark.parametrize("said", [None, 3])
+def test_a_folder_that_says_no_blocks_is_warned_of(
+    said: int | None, config: str, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A bidirectional checkpoint that is run block by block is not run without a word."""
+    if said is not None:
+        config_json = SIZES.config() | {"frames_per_block": said}
+        (folder / "config.json").write_text(json.dumps(config_json))
+    told = embeddings(tmp_path / "told.safetensors", 1)
+    out = ("--blocks", 1, "--latents", tmp_path / "out")
+    stream(config, "--model", folder, "--embeddings", told, *out)
+    assert ("trained on whole videos" in capsys.readouterr().out) == (said is None)
+
+
+def other_blocks(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+    config_json = SIZES.config() | {"frames_per_block": 1}
+    (folder / "config.json").write_text(json.dumps(config_json))
+    told = embeddings(tmp_path / "told.safetensors", 1)
+    return "--model", "model", "--embeddings", told.name
+
+
+def short_prefix(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+    latents = np.zeros((1, 4, 4, 2, 4), np.float32)
+    save_file({"latents": latents}, tmp_path / "clean.safetensors")
+    return "--prompt", "any", "--prefix", "clean.safetensors"
+
+
+def too_few_rows(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+    embeddings(tmp_path / "told.safetensors", 1)
+    return "--embeddings", "told.safetensors", "--switch", "2"
+
+
+BAD: dict[str, Any] = {
+    "nothing_to_show": lambda *_: (),
+    "a_switch_of_no_number": lambda *_: ("--prompt", "any", "--switch", "a fox"),
+    "a_switch_that_is_never_shown": lambda *_: ("--prompt", "any", "--switch", "40: a fox"),
+    "two_switches_at_once": lambda *_: (
+        ("--prompt", "any", "--switch", "2: a fox", "--switch", "2: a cat")
+    ),
+    "a_switch_without_a_prompt": lambda *_: ("--prompt", "any", "--switch", "2"),
+    "rows_of_other_scenes": too_few_rows,
+    "no_blocks_at_all": lambda *_: ("--prompt", "any", "--blocks", "0"),
+    "blocks_of_another_length": other_blocks,
+    "a_prefix_of_half_a_block": short_prefix,
+    "unipc": lambda *_: ("--prompt", "any", "sampling.sampler=unipc"),
+    "an_image_model": lambda *_: ("--prompt", "any", "model.in_channels=8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_command_refuses(
+    name: str, config: str, folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = BAD[name](folder, tmp_path)
+    with pytest.raises(MaxattnError) as caught:
+        stream("stream.yml", "--blocks", 3, "--latents", "out", *more)
+    check_golden(f"stream_wan/{name}", str(caught.value))
+    assert not (tmp_path / "out").exists()
+
+
+def test_small_sizes_are_those_of_the_file(config: str) -> None:
+    run = stream_wan.run_of(stream_wan.arguments_of([config, "--latents", "out"]))
+    assert all(getattr(run.task.sizes, key) == value for key, value in SMALL.items())
+    assert run.stream.tokens_per_frame == 2 and run.denoising.times.tolist() == pytest.approx(
+        [1000.0, 2500 / 3]
+    )
+    assert jnp.asarray(run.sides).tolist() == [2, 4, 4]
