@@ -22,8 +22,7 @@ from common.command import user_errors
 from sample.command import arguments_of, paths_of, settings_of
 from sample.run import generate
 from sdxl.sampling_task import SdxlSamplingTask
-from sdxl.settings import Settings
-from sdxl.task import sizes_of
+from sdxl.settings import Settings, sizes_of
 
 
 def main(found: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
 from common.shapes import Form
+from common.size_types import size_of
 from flax import nnx
 from jaxtyping import Array, Float
 from sample import media
@@ -85,8 +86,8 @@ class WanSamplingTask:
     def scale(self) -> tuple[int, int, int]:
         """Frames, rows and columns of pixels for one of latents."""
         vae = config_of(self.folder, "vae")
-        side = vae.get("scale_factor_spatial", 8)
-        return (vae.get("scale_factor_temporal", 4), side, side)
+        side = size_of(vae, "scale_factor_spatial", int, 8)
+        return (size_of(vae, "scale_factor_temporal", int, 4), side, side)
 
     @property
     def latents(self) -> tuple[int, ...]:
