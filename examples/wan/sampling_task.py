@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,11 @@ class WanSamplingTask:
 
     family: Literal["wan"] = "wan"
     part: Literal["transformer"] = "transformer"
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `found`."""
+        return cls(settings, settings.model.found(Sizes, cls.part), folder)
 
     @cached_property
     def continues(self) -> bool:
