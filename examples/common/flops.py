@@ -56,9 +56,9 @@ def _of(jaxpr: Any) -> Work:
 def _equation(eqn: Any) -> Work:
     name = eqn.primitive.name
     if eqn.params.get("name") == "_run" and [v.aval.ndim for v in eqn.invars[:3]] == [4, 4, 4]:
-        # maxattn's own jit around every attention: q [B, T, N, H], k [B, S, K, H].
-        (b, t, n, h), s = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        return Work(attention=4 * b * n * t * s * h)
+        # maxattn's own jit around every attention: q [B, T, N, H], k [B, S, K, H], v [B, S, K, V].
+        (b, t, n, h), (_, s, _, v) = (eqn.invars[i].aval.shape for i in (0, 2))
+        return Work(attention=2 * b * n * t * s * (h + v))
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         length = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)

@@ -248,6 +248,21 @@ def named_wan_2_1(path: Path, pipeline: Path, data: str) -> Any:
     return wan(path, model, data, expert="high_noise")
 
 
+def named_of_one_transformer(path: Path, pipeline: Path, data: str) -> Any:
+    return wan(path, WAN, data, expert="high_noise", boundary_ratio=0.9)
+
+
+def no_folder(path: Path, pipeline: Path, data: str) -> Any:
+    model = WAN | {"sizes": "wan-2.2-i2v-a14b", "folder": str(pipeline / "nowhere")}
+    return wan(path, model, data, expert="low_noise")
+
+
+def folder_of_another_family(path: Path, pipeline: Path, data: str) -> Any:
+    index = json.dumps({"_class_name": "StableDiffusionXLPipeline"})
+    (pipeline / "model_index.json").write_text(index)
+    return wan(path, WAN | {"sizes": "wan-2.2-t2v-a14b", "folder": str(pipeline)}, data)
+
+
 REFUSALS = [
     nothing_named,
     one_transformer,
@@ -259,6 +274,9 @@ REFUSALS = [
     pictures,
     named_and_no_expert,
     named_wan_2_1,
+    named_of_one_transformer,
+    no_folder,
+    folder_of_another_family,
 ]
 
 
