@@ -37,6 +37,14 @@ def costs(small: int, large: int, waits: int = 0, fused: bool = False) -> Costs:
     }  # type: ignore[return-value]
 
 
+def own_costs(bundles: int, online: int, side: int = 2048) -> Costs:
+    """Costs of `tpu_flash` with tiles of one size; `online` bundles are the other softmax's."""
+    found = {"fwd": bundles, "online": online, "fused": 2 * bundles}
+    tile = side, side, 512
+    every = ((kind, masked) for kind in found for masked in (False, True))
+    return {(kind, m): {tile: cost(found[kind])} for kind, m in every}  # type: ignore[misc]
+
+
 @contextmanager
 def shipping(monkeypatch: pytest.MonkeyPatch, **kernels: Costs) -> Iterator[None]:
     """Let the table that ships be these costs, of "TPU v6e" at head dim 128."""

@@ -70,7 +70,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         target: the machine.
         config: whether the backward must repeat bit for bit; and what measurements must be of.
     """
-    usual = order(local, target)
+    usual = order(_as_computed(local, config, target), target)
     tuned = tuned_order(local, target, config, usual) or TunedOrder(*usual, (), ())
     refused: list[Reason] = []
     for name in tuned.names:
@@ -81,6 +81,12 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
             return KernelChoice(name, tuned.because, said, warns=warns, notes=tuned.notes)
         refused.append(reason)
     raise AssertionError("plain JAX computes every call")
+
+
+def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
+    """Return the call in the dtype that a TPU's tiled kernels compute in."""
+    is_wide = config.float32_qk_product and target.platform == "tpu"
+    return local.derived(dtype="float32") if is_wide else local
 
 
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
