@@ -187,12 +187,14 @@ OWN = {"tpu_flash": own_costs(700, 1000), "large_scores": own_costs(700, 1500)}
 
 
 @pytest.mark.parametrize(("name", "runs"), [("tpu_flash", "tpu_flash"), ("large_scores", "flash")])
-def test_auto_takes_tpu_flash_where_its_slowest_softmax_is_faster(monkeypatch, name, runs):
+def test_auto_takes_tpu_flash_where_neither_softmax_is_slower(monkeypatch, name, runs):
     with shipping(monkeypatch, flash=costs(100, 350, waits=10), tpu_flash=OWN[name]):
         plan = ma.plan(CALL, AUTO, None, V6E)
         check_golden(f"explain/kernels_{name}", plan.explain())
         wide = ma.plan(CALL, AUTO.replace(float32_qk_product=True), None, V6E)
-    assert plan.kernel.name == runs
+    with shipping(monkeypatch, flash=costs(100, 350, waits=10), tpu_flash=own_costs(700, 1420)):
+        overlapping = ma.plan(CALL, AUTO, None, V6E)  # a step of flash: 4 times 350 to 360
+    assert (plan.kernel.name, overlapping.kernel.name) == (runs, "tpu_flash")
     assert wide.kernel.name == "flash" and "128 in float32" in wide.because
 
 

@@ -93,7 +93,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return the kernels to try in order, and why: the reason is printed in the plan.
 
     >>> order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), Target.named("TPU v5p"))[0]
-    ('flash', 'memory_efficient', 'dot_product')
+    ('tpu_flash', 'flash', 'memory_efficient', 'dot_product')
 
     Args:
         call: the call that one device computes.
