@@ -27,7 +27,8 @@ _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt"
 def dump_flags(folder: Path) -> str:
     """Return what makes libtpu write the final bundles of all that it compiles into a folder."""
     final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    return f"--xla_jf_dump_to={folder} {final}"
+    # Without the category it writes what it was before registers were assigned too, twice as much.
+    return f"--xla_jf_dump_to={folder} {final} --xla_jf_dump_category_filter=codegen"
 
 
 def estimate_of(
