@@ -15,6 +15,7 @@ from maxattn.block_sizes.estimated.table import ShippedCosts, group_name
 from maxattn.decide import decide
 
 KIND, HEAD_DIM = "TPU v6e", 128
+CLOCK = 1.75e9
 
 
 def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> StepCost:
