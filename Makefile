@@ -26,15 +26,16 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 	$(if $(MESH),XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=$(COUNT)") \
 	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
 
+# Compilers take and give back memory all the time: large pages save a part of it, as in the demo.
 test: $(READY)  ## the tests, on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # NEWEST_PYTHON names the python of an environment that has all packages already.
 test-newest:  ## a part of the tests on the newest Python found here, with the newest jax, flax and tokamax
 	MAXATTN_NEWEST_PYTHON=$(NEWEST_PYTHON) $(PYTHON) -m tests.newest $(ARGS)
 
 test-all: $(READY)  ## the tests, all pairs and the full products of the matrices
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+	MAXATTN_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # Beside a GPU, with FUZZ_PYTHON a python of jax for CUDA, it draws the GPU's kernels; JAX_PLATFORMS=cpu keeps to the CPU.
 FUZZ_PYTHON ?= $(BIN)/python
