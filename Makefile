@@ -29,15 +29,16 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 demo-stream: $(READY)  ## train the small model by forcing, then stream digits that move for ever (out/wan_tiny_stream)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python examples/train_wan.py configs/wan_tiny_stream.yml $(ARGS)
 
+# Compilers take and give back memory all the time: large pages save a part of it, as in the demo.
 test: $(READY)  ## the tests, on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # NEWEST_PYTHON names the python of an environment that has all packages already.
 test-newest:  ## a part of the tests on the newest Python found here, with the newest jax, flax and tokamax
 	MAXATTN_NEWEST_PYTHON=$(NEWEST_PYTHON) $(PYTHON) -m tests.newest $(ARGS)
 
 test-all: $(READY)  ## the tests, all pairs and the full products of the matrices
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+	MAXATTN_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # Beside a GPU, with FUZZ_PYTHON a python of jax for CUDA, it draws the GPU's kernels; JAX_PLATFORMS=cpu keeps to the CPU.
 FUZZ_PYTHON ?= $(BIN)/python
@@ -73,7 +74,7 @@ $(TPU_READY): pyproject.toml
 
 test-tpu-compile: $(READY) $(if $(MAXATTN_TPU_PYTHON),,$(TPU_READY))  ## compile for every TPU what the block sizes promise (hours; a kill loses nothing)
 	MAXATTN_TPU_PYTHON=$(or $(MAXATTN_TPU_PYTHON),$(CURDIR)/.venv-tpu/bin/python) \
-	$(BIN)/python -m pytest -n 0 -s -m "" tests/block_sizes/test_compiles.py tests/tools/estimate $(ARGS)
+	$(BIN)/python -m pytest -n 0 -s -m "" tests/block_sizes/test_compiles.py tests/block_sizes/test_tpu_flash_compiles.py tests/tools/estimate $(ARGS)
 
 # So does FlashAttention-4's need no GPU; MAXATTN_FA4_PYTHON names a python of 3.12 or newer that has fa4-jax.
 FA4_READY := .venv-fa4/.ready

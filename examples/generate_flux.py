@@ -20,23 +20,15 @@ from __future__ import annotations
 
 import argparse
 
-from common import hosts
-from common.command import user_errors
 from flux.sampling_task import FluxSamplingTask
-from flux.settings import Settings, sizes_of
-from sample.command import arguments_of, paths_of, settings_of
-from sample.run import generate
+from flux.settings import Settings
+from sample.command import command, draw, settings_of
 
 
 def main(found: argparse.Namespace) -> None:
     """Draw what the arguments say."""
-    settings = settings_of(found, lambda path, overrides: Settings)
-    with hosts.first_speaks():
-        paths = paths_of(found, settings.model.folder)
-        task = FluxSamplingTask(settings, sizes_of(settings.model), paths.model)
-        generate(task, paths, settings.make_mesh())
+    draw(found, FluxSamplingTask, settings_of(found, Settings))
 
 
 if __name__ == "__main__":
-    with user_errors():
-        main(arguments_of(__doc__))
+    command(__doc__, "flux", main)

@@ -17,24 +17,15 @@ from __future__ import annotations
 
 import argparse
 
-from common import hosts
-from common.command import user_errors
-from sample.command import arguments_of, paths_of, settings_of
-from sample.run import generate
+from sample.command import command, draw, settings_of
 from sdxl.sampling_task import SdxlSamplingTask
 from sdxl.settings import Settings
-from sdxl.task import sizes_of
 
 
 def main(found: argparse.Namespace) -> None:
     """Draw what the arguments say."""
-    settings = settings_of(found, lambda path, overrides: Settings)
-    with hosts.first_speaks():
-        paths = paths_of(found, settings.model.folder)
-        task = SdxlSamplingTask(settings, sizes_of(settings.model), paths.model)
-        generate(task, paths, settings.make_mesh())
+    draw(found, SdxlSamplingTask, settings_of(found, Settings))
 
 
 if __name__ == "__main__":
-    with user_errors():
-        main(arguments_of(__doc__))
+    command(__doc__, "sdxl", main)

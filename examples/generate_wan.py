@@ -27,16 +27,13 @@ import argparse
 from collections.abc import Sequence
 
 from common import hosts
-from common.command import user_errors
 from digits import stream_demo, text
 from digits.drawing import draw_all, draw_prompt
 from digits.settings import Settings as DigitsSettings
 from digits.training import trained
-from sample.command import FILES, arguments_of, paths_of, settings_of
-from sample.run import generate
+from sample.command import FILES, command, draw, settings_of
 from wan.sampling_task import WanSamplingTask
 from wan.settings import Settings, describes_wan
-from wan.task import sizes_of
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -69,20 +66,13 @@ def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] 
     return Settings if describes_wan(path, overrides) else DigitsSettings
 
 
-def wan(found: argparse.Namespace, settings: Settings) -> None:
-    """Draw with Wan 2.1."""
-    paths = paths_of(found, settings.model.folder)
-    task = WanSamplingTask(settings, sizes_of(settings.model), paths.model)
-    generate(task, paths, settings.make_mesh())
-
-
 def main(found: argparse.Namespace) -> None:
     """Draw what the arguments say."""
     settings = settings_of(found, settings_class)
+    if isinstance(settings, Settings):
+        return draw(found, WanSamplingTask, settings)
     with hosts.first_speaks():
-        if isinstance(settings, Settings):
-            return wan(found, settings)
-        values = {name: getattr(found, name.replace("-", "_")) for name in FILES}
+        values = {x: getattr(found, x.replace("-", "_")) for x in (*FILES, "lora-scale")}
         given = {name: value for name, value in values.items() if value is not None}
         rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
         if given:
@@ -92,5 +82,4 @@ def main(found: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
-        main(arguments_of(__doc__))
+    command(__doc__, "wan", main)

@@ -4,6 +4,8 @@
     python examples/measure.py wan train remat_policy=SAVE_ATTENTION --profile out/profile
     python examples/measure.py sdxl train --batch 8 --height 1024 --width 1024 attention=dot_product
     python examples/measure.py flux denoise --layers 5 10
+    python examples/measure.py wan train --size wan-2.2-ti2v-5b --height 704 --width 1280 \
+        --frames 121 --lora 32 remat_policy=SAVE_ATTENTION
 
 Prints milliseconds a step, the peak of the device's memory, the share of the device's peak rate
 (MFU), and with --profile how long attention, matrix products and the rest took.
@@ -27,6 +29,7 @@ from common.xla_options import xla_options
 from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
 from measuring.steps import Step, denoising, training
+from wan.sizes import SIZES
 
 import maxattn as ma
 from maxattn.devices import peak_flops
@@ -41,7 +44,11 @@ def main(said: argparse.Namespace) -> None:
     work = workload(said, config)
     began = time.perf_counter()
     options = xla_options(said.option)
-    step = (training if said.what == "train" else denoising)(work, DTYPES[said.dtype], options)
+    dtype = DTYPES[said.dtype]
+    if said.what == "train":
+        step = training(work, dtype, options, said.lora)
+    else:
+        step = denoising(work, dtype, options)
     compiled = time.perf_counter() - began
     needs = f"compiled in {compiled:.0f} s, needs {compiler_bytes(step) / 2**30:.1f} GiB"
     print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
@@ -66,7 +73,7 @@ def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.
     """Return what the command line asks for."""
     if said.model == "wan":
         size = (said.height or 480, said.width or 832, said.frames)
-        return workloads.wan(config, said.batch or 1, *size)
+        return workloads.wan(config, said.batch or 1, *size, SIZES[said.size])
     if said.model == "flux":
         sizes = flux_sizes(said.layers)
         size = (said.height or 1024, said.width or 1024)
@@ -99,11 +106,12 @@ def facts_of(
 ) -> dict[str, Any]:
     """Collect what was measured, for people and for files."""
     device = jax.local_devices()[0].device_kind
-    total, peak = count.total(said.what == "train"), peak_flops(device)
+    total, peak = count.total(said.what == "train", frozen=said.lora > 0), peak_flops(device)
     return {
         "model": work.name,
         "step": said.what,
         "dtype": said.dtype,
+        "lora_rank": said.lora,
         "overrides": said.overrides,
         "options": said.option,
         "device": device,
@@ -173,6 +181,9 @@ def parser() -> argparse.ArgumentParser:
     add("--frames", type=int, default=81, help="of a video; default 81")
     told = "of Flux.1: double and single blocks; default 19 38"
     add("--layers", type=int, nargs=2, metavar="N", help=told)
+    add("--size", choices=SIZES, default="wan-2.1-t2v-1.3b", help="of Wan; default the 1.3B")
+    told = "train LoRA's matrices of this rank alone; default 0, all parameters"
+    add("--lora", type=int, default=0, metavar="RANK", help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler")
     _add_timing(found)

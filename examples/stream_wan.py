@@ -30,7 +30,6 @@ from rollout.scenes import scenes_of
 from wan.sampling_task import WanSamplingTask
 from wan.settings import Settings
 from wan.stream_run import StreamRun
-from wan.task import sizes_of
 
 KEYS = {"prompt": str, "negative_prompt": str, "seed": int, "height": int, "width": int}
 FILES = {
@@ -67,7 +66,7 @@ def run_of(found: argparse.Namespace) -> StreamRun:
     options |= {f"sampling.{name}": getattr(found, name) for name in KEYS}
     settings = read_settings(found, lambda *_: Settings, options)
     folder = settings.model.folder
-    task = WanSamplingTask(settings, sizes_of(settings.model), Path(folder or ""))
+    task = WanSamplingTask.of(settings, Path(folder or ""))
     given = {name: getattr(found, name) for name in FILES}
     scenes = scenes_of(settings.sampling.prompt, found.switch)
     where = None if folder is None else Path(folder)

@@ -11,20 +11,15 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
-from common import hosts
-from common.command import settings_of, user_errors
 from flux.settings import Settings
 from flux.task import FluxTask
-from train.loop import Training
+from train.command import command, train
 
 
 def main(settings: Settings) -> None:
     """Train what the settings describe."""
-    Training(FluxTask.of(settings), settings.make_mesh()).run()
+    train(FluxTask, settings)
 
 
 if __name__ == "__main__":
-    with user_errors():
-        settings = settings_of(__doc__, lambda path, overrides: Settings)
-        with hosts.first_speaks():
-            main(settings)
+    command(__doc__, "flux", Settings, main)

@@ -13,20 +13,15 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
-from common import hosts
-from common.command import settings_of, user_errors
 from sdxl.settings import Settings
 from sdxl.task import SdxlTask
-from train.loop import Training
+from train.command import command, train
 
 
 def main(settings: Settings) -> None:
     """Train what the settings describe."""
-    Training(SdxlTask.of(settings), settings.make_mesh()).run()
+    train(SdxlTask, settings)
 
 
 if __name__ == "__main__":
-    with user_errors():
-        settings = settings_of(__doc__, lambda path, overrides: Settings)
-        with hosts.first_speaks():
-            main(settings)
+    command(__doc__, "sdxl", Settings, main)

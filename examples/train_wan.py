@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import hosts, pictures
-from common.command import settings_of, user_errors
 from digits.drawing import draw_all
 from digits.settings import Settings as DigitsSettings
 from digits.stream_demo import Demo
-from digits.training import train
-from train.loop import Training
+from digits.training import train as train_digits
+from train.command import command, train
 from wan.settings import Settings, describes_wan
 from wan.task import WanTask
 
@@ -35,7 +34,7 @@ from wan.task import WanTask
 def digits(settings: DigitsSettings) -> None:
     """Train on digits, draw the loss curve, then draw and judge videos."""
     began = time.perf_counter()
-    model, losses = train(settings, settings.make_mesh())
+    model, losses = train_digits(settings, settings.make_mesh())
     trained = time.perf_counter()
     if hosts.is_first():
         path = Path(settings.training.output_dir) / "loss.png"
@@ -56,13 +55,10 @@ def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] 
 def main(settings: DigitsSettings | Settings) -> None:
     """Train what the settings describe."""
     if isinstance(settings, Settings):
-        Training(WanTask.of(settings), settings.make_mesh()).run()
+        train(WanTask, settings)
     else:
         digits(settings)
 
 
 if __name__ == "__main__":
-    with user_errors():
-        settings = settings_of(__doc__, settings_class)
-        with hosts.first_speaks():
-            main(settings)
+    command(__doc__, "wan", settings_class, main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,7 @@ os.environ["MAXATTN_CACHE"] = (
 
 
 from jax._src import core  # noqa: E402 -- jax reads the platforms when it is imported
+from jax._src.interpreters import mlir  # noqa: E402 -- the same
 
 
 @property
@@ -43,6 +45,23 @@ def _no_sharding(self: core.Tracer) -> None:
 
 
 core.Tracer.sharding = _no_sharding  # type: ignore[misc]
+
+# One context of MLIR serves as many programs as this. To make one takes longer than to lower a
+# small program in it; what is in one stays in memory to its end.
+_PROGRAMS_A_CONTEXT = 64
+_make_context = mlir.make_ir_context
+_context: list[Any] = [None, 0]
+
+
+def _shared_context() -> Any:
+    """Return the context of the programs before, a new one after every `_PROGRAMS_A_CONTEXT`."""
+    if _context[0] is None or _context[1] == _PROGRAMS_A_CONTEXT:
+        _context[:] = [_make_context(), 0]
+    _context[1] += 1
+    return _context[0]
+
+
+mlir.make_ir_context = _shared_context
 
 # Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
 gc.set_threshold(100_000, 20, 100)

@@ -14,41 +14,55 @@ import maxattn as ma
 from maxattn.errors import MaxattnError
 
 from . import hosts
+from .pipeline_folder import Family
 
-SettingsClass = Callable[[str, Sequence[str]], type[ma.AttentionConfig]]
-"""Returns the class that reads a YAML file with these overrides."""
+SettingsClass = type[ma.AttentionConfig] | Callable[[str, Sequence[str]], type[ma.AttentionConfig]]
+"""The class that reads a YAML file, or what returns it for the file and overrides."""
+CONFIGS: Mapping[Family, str] = {
+    "wan": "configs/wan_1_3b.yml",
+    "sdxl": "configs/sdxl.yml",
+    "flux": "configs/flux.yml",
+}
+"""The file that a command's help names."""
 
 
 def settings_of(
     description: str | None,
     settings_class: SettingsClass,
     arguments: Sequence[str] | None = None,
+    family: Family = "wan",
 ) -> Any:
     """Read a YAML file and overrides from the command line, and join the processes of the run.
 
     Args:
         description: what the command does.
-        settings_class: chooses the class that reads the file.
+        settings_class: reads the file.
         arguments: default those of the process.
+        family: whose files are named as examples.
 
     Raises:
         ConfigErrors: for everything wrong in both.
         ConfigError: the index or the number of processes is missing or wrong.
     """
-    parser = parser_of(description)
+    parser = parser_of(description, family)
     parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
     found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
     folders = {"model.folder": found.model, "data.folder": found.data}
     return read_settings(found, settings_class, folders)
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Make the arguments of every command: a file, overrides, the model's folder, processes."""
+def parser_of(description: str | None, family: Family = "wan") -> argparse.ArgumentParser:
+    """Make the arguments of every command: a file, overrides, the model's folder, processes.
+
+    Args:
+        description: what the command does.
+        family: whose files are named as examples.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     add = parser.add_argument
-    add("config", help="a YAML file, such as configs/wan_tiny.yml")
-    told = "steps=20, attention=dot_product, model.dim=64"
+    add("config", help=f"a YAML file, such as {CONFIGS[family]}")
+    told = "steps=20, attention=dot_product, model.dtype=float32"
     add("overrides", nargs="*", default=[], metavar="key=value", help=told)
     told = "weights in diffusers' format: model.folder=FOLDER"
     add("--model", metavar="FOLDER", help=told)
@@ -74,13 +88,15 @@ def read_settings(
 
     Args:
         found: what `parser_of` parsed.
-        settings_class: chooses the class that reads the file.
+        settings_class: reads the file.
         options: values of keys that have an option of their own; None was not given.
     """
     given = {key: value for key, value in options.items() if value is not None}
     texts = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
     overrides = [*found.overrides, *texts]
-    settings = settings_class(found.config, overrides).from_yaml(found.config, overrides)
+    is_class = isinstance(settings_class, type)
+    kind = settings_class if is_class else settings_class(found.config, overrides)
+    settings = kind.from_yaml(found.config, overrides)
     hosts.join(found.coordinator, found.num_processes, found.process_id, found.distributed)
     return settings
 

@@ -26,9 +26,16 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.attention + other.attention, self.matmul + other.matmul)
 
-    def total(self, training: bool) -> float:
-        """Add both up; in training with their backward."""
-        more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in BACKWARD.items()}
+    def total(self, training: bool, frozen: bool = False) -> float:
+        """Add both up.
+
+        Args:
+            training: whether a backward follows.
+            frozen: whether the matrices of products learn nothing, so that a backward of theirs is
+                one product, not two.
+        """
+        factors = BACKWARD | ({"matmul": 1.0} if frozen else {})
+        more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in factors.items()}
         return self.attention * more["attention"] + self.matmul * more["matmul"]
 
 
@@ -49,9 +56,9 @@ def _of(jaxpr: Any) -> Work:
 def _equation(eqn: Any) -> Work:
     name = eqn.primitive.name
     if eqn.params.get("name") == "_run" and [v.aval.ndim for v in eqn.invars[:3]] == [4, 4, 4]:
-        # maxattn's own jit around every attention: q [B, T, N, H], k [B, S, K, H].
-        (b, t, n, h), s = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        return Work(attention=4 * b * n * t * s * h)
+        # maxattn's own jit around every attention: q [B, T, N, H], k [B, S, K, H], v [B, S, K, V].
+        (b, t, n, h), (_, s, _, v) = (eqn.invars[i].aval.shape for i in (0, 2))
+        return Work(attention=2 * b * n * t * s * (h + v))
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         length = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)

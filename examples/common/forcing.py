@@ -101,12 +101,22 @@ def view_of(
         return View(table, mask, cache)
     if forcing.clean is None:
         return View(table, stream.mask(frames))
-    shards = ways("T", mesh_shape(mesh))
+    shards = _shards(stream, frames, mesh)
     axis = table.cos.ndim - 2
     both = (jnp.asarray(x) for x in (table.cos, table.sin))
     cos, sin = (stream.pair(x, x, shards, axis) for x in both)
     mask = stream.teacher_mask(frames, shards)
     return View(ma.Rotary(cos, sin, table.style), mask, None, stream, shards)
+
+
+def _shards(stream: ma.Stream, frames: int, mesh: Any) -> int:
+    """Deal both clips to the devices of context where blocks divide over them.
+
+    Else one clip stands behind the other: the same numbers, and less even work.
+    """
+    count = ways("T", mesh_shape(mesh))
+    whole = frames % (count * stream.frames_per_block) == 0 and not stream.first_frame_alone
+    return count if whole else 1
 
 
 def _by_cache(

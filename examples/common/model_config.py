@@ -9,7 +9,7 @@ from typing import Any
 from maxattn.errors import WeightsError, did_you_mean
 
 from .json_file import read_mapping
-from .pipeline_folder import NAMES, PIPELINES, Family, absent, index_of
+from .pipeline_folder import NAMES, REPOSITORIES, Family, absent, class_error
 
 
 def read_config(
@@ -17,30 +17,33 @@ def read_config(
     family: Family,
     only: Mapping[str, Any],
     known: Collection[str] = (),
+    needs: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read the settings of a model.
 
     Args:
         folder: of the model.
         family: that it should belong to.
-        only: settings that all models of the family share; a file may leave them out.
+        only: settings that all models of the family share; a file may leave out those that are
+            diffusers' defaults.
         known: what else a file may set; default anything.
+        needs: which of `only` are no defaults.
 
     Raises:
         ConfigError: there is no such folder.
         WeightsError: there is no such file, or it describes another kind of model.
     """
-    for problem in absent(folder, family=family):
+    for problem in absent(folder, repository=REPOSITORIES[family]):
         raise problem
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise _no_file(path, family)
     config, name = read_mapping(path), NAMES[family]
-    remedy = f"give the folder of a {name} model"
+    remedy = "give the folder of one"
     for key, value in only.items():
-        if config.get(key, value) != value:
+        if (held := config.get(key, None if key in needs else value)) != value:
             rule = f"the {name} models that can be run here have {value}"
-            raise WeightsError(key, config[key], rule, remedy)
+            raise WeightsError(key, "not set" if held is None else held, rule, remedy)
     for key in config if known else ():
         if not key.startswith("_") and key not in {*only, *known}:
             rule = f"no {name} model here knows this setting, and it may change the numbers"
@@ -50,9 +53,8 @@ def read_config(
 
 def _no_file(path: Path, family: Family) -> WeightsError:
     """Say that there are no sizes, and where the folder is a pipeline of others, whose it is."""
-    kind, own = index_of(path.parent).get("_class_name"), PIPELINES[family]
-    if kind is not None and kind not in own:
-        rule = f"{NAMES[family]} models are in the folder of a {' or '.join(own)}"
-        return WeightsError("_class_name", kind, rule, "give one, or take the command of this one")
+    problem = class_error(path.parent, family)
+    if problem is not None:
+        return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)
     rule, remedy = "it says the sizes, and is not there", "give the model's own folder"
     return WeightsError("config.json", path, rule, remedy)

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
-from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
 
-from .pipeline_folder import part_of
-from .settings import Dtype
+from .sized_model import SizedModel
 
 
-class NamedModel(Section):
+class NamedModel(SizedModel):
     """Hold which transformer it is, and in which dtypes.
 
     A subclass adds `sizes`, a name of `known` or None, and fields with the names of sizes, each
@@ -22,15 +20,8 @@ class NamedModel(Section):
 
     known: ClassVar[Mapping[str, Any]]
     """Dataclasses of sizes by name."""
-
-    folder: str | None = None
-    """Sizes and weights in diffusers' format, a pipeline's or its transformer's; null: random."""
-    dtype: Dtype = "bfloat16"
-    """Of the computation; norms, modulation and softmax are float32 whatever it is."""
-    param_dtype: Dtype = "float32"
-    """Of the parameters."""
-    shapes: tuple[str, ...] = ()
-    """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
+    repositories: ClassVar[Mapping[str, str]]
+    """Where each of them can be had."""
 
     @classmethod
     def own(cls) -> tuple[str, ...]:
@@ -39,53 +30,47 @@ class NamedModel(Section):
         return tuple(key for key in cls.model_fields if key in names)
 
     @property
-    def changed_sizes(self) -> dict[str, Any]:
-        """The sizes that are not the named model's."""
-        return {key: value for key in self.own() if (value := getattr(self, key)) is not None}
+    def name(self) -> str | None:
+        """The name of the sizes; None where only the folder says them."""
+        return getattr(self, "sizes", None)
 
     @property
     def asked(self) -> Any:
         """The sizes that are named here; None where only the folder says them."""
-        name = getattr(self, "sizes", None)
-        return None if name is None else replace(self.known[name], **self.changed_sizes)
+        return None if self.name is None else replace(self.known[self.name], **self.changed_sizes)
 
-    def found(self, kind: Any, part: str) -> Any:
-        """Return the sizes of the model: its folder's, the named ones, or both when they agree.
+    @property
+    def repository(self) -> str | None:
+        """Where the named model can be had."""
+        return None if self.name is None else self.repositories[self.name]
 
-        Args:
-            kind: the dataclass, whose `of_folder` reads a folder.
-            part: of a pipeline's folder.
-
-        Raises:
-            ConfigError: there is no such folder.
-            WeightsError: the folder says no sizes, or those of another model.
-            ConfigErrors: the folder's sizes are not those that are named.
-        """
-        if self.folder is None:
-            return self.asked
-        found = kind.of_folder(part_of(self.folder, part))
-        if problems := list(_differences(self.asked or found, found, self.folder)):
-            raise ConfigErrors(problems)
-        return found
+    def differences(self, found: Any) -> Iterator[ConfigError]:
+        """Yield a name that is another model's, and each changed size that the folder has not."""
+        yield from super().differences(found)
+        named = None if self.name is None else self.known[self.name]
+        others = [key for key in vars(named) if key not in self.changed_sizes] if named else []
+        unlike = [key for key in others if getattr(found, key) != getattr(named, key)]
+        if unlike:
+            held = ", ".join(f"{key} {getattr(found, key)}" for key in unlike)
+            wanted = ", ".join(f"{getattr(named, key)}" for key in unlike)
+            rule = f"the model in {self.folder} has {held}, and {self.name} has {wanted}"
+            fits = [name for name, sizes in self.known.items() if sizes == found]
+            other = f"write model.sizes={fits[0]}, or " if fits else "write "
+            remedy = f"{other}model.sizes=null to take the folder's"
+            yield ConfigError("model.sizes", self.name, rule, remedy)
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a model without sizes, and changes of sizes that are not named."""
+        """Refuse a model without sizes, changes of sizes that are not named, and misfits."""
+        changed = {key: values[key] for key in cls.own() if values[key] is not None}
         if values["sizes"] is not None:
+            yield from replace(cls.known[values["sizes"]], **changed).misfits()
             return
         if values["folder"] is None:
             rule = "a name or a folder says how large the model is"
             remedy = f"write one of {', '.join(cls.known)}, or give model.folder"
             yield ConfigError("sizes", "null", rule, remedy)
-        for key, value in ((key, values[key]) for key in cls.own() if values[key] is not None):
+        for key, value in changed.items():
             rule = "it changes a named size, and sizes is null"
             remedy = "name the sizes, or remove it"
             yield ConfigError(key, value, rule, remedy)
-
-
-def _differences(asked: Any, found: Any, folder: str) -> Iterator[ConfigError]:
-    remedy = "name its sizes, or write model.sizes=null to take them"
-    for key, value in vars(asked).items():
-        if (held := getattr(found, key)) != value:
-            rule = f"the model in {folder} has {held}"
-            yield ConfigError(f"model.{key}", value, rule, remedy)

@@ -21,24 +21,24 @@ REPOSITORIES: Mapping[Family, str] = {
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
     "flux": "black-forest-labs/FLUX.1-schnell",
 }
-NAMES: Mapping[Family, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
+NAMES: Mapping[str, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
 # The parts of Wan 2.2's A14B: the second takes the steps with less noise.
 FIRST, SECOND = "transformer", "transformer_2"
 
 
 def absent(
-    folder: str | Path, setting: str = "model.folder", family: Family = "wan"
+    folder: str | Path, setting: str = "model.folder", repository: str = "REPOSITORY"
 ) -> Iterator[ConfigError]:
     """Yield an error where there is no such folder.
 
     Args:
         folder: of a pipeline, or of a model.
         setting: that named it.
-        family: whose repository is named.
+        repository: where the model can be had; default anyone's.
     """
     if Path(folder).is_dir():
         return
-    made = f"`hf download {REPOSITORIES[family]} --local-dir FOLDER` makes one"
+    made = f"`hf download {repository} --local-dir FOLDER` makes one"
     rule = "it names a folder, and there is none; nothing is downloaded"
     remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
     yield ConfigError(setting, folder, rule, remedy)
@@ -89,10 +89,10 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
         folder: a pipeline's, or a model's alone.
         family: that it should belong to.
     """
+    if (problem := class_error(folder, family)) is not None:
+        yield problem
+        return
     index = index_of(folder)
-    known = PIPELINES[family]
-    if index and (kind := index.get("_class_name")) not in known:
-        yield _error(folder, f"_class_name {kind}", f"it is the folder of a {' or '.join(known)}")
     has_two, boundary = index.get(SECOND) not in (None, [None, None]), boundary_of(folder)
     if has_two != (boundary is not None):
         value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {boundary}"
@@ -105,10 +105,27 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
         yield _error(folder, f"without {SECOND}", "the pipeline has two transformers")
 
 
+def class_error(folder: Path, family: Family) -> ConfigError | None:
+    """Return why a pipeline is no model of a family; None where it is, and where nothing says."""
+    kind, known = index_of(folder).get("_class_name"), PIPELINES[family]
+    if kind is None or kind in known:
+        return None
+    own = f"give a folder of {NAMES[family]} in diffusers' format"
+    others = [name for name, kinds in PIPELINES.items() if kind in kinds]
+    other = [f"; {NAMES[name]} has {commands(name)}" for name in others]
+    rule = f"{NAMES[family]} is in the folder of a {' or '.join(known)}"
+    return ConfigError("model.folder", f"{folder}: _class_name {kind}", rule, own + "".join(other))
+
+
+def commands(family: str) -> str:
+    """Name the commands that draw and train the models of a family."""
+    return f"commands of its own, examples/generate_{family}.py and train_{family}.py"
+
+
 def _is_share(value: Any) -> bool:
     return isinstance(value, float) and 0 < value < 1
 
 
 def _error(folder: Path, value: str, rule: str) -> ConfigError:
-    remedy = "give the folder of Wan 2.1, Wan 2.2, SDXL or Flux.1 in diffusers' format"
+    remedy = "fetch the folder again: the pipeline of a repository in diffusers' format"
     return ConfigError("model.folder", f"{folder}: {value}", rule, remedy)

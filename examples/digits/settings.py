@@ -149,7 +149,7 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of parameters, order of videos, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes those of output_dir and starts again."""
+    """Go on from the last checkpoint; false starts again: its first one replaces those there."""
     output_dir: str = "out/wan_tiny"
     """Where checkpoints, pictures and figures go."""
 

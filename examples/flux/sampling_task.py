@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from maxattn.errors import ConfigError
 from . import torch_parts
 from .model import FluxTransformer2D
 from .plans import plans, tokens
-from .settings import GUIDANCE, Settings
+from .settings import GUIDANCE, Settings, sizes_of
 from .sizes import PATCH, Sizes
 
 
@@ -41,6 +41,11 @@ class FluxSamplingTask(PictureTask):
 
     part: Literal["transformer"] = "transformer"
     family: Literal["flux"] = "flux"
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
+        return cls(settings, sizes_of(settings.model), folder)
 
     @property
     def latents(self) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ The same YAML file trains (examples/train_flux.py) and draws (examples/generate_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -17,9 +16,8 @@ from train.flow_settings import FlowTraining
 from train.settings import DataSettings
 
 import maxattn as ma
-from maxattn.errors import ConfigError
 
-from .sizes import PATCH, SIZES, Sizes
+from .sizes import REPOSITORIES, SIZES, Sizes
 
 GUIDANCE = 3.5  # what FLUX.1-dev is usually told
 UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell is sampled
@@ -29,6 +27,7 @@ class ModelSettings(NamedModel):
     """Hold which transformer it is, and in which dtypes."""
 
     known: ClassVar[dict[str, Any]] = SIZES
+    repositories: ClassVar[dict[str, str]] = REPOSITORIES
 
     sizes: Literal["flux.1-dev", "flux.1-schnell"] | None = None
     """Known sizes; null takes those of the folder."""
@@ -42,26 +41,6 @@ class ModelSettings(NamedModel):
     joint_attention_dim: Count | None = None
     pooled_projection_dim: Count | None = None
     axes_dims_rope: tuple[Count, ...] | None = None
-
-    @classmethod
-    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse sizes that do not fit each other, beside what every model refuses."""
-        yield from super().contradictions(values)
-        if values["sizes"] is not None:
-            changed = {key: values[key] for key in cls.own() if values[key] is not None}
-            yield from _misfits(replace(SIZES[values["sizes"]], **changed))
-
-
-def _misfits(sizes: Sizes) -> Iterator[ConfigError]:
-    axes, head_dim = sizes.axes_dims_rope, sizes.attention_head_dim
-    if len(axes) != 3 or sum(axes) != head_dim or any(n % 2 for n in axes):
-        rule = f"three even numbers, of time, row and column, whose sum is head dim {head_dim}"
-        remedy = "change axes_dims_rope and attention_head_dim together"
-        yield ConfigError("axes_dims_rope", list(axes), rule, remedy)
-    if sizes.in_channels % PATCH**2:
-        rule = f"a token holds the channels of {PATCH}x{PATCH} latents"
-        remedy = f"give a multiple of {PATCH**2}"
-        yield ConfigError("in_channels", sizes.in_channels, rule, remedy)
 
 
 class TrainingSettings(FlowTraining):

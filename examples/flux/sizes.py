@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from common.model_config import read_config
+from common.size_types import checked
 
-from maxattn.errors import WeightsError
+from maxattn.errors import ConfigError, WeightsError
 
 CLASS_NAME = "FluxTransformer2DModel"
 PATCH = 2  # rows and columns of latents in a token
 # What diffusers' class could be beside FLUX.1-dev and schnell: its own patches, and other channels
 # out than in, as of the models that fill a picture in or follow a depth.
-ONLY = {"patch_size": 1, "_class_name": CLASS_NAME}
+ONLY = {"_class_name": CLASS_NAME, "patch_size": 1}
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,28 @@ class Sizes:
         own = {field.name for field in fields(cls)}
         config = read_config(folder, "flux", ONLY, {*own, "out_channels"})
         # What a file leaves out is diffusers' default, and there it is False.
-        config = {"guidance_embeds": False, **config}
-        found = cls(**{key: _hashable(config[key]) for key in own & config.keys()})
+        found = checked(cls, config, {**vars(cls()), "guidance_embeds": False})
         if config.get("out_channels") not in (None, found.in_channels):
             rule = f"FLUX.1-dev and schnell give out the {found.in_channels} channels they take in"
             remedy = "give one of them; models that fill in or follow a depth are others"
             raise WeightsError("out_channels", config["out_channels"], rule, remedy)
-        if sum(found.axes_dims_rope) != found.attention_head_dim:
-            rule = f"its sum is attention_head_dim, {found.attention_head_dim}"
-            remedy = "fetch the folder anew"
-            raise WeightsError("axes_dims_rope", list(found.axes_dims_rope), rule, remedy)
         return found
 
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    def misfits(self) -> Iterator[ConfigError]:
+        """Yield sizes that do not fit each other."""
+        axes, head_dim = self.axes_dims_rope, self.attention_head_dim
+        if len(axes) != 3 or sum(axes) != head_dim or any(n % 2 for n in axes):
+            rule = f"three even numbers, of time, row and column, whose sum is head dim {head_dim}"
+            remedy = "change axes_dims_rope and attention_head_dim together"
+            yield ConfigError("axes_dims_rope", list(axes), rule, remedy)
+        if self.in_channels % PATCH**2:
+            rule = f"a token holds the channels of {PATCH}x{PATCH} latents"
+            remedy = f"give a multiple of {PATCH**2}"
+            yield ConfigError("in_channels", self.in_channels, rule, remedy)
 
 
 SIZES = {"flux.1-dev": Sizes(), "flux.1-schnell": Sizes(guidance_embeds=False)}
+REPOSITORIES = {
+    "flux.1-dev": "black-forest-labs/FLUX.1-dev",
+    "flux.1-schnell": "black-forest-labs/FLUX.1-schnell",
+}

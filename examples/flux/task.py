@@ -80,8 +80,7 @@ class FluxTask(LatentTask):
         for_times, for_noise, for_texts = jax.random.split(key, 3)
         said = self.settings.training
         clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
-        how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
-        drawn = flow.noised(clean, flow.times(for_times, len(clean), *how), for_noise)
+        drawn = flow.drawn(clean, said, for_times, for_noise)
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
         told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
         return {**drawn._asdict(), **told}

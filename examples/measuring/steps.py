@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array
+from train import lora
+from train.settings import TrainingSettings
 
 from .workloads import Workload
 
@@ -68,31 +70,53 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
     return Step(compiled, start, forward, (latents, fixed), compiled)
 
 
-def training(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of training in one program, with AdamW and float32 parameters."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, jnp.float32)))
+def training(
+    work: Workload, dtype: Any, options: Mapping[str, Any] | None = None, lora_rank: int = 0
+) -> Step:
+    """Compile one step of training in one program, with AdamW and float32 parameters.
+
+    Args:
+        work: the model and its inputs.
+        dtype: of the computation.
+        options: of XLA's compiler.
+        lora_rank: above 0, only LoRA's parameters learn, and all others are in `dtype`.
+    """
+    kind = nnx.LoRAParam if lora_rank else ...
+    graph, trained, held = nnx.split(
+        nnx.eval_shape(lambda: _made(work, dtype, lora_rank)), kind, ...
+    )
     optimizer = optax.adamw(1e-5)
     inputs = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in work.shapes.items()}
-    carry = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+    carry = (trained, jax.eval_shape(optimizer.init, trained), jax.ShapeDtypeStruct((), jnp.int32))
 
-    def loss(params: Any, inputs: Any, count: Array) -> Array:
+    def loss(trained: Any, fixed: Any, count: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(SEED), count)
-        return work.loss(nnx.merge(graph, params), inputs, key)
+        return work.loss(nnx.merge(graph, trained, fixed[0]), fixed[1], key)
 
-    def step(carry: Any, inputs: Any) -> Any:
-        params, state, count = carry
-        gradient = jax.grad(loss)(params, inputs, count)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, count + 1
+    def step(carry: Any, fixed: Any) -> Any:
+        trained, state, count = carry
+        gradient = jax.grad(loss)(trained, fixed, count)
+        updates, state = optimizer.update(gradient, state, trained)
+        return optax.apply_updates(trained, updates), state, count + 1
 
-    draw, init = drawing((params, inputs)), jax.jit(optimizer.init).lower(params).compile()
+    fixed = (held, inputs)
+    draw, init = drawing((trained, fixed)), jax.jit(optimizer.init).lower(trained).compile()
 
     def start() -> tuple[Any, Any]:
-        held, given = draw()
-        return (held, init(held), jnp.zeros((), jnp.int32)), given
+        learned, given = draw()
+        return (learned, init(learned), jnp.zeros((), jnp.int32)), given
 
-    compiled = jax.jit(step, donate_argnums=0).lower(carry, inputs).compile(dict(options or {}))
-    return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, inputs), compiled)
+    compiled = jax.jit(step, donate_argnums=0).lower(carry, fixed).compile(dict(options or {}))
+    return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, fixed), compiled)
+
+
+def _made(work: Workload, dtype: Any, lora_rank: int) -> nnx.Module:
+    """Build the model that is trained, with a change beside its projections where LoRA learns."""
+    model = work.make(dtype, dtype if lora_rank else jnp.float32)
+    if lora_rank:
+        targets = TrainingSettings().lora_targets
+        lora.add(model, lora_rank, None, targets, rngs=nnx.Rngs(SEED))
+    return model
 
 
 # ---- random arrays -------------------------------------------------------------------------------

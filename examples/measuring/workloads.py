@@ -23,7 +23,9 @@ from wan.sizes import SIZES, Sizes
 import maxattn as ma
 
 Inputs = dict[str, Any]
-LATENT = 8  # pixels of a side to one latent, in all models' autoencoders
+LATENT = 8  # pixels of a side to one latent, in all autoencoders but the next
+WIDE_LATENT = 16  # the same in that of Wan 2.2's TI2V, whose latents have 48 channels
+WIDE_CHANNELS = 48
 FRAMES = 4  # frames of a video to one latent after the first
 
 
@@ -68,7 +70,9 @@ def wan(
     sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"],
     text: int = 512,
 ) -> Workload:
-    """Describe Wan 2.1: flow matching of a latent video.
+    """Describe Wan: flow matching of a latent video.
+
+    Wan 2.2's TI2V gets a time for each frame, as where it continues an image.
 
     Args:
         config: attention's settings.
@@ -77,13 +81,19 @@ def wan(
         sizes: of the model.
         text: tokens of a prompt.
     """
-    sides = ((frames - 1) // FRAMES + 1, height // LATENT, width // LATENT)
+    wide = sizes.in_channels == WIDE_CHANNELS
+    side = WIDE_LATENT if wide else LATENT
+    sides = ((frames - 1) // FRAMES + 1, height // side, width // side)
+
+    def predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
+        times = jnp.broadcast_to(t[:, None], (len(t), sides[0])) if wide else t
+        return model(x, times, inputs.get("text"), kv=inputs.get("kv"))
 
     def make(dtype: Any, param_dtype: Any) -> nnx.Module:
         how = {"dtype": dtype, "param_dtype": param_dtype}
         return WanTransformer3D(sizes, config, rngs=nnx.Rngs(0), **how)
 
-    model = f"Wan 2.1, {sizes.num_layers} layers of width {sizes.dim}"
+    model = f"Wan, {sizes.num_layers} layers of width {sizes.dim}"
     return Workload(
         name=f"{model}, {width}x{height}, {frames} frames, batch {batch}",
         make=make,
@@ -92,7 +102,7 @@ def wan(
             "text": (batch, text, sizes.text_dim),
         },
         once=lambda model, inputs: {"kv": model.encode(inputs["text"])},
-        predict=lambda model, x, t, inputs: model(x, t, inputs.get("text"), kv=inputs.get("kv")),
+        predict=predict,
         noisy=lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
         tokens=batch * math.prod(n // p for n, p in zip(sides, sizes.patch_size, strict=True)),
     )

@@ -17,6 +17,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
 from . import files
+from .lora_checks import lora_errors
 from .paths import Paths
 from .task import SamplingTask
 from .torch_device import device_errors
@@ -40,6 +41,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
         *_expert_errors(task, paths),
         *_file_errors(task, paths),
+        *lora_errors(task, paths),
         *_device_errors(task, paths),
     ]
     if problems:
@@ -59,10 +61,15 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     """Yield why the scheduler's file, those of the weights or compiler options are refused."""
     opened: list[Callable[[], Any]] = [
         lambda: task.sampler().schedule(task.settings.sampling.num_inference_steps),
-        *(partial(weights.SafeTensors, paths.weights_of(x)) for x in _parts(task, paths)),
         lambda: options(task),
     ]
-    opened += [partial(weights.SafeTensors, x) for x in (paths.lora, paths.lora_2) if x]
+    if paths.weights is None or paths.weights.exists():
+        parts = _parts(task, paths)
+        opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
+    else:
+        rule = "it names a folder of weights, and there is none"
+        remedy = "name one, such as training.output_dir of a run"
+        yield ConfigError("--weights", paths.weights, rule, remedy)
     for read in opened:
         try:
             read()
@@ -82,7 +89,8 @@ def _expert_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     if paths.lora_2 is not None and not both:
         rule = "it is merged into the second of two transformers, and this pipeline has one"
         yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
-    if both and paths.weights is not None and len(lacking(paths.weights, (FIRST, SECOND))) == 2:
+    given = paths.weights if paths.weights is not None and paths.weights.exists() else None
+    if both and given is not None and len(lacking(given, (FIRST, SECOND))) == 2:
         rule = f"a pipeline of two transformers takes a folder with {FIRST}, {SECOND} or both"
         remedy = "give the folder above, such as training.output_dir of a run"
         yield ConfigError("--weights", paths.weights, rule, remedy)
@@ -118,6 +126,7 @@ def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator
         rule = "a prompt or a file says what is drawn"
         yield ConfigError("--prompt", "(none)", rule, remedy)
     else:
+        yield from _guidance_errors(task)
         yield from _image_errors(task, paths.image)
         needs = Needs(task.needs_torch, "transformers", "give --embeddings FILE instead")
         yield from without_torch("--prompt", "encoding a prompt", paths.model, needs)
@@ -127,10 +136,24 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     if (prompt := task.settings.sampling.prompt) is not None:
         rule = "what is drawn is said once, and --embeddings says it"
         yield ConfigError("--prompt", repr(prompt), rule, "give one of them")
+    if (negative := task.settings.sampling.negative_prompt) is not None:
+        rule = "an embeddings file holds what guidance leads away from"
+        remedy = "leave it out, or encode it with examples/embed.py --negative-prompt"
+        yield ConfigError("--negative-prompt", repr(negative), rule, remedy)
     if paths.image is not None:
         remedy = "leave it out, or encode both with examples/embed.py"
         rule = "an embeddings file holds the encoded image"
         yield ConfigError("--image", paths.image, rule, remedy)
+
+
+def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
+    """Yield a negative prompt that nothing leads away from."""
+    sampling = task.settings.sampling
+    if sampling.negative_prompt is not None and sampling.cfg_scale == 1:
+        key = "true_cfg_scale" if hasattr(sampling, "true_cfg_scale") else "guidance_scale"
+        rule = f"guidance leads away from it, and sampling.{key} is 1, which is none"
+        remedy = f"raise sampling.{key}, or leave it out"
+        yield ConfigError("--negative-prompt", repr(sampling.negative_prompt), rule, remedy)
 
 
 def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:

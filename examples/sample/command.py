@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.command import SettingsClass, parser_of, read_settings
+from common import hosts
+from common.command import SettingsClass, parser_of, read_settings, user_errors
+from common.pipeline_folder import Family
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .paths import Paths
+from .run import generate
 
 # Options that set a key: its name below `sampling`, type and help.
 KEYS: dict[str, tuple[str, type, str]] = {
     "prompt": ("prompt", str, "what to draw; text encoders need maxattn[torch]"),
     "negative-prompt": ("negative_prompt", str, "what guidance leads away from"),
     "steps": ("num_inference_steps", int, "calls of the sampler"),
-    "guidance": ("guidance_scale", float, "1 is the model as it is"),
+    "guidance": ("guidance_scale", float, "classifier-free; 1 is the model as it is"),
     "seed": ("seed", int, "of the noise"),
     "per-prompt": ("per_prompt", int, "samples of each prompt"),
     "height": ("height", int, "pixels"),
@@ -31,7 +34,7 @@ FILES = {
     "image": "the picture that an image-to-video model begins with",
     "noise": "where to begin, instead of noise of the seed",
     "weights": (
-        "a folder whose weights are used instead of the model's, such as out/wan_1_3b of a"
+        "a folder whose weights are used instead of the model's, such as the output_dir of a"
         " training run"
     ),
     "lora": "LoRA weights to merge",
@@ -39,28 +42,64 @@ FILES = {
     "latents": "where to write latents",
     "out": "the folder for what they show, decoded with torch",
 }
+# Options that the help of other families does not show; they are refused by name there.
+OF_WAN = ("image", "lora-2", "frames")
+TOLD = {("flux", "guidance"): "what FLUX.1-dev is told; schnell is told none"}
+
+
+def command(description: str | None, family: Family, main: Callable[[Any], None]) -> None:
+    """Run a command, and end on a user's mistake with a message alone.
+
+    Args:
+        description: what it does.
+        family: of its models.
+        main: is given the arguments of the process.
+    """
+    with user_errors():
+        main(arguments_of(description, family=family))
+
+
+def draw(found: argparse.Namespace, kind: Any, settings: Any) -> None:
+    """Draw what arguments and settings say.
+
+    Args:
+        found: from `arguments_of`.
+        kind: of sampling task, whose `of` takes the settings and the pipeline's folder.
+        settings: from `settings_of`.
+    """
+    with hosts.first_speaks():
+        paths = paths_of(found, settings.model.folder)
+        generate(kind.of(settings, paths.model), paths, settings.make_mesh())
 
 
 def arguments_of(
-    description: str | None, arguments: Sequence[str] | None = None
+    description: str | None, arguments: Sequence[str] | None = None, family: Family = "wan"
 ) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
         description: what the command does.
         arguments: default those of the process.
+        family: of the models; the help shows their options.
     """
-    parser = parser_of(description)
+
+    def shown(option: str, told: str) -> str:
+        hidden = family != "wan" and option in OF_WAN
+        return argparse.SUPPRESS if hidden else TOLD.get((family, option), told)
+
+    parser = parser_of(description, family)
     add = parser.add_argument_group("files and folders").add_argument
     for name, told in FILES.items():
         metavar = "DIR" if name in ("out", "weights") else "FILE"
-        add(f"--{name}", type=Path, metavar=metavar, help=told)
+        add(f"--{name}", type=Path, metavar=metavar, help=shown(name, told))
     told = "multiplies LoRA weights; default 1"
-    add("--lora-scale", type=float, default=1.0, metavar="X", help=told)
+    add("--lora-scale", type=float, metavar="X", help=told)
     add = parser.add_argument_group("short names of keys").add_argument
     for option, (key, kind, told) in KEYS.items():
         metavar = "TEXT" if kind is str else "N"
-        add(f"--{option}", type=kind, metavar=metavar, help=f"sampling.{key}: {told}")
+        told = shown(option, told)
+        told = told if told == argparse.SUPPRESS else f"sampling.{key}: {told}"
+        add(f"--{option}", type=kind, metavar=metavar, help=told)
     return parser.parse_intermixed_args(arguments)
 
 
@@ -69,7 +108,7 @@ def settings_of(found: argparse.Namespace, settings_class: SettingsClass) -> Any
 
     Args:
         found: from `arguments_of`.
-        settings_class: chooses the class that reads the file.
+        settings_class: reads the file.
     """
     options = {"model.folder": found.model}
     for option, (key, _, _) in KEYS.items():

@@ -21,7 +21,7 @@ class Paths:
         noise: where to begin, instead of noise of the seed.
         lora: weights that are merged.
         lora_2: weights that are merged into a pipeline's second transformer.
-        lora_scale: multiplies them.
+        lora_scale: multiplies them; None is 1.
         latents: where latents are written.
         out: the folder where what they show is written, decoded with torch.
     """
@@ -33,7 +33,7 @@ class Paths:
     noise: Path | None = None
     lora: Path | None = None
     lora_2: Path | None = None
-    lora_scale: float = 1.0
+    lora_scale: float | None = None
     latents: Path | None = None
     out: Path | None = None
 

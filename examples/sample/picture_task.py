@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from common.pipeline_folder import config_of
+from common.size_types import size_of
 from jaxtyping import Array, Float
 
 from maxattn.errors import ConfigError
@@ -40,7 +41,8 @@ class PictureTask:
     @cached_property
     def scale(self) -> int:
         """Pixels along a side of one of latents."""
-        return 2 ** (len(config_of(self.folder, "vae").get("block_out_channels", range(4))) - 1)
+        vae = config_of(self.folder, "vae")
+        return 2 ** (len(size_of(vae, "block_out_channels", tuple[int, ...], (1,) * 4)) - 1)
 
     def sides(self) -> tuple[int, int]:
         """Return rows and columns of the latents."""

@@ -95,9 +95,10 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
     if lora is not None:
-        changed = weights.merge_lora(model, lora, paths.lora_scale, prefix=prefix)
+        scale = 1.0 if paths.lora_scale is None else paths.lora_scale
+        changed = weights.merge_lora(model, lora, scale, prefix=prefix)
         others = _passed_over(lora, prefix)
-        print(f"LoRA weights of {len(changed)} layers merged, times {paths.lora_scale:g}{others}")
+        print(f"LoRA weights of {len(changed)} layers merged, times {scale:g}{others}")
     return model
 
 

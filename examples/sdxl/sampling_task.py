@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from maxattn.errors import ConfigError
 
 from . import torch_parts
 from .plans import plans
-from .settings import Settings
+from .settings import Settings, sizes_of
 from .sizes import Sizes
 from .unet import UNet
 
@@ -42,6 +42,11 @@ class SdxlSamplingTask(PictureTask):
 
     part: Literal["unet"] = "unet"
     family: Literal["sdxl"] = "sdxl"
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
+        return cls(settings, sizes_of(settings.model), folder)
 
     @property
     def latents(self) -> tuple[int, ...]:

@@ -5,10 +5,10 @@ The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from common.settings import Count, Dtype, Positive
+from common.settings import Count, Positive
+from common.sized_model import SizedModel
 from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
@@ -16,27 +16,19 @@ from train.settings import DataSettings
 from train.settings import TrainingSettings as CommonTraining
 
 import maxattn as ma
-from maxattn.config import Section
-from maxattn.errors import ConfigError
 
 from .sizes import Sizes
 
 Prediction = Literal["epsilon", "v_prediction"]
 
 
-class ModelSettings(Section):
+class ModelSettings(SizedModel):
     """Hold which UNet it is, and in which dtypes."""
 
-    folder: str | None = None
-    """Sizes and weights in diffusers' format, a pipeline's or its unet's; null: random."""
-    dtype: Dtype = "bfloat16"
-    """Of the computation; norms and softmax are float32 whatever it is."""
-    param_dtype: Dtype = "float32"
-    """Of the parameters."""
+    usual: ClassVar[Sizes] = Sizes()
+
     prediction_type: Prediction | None = None
     """What the UNet predicts: the noise, or v; null: as the folder's scheduler, else the noise."""
-    shapes: tuple[str, ...] = ()
-    """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 
     block_out_channels: tuple[Count, ...] | None = None
     """This and the rest change one of SDXL's sizes, for a new model without weights."""
@@ -47,32 +39,6 @@ class ModelSettings(Section):
     addition_time_embed_dim: Count | None = None
     projection_class_embeddings_input_dim: Count | None = None
     norm_num_groups: Count | None = None
-
-    @property
-    def changed_sizes(self) -> dict[str, Any]:
-        """The sizes that are not SDXL's."""
-        return {key: value for key in OWN if (value := getattr(self, key)) is not None}
-
-    @property
-    def asked(self) -> Sizes | None:
-        """The sizes that are named here; None where the folder says them."""
-        if self.folder is not None and not self.changed_sizes:
-            return None
-        return Sizes(**self.changed_sizes)
-
-    @classmethod
-    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse lists that have another number of resolutions than the channels."""
-        sizes = Sizes(**{key: values[key] for key in OWN if values[key] is not None})
-        count = len(sizes.block_out_channels)
-        for key in ("transformer_layers_per_block", "attention_head_dim"):
-            if len(numbers := getattr(sizes, key)) != count:
-                rule = f"it has one number for each of the {count} resolutions"
-                remedy = "give as many as block_out_channels has"
-                yield ConfigError(key, list(numbers), rule, remedy)
-
-
-OWN = tuple(key for key in ModelSettings.model_fields if key in Sizes.__dataclass_fields__)
 
 
 class TrainingSettings(CommonTraining):
@@ -112,3 +78,8 @@ class Settings(ma.AttentionConfig):
     """How it learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How pictures are drawn."""
+
+
+def sizes_of(model: ModelSettings) -> Sizes:
+    """Return the sizes of the UNet: its folder's, or SDXL's with the settings' changes."""
+    return model.found(Sizes, "unet")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from common.model_config import read_config
+from common.size_types import checked
+
+from maxattn.errors import ConfigError, WeightsError
 
 DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
 # Height and width of the original, top and left of the crop, height and width wanted.
 SIZE_NUMBERS = 6
+PROJECTED = "projection_class_embeddings_input_dim"
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,16 @@ class Sizes:
         """Whether there is attention, by resolution."""
         return tuple(kind.startswith("CrossAttn") for kind in self.down_block_types)
 
+    @property
+    def up_block_types(self) -> list[str]:
+        """The blocks of the way up, which mirror those down."""
+        return [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
+
     def config(self) -> dict[str, Any]:
         """Return what diffusers keeps in `config.json` beside the weights."""
-        up = [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
         lists = {key: list(v) for key, v in vars(self).items() if isinstance(v, tuple)}
         own = vars(self) | lists
-        return ONLY | {"mid_block_type": "UNetMidBlock2DCrossAttn", "up_block_types": up} | own
+        return ONLY | {"up_block_types": self.up_block_types} | own
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
@@ -74,12 +83,47 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes a model that this UNet is not.
         """
-        config = read_config(folder, "sdxl", ONLY)
-        own: dict[str, Any] = {
-            field.name: config.get(field.name, field.default) for field in fields(cls)
-        }
-        own |= {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
-        return cls(**own)
+        config = read_config(folder, "sdxl", ONLY, needs=NEEDED)
+        found = checked(cls, config, USUAL)
+        if (up := config.get("up_block_types", found.up_block_types)) != found.up_block_types:
+            rule = f"they mirror down_block_types: {found.up_block_types}"
+            raise WeightsError("up_block_types", up, rule, "give the folder of SDXL")
+        return found
+
+    def misfits(self) -> Iterator[ConfigError]:
+        """Yield sizes that do not fit each other."""
+        yield from self._level_misfits()
+        yield from self._channel_misfits()
+        if self.pooled_dim < 1:
+            least = SIZE_NUMBERS * self.addition_time_embed_dim + 1
+            rule = f"it is the pooled text beside {SIZE_NUMBERS} times addition_time_embed_dim"
+            key, value = PROJECTED, self.projection_class_embeddings_input_dim
+            yield ConfigError(key, value, rule, f"use {least} or more")
+
+    def _level_misfits(self) -> Iterator[ConfigError]:
+        """Yield lists that do not have one entry for each resolution, and unknown blocks."""
+        levels = len(self.block_out_channels)
+        for key in ("down_block_types", "transformer_layers_per_block", "attention_head_dim"):
+            if len(each := getattr(self, key)) != levels:
+                rule = f"it has one entry for each of the {levels} resolutions"
+                yield ConfigError(key, list(each), rule, "give as many as block_out_channels has")
+        if unknown := set(self.down_block_types) - set(DOWN_BLOCKS):
+            rule = f"a block is {' or '.join(sorted(set(DOWN_BLOCKS)))}"
+            yield ConfigError("down_block_types", sorted(unknown), rule, "use one of them")
+
+    def _channel_misfits(self) -> Iterator[ConfigError]:
+        """Yield channels that groups, heads or sinusoids do not divide."""
+        channels, groups = self.block_out_channels, self.norm_num_groups
+        if any(count % groups for count in channels):
+            rule = f"it divides the channels of every resolution, {list(channels)}"
+            yield ConfigError("norm_num_groups", groups, rule, "use a divisor of all")
+        heads = self.attention_head_dim
+        if len(heads) == len(channels) and any(c % n for c, n in zip(channels, heads, strict=True)):
+            rule = f"so many heads divide the channels of their resolution, {list(channels)}"
+            yield ConfigError("attention_head_dim", list(heads), rule, "use divisors of them")
+        if self.addition_time_embed_dim % 2:
+            value, rule = self.addition_time_embed_dim, "half of the sinusoids are cosines"
+            yield ConfigError("addition_time_embed_dim", value, rule, "use an even number")
 
 
 # What diffusers' UNet could be beside SDXL, and this one is not.
@@ -87,6 +131,7 @@ ONLY = {
     "_class_name": "UNet2DConditionModel",
     "addition_embed_type": "text_time",
     "use_linear_projection": True,
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
     "act_fn": "silu",
     "dual_cross_attention": False,
     "only_cross_attention": False,
@@ -95,4 +140,14 @@ ONLY = {
     "resnet_time_scale_shift": "default",
     "flip_sin_to_cos": True,
     "freq_shift": 0,
+}
+# Of these, what diffusers' default is another's: a file of SDXL says it.
+NEEDED = ("addition_embed_type", "use_linear_projection")
+# Sizes that are diffusers' defaults: what is meant where a file leaves them out.
+USUAL = {
+    "layers_per_block": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "norm_num_groups": 32,
+    "norm_eps": 1e-5,
 }

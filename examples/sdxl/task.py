@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common.pipeline_folder import part_of
 from common.shapes import Form, Shapes
 from flax import nnx
 from jaxtyping import Array, Float
@@ -21,12 +20,11 @@ from train.shape_errors import shape_errors
 from train.task import Arrays, replaced
 
 import maxattn as ma
-from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from . import noise
 from .plans import plans
-from .settings import ModelSettings, Settings
+from .settings import Settings, sizes_of
 from .sizes import SIZE_NUMBERS, Sizes
 from .unet import UNet
 
@@ -119,26 +117,3 @@ class SdxlTask(LatentTask):
         """Count the pixels of the latents."""
         _, height, width = shapes["latents"]
         return height * width
-
-
-def sizes_of(model: ModelSettings) -> Sizes:
-    """Return the sizes of the UNet: those of its folder, or SDXL's with the settings' changes.
-
-    Raises:
-        ConfigError: there is no such folder.
-        WeightsError: the folder says no sizes, or those of another model.
-        ConfigErrors: the folder's sizes are not those of the settings.
-    """
-    if model.folder is None:
-        return Sizes(**model.changed_sizes)
-    found = Sizes.of_folder(part_of(model.folder, "unet"))
-    if problems := list(_differences(model, found)):
-        raise ConfigErrors(problems)
-    return found
-
-
-def _differences(model: ModelSettings, found: Sizes) -> Iterator[ConfigError]:
-    for key, value in model.changed_sizes.items():
-        if (held := getattr(found, key)) != value:
-            rule = f"the UNet in {model.folder} has {held}"
-            yield ConfigError(f"model.{key}", value, rule, "remove it: the folder says the sizes")

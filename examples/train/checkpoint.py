@@ -4,12 +4,14 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is whol
 one is never seen. Each holds the state, the position in the data, the losses so far, the settings
 it was made with, and the plans of its attention: as values, and as the text of `explain()`. It
 names no class and no module, so that code may move.
+
+A run that starts again touches what is there with its own first checkpoint: it sets the earlier
+ones aside, and deletes them when its own is whole.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +24,7 @@ import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
+from . import earlier
 from .settings import TrainingSettings
 from .task import Fixed
 
@@ -38,7 +41,7 @@ class Checkpoints:
         training: its output_dir, and how many checkpoints are kept.
         fixed: which settings may not change.
         more: facts beside the settings that must not change either, by the key that an error names.
-        start_again: delete what is there.
+        start_again: begin at step 0, and replace what is there by the first that is saved.
 
     Raises:
         ConfigErrors: the last checkpoint was made with other values of these.
@@ -54,20 +57,37 @@ class Checkpoints:
     ) -> None:
         self.settings, self.more = settings, dict(more or {})
         self.folder = Path(training.output_dir).absolute() / "checkpoints"
+        self._keep = training.keep_checkpoints
+        self._open: ocp.CheckpointManager | None = None
+        self._by_first(earlier.bring_back, "earlier checkpoints back")
+        self.replaced = earlier.steps_in(self.folder) if start_again else []
+        self.step, self.facts = 0, NOTHING
         if start_again:
-            self._start_again()
-        options = ocp.CheckpointManagerOptions(max_to_keep=training.keep_checkpoints, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+            return
         self.step = self._manager.latest_step() or 0
-        self.facts: Facts = self._read_facts() if self.step else NOTHING
+        if self.step:
+            self.facts = self._read_facts()
         if self.step and (problems := list(self._differences(fixed))):
-            self._manager.close()
+            self._close()
             raise ConfigErrors(problems)
 
-    def _start_again(self) -> None:
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        """What reads and writes; it makes the folder when it is first asked for."""
+        if self._open is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True)
+            self._open = ocp.CheckpointManager(self.folder, options=options)
+        return self._open
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
+    def _by_first(self, change: Callable[[Path], None], done: str) -> None:
+        """Change folders in one process, while the others wait."""
         if hosts.is_first():
-            _forget(self.folder)
-        hosts.wait("old checkpoints deleted")
+            change(self.folder)
+        hosts.wait(done)
 
     def _differences(self, fixed: Fixed) -> Iterator[ConfigError]:
         kept = Fixed((*fixed.keys, "more"), fixed.free)
@@ -82,7 +102,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        self._manager.close()
+        self._close()
 
     def _read_facts(self) -> Facts:
         facts = self._restored("facts", ocp.args.JsonRestore())
@@ -106,7 +126,7 @@ class Checkpoints:
             raise self._damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
 
     def _damaged(self, said: str) -> ConfigErrors:
-        self._manager.close()
+        self._close()
         rule = f"a checkpoint is whole, and reading this one says: {said}"
         remedy = "delete this folder: the run goes on from the checkpoint before it"
         folder = self.folder / str(self.step)
@@ -130,6 +150,8 @@ class Checkpoints:
     ) -> None:
         """Save after the last step of `losses`; the writing goes on behind the next steps.
 
+        The first of a run that replaces earlier ones is waited for.
+
         Args:
             state: arrays.
             position: in the data, from the iterator's `get_state()`.
@@ -145,16 +167,15 @@ class Checkpoints:
             "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
         }
         parts = {"state": ocp.args.StandardSave(state), "facts": ocp.args.JsonSave(facts)}
-        self._manager.save(len(losses), args=ocp.args.Composite(**parts))
-
-
-def _forget(folder: Path) -> None:
-    """Delete a folder of checkpoints, never leaving half of one under its name."""
-    doomed = folder.with_name(f"{folder.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    if folder.exists():
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        how = ocp.args.Composite(**parts)
+        if not self.replaced:
+            self._manager.save(len(losses), args=how)
+            return
+        self._by_first(earlier.set_aside, "earlier checkpoints set aside")
+        self._manager.save(len(losses), args=how)
+        self._manager.wait_until_finished()
+        self._by_first(earlier.forget, "earlier checkpoints deleted")
+        self.replaced = []
 
 
 def differences(

@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from samplers.flow_euler import shifted
 
+from .flow_settings import FlowTraining
+
 WHOLE = (0.0, 1.0)  # all times
 
 
@@ -31,6 +33,25 @@ class Noised(NamedTuple):
     mixed: Float[Array, "B ..."]
     times: Float[Array, " B"]
     velocity: Float[Array, "B ..."]
+
+
+def drawn(
+    clean: Float[Array, "B ..."],
+    said: FlowTraining,
+    for_times: Array,
+    for_noise: Array,
+    within: tuple[float, float] = WHOLE,
+) -> Noised:
+    """Draw times and noise as the settings say, and mix.
+
+    Args:
+        clean: latents, float32.
+        said: at which times a model learns.
+        for_times, for_noise: keys of what is drawn.
+        within: as for `times`.
+    """
+    how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
+    return noised(clean, times(for_times, len(clean), *how, within=within), for_noise)
 
 
 def times(

@@ -20,6 +20,7 @@ from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
+from . import earlier
 from . import state as states
 from .board import Board
 from .checkpoint import Checkpoints
@@ -117,7 +118,7 @@ class Training:
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
-        if not (self.folder / "checkpoints").is_dir():
+        if not earlier.is_there(self.folder / "checkpoints"):
             remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
             raise ConfigError("training.output_dir", self.folder, "it holds a checkpoint", remedy)
         with self._checkpoints() as checkpoints:

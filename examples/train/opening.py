@@ -21,6 +21,9 @@ def opening(
     done, wanted = checkpoints.step, training.steps
     if not done:
         yield f"training {wanted} steps from the start; checkpoints in {checkpoints.folder}"
+        if checkpoints.replaced:
+            last = checkpoints.replaced[-1]
+            yield f"  those there, up to step {last}, are deleted when the first new one is whole"
         return
     if done >= wanted:
         yield f"training is complete: {done} of {wanted} steps in {checkpoints.folder}"

@@ -72,7 +72,7 @@ class TrainingSettings(Section):
     seed: Whole = 0
     """Of new parameters, order of examples, times and noise."""
     resume: bool = True
-    """Go on from the last checkpoint; false deletes those of output_dir and starts again."""
+    """Go on from the last checkpoint; false starts again: its first one replaces those there."""
     compiler_options: tuple[str, ...] = ()
     """Of XLA, for the step: NAME=VALUE, the names as in XLA_FLAGS."""
     output_dir: str = "out/train"

@@ -85,11 +85,13 @@ class Block(nnx.Module):
 def of_tokens(table: Float[Array, "B F rows D"], tokens: int) -> tuple[Float[Array, "B _ D"], ...]:
     """Return the rows of a modulation for every token, or for all where F is 1."""
     b, frames, rows, d = table.shape
-    if frames > 1:
-        # [B, F, rows, D] -> [B, F, T / F, rows, D] -> [B, T, rows, D]
-        spread = (b, frames, tokens // frames, rows, d)
-        table = jnp.broadcast_to(table[:, :, None], spread).reshape(b, tokens, rows, d)
-    return tuple(table[:, :, row] for row in range(rows))
+    # Row by row: XLA would write all rows of all tokens, and read them again in each layer.
+    each = tuple(table[:, :, row] for row in range(rows))
+    if frames == 1:
+        return each
+    spread = (b, frames, tokens // frames, d)
+    # [B, F, D] -> [B, F, T / F, D] -> [B, T, D]
+    return tuple(jnp.broadcast_to(x[:, :, None], spread).reshape(b, tokens, d) for x in each)
 
 
 def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:

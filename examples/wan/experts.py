@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.pipeline_folder import FIRST, SECOND, boundary_of, index_of, pipeline_errors
+from common.pipeline_folder import (
+    FIRST,
+    REPOSITORIES,
+    SECOND,
+    absent,
+    boundary_of,
+    index_of,
+    pipeline_errors,
+)
 
 from maxattn.errors import ConfigError
 
@@ -49,7 +57,10 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
     """Yield what training cannot do with the expert that is named, or with none."""
     training, folder = settings.training, settings.model.folder
     if folder is not None:
-        yield from pipeline_errors(Path(folder), "wan")
+        problems = [*_absent(settings), *pipeline_errors(Path(folder), "wan")]
+        yield from problems
+        if problems:
+            return
         yield from name_errors(settings.model.sizes, Path(folder))
     yield from _boundary_errors(settings)
     if training.expert is None:
@@ -68,18 +79,31 @@ def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
         rule = "the model has two transformers, and each learns its own times"
         remedy = f"use high_noise, for times from {at:g} on, or low_noise, for those below"
         yield ConfigError("training.expert", "null", rule, remedy)
-    folder = None if settings.model.folder is None else Path(settings.model.folder)
-    is_whole = folder is not None and bool(index_of(folder))
-    said = boundary_of(folder) if folder is not None else None
-    if training.expert is not None and (at is None or (is_whole and said is None)):
-        why = "this pipeline has one" if is_whole else "nothing says where their times meet"
-        rule = f"it names one of two transformers, and {why}"
-        remedy = "set it to null, give the folder of Wan 2.2 A14B, or set training.boundary_ratio"
+    if training.expert is not None and (why := _one_transformer(settings)):
+        rule, remedy = f"it names one of two transformers, and {why[0]}", why[1]
         yield ConfigError("training.expert", training.expert, rule, remedy)
+    folder = settings.model.folder
+    said = boundary_of(Path(folder)) if folder is not None else None
     if None not in (said, training.boundary_ratio) and said != training.boundary_ratio:
         remedy = "set it to null to take the folder's"
         rule = f"the pipeline in {folder} has {said}"
         yield ConfigError("training.boundary_ratio", training.boundary_ratio, rule, remedy)
+
+
+def _one_transformer(settings: Settings) -> tuple[str, str] | None:
+    """Say why there is no second transformer, and what to do; None where there may be one."""
+    name, folder = settings.model.sizes, settings.model.folder
+    alone = "set training.expert and training.boundary_ratio to null, or "
+    if folder is not None and index_of(Path(folder)):
+        if boundary_of(Path(folder)) is not None:
+            return None
+        return "this pipeline has one", f"{alone}give the folder of Wan 2.2 A14B"
+    if name is not None and name not in BOUNDARIES:
+        return f"{name} has one", f"{alone}write model.sizes={' or '.join(BOUNDARIES)}"
+    if boundary(settings) is None:
+        remedy = "set training.boundary_ratio, or give the pipeline's folder, above this one"
+        return "nothing says where their times meet", remedy
+    return None
 
 
 def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
@@ -92,6 +116,12 @@ def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
     if not is_pipeline and folder.name == other:
         rule, remedy = f"{expert} is trained, which is {own}", f"give the folder above, or {own}"
         yield ConfigError("model.folder", folder, rule, remedy)
+
+
+def _absent(settings: Settings) -> Iterator[ConfigError]:
+    """Yield an error where there is no such folder, with where the named model can be had."""
+    model = settings.model
+    yield from absent(model.folder or "", repository=model.repository or REPOSITORIES["wan"])
 
 
 def name_errors(name: str | None, folder: Path) -> Iterator[ConfigError]:

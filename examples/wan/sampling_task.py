@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
 from common.shapes import Form
+from common.size_types import size_of
 from flax import nnx
 from jaxtyping import Array, Float
 from sample import media
@@ -54,6 +55,11 @@ class WanSamplingTask:
     family: Literal["wan"] = "wan"
     part: Literal["transformer"] = "transformer"
 
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `found`."""
+        return cls(settings, settings.model.found(Sizes, cls.part), folder)
+
     @cached_property
     def continues(self) -> bool:
         """Whether the first frame can be an image, at time 0."""
@@ -85,8 +91,8 @@ class WanSamplingTask:
     def scale(self) -> tuple[int, int, int]:
         """Frames, rows and columns of pixels for one of latents."""
         vae = config_of(self.folder, "vae")
-        side = vae.get("scale_factor_spatial", 8)
-        return (vae.get("scale_factor_temporal", 4), side, side)
+        side = size_of(vae, "scale_factor_spatial", int, 8)
+        return (size_of(vae, "scale_factor_temporal", int, 4), side, side)
 
     @property
     def latents(self) -> tuple[int, ...]:

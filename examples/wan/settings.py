@@ -23,7 +23,7 @@ from train.settings import DataSettings
 import maxattn as ma
 from maxattn.errors import ConfigError
 
-from .sizes import SIZES
+from .sizes import REPOSITORIES, SIZES
 
 Name = Literal[
     "wan-2.1-t2v-1.3b",
@@ -39,6 +39,7 @@ class ModelSettings(NamedModel):
     """Hold which transformer it is, and in which dtypes."""
 
     known: ClassVar[Mapping[str, Any]] = SIZES
+    repositories: ClassVar[Mapping[str, str]] = REPOSITORIES
 
     sizes: Name | None = None
     """Known sizes; null takes those of the folder."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from common.json_file import read_mapping
-from common.pipeline_folder import absent
+from common.model_config import read_config
+from common.size_types import checked
 
-from maxattn.errors import WeightsError
+from maxattn.errors import ConfigError
 
 CLASS_NAME = "WanTransformer3DModel"
 # What diffusers' transformer could be beside Wan 2.1 and 2.2.
-NORMS = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
+ONLY = {
+    "_class_name": CLASS_NAME,
+    "qk_norm": "rms_norm_across_heads",
+    "cross_attn_norm": True,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Sizes:
         """Return what diffusers keeps in `config.json` beside the weights."""
         own = {key: value for key, value in vars(self).items() if key != "rope_theta"}
         own |= {"patch_size": list(self.patch_size), "rope_max_seq_len": 1024}
-        return {"_class_name": CLASS_NAME, **NORMS, **own}
+        return {**ONLY, **own}
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Self:
@@ -71,31 +76,22 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes another kind of model.
         """
-        for problem in absent(folder):
-            raise problem
-        config = _read_config(Path(folder) / "config.json")
-        known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {key: value for key, value in config.items() if key in known}
-        values["patch_size"] = tuple(config.get("patch_size", cls.patch_size))
-        return cls(**values)
+        return checked(cls, read_config(folder, "wan", ONLY), vars(_14B))
+
+    def misfits(self) -> Iterator[ConfigError]:
+        """Yield sizes that do not fit each other."""
+        if self.attention_head_dim % 2 or self.attention_head_dim < 6:
+            rule = "pairs of its channels turn with time, row and column: it is even, at least 6"
+            yield ConfigError("attention_head_dim", self.attention_head_dim, rule, "use 128")
+        if self.freq_dim % 2:
+            rule = "half of the sinusoids are cosines"
+            yield ConfigError("freq_dim", self.freq_dim, rule, "use an even number, such as 256")
+        if (self.image_dim is None) != (self.added_kv_proj_dim is None):
+            rule = f"added_kv_proj_dim is {self.added_kv_proj_dim}, and a model has both or neither"
+            yield ConfigError("image_dim", self.image_dim, rule, "set both, or both to null")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        rule, remedy = "it says the sizes, and is not there", "give the transformer's folder"
-        raise WeightsError("config.json", str(path), rule, remedy)
-    config = read_mapping(path)
-    if (name := config.get("_class_name", CLASS_NAME)) != CLASS_NAME:
-        rule = f"the folder holds a {CLASS_NAME}"
-        remedy = "give the folder `transformer` of a Wan pipeline"
-        raise WeightsError("_class_name", name, rule, remedy)
-    for key, only in NORMS.items():
-        if config.get(key, only) != only:
-            rule = f"every Wan model has {only}"
-            raise WeightsError(key, config[key], rule, "give the weights of one")
-    return config
-
-
+# Also diffusers' defaults, which are meant by what a file leaves out.
 _14B = Sizes(num_attention_heads=40, num_layers=40, ffn_dim=13824)
 SIZES = {
     "wan-2.1-t2v-1.3b": Sizes(),
@@ -109,3 +105,11 @@ SIZES = {
 }
 # Above which share of the times the first of two transformers takes the steps.
 BOUNDARIES = {"wan-2.2-t2v-a14b": 0.875, "wan-2.2-i2v-a14b": 0.9}
+REPOSITORIES = {
+    "wan-2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "wan-2.1-t2v-14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "wan-2.1-i2v-14b": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "wan-2.2-t2v-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "wan-2.2-i2v-a14b": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "wan-2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+}

@@ -12,23 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts
-from common.pipeline_folder import boundary_of, part_of
-from common.trained_blocks import block_errors, block_note
-from common.writable import unwritable
+from common.pipeline_folder import part_of
+from common.trained_blocks import block_note
 from flax import nnx
 from rollout import Denoising, Reel, Rollout
-from rollout.scenes import Scene, scene_errors
+from rollout.scenes import Scene
 from sample import files
-from sample.checks import Needs, without_torch
 from sample.paths import Paths
 from sample.run import load
 from sample.task import Arrays
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
-from maxattn.errors import ConfigError, InputError
+from maxattn.errors import InputError
 
 from .sampling_task import WanSamplingTask
+from .stream_errors import stream_errors
 
 MOST = 1000  # the time of noise alone
 LINES = 10  # that say how far a run is
@@ -95,82 +94,9 @@ class StreamRun:
             sampling.guidance_scale,
         )
 
-    # ---- what is refused -------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Refuse everything that cannot work, before anything is read.
-
-        Raises:
-            ConfigErrors: with all of it.
-        """
-        if problems := [*self._model_errors(), *self._file_errors()]:
-            raise ConfigErrors(problems)
-
-    def _model_errors(self) -> Iterator[ConfigError]:
-        sizes, sampling = self.task.sizes, self.settings.sampling
-        yield from (e for e in self.task.size_errors() if e.setting != "sampling.frames")
-        if sizes.in_channels > sizes.out_channels or sizes.image_dim is not None:
-            rule = "a block is made of noise alone; an image is the first block of a video"
-            yield ConfigError("model.sizes", "an image-to-video model", rule, "give --prefix")
-        if self.folder is not None and boundary_of(self.folder) is not None:
-            rule = "one cache holds the keys of one transformer, and this pipeline has two"
-            yield ConfigError("model.folder", self.folder, rule, "give a model of one")
-        if sampling.sampler == "unipc":
-            rule = "a block is made in few steps, or in Euler steps"
-            remedy = "leave it out for few steps, or write flow_euler"
-            yield ConfigError("sampling.sampler", "unipc", rule, remedy)
-        if (where := self._weights()) is not None:
-            yield from block_errors(where, self.settings.rollout.frames_per_block)
-
-    def _file_errors(self) -> Iterator[ConfigError]:
-        rows = None
-        if self.embeddings is not None:
-            found = files.shapes(self.embeddings, "--embeddings")
-            rows = found["text"][0] if "text" in found else 0
-            guided = self.denoising.rows > 1
-            forms = self.task.expected(guided)
-            forms.pop("first", None)
-            yield from files.shape_errors(found, forms, self.embeddings, "--embeddings")
-        if self.blocks < 1:
-            rule = "a video has at least one block"
-            yield ConfigError("--blocks", self.blocks, rule, "write 1 or more")
-        yield from scene_errors(self.scenes, self.blocks, rows)
-        yield from self._text_errors()
-        yield from self._prefix_errors()
-        for option, path in (("--latents", self.latents), ("--out", self.out)):
-            if path is not None and (problem := unwritable(option, path, folder=True)):
-                yield problem
-        if self.out is not None:
-            instead = "leave it out: --latents holds what is made"
-            needs = Needs(("vae",), "diffusers", instead)
-            yield from without_torch("--out", "decoding latents", self.folder or Path(), needs)
-
-    def _text_errors(self) -> Iterator[ConfigError]:
-        if self.embeddings is not None:
-            return
-        if self.scenes[0].prompt is None:
-            rule = "a prompt or a file says what is shown"
-            yield ConfigError("--prompt", "(none)", rule, "give --prompt, or --embeddings FILE")
-        elif self.folder is not None:
-            needs = Needs(self.task.needs_torch, "transformers", "give --embeddings FILE instead")
-            yield from without_torch("--prompt", "encoding a prompt", self.folder, needs)
-
-    def _prefix_errors(self) -> Iterator[ConfigError]:
-        if self.prefix is None:
-            return
-        shape = files.shapes(self.prefix, "--prefix", ("latents",)).get("latents", ())
-        rows, columns, channels = self.sides
-        if len(shape) != 5 or (*shape[:2], *shape[3:]) != (1, channels, rows, columns):
-            rule = f"it holds latents [1, {channels}, F, {rows}, {columns}]"
-            remedy = "make them for this height and width"
-            yield ConfigError("--prefix", f"{self.prefix}: {list(shape)}", rule, remedy)
-        elif not self.stream.ends_block(shape[2]):
-            rule = f"a video goes on behind whole blocks of {self.stream.frames_per_block} frames"
-            remedy = "cut it to whole blocks"
-            yield ConfigError("--prefix", f"{self.prefix}: {shape[2]} frames", rule, remedy)
-
-    def _weights(self) -> Path | None:
-        """Return the folder of the transformer's weights."""
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder of the transformer's weights; None for random ones."""
         folder = self.weights or self.folder
         return None if folder is None else part_of(folder, self.task.part)
 
@@ -185,7 +111,8 @@ class StreamRun:
         Raises:
             ConfigErrors: everything that is wrong, before a weight is read.
         """
-        self.check()
+        if problems := list(stream_errors(self)):
+            raise ConfigErrors(problems)
         self.latents.mkdir(parents=True, exist_ok=True)
         texts, model = self._texts(), self._model(mesh)
         run = Rollout(model, self.stream, self.sides, self.denoising, seed=self._seed)
@@ -207,7 +134,7 @@ class StreamRun:
         if self.folder is None:
             print("weights   random: what is drawn shows nothing; times and memory are as ever")
             return self.task.build(mesh, nnx.Rngs(self._seed))
-        where = self._weights()
+        where = self.weights_folder
         if where is not None and (note := block_note(where)):
             print(f"weights   {note}")
         return load(self.task, Paths(self.folder, self.weights), mesh)
@@ -265,7 +192,7 @@ class StreamRun:
     def _blocks(self, run: Rollout, reel: Reel, told: list[Any]) -> Iterator[np.ndarray]:
         """Make the blocks; while one is made, the one before it is written."""
         starts = {scene.block: i for i, scene in enumerate(self.scenes) if i}
-        began, waiting = time.perf_counter(), None
+        said, waiting = (0, time.perf_counter()), None
         for number in range(self.blocks):
             if (scene := starts.get(number)) is not None:
                 reel = run.switch(reel, told[scene])
@@ -273,7 +200,7 @@ class StreamRun:
             if waiting is not None:
                 yield self._kept(*waiting)
             waiting = first, x
-            self._say(number + 1, time.perf_counter() - began)
+            said = self._say(number + 1, *said)
         assert waiting is not None, "at least one block is made"
         yield self._kept(*waiting)
 
@@ -291,10 +218,14 @@ class StreamRun:
         arrays = {"latents": np.asarray(latents, np.float32)}
         return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
-    def _say(self, done: int, spent: float) -> None:
-        if done == self.blocks or done % max(1, self.blocks // LINES) == 0:
-            number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
-            print(f"block {number}  {spent / done:.2f} s a block", flush=True)
+    def _say(self, done: int, before: int, then: float) -> tuple[int, float]:
+        """Say now and then how far the run is, and how long blocks took since it was said last."""
+        if done < self.blocks and done % max(1, self.blocks // LINES):
+            return before, then
+        spent = (time.perf_counter() - then) / (done - before)
+        number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
+        print(f"block {number}  {spent:.2f} s a block", flush=True)
+        return done, time.perf_counter()
 
     def _decoded(self, latents: np.ndarray) -> None:
         if self.out is not None and self.folder is not None:

@@ -27,7 +27,7 @@ from maxattn.errors import ConfigError
 from . import experts
 from .model import WanTransformer3D
 from .plans import plans, tokens
-from .settings import ModelSettings, Settings
+from .settings import Settings
 from .sizes import Sizes
 
 # What the blocks of a clip see; how videos are drawn may change.
@@ -55,14 +55,14 @@ class WanTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> WanTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
+        """Take the sizes from the settings, or from the model's folder; raises as `found`.
 
         Raises:
             ConfigErrors: the transformer that is to learn is not the folder's, or not named.
         """
         if problems := list(experts.errors(settings)):
             raise ConfigErrors(problems)
-        return cls(settings, sizes_of(settings.model, experts.part(settings)))
+        return cls(settings, settings.model.found(Sizes, experts.part(settings)))
 
     @property
     def part(self) -> str:
@@ -113,9 +113,7 @@ class WanTask(LatentTask):
         for_times, for_noise, for_texts = jax.random.split(key, 3)
         said, clean = self.settings.training, channels_last(batch["latents"].astype(jnp.float32))
         if said.forcing == "none":
-            how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
-            t = flow.times(for_times, len(clean), *how, within=self.times)
-            drawn = flow.noised(clean, t, for_noise)._asdict()
+            drawn = flow.drawn(clean, said, for_times, for_noise, self.times)._asdict()
         else:
             drawn = forcing.noised(clean, for_noise, self._noise(clean.shape))
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, (len(clean),))
@@ -187,18 +185,3 @@ def whole_blocks(said: RolloutSettings, frames: int) -> Iterable[ConfigError]:
 def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
     """Move the channels from the second axis to the last."""
     return jnp.moveaxis(x, 1, -1)
-
-
-def sizes_of(model: ModelSettings, part: str = "transformer") -> Sizes:
-    """Return the sizes of the model: its folder's, the named ones, or both when they agree.
-
-    Args:
-        model: its settings.
-        part: of the pipeline's folder.
-
-    Raises:
-        ConfigError: there is no such folder.
-        WeightsError: the folder says no sizes, or those of another model.
-        ConfigErrors: the folder's sizes are not those that are named.
-    """
-    return model.found(Sizes, part)

@@ -9,7 +9,7 @@ They pad little. Where no estimates ship, they are the largest.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -145,10 +145,11 @@ def preset(model: Model, target: Target) -> Preset:
         target: a TPU.
     """
     largest = _largest(model, target)
-    known = _times(largest, model, target)
+    lengths = _cut_lengths(model, largest)
+    known = _times(largest, model, lengths, target)
     if known is None:
         return Preset(largest)
-    every = ((_times(sizes, model, target), sizes) for sizes in _estimated(model, target))
+    every = ((_times(sizes, model, lengths, target), sizes) for sizes in _estimated(model, target))
     gains = [(_gains(known, times), sizes) for times, sizes in every if times is not None]
     best, sizes = max(gains, key=lambda pair: (sum(pair[0]), str(pair[1])))
     return Preset(sizes, best) if sum(best) > 2 * (1 + TIE) else Preset(largest, (1.0, 1.0))
@@ -208,16 +209,28 @@ def _estimated(model: Model, target: Target) -> Iterator[BlockSizes]:
                 yield sizes
 
 
-def _times(sizes: BlockSizes, model: Model, target: Target) -> tuple[float, float] | None:
-    """Return the times of a pair of tokens in both passes, added up over the lengths."""
-    forward, training = (_time(sizes, model, target, t) for t in (False, True))
-    return None if forward is None or training is None else (forward, training)
+def _cut_lengths(model: Model, largest: BlockSizes) -> list[int]:
+    """Return the lengths that the largest tiles cut in two or more: a single tile has no estimate,
+    and none is faster.
+    """
+    longest = max(largest.block_q, largest.block_kv)
+    return [length for length, _ in model.lengths if length > longest]
 
 
-def _time(sizes: BlockSizes, model: Model, target: Target, training: bool) -> float | None:
+def _times(
+    sizes: BlockSizes, model: Model, lengths: Sequence[int], target: Target
+) -> tuple[float, float] | None:
+    """Return the times of a pair of tokens in both passes, added up over some lengths."""
+    forward, training = (_time(sizes, model, lengths, target, t) for t in (False, True))
+    return None if not forward or not training else (forward, training)
+
+
+def _time(
+    sizes: BlockSizes, model: Model, lengths: Sequence[int], target: Target, training: bool
+) -> float | None:
     costs = shipped_costs(target.device_kind, "flash", model.head_dim, "bfloat16")
     total = 0.0
-    for length, _ in model.lengths:
+    for length in lengths:
         call = _call(model, length)
         filled, _ = adjust(sizes.asked(), call, "flash", target, training)
         seconds = seconds_of(costs, filled, call, "flash", target)

@@ -96,7 +96,7 @@ def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
 def _estimated_row(call: Call, target: Target, training: bool) -> list[Recommendation]:
     """Give the fastest sizes of a pass by the estimates that ship, where they beat the rules'."""
     found = estimated_sizes("flash", call, target, training)
-    if found is None or found.seconds == found.default:
+    if found is None or found.default is None or found.seconds == found.default:
         return []
     what = "forward and backward" if training else "forward"
     gain = f"{found.default.slow / found.seconds.slow:.2f} times as fast as the default"

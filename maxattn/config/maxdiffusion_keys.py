@@ -16,14 +16,14 @@ KERNELS: dict[str, tuple[str, str]] = {
     "cudnn_flash_te": ("cudnn_flash_te", "auto"),
     "ring": ("auto", "ring"),
     "tokamax_ring": ("tokamax_flash", "ring"),
-    "tokamax_ring_custom": ("tokamax_flash", "ring"),
+    "tokamax_ring_custom": ("tpu_flash", "ring"),
     "ulysses": ("flash", "ulysses"),
-    "ulysses_custom": ("flash", "ulysses"),
-    "ulysses_custom_fixed_m": ("flash", "ulysses"),
+    "ulysses_custom": ("tpu_flash", "ulysses"),
+    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses"),
     "ulysses_ring": ("tokamax_flash", "ulysses_ring"),
-    "ulysses_ring_custom": ("tokamax_flash", "ulysses_ring"),
-    "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring"),
-    "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring"),
+    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
 }
 # Names under which its code takes dot_product for short queries or keys, at 4096 where no file says
 # otherwise.

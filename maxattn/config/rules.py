@@ -29,12 +29,12 @@ PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling", "rollout")
 # Foreign spellings of `attention`: the kernel, and the strategy around it.
 FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "tokamax_ring": ("tokamax_flash", "ring"),
-    "tokamax_ring_custom": ("tokamax_flash", "ring"),
-    "ulysses_custom": ("flash", "ulysses"),
-    "ulysses_custom_fixed_m": ("flash", "ulysses"),
-    "ulysses_ring_custom": ("tokamax_flash", "ulysses_ring"),
-    "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring"),
-    "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring"),
+    "tokamax_ring_custom": ("tpu_flash", "ring"),
+    "ulysses_custom": ("tpu_flash", "ulysses"),
+    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses"),
+    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
 }
 
 

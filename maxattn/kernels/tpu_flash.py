@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from maxattn.block_sizes import FORWARD, BlockSizes
+from maxattn.block_sizes import BlockSizes
 from maxattn.block_sizes.sizes import LANES
 from maxattn.block_sizes.transposed import forward_tile, sizes_of
 from maxattn.call import Call, Reason
@@ -22,7 +22,7 @@ from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.requirements import untested
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
-from maxattn.kernels.splash.kernel import Splash, refusal
+from maxattn.kernels.splash.kernel import Splash, asked_sizes, refusal
 from maxattn.kernels.transposed.library import Transposed
 from maxattn.kernels.transposed.scalar_memory import rule_of
 from maxattn.target import Target
@@ -51,14 +51,16 @@ class TpuFlash(Splash):
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         """Choose the tiles; interpret on a CPU."""
         config = tuned_config(config, TpuFlash.name, call, target)
-        asked, float32 = config.flash_block_sizes, config.float32_qk_product
+        float32 = config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
-        sizes, changes = sizes_of(asked, local, target)
-        tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
+        training, inference = (
+            asked_sizes(config, local, "tpu_flash", target, t) for t in (True, False)
+        )
+        sizes, changes = sizes_of(training, local, target)
+        tile, of_forward = forward_tile(inference, local, target)
         if (rule := rule_of(local, tile, target)) is not None:
             what = f"{tile[0]} queries x {tile[1]} keys"
             raise Unsupported("flash_block_sizes", what, rule, scalar_memory.REMEDY)
-        of_forward = tuple(change for change in changes if change.key in FORWARD)
         interpret, core = target.platform == "cpu", target.device.core
         turned = core is not None and core.side == LANES
         both = call.scale, sizes, interpret, float32, changes

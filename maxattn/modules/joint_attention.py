@@ -41,8 +41,9 @@ class JointAttention(FlaxAttention):
     The text comes first in the joint sequence: in rotary positions, masks and biases too.
 
     Args:
-        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim:
-            as in `FlaxAttention`. The dropout is on the picture's output alone, as in diffusers.
+        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
+        dim_head_v: as in `FlaxAttention`. The dropout is on the picture's output alone, as in
+            diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
         out_proj: whether there are output projections; default True. False leaves the heads of both
@@ -81,6 +82,7 @@ class JointAttention(FlaxAttention):
         *,
         out_proj: bool = True,
         text_out: bool = True,
+        dim_head_v: int | None = None,
         config: AttentionConfig | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -91,7 +93,8 @@ class JointAttention(FlaxAttention):
         rngs: nnx.Rngs,
     ) -> None:
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        sizes = ModuleSizes(query_dim, query_dim, heads, kv_heads, dim_head, out_dim)
+        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
+        sizes = ModuleSizes(query_dim, query_dim, *widths)
         options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj)
         checks.flag("text_out", text_out)
         self.text_out = text_out
@@ -103,11 +106,12 @@ class JointAttention(FlaxAttention):
 
     def _add_text(self, width: int, bias: bool, out_bias: bool, build: Build) -> None:
         inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
+        v_inner, heads_inner = self.kv_heads * self.dim_head_v, self.heads * self.dim_head_v
         self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
         self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
+        self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
         if self.out_proj and self.text_out:
-            self.to_add_out: nnx.Linear = linear_on_mesh(inner, width, out_bias, OUT, build)
+            self.to_add_out: nnx.Linear = linear_on_mesh(heads_inner, width, out_bias, OUT, build)
         self.norm_added_q = self._norm(self.heads, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 

@@ -47,7 +47,7 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
     queries = "q, out and gradients" if training else "q, out"
     keys = "k, v and gradients" if training else "k, v"
     parts = [
-        Part(queries, 2 * times * _queries(rank, rank.head_dim)),
+        Part(queries, times * _queries(rank, _dims(rank))),
         Part(keys, times * _own_keys(plan)),
         *_moved(plan, rank, training),
         *_of_kernel(plan, local, training),
@@ -55,15 +55,21 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.bytes)
 
 
-def _queries(local: Call, head_dim: int, size: int = 0) -> int:
-    """Count the bytes of one array like q."""
-    return local.batch * local.heads * local.q_len * head_dim * (size or itemsize(local.dtype))
+def _dims(call: Call) -> tuple[int, int]:
+    """Return the channels of a head of q and out, and of k and v."""
+    return call.head_dim, call.value_dim
 
 
-def _keys(local: Call, head_dim: int, size: int = 0) -> int:
-    """Count the bytes of two arrays like k and v, as the kernel sees them."""
+def _queries(local: Call, dims: tuple[int, ...], size: int = 0) -> int:
+    """Count the bytes of arrays with the rows of q, one for each of these head dims."""
+    rows = local.batch * local.heads * local.q_len
+    return rows * sum(dims) * (size or itemsize(local.dtype))
+
+
+def _keys(local: Call, dims: tuple[int, ...], size: int = 0) -> int:
+    """Count the bytes of arrays with the rows of k, as the kernel sees them."""
     rows = local.batch * local.kv_heads * local.kv_len
-    return 2 * rows * head_dim * (size or itemsize(local.dtype))
+    return rows * sum(dims) * (size or itemsize(local.dtype))
 
 
 def _own_keys(plan: Plan) -> int:
@@ -71,14 +77,15 @@ def _own_keys(plan: Plan) -> int:
     call, shape = plan.padded_call, plan.mesh
     split = ways("S", shape) if plan.strategy.kv_letter() == "S" else 1
     batch, heads = call.batch // ways("B", shape), max(1, call.kv_heads // ways("K", shape))
-    return 2 * batch * heads * -(-call.kv_len // split) * call.head_dim * itemsize(call.dtype)
+    return batch * heads * -(-call.kv_len // split) * sum(_dims(call)) * itemsize(call.dtype)
 
 
 def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
     """Count what arrives from other devices beside the kernel's own operands."""
-    keys, float_keys = _keys(rank, rank.head_dim), _keys(rank, rank.head_dim, FLOAT)
+    keys, float_keys = _keys(rank, _dims(rank)), _keys(rank, _dims(rank), FLOAT)
     if plan.strategy.name in ("ring", "ulysses_ring"):
-        sums = _queries(rank, rank.head_dim, FLOAT) * (2 if training else 1)
+        summed = (rank.value_dim, rank.head_dim) if training else (rank.value_dim,)
+        sums = _queries(rank, summed, FLOAT)  # out, and dq
         return [
             Part("k, v of the next hop", keys),
             Part("dk, dv on their way", 2 * float_keys if training else 0),
@@ -110,8 +117,8 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
         blocks: its tiles.
         training: whether the backward runs too.
     """
-    lanes = round_up(local.head_dim, LANES)
-    copies = (4 if training else 2) * _queries(local, lanes) + _keys(local, lanes)
+    lanes = tuple(round_up(dim, LANES) for dim in _dims(local))
+    copies = (2 if training else 1) * _queries(local, lanes) + _keys(local, lanes)
     sums = local.batch * local.heads * local.q_len * LANES * FLOAT
     parts = fused_partials_bytes(local, blocks, kernel) if training else 0  # type: ignore[arg-type]
     return (
@@ -126,14 +133,14 @@ def _float_gradients(kernel: str, local: Call) -> int:
     """Count the bytes of what `tpu_flash` sums in float32: dq, dk and dv."""
     if kernel != "tpu_flash":
         return 0
-    return _queries(local, local.head_dim, FLOAT) + _keys(local, local.head_dim, FLOAT)
+    return _queries(local, (local.head_dim,), FLOAT) + _keys(local, _dims(local), FLOAT)
 
 
 def fits_alone(
     kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
 ) -> bool:
     """Say whether a tiled kernel, its operands and results fit one device; True where unknown."""
-    arrays = 2 * _queries(local, local.head_dim) + _keys(local, local.head_dim)
+    arrays = _queries(local, _dims(local)) + _keys(local, _dims(local))
     inside = total(of_tiles(kernel, local, blocks, training))
     needed = (2 if training else 1) * arrays + inside
     return needed <= (memory_of(device_kind) or float("inf"))

@@ -15,6 +15,7 @@ from maxattn.block_sizes.estimated.table import ShippedCosts, group_name
 from maxattn.decide import decide
 
 KIND, HEAD_DIM = "TPU v6e", 128
+CLOCK = 1.75e9
 
 
 def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> StepCost:
@@ -35,6 +36,14 @@ def costs(small: int, large: int, waits: int = 0, fused: bool = False) -> Costs:
         for kind in ("fwd", *backward)
         for masked in (False, True)
     }  # type: ignore[return-value]
+
+
+def own_costs(bundles: int, online: int, side: int = 2048) -> Costs:
+    """Costs of `tpu_flash` with tiles of one size; `online` bundles are the other softmax's."""
+    found = {"fwd": bundles, "online": online, "fused": 2 * bundles}
+    tile = side, side, 512
+    every = ((kind, masked) for kind in found for masked in (False, True))
+    return {(kind, m): {tile: cost(found[kind])} for kind, m in every}  # type: ignore[misc]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from maxattn.block_sizes.sizes import DKV, DQ, FORWARD
 from maxattn.devices import DEVICES
 from maxattn.target import Target
 from maxattn.tuned import Tuned, key_of
-from tests.block_sizes.small_costs import KIND, cost, costs, shipping
+from tests.block_sizes.small_costs import KIND, cost, costs, own_costs, shipping
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of
 
@@ -26,6 +26,7 @@ CLOCK = 1.75e9
 CALL = ma.Call(1, 8192, 8192, 2, 2, 128, "bfloat16")
 FLASH = ma.AttentionConfig(attention="flash")
 AUTO = ma.AttentionConfig()
+OWN_KERNEL = ma.AttentionConfig(attention="tpu_flash")
 
 
 def test_a_step_is_its_bundles_and_its_body():
@@ -179,6 +180,55 @@ def test_auto_takes_another_kernel_only_beyond_doubt(monkeypatch, name, tokamax,
         plan = ma.plan(CALL, AUTO, None, TOKAMAX)
         assert plan.kernel.name == runs
         check_golden(f"explain/kernels_{name}", plan.explain())
+
+
+# A tile of 2,048 has a fourth of the steps of one of 1,024, whose forward takes 350 bundles.
+OWN = {"tpu_flash": own_costs(700, 1000), "large_scores": own_costs(700, 1500)}
+
+
+@pytest.mark.parametrize(("name", "runs"), [("tpu_flash", "tpu_flash"), ("large_scores", "flash")])
+def test_auto_takes_tpu_flash_where_neither_softmax_is_slower(monkeypatch, name, runs):
+    with shipping(monkeypatch, flash=costs(100, 350, waits=10), tpu_flash=OWN[name]):
+        plan = ma.plan(CALL, AUTO, None, V6E)
+        check_golden(f"explain/kernels_{name}", plan.explain())
+        wide = ma.plan(CALL, AUTO.replace(float32_qk_product=True), None, V6E)
+    with shipping(monkeypatch, flash=costs(100, 350, waits=10), tpu_flash=own_costs(700, 1420)):
+        overlapping = ma.plan(CALL, AUTO, None, V6E)  # a step of flash: 4 times 350 to 360
+    assert (plan.kernel.name, overlapping.kernel.name) == (runs, "tpu_flash")
+    assert wide.kernel.name == "flash" and "128 in float32" in wide.because
+
+
+def test_auto_takes_the_fastest_of_several_kernels(monkeypatch):
+    fastest = {"tpu_flash": own_costs(700, 1000), "tokamax_flash": costs(1, 2, fused=True)}
+    with shipping(monkeypatch, flash=costs(100, 350), **fastest):
+        plan = ma.plan(CALL, AUTO, None, TOKAMAX)
+        alone = ma.plan(CALL, AUTO, None, V6E)
+    assert (plan.kernel.name, alone.kernel.name) == ("tokamax_flash", "tpu_flash")
+
+
+def test_tiles_of_estimates_run_in_both_passes(monkeypatch):
+    with shipping(monkeypatch, tpu_flash=own_costs(700, 1000, side=1024)):
+        kernel = ma.plan(CALL, OWN_KERNEL, None, V6E).kernel
+        assert kernel.for_inference().blocks == BlockSizes(1024, 1024, 512)
+        assert blocks_of(kernel).part(DKV) == (1024, 1024, 512)
+        padded = ma.plan(replace(CALL, q_len=8193, kv_len=8193), OWN_KERNEL, None, V6E)
+    # Blocks of 1,024 would pad it to 9,216, and those of the rules, 1,664, to 8,320.
+    assert blocks_of(padded.kernel).block_q == 1664
+
+
+BEYOND = {
+    "mask": replace(CALL, mask=M.Causal().bind(8192, 8192, 1, 2).form()),
+    "head_dim": replace(CALL, head_dim=96),
+    "dtype": replace(CALL, dtype="float32"),
+    "one_tile": replace(CALL, kv_len=512),
+}
+
+
+def test_a_plan_says_why_no_estimates_hold(monkeypatch):
+    with shipping(monkeypatch, flash=costs(100, 350), tpu_flash=own_costs(700, 1000)):
+        plans = {name: ma.plan(call, AUTO, None, V6E) for name, call in BEYOND.items()}
+    assert {plan.kernel.name for plan in plans.values()} == {"flash"}
+    check_golden("explain/not_estimated", "\n".join(f"{n}: {p.because}" for n, p in plans.items()))
 
 
 def test_auto_falls_back_where_the_faster_kernel_is_not_installed(monkeypatch):

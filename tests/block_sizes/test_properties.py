@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, adjust, facts_of, is_legal, log_lines
@@ -10,6 +10,7 @@ from maxattn.block_sizes.vmem import fits
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from tests.block_sizes.asks import CPU, KEYS, TPUS, asking
+from tests.tries import tries
 
 SIZES = st.one_of(
     st.none(),
@@ -42,7 +43,7 @@ def requests(draw: st.DrawFn) -> tuple:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@tries(250)
 @given(requests())
 def test_every_request_becomes_legal_and_stays(request):
     asked, call, kernel, target, training = request
@@ -60,7 +61,7 @@ def test_every_request_becomes_legal_and_stays(request):
             assert getattr(sizes, key) == getattr(asked, key)
 
 
-@settings(max_examples=250, deadline=None)
+@tries(250)
 @given(requests())
 def test_the_result_obeys_the_rules_as_written_down_here(request):
     _, call, kernel, target, training = request
@@ -96,7 +97,7 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
         assert fits(part, (q, kv, compute), facts)
 
 
-@settings(max_examples=150, deadline=None)
+@tries(150)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_a_legal_request_is_never_changed(q, kv, q_parts, kv_parts, fused):
     """Build sizes that divide as they must and are small enough for any chip."""

@@ -8,11 +8,12 @@ import json
 import tempfile
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn.config.errors import ConfigErrors
 from tests.config.settings import Settings
+from tests.tries import tries
 
 KEYS = st.sampled_from(
     [*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""]
@@ -75,7 +76,7 @@ def load_or_explain(text: str, overrides: list[str]) -> None:
             assert hash(config) == hash(config.replace())
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.lists(st.text(max_size=8), max_size=2),
@@ -84,7 +85,7 @@ def test_any_text(text: str, overrides: list[str]):
     load_or_explain(text, overrides)
 
 
-@settings(max_examples=80, deadline=None)
+@tries(80)
 @given(st.dictionaries(KEYS, VALUES, max_size=5), st.lists(st.tuples(KEYS, VALUES), max_size=3))
 def test_any_values(values: dict, overrides: list[tuple]):
     load_or_explain(json.dumps(values), [f"{key}={json.dumps(value)}" for key, value in overrides])

@@ -25,14 +25,14 @@ MEANS = {
     "cudnn_flash_te": ("cudnn_flash_te", "auto", "cudnn_flash_te"),
     "ring": ("auto", "ring", "auto"),
     "tokamax_ring": ("tokamax_flash", "ring", "tokamax_flash"),
-    "tokamax_ring_custom": ("tokamax_flash", "ring", "tokamax_flash"),
+    "tokamax_ring_custom": ("tpu_flash", "ring", "tpu_flash"),
     "ulysses": ("flash", "ulysses", "flash"),
-    "ulysses_custom": ("flash", "ulysses", "flash"),
-    "ulysses_custom_fixed_m": ("flash", "ulysses", "flash"),
+    "ulysses_custom": ("tpu_flash", "ulysses", "tpu_flash"),
+    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses", "tpu_flash"),
     "ulysses_ring": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
-    "ulysses_ring_custom": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
-    "ulysses_ring_custom_bidir": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
-    "ulysses_ring_custom_fixed_m": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
+    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring", "tpu_flash"),
+    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring", "tpu_flash"),
+    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring", "tpu_flash"),
 }
 
 

@@ -82,9 +82,9 @@ def check(case: dict) -> None:
     judge(case, run_case(case, config, config.make_mesh(), role=case["role"]))
 
 
-# What the code of a strategy depends on; meshes, heads and lengths meet every strategy, and each
-# other only in test_all_pairs.
-CORE = ("strategy", "kernel", "mask", "bias")
+# What the code of a strategy depends on; biases, meshes, heads and lengths meet every strategy, and
+# each other only in test_all_pairs: tests/kernels pairs masks with biases.
+CORE = ("strategy", "kernel", "mask")
 RUNNING = AXES | {"mask": list(KINDS), "strategy": [*STRATEGIES, "none"]}
 
 

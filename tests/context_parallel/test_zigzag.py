@@ -182,9 +182,14 @@ FEW = {
 
 
 def few(case: dict) -> bool:
-    """Every mask meets a bias of each row, and causal all; two intervals compile long."""
+    """Every mask meets a bias of each row, and causal all; two intervals compile long, and a mask
+    under ~ does.
+    """
     if case["mask"] == "window | sink":
-        return (case["bias"], case["strategy"]) == ("none", "ring")
+        once = {"bias": "none", "strategy": "ring", "heads": "8 of 2", "length": "odd"}
+        return all(case[axis] == value for axis, value in once.items())
+    if case["mask"] == "not segments" and case["strategy"] != "ring":
+        return False
     return case["mask"] == "causal" or case["bias"] in ("none", "full")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import orbax.checkpoint as ocp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,16 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_writer_of_replicas() -> None:
+    """Let one device write what all of them hold.
+
+    Orbax lets each write a slice: it compiles a program for every shape, which takes longer here
+    than to train and to write.
+    """
+    ocp.type_handlers.get_type_handler(jax.Array)._use_replica_parallel = False  # type: ignore[attr-defined]
 
 
 def small_settings(folder: Path) -> Settings:

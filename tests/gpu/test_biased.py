@@ -59,7 +59,9 @@ CORE = ("mask", "bias")
 # Masks of the same kind are written into a bias alike: one of each kind meets every bias.
 REST = {"mask": [mask for mask in MASKS if mask not in KINDS], "bias": ["full"], "heads": ["gqa"],
         "length": ["cross"], "head_dim": [20], "batch": [3]}  # fmt: skip
-FEW = pairwise(AXES | {"mask": KINDS}, lambda case: True, core=CORE)
+# A bias that the batch shares and lengths that divide meet strategies, below.
+WRITTEN = {"bias": ["full", "shared", "keys", "far"], "length": ["odd", "cross", "one", "short"]}
+FEW = pairwise(AXES | WRITTEN | {"mask": KINDS}, lambda case: True, core=CORE)
 FEW += pairwise(AXES | REST, lambda case: True)
 
 

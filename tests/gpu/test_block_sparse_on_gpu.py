@@ -40,6 +40,13 @@ MASKS: dict[str, tuple[M.Mask, int, int]] = {
     ),
     "block causal": (M.BlockCausal(390), 1560, 1560),
 }
+# Bands of short rows, that go by lists though the library knows bands.
+BANDS: dict[str, tuple[M.Mask, int, int]] = {
+    "short causal": (M.Causal(), 300, 300),
+    "one tile": (M.Causal(), 64, 64),
+    "causal, fewer keys": (M.Causal(offset=0), 400, 150),
+    "short window": (M.LocalWindow(50, 30), 700, 700),
+}
 CASES = [
     *((name, "bfloat16", 64, (2, 2)) for name in MASKS),
     *((name, "bfloat16", 128, (4, 2)) for name in MASKS),
@@ -52,8 +59,12 @@ CASES += [
     (name, "bfloat16", 64, (24, 12))
     for name in ("block window", "rows empty", "before the keys", "lengths", "no mask")
 ]
-CASES += [("no mask", "bfloat16", 128, (24, 12))]
+CASES += [("no mask", "bfloat16", h, (24, 12)) for h in (72, 96, 128, 160)]
+CASES += [(name, "bfloat16", h, (150, 75)) for name in BANDS for h in (40, 64, 72, 96, 128, 160)]
 MASKS["no mask"] = (M.Full(), 1337, 700)
+MASKS["few keys"] = (M.Full(), 300, 77)
+CASES += [("few keys", "float16", h, (150, 150)) for h in (64, 72, 96, 128, 160)]
+MASKS |= BANDS
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
 
 
@@ -85,7 +96,11 @@ def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int,
     dlse = jnp.where(ok.any(-1), x["dlse"], 0.0)
     config = ma.AttentionConfig(attention="flash")
     kernel = ma.plan(ma.Call.of(x["q"], x["k"], mask, return_lse=True), config).kernel
-    assert isinstance(kernel, Fa4) and kernel.launched and kernel.lists == (name != "no mask")
+    assert (
+        isinstance(kernel, Fa4)
+        and kernel.launched
+        and kernel.lists == (name not in (*BANDS, "no mask", "few keys"))
+    )
 
     @jax.jit
     def both(q, k, v):

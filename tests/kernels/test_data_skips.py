@@ -124,11 +124,13 @@ def test_of_sorted_ids_and_of_lengths_nothing_empty_is_visited(name: str) -> Non
 
 
 def with_and_without_a_bias() -> list[Any]:
-    """Let every mask meet a bias, and one of each kind of array a call without."""
-    plain = ("sorted", "shared", "lengths", "flags", "not segments", "table | lengths")
+    """Let every mask meet a bias or a call without, and one of each kind of array both."""
+    plain = ("shared", "largest ids", "not segments", "not lengths", "table & segments")
+    both = ("sorted", "lengths", "flags", "table | lengths")
+    run = {(name, name not in plain) for name in MASKS} | set(product(both, (True, False)))
     return [
-        pytest.param(name, biased, marks=[] if biased or name in plain else pytest.mark.slow)
-        for name, biased in product(MASKS, (True, False))
+        pytest.param(*x, marks=[] if x in run else pytest.mark.slow)
+        for x in product(MASKS, (True, False))
     ]
 
 

@@ -15,7 +15,13 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.fa4 import block_sparse, mask_inputs, split_keys_lists, split_lists
+from maxattn.kernels.fa4 import (
+    band_lists,
+    block_sparse,
+    mask_inputs,
+    split_keys_lists,
+    split_lists,
+)
 from maxattn.kernels.fa4 import kernel as fa4_kernel
 from maxattn.kernels.fa4.block_sparse import TilePass, padded
 from maxattn.kernels.fa4.block_sparse_lists import (
@@ -172,14 +178,14 @@ def test_a_forward_in_splits_takes_a_share_of_its_time() -> None:
 def test_only_a_band_from_the_first_query_and_key_goes_over_lists() -> None:
     q, k = (jax.ShapeDtypeStruct((2, n, 2, 128), "bfloat16") for n in FEW[1:3])
     inputs: Any = Inputs(q, k, k, mask=M.Causal(0).bind(*FEW[1:3]))  # pyright: ignore[reportArgumentType]
-    assert split_lists.splits_for_band(inputs, 132) == 11
+    assert band_lists.backward_pays(inputs, 132)
     for other in (
         inputs.replace(q_offset=64),
         inputs.replace(kv_offset=64),
         inputs.replace(mask=M.Full()),
         inputs.replace(mask=M.KeyLimit(100)),
     ):
-        assert split_lists.splits_for_band(other, 132) == 1
+        assert not band_lists.backward_pays(other, 132)
 
 
 # ---- put together --------------------------------------------------------------------------------

@@ -242,8 +242,9 @@ def in_float64(sizes: tuple) -> tuple[tuple[jax.Array, ...], Answer]:
 
 
 def mapped_or_not() -> list[Any]:
-    """Map the sizes whose heads are few, and all in `make test-all`."""
-    alone = [pytest.param(False, sizes) for sizes in SIZES]
+    """Map the sizes whose heads are few; all, and the largest, in `make test-all`."""
+    alone = [pytest.param(False, s, marks=() if i else pytest.mark.slow)
+             for i, s in enumerate(SIZES)]  # fmt: skip
     marks = [pytest.mark.slow] * 2 + [()] * 2
     return alone + [pytest.param(True, s, marks=m) for s, m in zip(SIZES, marks, strict=True)]
 

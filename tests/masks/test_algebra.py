@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn import masks as M
 from maxattn.errors import InputError
 from tests.masks.definitions import build, leaves, specs
+from tests.tries import tries
 
 masks = specs(9, 9).map(build)
 FULL, EMPTY = M.Full(), M.Empty()
-laws = settings(max_examples=60, deadline=None)
+laws = tries(60)
 
 
 @laws

@@ -9,13 +9,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn import masks as M
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.masks import blocks
 from tests.masks.definitions import Spec, build, cases, table
+from tests.tries import tries
 
 
 def _blocks_of(pairs: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
@@ -36,7 +37,7 @@ def _kind(block: np.ndarray) -> int:
     return M.FULL if block.all() else M.MIXED if block.any() else M.EMPTY
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(cases(), st.integers(1, 45), st.integers(1, 45))
 def test_exact_for_positions(case: tuple[Spec, int, int], block_q: int, block_kv: int) -> None:
     spec, q_len, kv_len = case
@@ -58,7 +59,7 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
     return masks[kind]
 
 
-@settings(max_examples=50, deadline=None)
+@tries(50)
 @given(
     cases(20),
     st.sampled_from(["lengths", "flags", "segments", "dense"]),

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import maxattn as ma
 from maxattn import masks as M
 from tests.masks.definitions import Spec, build, cases, specs, table
+from tests.tries import tries
 
 PICTURES = {
     "causal": (M.Causal(), "1... 11.. 111. 1111"),
@@ -121,7 +122,7 @@ def test_picture(name: str) -> None:
     np.testing.assert_array_equal(np.broadcast_to(got, (1, 1, *want.shape))[0, 0], want)
 
 
-@settings(max_examples=80, deadline=None)
+@tries(80)
 @given(cases())
 def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
@@ -132,7 +133,7 @@ def test_allowed_is_the_definition(case: tuple[Spec, int, int]) -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(cases())
 def test_allowed_of_a_part_is_the_part(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
@@ -142,7 +143,7 @@ def test_allowed_of_a_part_is_the_part(case: tuple[Spec, int, int]) -> None:
     np.testing.assert_array_equal(np.broadcast_to(part[0, 0], want.shape), want)
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(cases())
 def test_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
     spec, q_len, kv_len = case
@@ -154,7 +155,7 @@ def test_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
     np.testing.assert_array_equal(got, table(spec, q_len, kv_len))
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(specs(7, 10))  # one pair of lengths, so that jax compiles its operations once
 def test_jax_agrees_with_numpy(spec: Spec) -> None:
     q_len, kv_len = 7, 10

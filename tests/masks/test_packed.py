@@ -109,10 +109,13 @@ def test_flash_attention_4_tests_the_same_pairs(name: str) -> None:
 
 
 def by_kernel() -> list[Any]:
-    """Let dense, which reads a table of pairs, meet one mask, and what skips tiles all."""
+    """Let dense, which reads a table of pairs, meet one mask, what skips tiles all, and flash,
+    which is interpreted, one of each form.
+    """
+    few = {"dot_product": ["packed"], "flash": ["other keys", "causal", "sink"]}
     return [
-        pytest.param(name, kernel, marks=pytest.mark.slow if kernel == "dot_product" and i else ())
-        for i, name in enumerate(MASKS)
+        pytest.param(name, kernel, marks=() if name in few.get(kernel, MASKS) else pytest.mark.slow)
+        for name in MASKS
         for kernel in KERNELS
     ]
 

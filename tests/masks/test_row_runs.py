@@ -86,7 +86,8 @@ def test_plans_of_ten_million_tokens_are_quick(name: str, devices: int | None) -
     """In seconds of this process: what others do on the machine counts for nothing."""
     for kind in ("NVIDIA H200", "TPU v5p"):
         target = ma.Target.named(kind, PACKAGES)
-        for strategy in ("auto", "ring", "ulysses_ring") if devices else ("auto",):
+        # Among 2048 devices auto plans the others too.
+        for strategy in ("auto", "ring", "ulysses_ring") if devices == 64 else ("auto",):
             config = ma.AttentionConfig(context_parallel=strategy, fallback="warn")
             call = ma.Call(1, LONG, LONG, 8, 8, 64, "bfloat16", mask=MASKS[name])
             start = time.process_time()

@@ -138,8 +138,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", SETTINGS)
+def on_meshes() -> list[Any]:
+    """Let every setting meet a mesh, in turn; in `make test-all` both."""
+    return [
+        pytest.param(name, mesh, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, name in enumerate(SETTINGS)
+        for j, mesh in enumerate(MESHES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "mesh"), on_meshes())
 def test_on_a_mesh(name: str, mesh: str) -> None:
     how, rotary = SETTINGS[name]
     sizes, kind = MESHES[mesh]

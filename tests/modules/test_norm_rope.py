@@ -88,7 +88,13 @@ def float32(tree: Any) -> Any:
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Of two that norm each head and have tables of each example, the smaller.
+LONGER = {"head-half-1536": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[n], id=n, marks=LONGER.get(n, ())) for n in CASES]
+)
 def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     row, arrays, vectors, tables = made(case)
     # Few programs, so that one has several rows, and not all as many.

@@ -139,8 +139,18 @@ def test_on_a_mesh_every_device_takes_its_rows(
     assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
 
 
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "context": 2, "tensor": 2}])
-@pytest.mark.parametrize("qk_norm", ["rms_norm", "zero_centred_rms_norm"])
+MESH = {"fsdp": 2, "context": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "axes"),
+    [
+        ("rms_norm", MESH),
+        ("zero_centred_rms_norm", {}),
+        pytest.param("rms_norm", {}, marks=pytest.mark.slow),
+        pytest.param("zero_centred_rms_norm", MESH, marks=pytest.mark.slow),
+    ],
+)
 def test_joint_attention_gives_the_same_with_it(
     qk_norm: str, axes: dict[str, int], on_gpu: list[NormRopeRow]
 ) -> None:

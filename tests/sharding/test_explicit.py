@@ -65,8 +65,12 @@ CORE = ("strategy", "axes", "mesh")
 
 
 def few() -> list[dict]:
-    """Leave out chunks, and calls that run op by op, where no pair of CORE needs them."""
-    cases = pairwise(AXES, lambda case: True, core=CORE)
+    """Leave out chunks, and calls that run op by op, where no pair of CORE needs them.
+
+    A bias is laid out by its axes: of those with the same, one.
+    """
+    biases = {"bias": [bias for bias in BIASES if bias not in ("shared", "far")]}
+    cases = pairwise(AXES | biases, lambda case: True, core=CORE)
     for axis, plain in (("chunks", False), ("jit", True)):
         cases = plainly(cases, axis, plain, lambda case: True, CORE)
     return cases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,9 @@ class Stack(NamedTuple):
     state: Any
 
     @classmethod
+    @lru_cache
     def make(cls, kv_heads: int = HEADS, seed: int = 0, **how: Any) -> Stack:
+        """Build layers, for all tests the same: none changes them."""
         blocks = [Block(kv_heads, nnx.Rngs(seed + i), **how) for i in range(LAYERS)]
         graph, _ = nnx.split(blocks[0])
         states = [nnx.state(b) for b in blocks]

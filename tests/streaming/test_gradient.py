@@ -88,7 +88,11 @@ def one_forward(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Ar
     return stack.step(noisy, NOISY, turn, kept, mask=stream.teacher_mask(frames))[0]
 
 
-@pytest.mark.parametrize("name", STREAMS)
+# A first frame that is alone has a window and a sink too.
+@pytest.mark.parametrize(
+    "name",
+    ["no window", pytest.param("window and sink", marks=pytest.mark.slow), "first frame alone"],
+)
 def test_the_gradient_of_a_rollout_is_that_of_one_forward(name: str) -> None:
     stack, stream = Stack.make(), STREAMS[name]
     clean, noisy = clips(stream, FRAMES[name])

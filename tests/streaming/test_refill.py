@@ -48,7 +48,13 @@ def next_block(stack: Stack, stream: ma.Stream, cache: ma.KVCache, x: jax.Array)
     return stack.step(x[:, : cache.tokens], 0.0, angles, cache)[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW_ONE = pytest.mark.slow
+SLOW = ("full", "rolled", "rolled_sink", "endless")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=SLOW_ONE) if c in SLOW else c for c in CASES]
+)
 def test_layers_that_see_no_other_frames_are_cached_alike(case: str) -> None:
     """Keys and values of the first layer depend on their own frame alone: they are the old ones."""
     stream, end = CASES[case]
@@ -63,7 +69,10 @@ def test_layers_that_see_no_other_frames_are_cached_alike(case: str) -> None:
     assert again.layout == made.layout
 
 
-@pytest.mark.parametrize("case", ["rolled_sink", "rolled_odd_sink", "alone_sink"])
+@pytest.mark.parametrize(
+    "case",
+    ["rolled_odd_sink", *(pytest.param(c, marks=SLOW_ONE) for c in ("alone_sink", "rolled_sink"))],
+)
 def test_the_next_block_sees_the_frames_that_were_cached_anew(case: str) -> None:
     """As that of a video that began with these frames, at these positions."""
     stream, end = CASES[case]

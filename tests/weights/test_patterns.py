@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -18,6 +18,7 @@ from maxattn import weights
 from maxattn.errors import WeightsError
 from maxattn.weights.patterns import MOST_STEPS, Budget, OutOfReach, Pattern
 from tests.golden_text import check_golden
+from tests.tries import tries
 from tests.within import within
 
 
@@ -48,7 +49,7 @@ ONE = st.tuples(ATOMS, REPEATS).map(
 EXPRESSIONS = st.recursive(ONE, _grown, max_leaves=6)
 
 
-@settings(max_examples=600, deadline=None)
+@tries(600)
 @given(EXPRESSIONS, st.lists(st.text(CHARS, max_size=8), max_size=6))
 def test_it_says_what_re_says(expression: str, names: list[str]):
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, StepGrid, Tile
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.hbm import fused_partials_bytes
-from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind
+from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind, round_up
 from maxattn.call import Call
 from maxattn.target import Target
 
@@ -49,12 +49,26 @@ def price(costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target) -> S
 
 
 def seconds_of(
-    costs: Costs, sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target
+    costs: Costs,
+    sizes: BlockSizes,
+    call: Call,
+    kernel: KernelKind,
+    target: Target,
+    forward: Kind = "fwd",
 ) -> Seconds | None:
-    """Price all kernels of a call with given sizes; None where one of them is not known."""
+    """Price all kernels of a call with given sizes; None where one of them is not known.
+
+    Args:
+        costs: of the target's kernels, head dim and dtype.
+        sizes: of every kernel.
+        call: the local call.
+        kernel: its name.
+        target: a TPU.
+        forward: "fwd", or "online" for scores that need a running maximum.
+    """
     total = Seconds(0.0, 0.0)
     for kind, tile in tiles_of(sizes).items():
-        one = price(costs, kind, tile, call, target)
+        one = price(costs, forward if kind == "fwd" else kind, tile, call, target)
         if one is None:
             return None
         total = total.plus(*one)
@@ -62,6 +76,11 @@ def seconds_of(
     # XLA reads the parts of dQ that the fused backward wrote, and adds them up.
     summing = sums / machine.hbm if machine else 0.0
     return total.plus(summing, summing)
+
+
+def padded_pairs(tile: Tile, call: Call) -> int:
+    """Return queries times keys after padding."""
+    return round_up(call.q_len, tile[0]) * round_up(call.kv_len, tile[1])
 
 
 def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:

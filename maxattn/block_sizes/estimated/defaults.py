@@ -11,11 +11,12 @@ from maxattn.block_sizes.estimated.choose import (
     Costs,
     Estimate,
     can_price,
+    padded_pairs,
     ranked,
     seconds_of,
 )
 from maxattn.block_sizes.estimated.step_cost import Seconds
-from maxattn.block_sizes.estimated.table import shipped, shipped_costs
+from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
@@ -29,12 +30,19 @@ class EstimatedSizes(NamedTuple):
     Args:
         sizes: what runs.
         seconds: how long a call takes with them.
-        default: how long it takes with the sizes of the rules.
+        default: how long it takes with the sizes of the rules; None where that is not known.
+        online: how long it takes where scores need a running maximum; None: as long.
     """
 
     sizes: BlockSizes
     seconds: Seconds
-    default: Seconds
+    default: Seconds | None
+    online: Seconds | None = None
+
+    @property
+    def longest(self) -> Seconds:
+        """How long it takes with the scores that take longest."""
+        return self.online or self.seconds
 
 
 @lru_cache(maxsize=4096)
@@ -51,25 +59,50 @@ def estimated_sizes(
         target: the machine.
         training: forward and backward; else forward alone.
     """
-    if target.platform != "tpu" or not can_price(call):
+    if not_estimated(kernel, call, target):
         return None
     costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
     return choose(costs, kernel, call, target, training)
+
+
+def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
+    """Say why the schedules that ship do not hold for a call; "" where they may."""
+    if target.platform != "tpu":
+        return "it runs on no TPU"
+    if not can_price(call):
+        return "they are of calls whose every tile is computed, without a bias"
+    if not shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype):
+        known = ", ".join(known_of(target.device_kind, kernel)) or "none"
+        what = f"head dim {call.head_dim} in {call.dtype}"
+        return f"{kernel} on {target.device_kind} has none of {what} (known: {known})"
+    return ""
 
 
 def choose(
     costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by some costs, or those of the rules where these are as fast."""
-    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
-    known = seconds_of(costs, default, call, kernel, target) if costs else None
-    if known is None:
+    if not costs:
         return None
+    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
+    known = seconds_of(costs, default, call, kernel, target)
     found = ranked(costs, call, kernel, target, training, kernel != "flash")
-    best = min((Estimate(default, known), *found), key=lambda one: one.seconds.slow)
-    if best.seconds.slow > (1 - TIE) * known.slow:
+    if known is None:
+        found = tuple(one for one in found if _pads_as_little(one.sizes, default, call))
+    every = (*found, *([Estimate(default, known)] if known else []))
+    if not every:
+        return None
+    best = min(every, key=lambda one: one.seconds.slow)
+    if known and best.seconds.slow > (1 - TIE) * known.slow:
         best = Estimate(default, known)
-    return EstimatedSizes(*best, known)
+    online = seconds_of(costs, best.sizes, call, kernel, target, "online")
+    return EstimatedSizes(*best, known, online)
+
+
+def _pads_as_little(sizes: BlockSizes, default: BlockSizes, call: Call) -> bool:
+    """Tell whether tiles compute hardly more pairs than those of the rules, forward."""
+    mine, theirs = (padded_pairs((s.block_q, s.block_kv), call) for s in (sizes, default))
+    return mine <= (1 + TIE) * theirs
 
 
 def how_estimated() -> str:
@@ -93,6 +126,8 @@ def estimate_note(kernel: KernelKind, call: Call, target: Target) -> tuple[str, 
 
 
 def _beside(chosen: EstimatedSizes, what: str) -> str:
+    if chosen.default is None:
+        return f"{in_ms(chosen.seconds)} in {what}"
     if chosen.seconds == chosen.default:
         return f"{in_ms(chosen.seconds)} in {what} (the rules' own sizes)"
     return f"{in_ms(chosen.seconds)} in {what} ({in_ms(chosen.default)} with the rules' own sizes)"

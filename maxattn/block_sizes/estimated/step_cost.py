@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from maxattn.devices import Device
 
-Kind = Literal["fwd", "dkv", "fused", "dq"]
-"""The forward; the backward of K and V, without and with dQ; the separate backward of Q."""
+Kind = Literal["fwd", "online", "dkv", "fused", "dq"]
+"""The forward, and with the online softmax where a kernel has another too; the backward of K and V,
+without and with dQ; the separate backward of Q."""
 Tile = tuple[int, ...]
 """Queries, keys, and keys computed at once; the separate backward of Q has the first two."""
 

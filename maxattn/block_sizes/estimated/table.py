@@ -42,6 +42,12 @@ def shipped_costs(device_kind: str, kernel: str, head_dim: int, dtype: str) -> C
     return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), NO_COSTS)
 
 
+def known_of(device_kind: str, kernel: str) -> list[str]:
+    """List the head dims and dtypes of a kernel that the table has."""
+    start = f"{device_kind}, {kernel}, "
+    return [name.removeprefix(start) for name in shipped().groups if name.startswith(start)]
+
+
 def read_table(text: str) -> ShippedCosts:
     """Read what `table_text` wrote."""
     found = json.loads(text)

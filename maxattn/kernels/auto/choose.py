@@ -70,7 +70,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         target: the machine.
         config: whether the backward must repeat bit for bit; and what measurements must be of.
     """
-    usual = order(local, target)
+    usual = order(_as_computed(local, config, target), target)
     tuned = tuned_order(local, target, config, usual) or TunedOrder(*usual, (), ())
     refused: list[Reason] = []
     for name in tuned.names:
@@ -83,11 +83,17 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     raise AssertionError("plain JAX computes every call")
 
 
+def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
+    """Return the call in the dtype that a TPU's tiled kernels compute in."""
+    is_wide = config.float32_qk_product and target.platform == "tpu"
+    return local.derived(dtype="float32") if is_wide else local
+
+
 def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return the kernels to try in order, and why: the reason is printed in the plan.
 
     >>> order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), Target.named("TPU v5p"))[0]
-    ('flash', 'memory_efficient', 'dot_product')
+    ('tpu_flash', 'flash', 'memory_efficient', 'dot_product')
 
     Args:
         call: the call that one device computes.

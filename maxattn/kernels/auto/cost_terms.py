@@ -9,6 +9,7 @@ them a kernel stays:
     longest     products of the thread block with most tiles, which others may wait for
     exps        exponentials of the tiles' scores, evenly over the SMs
     starts      what a thread block does beside its tiles, a wave each
+    resumes     the same of persistent thread blocks, which load a row while they end the last
     mask_starts the same with a mask: a list of tiles to read, a first tile to wait for
     bytes       what is read and written once
     sums        float32 gradients that are summed in memory
@@ -30,7 +31,14 @@ from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels import mask_split
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
-from maxattn.kernels.fa4 import split_keys, split_keys_lists, split_lists, split_queries
+from maxattn.kernels.fa4 import (
+    band_lists,
+    block_sparse,
+    split_keys,
+    split_keys_lists,
+    split_lists,
+    split_queries,
+)
 from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_keys, visits_by_queries
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
@@ -82,7 +90,8 @@ def terms(kernel: str, what: str, call: Call, device: Device) -> Terms:
         return _of_plain(kernel, call, device)
     made = _forward if what == FORWARD else _backward
     found = made(kernel, call, device)
-    masked = {"mask_starts": found["starts"] * (not call.mask.is_full)}
+    starts = found["starts"] + found.get("resumes", 0.0)
+    masked = {"mask_starts": starts * (not call.mask.is_full)}
     return found | masked | _memory(what, call, device)
 
 
@@ -95,7 +104,22 @@ def _forward(kernel: str, call: Call, device: Device) -> Terms:
         tile = tile_of(positions_of(call.mask), call.head_dim, (call.q_len, call.kv_len))
     work = _work(kernel, call, tile)
     found = _of_tiles(work, tile, 4, _width(kernel, call), device)
-    return found | _split_forward(found, call, device) if kernel == "flash" else found
+    if kernel != "flash":
+        return found
+    found |= _split_forward(found, call, device)
+    return _resumed(found) if _is_persistent(call, tile) else found
+
+
+def _is_persistent(call: Call, tile: Tile) -> bool:
+    queries, keys = shapes_of(call)
+    if call.mask.is_full or _has_lengths_alone(call):
+        return block_sparse.order(queries, keys, None, tile, forward=True).persistent
+    return band_lists.runs_persistent(call, queries)
+
+
+def _resumed(found: Terms) -> Terms:
+    """Return the terms of persistent thread blocks, which start once and go on from row to row."""
+    return found | {"starts": 0.0, "resumes": found["starts"]}
 
 
 def _split_forward(found: Terms, call: Call, device: Device) -> Terms:

@@ -166,16 +166,27 @@ def order(
         tile: their size.
         forward: whose thread blocks can be persistent; the backward's cannot.
     """
-    work = _even(queries[1], keys[1], tile) if lists is None else lists.work
-    known = forward and not isinstance(work, jax.Array)
-    may_persist = known and persistent_pays(queries[3], float(work.mean()))
-    short = known and lists is not None and float(work.mean()) <= SHORT_ROW
-    return order_of(work, queries[0] * queries[2], may_persist, short and ACROSS_SHORT)
+    if lists is None:
+        work = np.full(-(-queries[1] // tile.queries), -(-keys[1] // tile.keys))
+        pays = forward and persistent_pays(queries[3], float(work.mean()), tile)
+        return order_of(work, queries[0] * queries[2], pays)
+    known = forward and not isinstance(lists.work, jax.Array)
+    if known:
+        return listed_order(np.asarray(lists.work), queries, tile)
+    return order_of(lists.work, queries[0] * queries[2])
 
 
-def _even(queries: int, keys: int, tile: Tile) -> np.ndarray:
-    """Return the tiles of each row where none is skipped."""
-    return np.full(-(-queries // tile.queries), -(-keys // tile.keys))
+def listed_order(work: np.ndarray, queries: tuple[int, ...], tile: Tile) -> Order:
+    """Choose the order of a forward's rows over lists that are known when tracing.
+
+    Args:
+        work: [rows], the tiles of each row.
+        queries: the shape of q.
+        tile: their size.
+    """
+    mean = float(work.mean())
+    pays = persistent_pays(queries[3], mean, tile)
+    return order_of(work, queries[0] * queries[2], pays, mean <= SHORT_ROW and ACROSS_SHORT)
 
 
 def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
@@ -199,7 +210,7 @@ def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
     assert tiles.lists is not None and tiles.test is not None
     work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
     mean = mean if isinstance(work, jax.Array) else float(work.mean())
-    persistent = forward and persistent_pays(q.shape[3], mean)
+    persistent = forward and persistent_pays(q.shape[3], mean, tiles.tile)
     return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
 
 

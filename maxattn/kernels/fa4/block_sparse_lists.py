@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4 import set_bits
+from maxattn.kernels.fa4.tile_sizes import Tile, TileCount
 from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import FULL, MIXED, Mask
 from maxattn.masks.blocks import stretches
@@ -145,10 +146,10 @@ def tested_past(kinds: Any, whole: int) -> Any:
 _known_tiling = lru_cache(maxsize=64)(_tiling)
 
 
-def visited(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int:
-    """Count the pairs in tiles that are not skipped."""
+def visited(mask: Mask, tile: Tile, lengths: tuple[int, int]) -> TileCount:
+    """Count the rows of tiles, and the tiles that are not skipped."""
     count = tally(mask, tile, lengths)
-    return (count.full + count.mixed) * tile[0] * tile[1]
+    return TileCount(-(-lengths[0] // tile.queries), count.full + count.mixed)
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import (
     backward_steps,
+    band_lists,
     bias,
     block_sparse,
     capabilities,
@@ -49,7 +50,6 @@ from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import (
     MOST_ROW_TILES,
     MOST_TILES,
-    SMALL,
     backward_tile,
     fits_lists,
     persistent_pays,
@@ -63,7 +63,7 @@ from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.masks import Full, Mask
+from maxattn.masks import Mask
 from maxattn.target import Target
 
 
@@ -174,7 +174,7 @@ class Fa4(Fused):
         tail = self._key_splits(*launch_lines.shapes_of(call))
         if tail is not None:
             return f"{launch_lines.tile_line(call)}; {tail.line}"
-        persists = call.mask.is_full and self._may_persist(call.head_dim, call.kv_len)
+        persists = call.mask.is_full and self._may_persist(*launch_lines.shapes_of(call))
         return launch_lines.whole_line(call) if persists else OWN
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
@@ -197,12 +197,14 @@ class Fa4(Fused):
         """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
         return replace(self, plain=None)
 
-    def _may_persist(self, head_dim: int, keys: int) -> bool:
+    def _may_persist(self, queries: Dims, keys: Dims) -> bool:
         """Tell whether maxattn launches a forward over all pairs.
 
         It does where persistent thread blocks can gain.
         """
-        return self.launched and persistent_pays(head_dim, keys / SMALL.keys)
+        tile = split_keys.tile_for(queries, keys)
+        tiles = -(-keys[1] // tile.keys)
+        return self.launched and persistent_pays(queries[3], tiles, tile)
 
     def _tests(self, mask: Mask) -> bool:
         """Tell whether this mask is tested pair by pair.
@@ -215,8 +217,8 @@ class Fa4(Fused):
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if not self._tests(inputs.mask):
-            own, pays = super().forward, split_keys_lists.splits_for_band
-            return self._by_band(own, self._tested_forward, pays, inputs)
+            ways = super().forward, self._tested_forward, band_lists.forward_pays
+            return self._by_band(*ways, inputs)
         if self.lists and mask_inputs.has_ids(inputs.mask):
             return with_rows_folded(self._tested_forward, inputs)
         return self._tested_forward(inputs)
@@ -230,20 +232,20 @@ class Fa4(Fused):
         if self.plain is not None:
             return self.plain.backward(inputs, rows)
         if not self._tests(inputs.mask):
-            own, pays = super().backward, split_lists.splits_for_band
-            return self._by_band(own, self._tested_backward, pays, inputs, rows)
+            ways = super().backward, self._tested_backward, band_lists.backward_pays
+            return self._by_band(*ways, inputs, rows)
         if self.lists and mask_inputs.has_ids(inputs.mask):
             return with_rows_folded(self._tested_backward, inputs, rows)
         return self._tested_backward(inputs, rows)
 
     def _by_band(self, own: Any, listed: Any, pays: Any, inputs: Inputs, *rows: Rows) -> Any:
-        """Run a pass of a band: over lists, where those are split (`pays`), or on its own."""
+        """Run a pass of a band: over lists, where that pays, or on its own."""
 
         def run(q: Array, k: Array, v: Array, *rows: Rows) -> Any:
             given = inputs.replace(q=q, k=k, v=v)
-            return (listed if pays(given, self.sms) > 1 else own)(given, *rows)
+            return (listed if pays(given, self.sms) else own)(given, *rows)
 
-        if not self.launched or pays(inputs, self.sms) == 1:
+        if not self.launched or not pays(inputs, self.sms):
             return own(inputs, *rows)
         return with_batch_folded(run, inputs.q, inputs.k, inputs.v, *rows)
 
@@ -317,9 +319,9 @@ class Fa4(Fused):
         if inputs.lengths is not None:
             run = key_lengths.forward if self.launched else primitives.fa4_forward_lengths
             return run(inputs, self.scale)
-        if not self._may_persist(q.shape[3], k.shape[1]):
+        if not self._may_persist(q.shape, k.shape):
             return primitives.fa4_forward(inputs, primitives.NO_WINDOW, self.scale)
-        tile = mask_inputs.tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
+        tile = split_keys.tile_for(q.shape, k.shape)
         return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
 
     def _key_splits(self, queries: Dims, keys: Dims) -> split_keys.KeySplits | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from maxattn.call import Call
 from maxattn.kernels.fa4 import (
     band,
+    band_lists,
     block_sparse,
     key_lengths,
     mask_inputs,
@@ -21,7 +22,7 @@ from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 from maxattn.masks import Full
 
-OWN = "the library's own"
+OWN, PERSISTENT = "the library's own", ", persistent thread blocks"
 Dims = tuple[int, ...]
 
 
@@ -60,7 +61,7 @@ def whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
     persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
-    return tile_line(call) + (", persistent thread blocks" if persistent else "")
+    return tile_line(call) + PERSISTENT * persistent
 
 
 def tile_line(call: Call) -> str:
@@ -84,10 +85,13 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
     """
     if not sms:
         return "", ""
-    forward = split_keys_lists.splits_for_call(call, *shapes_of(call), sms).splits
-    backward = split_lists.splits_for_call(call, *shapes_of(call), sms)
-    line = f"{lists_line(call)}{_splits(forward, 'keys')}"
-    return line if forward > 1 else "", _backward_lists(call, backward) if backward > 1 else ""
+    queries, keys = shapes_of(call)
+    splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
+    backward = split_lists.splits_for_call(call, queries, keys, sms)
+    persistent = splits == 1 and band_lists.runs_persistent(call, queries)
+    forward = f"{lists_line(call)}{_splits(splits, 'keys')}{PERSISTENT * persistent}"
+    forward = forward if splits > 1 or persistent else ""
+    return forward, _backward_lists(call, backward) if backward > 1 else ""
 
 
 def _backward_lists(call: Call, splits: int) -> str:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Inputs, Result
+from maxattn.kernels.base import Result
 from maxattn.kernels.fa4 import block_sparse
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.alignment import ALIGNED, library
@@ -39,7 +39,7 @@ from maxattn.kernels.fa4.split_keys import (
 )
 from maxattn.kernels.fa4.split_keys_forward import merged
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
-from maxattn.kernels.fa4.split_lists import ListedWork, is_band_from_start, may_split_tiles
+from maxattn.kernels.fa4.split_lists import ListedWork, may_split_tiles
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused import masks
@@ -83,14 +83,6 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSpli
         return ListSplits()
     tile = tile_of(mask, queries[3], lengths)
     return splits_of(visits_by_queries(mask, tile, lengths), tile, queries, keys, sms)
-
-
-def splits_for_band(inputs: Inputs, sms: int) -> int:
-    """Choose where a mask of positions alone is a band; 1 for any other mask."""
-    if not is_band_from_start(inputs):
-        return 1
-    call = Call.of(inputs.q, inputs.k, inputs.mask)
-    return splits_for_call(call, inputs.q.shape, inputs.k.shape, sms).splits
 
 
 def splits_of(tiles: np.ndarray, tile: Tile, queries: Dims, keys: Dims, sms: int) -> ListSplits:

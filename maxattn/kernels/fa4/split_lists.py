@@ -14,19 +14,16 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxattn.call import Call
 from maxattn.devices import SMS
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, visits_by_keys
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_queries import SUMS, Dims
 from maxattn.kernels.fa4.tile_sizes import backward_tile
-from maxattn.kernels.fused import masks
 
 LEAST_GAIN, LEAST_TILES = 0.05, 4  # below, a prediction says nothing
 MANY_SPLITS, MOST_SPLITS = 16, 64  # where thread blocks fill the SMs, and where they are fewer
@@ -115,25 +112,6 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> int:
     if not may_split(queries, keys, sms):
         return 1
     return splits_of(works_for(call, queries, keys), bytes_of_split(queries, keys), sms)
-
-
-def splits_for_band(inputs: Inputs, sms: int) -> int:
-    """Choose where a mask of positions alone is a band; 1 for any other mask."""
-    if not is_band_from_start(inputs):
-        return 1
-    call = Call.of(inputs.q, inputs.k, inputs.mask)
-    return splits_for_call(call, inputs.q.shape, inputs.k.shape, sms)
-
-
-def is_band_from_start(inputs: Inputs) -> bool:
-    """Tell whether a mask is of positions alone, between the first query and the first key.
-
-    Args:
-        inputs: whose positions are not tested pair by pair: they are a band, if anything.
-    """
-    mask, starts = inputs.mask, (inputs.q_offset, inputs.kv_offset)
-    is_band = bool(masks.sort_terms(mask).positions) and not mask.has_data
-    return is_band and not any(isinstance(x, jax.Array) or x for x in starts)
 
 
 def works_for(call: Call, queries: Dims, keys: Dims) -> list[ListedWork]:

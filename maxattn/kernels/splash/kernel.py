@@ -81,7 +81,7 @@ class Splash(Kernel):
         local = call.derived(dtype="float32") if float32 else call
         kind = cast(KernelKind, cls.name)
         training, inference = (
-            adjust(_asked(config, local, kind, target, t), local, kind, target, t)
+            adjust(asked_sizes(config, local, kind, target, t), local, kind, target, t)
             for t in (True, False)
         )
         interpret = target.platform == "cpu"
@@ -178,7 +178,7 @@ class Splash(Kernel):
         return (q.astype(jnp.float32) * (self.scale * factor)).astype(dtype)
 
 
-def _asked(
+def asked_sizes(
     config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
 ) -> FlashBlockSizes:
     """Return the sizes that a config asks for; where it sets none, the fastest by estimates."""

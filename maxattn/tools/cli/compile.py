@@ -11,6 +11,7 @@ Exit status 0: all of them compile and fit; 1: one does not, or its estimate was
   maxattn compile attention=flash --target v6e --devices 1 --shape wan-1.3b-480p --estimate
 
 prices every Pallas kernel, and the whole program, by the schedule that libtpu made. Nothing runs.
+--block 13824 --layers 40 beside it predicts a step of a model from one of its blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from maxattn.config.numbers import MOST_DEVICES, whole
 from maxattn.config.target_names import read_target
 from maxattn.context_parallel.base import readable
 from maxattn.devices import DEVICES, memory_of
-from maxattn.errors import ConfigError, MeshError
+from maxattn.errors import ConfigError, InputError, MeshError
 from maxattn.tools.cli.estimates import estimate_lines, is_refused
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
@@ -43,6 +44,11 @@ _MODULE = (
     "projections with bias, norms across heads, RoPE"
 )
 _ESTIMATE = "price each kernel, and the whole, by the schedule that libtpu makes; nothing runs"
+_BLOCK = (
+    "a whole transformer block as Wan has it: both attentions and a feed-forward of this width; "
+    "remat_policy holds for it"
+)
+_LAYERS = "with --estimate: what so many of them take, one after the other"
 _LIMIT = "seconds a compile; default 600"
 
 
@@ -56,6 +62,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--slices", type=int, default=1, metavar="N", help=_SLICES)
     add("--train", action="store_true", help="forward and backward; default forward")
     add("--module", action="store_true", help=_MODULE)
+    add("--block", type=int, default=0, metavar="N", help=_BLOCK)
+    add("--layers", type=int, default=1, metavar="N", help=_LAYERS)
     add("--estimate", action="store_true", help=_ESTIMATE)
     add("--time-limit", type=float, default=600.0, metavar="S", help=_LIMIT)
     add("--json", action="store_true", help="print everything as JSON")
@@ -68,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if whole(args.slices, most=MOST_DEVICES) is None or (args.slices > 1 and args.devices):
         rule = "there is at least one slice, and several are used whole"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
+    _check_block(args)
     outcomes = []
     for shape in shapes_of(args, source):
         job = _job(args, source.config, shape)
@@ -80,9 +89,23 @@ def run(args: argparse.Namespace) -> int:
     return int(not all(fits(one) and not is_refused(one.estimate) for one in outcomes))
 
 
+def _check_block(args: argparse.Namespace) -> None:
+    """Refuse sizes of a block, or of a step, that are none.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if args.block and (whole(args.block) is None or args.module):
+        rule = "a block has a feed-forward of a width above 0, and has the module in it"
+        raise InputError("--block", plain(args.block), rule, "write --block 13824 without --module")
+    if whole(args.layers) is None or (args.layers > 1 and not args.estimate):
+        rule = "a step runs one layer or more, and they are counted in an estimate"
+        raise InputError("--layers", plain(args.layers), rule, "write --layers 40 --estimate")
+
+
 def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> CompileJob:
     how = args.train, args.module, args.devices, args.slices, args.estimate
-    return CompileJob(args.topology, config, shape, *how)
+    return CompileJob(args.topology, config, shape, *how, args.block, args.layers)
 
 
 def topology_of(target: str) -> str:
@@ -111,6 +134,7 @@ def fits(outcome: Outcome) -> bool:
 def report(job: CompileJob, outcome: Outcome) -> str:
     """Write an outcome for a person."""
     what = "attention module" if job.module else "attention"
+    what = f"transformer block, feed-forward {job.block}" if job.block else what
     training = ", forward and backward" if job.training else ""
     kind = f" ({outcome.device_kind})" if outcome.plan else ""
     head = f"{job.shape.name}: {what}{training}, for {_machine(job)}{kind}"
@@ -120,7 +144,7 @@ def report(job: CompileJob, outcome: Outcome) -> str:
 
 def _compiled(job: CompileJob, outcome: Outcome) -> str:
     lines = [f"  compiled in {outcome.seconds:.1f} s", _memory(outcome), *_transfers(job, outcome)]
-    lines += estimate_lines(outcome)
+    lines += estimate_lines(outcome, job.layers)
     return "\n".join((*lines, "fits" if fits(outcome) else _TOO_MUCH))
 
 
@@ -151,7 +175,9 @@ def _row(job: CompileJob, outcome: Outcome, kind: str, axes: tuple[str, ...]) ->
     runs = sum(c["times"] for c in found)
     size = readable(sum(c["bytes"] * c["times"] for c in found))
     text = f"{kind} over {'+'.join(axes) or 'no axis'}: {runs} in the program, {size}"
-    nobody = "none in the plan" + (": of the projections and their gradients" if job.module else "")
+    nobody = "none in the plan" + (
+        ": of the projections and their gradients" if job.module or job.block else ""
+    )
     planned = f"{readable(sum(c['bytes'] for c in named))} in the plan" if named else nobody
     return f"{text}{_overlap(found)} ({planned})"
 

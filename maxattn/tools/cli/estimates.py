@@ -11,20 +11,33 @@ from maxattn.tools.compile.job import Outcome
 from maxattn.tools.estimate.kernel import KernelEstimate
 from maxattn.tools.estimate.links import Passage, passage_of
 
+Spans = list[tuple[int, tuple[float, float]]]
+"""Calls, and the seconds of one, fast and slow end."""
 FULLEST = 3  # slots that a line names
 _MOVES = ("VLOAD:FILL", "VSTORE:SPILL")  # parts of VLOAD and VSTORE
 
 
-def estimate_lines(outcome: Outcome) -> list[str]:
-    """Write the estimate of an outcome, one line a statement; none where none was made."""
+def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
+    """Write the estimate of an outcome, one line a statement; none where none was made.
+
+    Args:
+        outcome: of a compile.
+        layers: how many of what was compiled a step runs.
+    """
     made = outcome.estimate
     if not made or "refused" in made:
         return made.get("refused", "").splitlines()
     kernels = [_read(values) for values in made["kernels"]]
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
+    lines += [_attention(one) for one in made.get("attention", ())]
     lines += [_link(passage, kernels) for passage in _passages(outcome)]
     lines += _longest(made["xla_longest"])
-    lines.append(_whole(kernels, made["xla_seconds"], made["xla_unknown"]))
+    spans = [(k.calls, k.seconds) for k in kernels]
+    spans += [(one["calls"], one["seconds"]) for one in made.get("attention", ())]
+    lacks = ["transfers", *(["cross-attention's kernel"] if "attention" in made else [])]
+    lines.append(_whole(spans, made["xla_seconds"], [*lacks, *_unknown(made["xla_unknown"])]))
+    if layers > 1:
+        lines.append(_step(spans, made["xla_seconds"], outcome, layers))
     return [f"  {line}; {made['how']}" for line in lines]
 
 
@@ -113,13 +126,35 @@ def _longest(operations: list[tuple[str, float]]) -> list[str]:
     return [f"xla     the longest of its own operations, in ms: {each}"] if each else []
 
 
-def _whole(kernels: list[KernelEstimate], xla: float, unknown: list[str]) -> str:
-    ends = (sum(k.calls * k.seconds[end] for k in kernels) for end in (0, 1))
-    fast, slow = ends
-    own = f"kernels {_span((fast, slow))}" if kernels else "no Pallas kernel"
+def _attention(one: dict[str, Any]) -> str:
+    calls = f" a call, {one['calls']} calls" if one["calls"] > 1 else ""
+    return f"kernel  self-attention's {one['name']}: {_span(one['seconds'])} ms{calls}"
+
+
+def _sum(spans: Spans) -> tuple[float, float]:
+    """Add up calls, fast and slow end."""
+    fast, slow = (sum(calls * seconds[end] for calls, seconds in spans) for end in (0, 1))
+    return fast, slow
+
+
+def _whole(spans: Spans, xla: float, lacks: list[str]) -> str:
+    fast, slow = _sum(spans)
+    own = f"kernels {_span((fast, slow))}" if spans else "no Pallas kernel"
     parts = f"{own}, XLA's own operations {1e3 * xla:.3g}"
-    left_out = " and ".join(["transfers", *_unknown(unknown)])
+    left_out = " and ".join(lacks)
     return f"whole   {_span((fast + xla, slow + xla))} ms: {parts}; {left_out} are not in it"
+
+
+def _step(spans: Spans, xla: float, outcome: Outcome, layers: int) -> str:
+    """Add up what a step's layers take, and the transfers that no kernel runs beside."""
+    machine = device_of(outcome.device_kind, "tpu").machine
+    assert machine is not None, outcome.device_kind
+    fast, slow = (end + xla for end in _sum(spans))
+    sent = [(passage_of(f, machine, outcome.mesh), f["is_overlapped"]) for f in outcome.found]
+    waits = sum(p.times * p.seconds for p, is_overlapped in sent if not is_overlapped)
+    times = _ends(*(f"{layers * each:.3g}" for each in (fast, slow + waits)))
+    links = f"at most {layers * waits:.3g} s of it for links"
+    return f"step    {times} s: {layers} times the whole, {links}; all else of a step is not in it"
 
 
 def _unknown(names: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from maxattn.tools.cli.source import Source
 from maxattn.tools.cli.stream import OPTION, read_stream
 from maxattn.tools.model_shapes import dtype_of
 from maxattn.tools.predicted import Predicted, forward_time
-from maxattn.tools.stream_run import StreamRun, StreamStage
+from maxattn.tools.stream_costs import StreamCosts, StreamStage
 
 INDENT = 10
 REST = (
@@ -61,7 +61,7 @@ def _plan(stage: StreamStage, config: AttentionConfig, target: Target) -> Plan:
     return plan(stage.call, config, dict(stage.mesh), target)
 
 
-def _model(run: StreamRun) -> str:
+def _model(run: StreamCosts) -> str:
     model, shared = run.model, ""
     if run.kv_heads != model.heads:
         shared = f", {run.kv_heads} of keys"
@@ -69,7 +69,7 @@ def _model(run: StreamRun) -> str:
     return f"B={run.batch}, {sizes}, {model.tokens_per_frame} tokens a frame, {run.dtype}"
 
 
-def _mesh(run: StreamRun) -> str:
+def _mesh(run: StreamCosts) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in run.layout.mesh)
     return f"   mesh {sizes}" if sizes else ""
 
@@ -78,7 +78,7 @@ def _mesh(run: StreamRun) -> str:
 
 
 def _lines(
-    run: StreamRun, stages: list[tuple[StreamStage, Plan]], target: Target
+    run: StreamCosts, stages: list[tuple[StreamStage, Plan]], target: Target
 ) -> Iterator[tuple[str, str]]:
     yield "blocks", _blocks(run)
     yield "slots", _slots(run)
@@ -99,7 +99,7 @@ def _lines(
     yield "rest", REST
 
 
-def _blocks(run: StreamRun) -> str:
+def _blocks(run: StreamCosts) -> str:
     stream = run.layout.stream
     size, alone = stream.frames_per_block, ", frame 0 alone" * stream.first_frame_alone
     sees = "all before it" if stream.budget is None else f"at most {stream.budget} frames"
@@ -112,7 +112,7 @@ def _frames(count: int) -> str:
     return f"{count} frame{'s' * (count > 1)}"
 
 
-def _slots(run: StreamRun) -> str:
+def _slots(run: StreamCosts) -> str:
     layout = run.layout
     ring, sink = layout.frames - layout.sink, layout.sink
     if layout.stream.window is None:
@@ -122,7 +122,7 @@ def _slots(run: StreamRun) -> str:
     return f"{layout.frames}: {turn or stays}"
 
 
-def _cache(run: StreamRun, target: Target) -> str:
+def _cache(run: StreamCosts, target: Target) -> str:
     each = " a device" if run.layout.mesh else ""
     most = memory_of(target.device_kind)
     share = f" of {readable(most)}" if most else ""
@@ -139,7 +139,7 @@ def _numbers(stage: StreamStage) -> str:
     return f"block {first}" if first == last else f"blocks {first} to {last}"
 
 
-def _work(run: StreamRun, stage: StreamStage, found: Predicted | None) -> str:
+def _work(run: StreamCosts, stage: StreamStage, found: Predicted | None) -> str:
     """Say operations and time of a pass and of a block, of one device."""
     call, layers = stage.call, run.model.layers
     least, most = (layers * flops / prod(n for _, n in stage.mesh) for flops in stage.flops)

@@ -12,7 +12,7 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.sharding import MeshShape
 from maxattn.streaming import Stream, checks
 from maxattn.streaming.layout import CacheLayout
-from maxattn.tools.stream_run import StreamRun
+from maxattn.tools.stream_costs import StreamCosts
 from maxattn.tools.video_models import MODELS, VideoModel
 
 OPTION = "--stream"
@@ -47,7 +47,7 @@ HELP = (
 
 def read_stream(
     text: str, sections: Mapping[str, Any], mesh: MeshShape, batch: int, dtype: str
-) -> StreamRun:
+) -> StreamCosts:
     """Read what `--stream` says.
 
     Args:
@@ -71,7 +71,7 @@ def read_stream(
         stream, _slots(stream, length), mesh=mesh, context=said.get("context", "heads")
     )
     how = batch, dtype, numbers.get("steps", 4), flags.get("clean_pass", True), length
-    return StreamRun(name or "own sizes", model, layout, *how)
+    return StreamCosts(name or "own sizes", model, layout, *how)
 
 
 def _words(text: str) -> tuple[str, dict[str, str]]:

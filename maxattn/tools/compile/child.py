@@ -112,12 +112,18 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
 def _estimate(job: CompileJob, decided: Plan, compiled: Any, folder: Path) -> dict[str, Any]:
     """Price what was compiled; a schedule that is not understood is refused under `refused`."""
     from maxattn.errors import Unsupported
+    from maxattn.tools.estimate.block import block_estimate
     from maxattn.tools.estimate.program import estimate_of
     from maxattn.tools.estimate.tiles import tiles_of
 
-    tiles = tiles_of(decided, job.training)
+    device, training = decided.target.device, job.training
     try:
-        return estimate_of(compiled.as_text(), folder, decided.target.device, tiles)
+        if job.block:
+            return block_estimate(
+                compiled.as_text(), device, decided, training, job.config.remat_policy
+            )
+        tiles = tiles_of(decided, training)
+        return estimate_of(compiled.as_text(), folder, device, tiles)
     except Unsupported as error:
         return {"refused": str(error)}
 
@@ -137,7 +143,7 @@ def main() -> None:
     job = CompileJob(**job_values(sys.stdin.read()))
     answer = Path(sys.argv[1])
     folder = answer.with_name("schedules")
-    if job.estimate:
+    if job.estimate and not job.block:
         dump_into(folder)
     beside = answer.with_suffix(".partial")
     beside.write_text(json.dumps(asdict(outcome_of(job, folder))), encoding="utf-8")

@@ -51,6 +51,8 @@ class CompileJob:
         devices: how many of the topology's to use, from the first; None for all.
         slices: how many such topologies, joined by the data centre's network.
         estimate: price the kernels by the schedule that the compiler makes.
+        block: width of the feed-forward of a whole transformer block; 0 for none.
+        layers: how many of what is compiled a step runs, which an estimate multiplies.
     """
 
     topology: str
@@ -61,6 +63,8 @@ class CompileJob:
     devices: int | None = None
     slices: int = 1
     estimate: bool = False
+    block: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True)

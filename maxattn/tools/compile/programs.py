@@ -10,10 +10,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxattn.attention import attention
+from maxattn.call import Call
 from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.plan import Plan
 from maxattn.rope import rope_1d
 from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
+from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, run_block
 from maxattn.tools.compile.job import CompileJob
 
 
@@ -26,7 +28,8 @@ class Program(NamedTuple):
 
 def program_of(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return what a job compiles."""
-    function, operands = (_module if job.module else _attention)(job, plan, mesh)
+    made = _block if job.block else _module if job.module else _attention
+    function, operands = made(job, plan, mesh)
     return Program(_step(function) if job.training else function, operands)
 
 
@@ -66,6 +69,21 @@ def _sharding(dims: tuple[int, ...], letters: str, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
+    """Return a transformer block, its parameters and its inputs."""
+    call, width = plan.call, plan.call.heads * plan.call.head_dim
+    graph, state = nnx.split(nnx.eval_shape(lambda: TransformerBlock(job, mesh)))
+    x = _operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
+    text = _operand((call.batch, TEXT, width), "B..", call.dtype, mesh)
+    modulation = _operand((PARTS, width), "..", "float32", mesh)
+
+    def run(state: Any, *inputs: Any) -> Any:
+        return run_block(nnx.merge(graph, state), job, *inputs, _no_rotation(call))
+
+    operands = _sharded(state, mesh), x, text, modulation
+    return Program(run, (*operands, x) if job.training else operands)
+
+
 # ---- a whole module ------------------------------------------------------------------------------
 
 
@@ -76,11 +94,10 @@ def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     state = _sharded(state, mesh)
     x = _operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
     text = _operand((call.batch, call.kv_len, width), "B..", call.dtype, mesh)
-    rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
 
     def self_attention(state: Any, x: Any) -> Any:
-        zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
-        return nnx.merge(graph, state)(x, rotary_emb=zeros, mask=job.shape.mask)
+        rotary = _no_rotation(call)
+        return nnx.merge(graph, state)(x, rotary_emb=rotary, mask=job.shape.mask)
 
     def cross_attention(state: Any, x: Any, text: Any) -> Any:
         return nnx.merge(graph, state)(x, text, mask=job.shape.mask)
@@ -89,6 +106,12 @@ def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     if call.role == "cross":
         return Program(cross_attention, (state, x, text, *cotangent))
     return Program(self_attention, (state, x, *cotangent))
+
+
+def _no_rotation(call: Call) -> Any:
+    """Return tables of the right shapes, since what stands in them takes no time."""
+    rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
+    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
 
 
 def _make_module(job: CompileJob, mesh: Mesh) -> Any:

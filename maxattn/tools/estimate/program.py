@@ -27,7 +27,8 @@ _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt"
 def dump_flags(folder: Path) -> str:
     """Return what makes libtpu write the final bundles of all that it compiles into a folder."""
     final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    return f"--xla_jf_dump_to={folder} {final}"
+    # Without the category it writes what it was before registers were assigned too, twice as much.
+    return f"--xla_jf_dump_to={folder} {final} --xla_jf_dump_category_filter=codegen"
 
 
 def estimate_of(
@@ -51,18 +52,26 @@ def estimate_of(
         Unsupported: the dumps are not understood, or the device's figures are not public.
     """
     program, version = HloProgram.read(text), metadata.version("libtpu")
-    core, kernels = core_of(device), list[KernelEstimate]()
+    kernels = list[KernelEstimate]()
     dumps = Dumps.of(folder, version)
     for call in pallas_calls(program):
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         phase = dump.phase
         kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
-    every = sorted(_xla_cycles(program), key=lambda pair: -pair[1])
-    own = [pair for pair in every if pair[1] < NOT_COUNTED]
     return {
         "how": f"estimated by libtpu {version}'s schedule, not run",
         "libtpu": version,
         "kernels": [kernel._asdict() for kernel in kernels],
+        **xla_of(text, device),
+    }
+
+
+def xla_of(text: str, device: Device) -> dict[str, Any]:
+    """Return what XLA expects of a program's own operations, as `estimate_of` does."""
+    core = core_of(device)
+    every = sorted(_xla_cycles(HloProgram.read(text)), key=lambda pair: -pair[1])
+    own = [pair for pair in every if pair[1] < NOT_COUNTED]
+    return {
         "xla_seconds": sum(cycles for _, cycles in own) / core.clock,
         "xla_longest": [(name, cycles / core.clock) for name, cycles in own[:LONGEST]],
         "xla_unknown": [name for name, cycles in every if cycles >= NOT_COUNTED],

@@ -90,6 +90,11 @@ class GridStep:
         """
         return self._by_length[: len(self._by_length) - self.unpriced]
 
+    @property
+    def unpriced_body(self) -> Span | None:
+        """The longest of the bodies that are not priced, if there are any."""
+        return self._by_length[-1] if self.unpriced else None
+
     @cached_property
     def _by_length(self) -> tuple[Span, ...]:
         found = [s for s in self._skipped if self._multiplies(s)]

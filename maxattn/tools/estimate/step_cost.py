@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from maxattn.block_sizes.estimated.step_cost import StepCost
 from maxattn.errors import Unsupported
+from maxattn.tools.estimate.bundles import Span
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.matrix_unit import busy_cycles, waits
 from maxattn.tools.estimate.slots import SPILLS
@@ -36,12 +37,30 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
     return StepCost(always, edges, full, masked, cores, in_step, in_row, used[SPILLS])
 
 
+def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
+    """Return what a step costs whose softmax is the online one; None where a kernel has but one.
+
+    Args:
+        dump: of the kernel.
+        cost: of the same kernel, for scores that need no running maximum.
+    """
+    span = dump.step.unpriced_body
+    if span is None:
+        return None
+    body = _priced(dump, span)
+    return cost._replace(full=body, masked=body, spills=dump.slots.used([*range(*span)])[SPILLS])
+
+
 def _body(dump: KernelDump, place: int) -> tuple[float, float, float]:
-    """Return bundles, waits and busy cycles of a step with a body; all of a step where none is."""
-    bodies = [*range(*dump.step.bodies[place])] if dump.step.bodies else []
-    path = sorted((*dump.step.always, *bodies))
-    core = dump.step.core
-    return len(bodies), waits(dump.bundles, path, core), busy_cycles(dump.bundles, path, core)
+    """Return what a body costs; all of a step where none is."""
+    return _priced(dump, dump.step.bodies[place] if dump.step.bodies else Span(0, 0))
+
+
+def _priced(dump: KernelDump, body: Span) -> tuple[float, float, float]:
+    """Return bundles, waits and busy cycles of a step with a body."""
+    path, core = sorted((*dump.step.always, *range(*body))), dump.step.core
+    issued = body.end - body.start
+    return issued, waits(dump.bundles, path, core), busy_cycles(dump.bundles, path, core)
 
 
 def _bytes(dump: KernelDump, columns: int, steps: int) -> tuple[int, int]:

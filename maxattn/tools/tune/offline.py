@@ -12,7 +12,13 @@ from functools import cached_property
 from typing import Any
 
 from maxattn.block_sizes import facts_of
-from maxattn.block_sizes.estimated.choose import Costs, divides, price, tiles_of
+from maxattn.block_sizes.estimated.choose import (
+    Costs,
+    divides,
+    padded_pairs,
+    price,
+    tiles_of,
+)
 from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import KernelKind
@@ -21,8 +27,8 @@ from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
-from maxattn.tools.tune.schedule_log import ScheduleLog, cost_of
-from maxattn.tools.tune.tile_choices import padded_pairs, tile_choices, without_likes
+from maxattn.tools.tune.schedule_log import ScheduleLog, costs_of
+from maxattn.tools.tune.tile_choices import tile_choices, without_likes
 
 FORWARDS = 2  # of the fastest forward tiles, that a backward's tiles must go with
 PATIENCE = 4  # tiles after the fastest that are compiled in vain
@@ -120,8 +126,8 @@ class OfflineSearch:
             answer = self.compiler.answer(job)
             self.log.add(job, answer)
         self.say(job, answer, is_known)
-        if (cost := cost_of(answer)) is not None:
-            self.costs.setdefault((kind, masked), {})[tile] = cost
-        else:
+        for each, cost in costs_of(kind, answer).items():
+            self.costs.setdefault((each, masked), {})[tile] = cost
+        if "failed" in answer:
             self.failures.append(answer["failed"])
         return price(self.costs, kind, tile, self.call, self.target)

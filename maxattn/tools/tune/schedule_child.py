@@ -2,8 +2,9 @@
 
 `python -m maxattn.tools.tune.schedule_child FOLDER FD` reads a `KernelJob` a line as JSON from
 stdin, and writes an answer a line to the file descriptor: first the versions, then of each job
-`{"cost": [...]}` or `{"failed": "..."}`. libtpu writes its schedules into the folder, which is
-emptied after each. `schedule_compiler.py` starts it.
+`{"cost": [...]}` or `{"failed": "..."}`; the forward of `tpu_flash` also answers what the online
+softmax costs, `"online": [...]`. libtpu writes its schedules into the folder, which is emptied
+after each. `schedule_compiler.py` starts it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LONGEST_MESSAGE = 600  # characters of what the compiler says
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
     """Compile one kernel; what goes wrong stands in the answer."""
     try:
-        return {"cost": _cost(job, folder)}
+        return _costs(job, folder)
     # The compiler's own: not enough VMEM, or a kernel that it cannot make; and refused dumps.
     except Exception as error:
         return {"failed": _said(error)}
@@ -50,18 +51,20 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {'; '.join(line.strip() for line in kept)[:LONGEST_MESSAGE]}"
 
 
-def _cost(job: KernelJob, folder: Path) -> list[Any]:
+def _costs(job: KernelJob, folder: Path) -> dict[str, Any]:
     from maxattn.devices import DEVICES
     from maxattn.tools.compile.hlo_text import HloProgram
     from maxattn.tools.estimate.kernel import KernelDump
     from maxattn.tools.estimate.program import Dumps, pallas_calls
-    from maxattn.tools.estimate.step_cost import step_cost_of
+    from maxattn.tools.estimate.step_cost import online_cost_of, step_cost_of
 
     compiled, version = _compiled(job), metadata.version("libtpu")
     (call,) = pallas_calls(HloProgram.read(compiled.as_text()))
     texts = Dumps.of(folder, version).texts(call.twins)
     dump = KernelDump.read(call.name, *texts, DEVICES[job.device_kind], version)
-    return list(step_cost_of(dump, COLUMNS, job.steps))
+    cost = step_cost_of(dump, COLUMNS, job.steps)
+    online = online_cost_of(dump, cost)
+    return {"cost": list(cost)} | ({"online": list(online)} if online else {})
 
 
 def _compiled(job: KernelJob) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import maxattn
-from maxattn.block_sizes.estimated.step_cost import StepCost
+from maxattn.block_sizes.estimated.step_cost import Kind, StepCost
 from maxattn.config.plain_json import parse_json, read_bounded
 from maxattn.tools.tune.kernel_job import KernelJob
 
@@ -101,19 +101,28 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def cost_of(answer: dict[str, Any]) -> StepCost | None:
-    """Read a cost; None where the kernel has none."""
-    values = answer.get("cost")
-    return StepCost.of(values) if values else None
+def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
+    """Read what a kernel costs, and with the online softmax where that is apart; {} if it failed.
+
+    Args:
+        kind: of the kernel.
+        answer: of the compiler.
+    """
+    named: dict[Kind, Any] = {kind: answer.get("cost"), "online": answer.get("online")}
+    return {kind: StepCost.of(values) for kind, values in named.items() if values}
 
 
 _KEYS = ("versions", *KernelJob.__dataclass_fields__)
 
 
 def _is_whole(line: dict[str, Any]) -> bool:
-    cost = line.get("cost")
-    is_cost = isinstance(cost, list) and len(cost) == len(StepCost._fields)
+    cost, online = line.get("cost"), line.get("online")
+    is_cost = _has_fields(cost) and (online is None or _has_fields(online))
     return {*_KEYS} <= line.keys() and (is_cost or isinstance(line.get("failed"), str))
+
+
+def _has_fields(values: Any) -> bool:
+    return isinstance(values, list) and len(values) == len(StepCost._fields)
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:

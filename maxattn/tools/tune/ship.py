@@ -12,7 +12,7 @@ from pathlib import Path
 from maxattn.block_sizes.estimated.step_cost import Kind, StepCost, Tile
 from maxattn.block_sizes.estimated.table import group_name, table_text
 from maxattn.errors import InputError
-from maxattn.tools.tune.schedule_log import cost_of, jobs_of, read_lines
+from maxattn.tools.tune.schedule_log import costs_of, jobs_of, read_lines
 from maxattn.tools.writable import write_whole
 
 _LIBTPU = re.compile(r"libtpu ([\w.]+)")
@@ -31,9 +31,9 @@ def table_of_log(path: Path) -> str:
         raise InputError("log", path, rule, "keep the lines of one version")
     groups: dict[str, dict[tuple[Kind, bool], dict[Tile, StepCost]]] = {}
     for job, answer in jobs_of(lines):
-        if (cost := cost_of(answer)) is not None:
-            name = group_name(job.device_kind, job.kernel, job.head_dim, job.dtype)
-            groups.setdefault(name, {}).setdefault((job.kind, job.masked), {})[job.tile] = cost
+        name = group_name(job.device_kind, job.kernel, job.head_dim, job.dtype)
+        for kind, cost in costs_of(job.kind, answer).items():
+            groups.setdefault(name, {}).setdefault((kind, job.masked), {})[job.tile] = cost
     return table_text(found.pop(), groups)  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from maxattn.block_sizes.estimated.choose import padded_pairs
 from maxattn.block_sizes.estimated.step_cost import Kind, Tile
 from maxattn.block_sizes.sizes import LANES, Facts, round_up
 from maxattn.block_sizes.transposed import PASSES
@@ -43,11 +44,6 @@ def weight(tile: Tile, call: Call) -> int:
     steps = (q // tile[0]) * (kv // tile[1])
     parts = tile[1] // computed_at_once(tile)
     return q * kv + steps * (STEP + COMPUTE_STEP * parts)
-
-
-def padded_pairs(tile: Tile, call: Call) -> int:
-    """Return queries times keys after padding."""
-    return round_up(call.q_len, tile[0]) * round_up(call.kv_len, tile[1])
 
 
 def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:

@@ -114,3 +114,11 @@ def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> No
     out = capsys.readouterr().out
     assert "tokens/s" in out and "GiB" in out and "TFLOP" in out
     assert (tmp_path / "f.json").read_text().count('"ms"') == 1
+
+
+def test_attention_is_counted_by_the_channels_of_its_values():
+    q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.float32)
+    k = jax.ShapeDtypeStruct((2, 7, 4, 8), jnp.float32)
+    v = jax.ShapeDtypeStruct((2, 7, 4, 6), jnp.float32)
+    work = flops.count(lambda *each: ma.attention(*each), q, k, v)
+    assert work == flops.Work(attention=2 * 2 * 4 * 5 * 7 * (8 + 6))

@@ -160,6 +160,12 @@ WRONG = {
         (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors"),
     ),
     "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
+    "lora_missing": ("wan", (*TOLD, *OUT, "--lora", "gone.safetensors", "--lora-scale", "nan")),
+    "lora_scale_alone": ("sdxl", (*TOLD, *OUT, "--lora-scale", "0.5")),
+    "lora_that_is_none": ("sdxl", (*TOLD, *OUT, "--lora", "scheduler")),
+    "weights_missing": ("flux", (*TOLD, *OUT, "--weights", "gone")),
+    "negative_and_file": ("wan", (*TOLD, *OUT, "--negative-prompt", "a dog")),
+    "negative_unguided": ("flux", (*PROMPT, *OUT, "--negative-prompt", "a dog")),
     "flux_sizes": ("flux", (*TOLD, *OUT, "--width", "18")),
     "flux_guidance": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=2")),
     "flux_true_cfg": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=null", "true_cfg_scale=2")),
@@ -417,18 +423,13 @@ def test_lora_of_another_family_is_refused_before_a_prompt_is_encoded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
     monkeypatch.setattr("flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded"))
-    with pytest.raises(WeightsError) as error:
-        draw(
-            "flux",
-            "--model",
-            "flux",
-            *sizes_of("flux"),
-            *PROMPT,
-            *OUT,
-            "--lora",
-            "lora.safetensors",
-        )
+    words = ("--model", "flux", *sizes_of("flux"), *PROMPT, *OUT, "--lora", "lora.safetensors")
+    with pytest.raises(ConfigError) as error:
+        draw("flux", *words)
     check_golden("generate/flux_lora_of_wan", str(error.value))
+    save_file({name.replace("blocks", "layers"): x for name, x in tensors.items()}, words[-1])
+    with pytest.raises(WeightsError, match=r"layers\.1\.attn1"):
+        draw("flux", *words)
 
 
 def test_the_small_model_takes_no_files(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_the_loss_goes_down(whole: Path) -> None:
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
+# Wan goes on through the same loop, in test_train_models.py.
+@pytest.mark.slow
 def test_a_run_that_stopped_ends_with_the_same_bits(whole: Path, data: str, tmp_path: Path) -> None:
     for steps in (3, STEPS):
         settings = flux(tmp_path / "run", FLUX, data, steps=steps, checkpoint_every=100)

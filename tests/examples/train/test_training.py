@@ -179,22 +179,6 @@ def test_a_checkpoint_of_other_settings_is_refused(
     assert len(train(done)[1]) == 3, "nothing was lost"
 
 
-def test_starting_again_forgets_what_was_there(
-    ran: Ran, copied: Settings, capsys: pytest.CaptureFixture[str]
-):
-    small, begun = copied, "training 3 steps from the start"
-    assert begun in ran.printed
-    _, again = train(with_training(small, resume=False))
-    assert begun in capsys.readouterr().out
-    assert again == ran.losses
-    left_over = Path(small.training.output_dir) / "checkpoints" / "2"
-    assert left_over.is_dir()
-    with Checkpoints(
-        small, DigitsTask(small).training, DigitsTask.fixed, start_again=True
-    ) as checkpoints:
-        assert (checkpoints.step, checkpoints.losses, left_over.exists()) == (0, [], False)
-
-
 def test_drawing_before_training_is_refused(small: Settings):
     with pytest.raises(ConfigError, match="train with the same config first"):
         trained(small)

@@ -15,6 +15,7 @@ from rollout import Denoising, Reel, Rollout
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, small, text
+from tests.streaming.test_programs import copies
 
 HOW = Denoising(denoising_steps=(1000, 500))
 FRAME = (*SIDES, 4)
@@ -64,7 +65,13 @@ def by_hand(run: Rollout, stream: ma.Stream, count: int, kv: Any) -> jax.Array:
     return clean
 
 
-@pytest.mark.parametrize("name", SINKS)
+def only_fast(*kept: str) -> list[Any]:
+    """List the streams; those that are not named wait for `make test-all`."""
+    slow = pytest.mark.slow
+    return [name if name in kept else pytest.param(name, marks=slow) for name in SINKS]
+
+
+@pytest.mark.parametrize("name", only_fast("alone"))
 @pytest.mark.parametrize("sampler", ["few_step", "flow_euler"])
 def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) -> None:
     run, kv = rollout(SINKS[name], replace(HOW, sampler=sampler)), told()
@@ -94,6 +101,19 @@ def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
     assert given is not None and given.k.is_deleted() and bool(jnp.isfinite(x).all())
 
 
+@pytest.mark.parametrize("stage", ["empty", "full"])
+def test_no_program_copies_the_cache(stage: str) -> None:
+    """Two loops over layers, one of them in a loop over steps, change one cache in place."""
+    run, kv = rollout(), told()
+    reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 3)[1]
+    cache = reel.cache
+    assert cache is not None and cache.stage == stage
+    given = run._parameters, cache, kv, np.int32(reel.frame)
+    program = run._make.lower(*given, 1).compile()
+    assert not copies(program.as_text(), cache.k.size)
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
+
+
 def test_rows_are_videos_of_their_own() -> None:
     run = rollout()
     kv = plain().encode(jnp.concatenate([text(seed=1), text(seed=2)]))
@@ -106,8 +126,9 @@ def test_rows_are_videos_of_their_own() -> None:
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["sink", "alone"])
+@pytest.mark.parametrize(
+    ("name", "noise"), [("alone", 0.1), pytest.param("sink", 0.0, marks=pytest.mark.slow)]
+)
 def test_a_prefix_is_the_same_in_one_pass_or_in_many(name: str, noise: float) -> None:
     stream = SINKS[name]
     count = stream.first_block + 3
@@ -129,7 +150,7 @@ def test_what_a_rollout_made_is_a_prefix_that_it_goes_on_from() -> None:
 # ---- a change of prompt --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt(blocks: int) -> None:
     run = rollout()
     first, reel = made(run, run.begin(told(0)), blocks)
@@ -146,7 +167,7 @@ def test_a_switch_to_the_same_prompt_in_an_unrolled_window_changes_nothing() -> 
     close(rest, whole[:, 9:])
 
 
-@pytest.mark.parametrize("name", ["sink", "no_sink", "alone", "frames"])
+@pytest.mark.parametrize("name", only_fast("sink", "alone"))
 def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
     """The block after it is that of one forward over the kept frames and the block."""
     stream = SINKS[name]
@@ -195,7 +216,7 @@ def test_guidance_is_a_batch_of_two_with_one_cache() -> None:
 # ---- no cache from block to block ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SINKS)
+@pytest.mark.parametrize("name", only_fast("alone"))
 def test_a_context_that_is_run_anew_is_a_masked_forward(name: str) -> None:
     stream = SINKS[name]
     run = rollout(stream, replace(HOW, denoising_steps=(1000,)), re_prefill=True)

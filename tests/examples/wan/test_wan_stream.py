@@ -9,7 +9,7 @@ import pytest
 from common.forcing import Forcing
 
 import maxattn as ma
-from tests.examples.wan.streamed import TOKENS, blocks, clips, empty, plain, text, times
+from tests.examples.wan.streamed import TOKENS, blocks, clips, empty, plain, small, text, times
 from tests.pairwise import pairwise, product
 from tests.streaming.test_equivalence import AXES, fits, frames_of, name
 
@@ -42,3 +42,31 @@ def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
 @pytest.mark.parametrize("case", product(AXES, fits), ids=name)
 def test_every_block_of_the_product(case: dict) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_forcing_on_a_mesh_deals_both_clips_to_all_devices(alone: bool) -> None:
+    """Teacher and diffusion forcing over context and tensor are those of one device."""
+    config = ma.AttentionConfig(
+        ici_data_parallelism=1, ici_context_parallelism=2, ici_tensor_parallelism=2
+    )
+    spread = small(config.make_mesh(jax.devices()[:4]))
+    stream = ma.Stream(TOKENS, 1 if alone else 3, 3, sink=1, first_frame_alone=alone)
+    clean, noisy = clips(12)
+    t, t_clean = times(12), jnp.full((1, 12), 20.0)
+    for forcing in (Forcing(stream, clean, t_clean), Forcing(stream)):
+        made = [
+            jax.jit(lambda x, f, m=model: m(x, t, text(), forcing=f))(noisy, forcing)
+            for model in (spread, plain())
+        ]
+        np.testing.assert_allclose(*made, atol=1e-5 * float(jnp.abs(made[1]).max()))
+
+
+def test_modulations_of_frames_are_never_those_of_all_tokens_at_once() -> None:
+    """[B, T, 6, D] would be the largest array of a block: six rows where one is used at a time."""
+    stream = ma.Stream(TOKENS, 3, 2)
+    clean, _ = clips(3)
+    made = jax.make_jaxpr(lambda x, t, c: plain()(x, t, text(), cache=c))(
+        clean, times(3), empty(stream, 3)
+    )
+    assert "f32[1,3,6,24]" in str(made) and "f32[1,6,6,24]" not in str(made)

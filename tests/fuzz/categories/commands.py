@@ -27,6 +27,14 @@ MASKS = (
     "video:21,1560,3,7,1",
     "causal+window:9,0",
 )
+STREAMS = (
+    "wan-1.3b-480p,frames=3,window=7",
+    "wan-14b-480p,frames=3,window=4,sink=3,context=tokens",
+    "wan-5b-720p,frames=5,first_frame_alone,length=31",
+    "tokens=16,heads=4,head_dim=64,layers=2,window=all,length=3",
+    "wan-1.3b-720p,sink=1",
+    "frames=3",
+)
 NUMBERS = (
     "0",
     "-1",
@@ -73,6 +81,7 @@ OPTIONS = {
     "--dtype": ("bf16", "f16", "f32", "float32", "int8"),
     "--role": ("self", "cross", "other"),
     "--batch": ("1", "2", "16"),
+    "--stream": STREAMS,
     "--lengths": ("300", "300,512", "0", "1,2,3"),
 }
 FLAGS = ("--all", "--inference", "--maxdiffusion", "--why", "--nothing", "--help")

@@ -11,11 +11,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import maxattn as ma
+from maxattn.kernels.auto.measured import read_tables
 from maxattn.sharding import mesh_shape
 from maxattn.streaming.attend import Projected, attend_with_cache
 from maxattn.streaming.read import How
+from maxattn.target import Target
 from maxattn.tools.cli.stream import read_stream
 from maxattn.tools.compile.hlo import transfers
+from maxattn.tools.model_shapes import SHAPES
+from maxattn.tools.predicted import forward_time
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 
@@ -115,6 +119,24 @@ def test_programs_and_lengths_are_those_of_a_cache(name: str) -> None:
         if block in of[0].blocks:
             assert filled == of[0].keys[of[0].blocks.index(block)]
         cache = cache.advance()
+
+
+def test_a_call_that_was_measured_takes_its_measured_time() -> None:
+    """Another is predicted, and none is known over a mesh, of another kernel, or on another GPU."""
+    target = Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
+    call = SHAPES["wan-1.3b-480p"].call()
+    rows = read_tables()["NVIDIA H200"]
+    row = next(r for r in rows if r.shape == (1, 32760, 32760, 12, 128) and r.mask == "full")
+    made = ma.plan(call, target=target)
+    found = forward_time(made)
+    assert found is not None and found.how.startswith("measured")
+    assert found.ms.fast == found.ms.slow == dict(row.forward)[made.kernel.for_inference().name]
+    near = forward_time(ma.plan(SHAPES["wan-1.3b-480p-block"].call(), target=target))
+    assert near is not None and near.how.startswith("predicted") and near.ms.slow < found.ms.fast
+    assert forward_time(ma.plan(call, mesh={"context": 4}, target=target)) is None
+    plain = ma.AttentionConfig(use_memory_efficient_attention=True, attention="dot_product")
+    assert forward_time(ma.plan(call, plain, target=target)) is None
+    assert forward_time(ma.plan(call, target=Target.named("NVIDIA B200"))) is None
 
 
 MESHES = [("heads", {"context": 4}), ("tokens", {"context": 4}), ("heads", {"tensor": 4})]

@@ -16,6 +16,7 @@ from maxattn.tools.estimate.bundles import Bundle
 from maxattn.tools.estimate.kernel import KernelDump
 from maxattn.tools.estimate.matrix_unit import products
 from maxattn.tools.estimate.step import BodyShares, GridStep
+from maxattn.tools.estimate.step_cost import online_cost_of, step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts, three_bodies
@@ -171,6 +172,19 @@ def test_the_online_softmax_of_tpu_flash_is_not_priced():
     assert all(body.end - body.start <= length for body in priced)
     # It is no edge of a row of tiles either.
     assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step.always)
+
+
+def test_the_online_softmax_has_a_cost_of_its_own():
+    bundles, slots = three_bodies()
+    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", bundles, slots, V6E, "x")
+    usual = step_cost_of(kernel, 2, 4)
+    online = online_cost_of(kernel, usual)
+    assert online is not None and (online.always, online.edges) == (usual.always, usual.edges)
+    longest = kernel.step.unpriced_body
+    assert online.full == online.masked and longest is not None
+    assert online.full[0] == longest.end - longest.start >= usual.masked[0]
+    other = dump("v6e", FORWARD)
+    assert online_cost_of(other, step_cost_of(other, 4, 32)) is None
 
 
 def test_a_ring_of_masked_tiles_is_a_bound():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import maxattn as ma
@@ -23,6 +23,7 @@ from maxattn.tuned.kernels import CallTimes
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of, memory_efficient
 from tests.tools.tune.small import CONFIG, plan_here
+from tests.tries import tries
 
 
 def test_sizes_reach_a_plan_inside_its_target():
@@ -185,7 +186,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(st.dictionaries(st.sampled_from([*SOUND, "error"]), JSON, max_size=3))
 def test_whatever_a_measurement_says_a_target_is_described(changes):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -13,8 +13,9 @@ import pytest
 import maxattn as ma
 from maxattn import tuned
 from maxattn.block_sizes import facts_of
-from maxattn.block_sizes.estimated.choose import Estimate, ranked
+from maxattn.block_sizes.estimated.choose import Estimate, padded_pairs, ranked
 from maxattn.block_sizes.estimated.step_cost import Seconds, StepGrid
+from maxattn.block_sizes.estimated.table import read_table
 from maxattn.block_sizes.sizes import LANES
 from maxattn.config.measurements import ESTIMATED, read_kept
 from maxattn.devices import DEVICES
@@ -30,7 +31,7 @@ from maxattn.tools.tune.offline import OfflineSearch
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
 from maxattn.tools.tune.schedule_log import ScheduleLog, read_lines
 from maxattn.tools.tune.ship import table_of_log
-from maxattn.tools.tune.tile_choices import padded_pairs, tile_choices, without_likes
+from maxattn.tools.tune.tile_choices import tile_choices, without_likes
 from tests.block_sizes.small_costs import costs
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
@@ -151,6 +152,18 @@ def test_a_job_lies_in_hbm_and_has_whole_steps():
         assert job.heads % 2 == 0 and size * (4 if job.dtype == "float32" else 2) >= 2**27
         assert {-(-q_len // job.tile[0]), -(-kv_len // job.tile[1])} == {ROWS, COLUMNS}
         assert KernelJob.of(json.loads(json.dumps(job.values()))) == job
+
+
+def test_the_online_softmax_is_kept_beside_the_other(tmp_path):
+    path = tmp_path / "schedules.jsonl"
+    job = KernelJob("TPU v6e", "tpu_flash", "fwd", (512, 512, 512), 128, "bfloat16", True)
+    cost, online = ([n, 0, [0, 0, 0], [0, 0, 0], 1, 0, 0, 0] for n in (100, 150))
+    for version in VERSIONS, VERSIONS:
+        ScheduleLog(path, version).add(job, {"cost": cost, "online": online})
+    ScheduleLog(path, VERSIONS).add(JOB, {"cost": cost, "online": [1]})  # damaged: left out
+    (costs,) = read_table(table_of_log(path)).groups.values()
+    found = {kind: tiles[job.tile].always for (kind, _), tiles in costs.items()}
+    assert found == {"fwd": 100, "online": 150}
 
 
 # ---- what a dump costs ---------------------------------------------------------------------------

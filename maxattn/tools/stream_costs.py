@@ -47,7 +47,7 @@ class StreamStage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamRun:
+class StreamCosts:
     """Describe a model that makes a video block by block.
 
     Args:

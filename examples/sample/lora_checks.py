@@ -1,0 +1,69 @@
+"""Refuses LoRA weights that are not there or are another family's, and a scale of none."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from common.pipeline_folder import NAMES
+
+from maxattn import weights
+from maxattn.errors import ConfigError, MaxattnError
+
+from .paths import Paths
+from .task import SamplingTask
+
+# How diffusers, the models' own code and kohya's programs name the layers of a family, with
+# underscores for dots. The first that fits counts: SDXL's blocks hold blocks named as others' are.
+LAYERS = {
+    "sdxl": r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)_",
+    "flux": r"((single_transformer|double|single)_blocks|transformer_blocks_\d+_(attn|ff))_",
+    "wan": r"blocks_\d+_(attn1|attn2|self_attn|cross_attn|ffn)_",
+}
+
+
+def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield what cannot be merged into the task's model."""
+    given = {"--lora": paths.lora, "--lora-2": paths.lora_2}
+    for option, path in given.items():
+        if path is not None:
+            yield from _file_errors(task, option, path)
+    if (scale := paths.lora_scale) is None:
+        return
+    if not math.isfinite(scale):
+        remedy = "use 1 for the change as it is"
+        yield ConfigError("--lora-scale", scale, "it is a finite number", remedy)
+    if not any(given.values()):
+        rule = "it multiplies LoRA weights, and none are given"
+        yield ConfigError("--lora-scale", scale, rule, "give --lora FILE, or leave it out")
+
+
+def family_of(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the family whose layers are named so, and the first such name; None where none is."""
+    for name in names:
+        spelt = name.replace(".", "_")
+        for family, layers in LAYERS.items():
+            if re.search(f"(^|_){layers}", spelt):
+                return family, name
+    return None
+
+
+def _file_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
+    if not path.exists():
+        rule = "it names LoRA weights, a file or a folder, and there is none"
+        yield ConfigError(option, path, rule, "name a safetensors file")
+        return
+    try:
+        names = sorted(weights.SafeTensors(path))
+    except MaxattnError as error:
+        yield ConfigError(
+            option, error.value, error.rule, "give a safetensors file of LoRA weights"
+        )
+        return
+    family, name = family_of(names) or (task.family, "")
+    if family != task.family:
+        rule = f"its layers are named as those of {NAMES[family]}, and this is {NAMES[task.family]}"
+        remedy = f"give LoRA weights of {NAMES[task.family]}, or use examples/generate_{family}.py"
+        yield ConfigError(option, f"{path}: {name}", rule, remedy)

@@ -1,0 +1,76 @@
+"""Which bands go by block-sparse lists, though the library's kernels know bands.
+
+Lists pay where they are split, so that no SM waits, and in forwards of short rows of tiles, whose
+thread blocks are then persistent: the library starts a thread block for every row.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+
+from maxattn.call import Call
+from maxattn.devices import SMS
+from maxattn.kernels import mask_split
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.fa4 import block_sparse, split_keys_lists, split_lists
+from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
+from maxattn.kernels.fa4.mask_inputs import tile_of
+from maxattn.kernels.fa4.split_queries import Dims
+from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, persistent_pays
+from maxattn.kernels.fused import masks
+
+
+def forward_pays(inputs: Inputs, sms: int) -> bool:
+    """Tell whether the forward of a band goes by lists; False for any other mask."""
+    call = _call_of(inputs)
+    if call is None:
+        return False
+    sizes = inputs.q.shape, inputs.k.shape
+    split = split_keys_lists.splits_for_call(call, *sizes, sms).splits > 1
+    return split or runs_persistent(call, inputs.q.shape)
+
+
+def backward_pays(inputs: Inputs, sms: int) -> bool:
+    """Tell whether the backward of a band goes by lists; False for any other mask."""
+    call = _call_of(inputs)
+    sizes = inputs.q.shape, inputs.k.shape
+    return call is not None and split_lists.splits_for_call(call, *sizes, sms) > 1
+
+
+@lru_cache(maxsize=1024)
+def runs_persistent(call: Call, queries: Dims) -> bool:
+    """Tell whether a forward goes by lists, with persistent thread blocks.
+
+    Args:
+        call: masked by positions; False for any other, and for a band of long rows.
+        queries: the shape [B,T,N,H] of q.
+    """
+    found = mask_split.split(call.mask)
+    if call.sharded or call.mask.has_data or not isinstance(found, mask_split.SplitMask):
+        return False
+    lengths = call.q_len, call.kv_len
+    tile = tile_of(found.positions, queries[3], lengths)
+    work = visits_by_queries(found.positions, tile, lengths)
+    is_band = masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None
+    blocks = len(work) * queries[0] * queries[2]
+    # Of a single wave there is no start to save.
+    if not work.size or (is_band and (float(work.mean()) > SHORT_ROW or blocks <= SMS)):
+        return False
+    if found.positions.looked_up:  # whose rows start by their length
+        return persistent_pays(queries[3], float(work.mean()), tile)
+    return block_sparse.listed_order(work, queries, tile).persistent
+
+
+def _call_of(inputs: Inputs) -> Call | None:
+    """Return the call of a band between the first query and the first key; None for others.
+
+    Args:
+        inputs: whose positions are not tested pair by pair: they are a band, if anything.
+    """
+    mask, starts = inputs.mask, (inputs.q_offset, inputs.kv_offset)
+    is_band = bool(masks.sort_terms(mask).positions) and not mask.has_data
+    if not is_band or any(isinstance(x, jax.Array) or x for x in starts):
+        return None
+    return Call.of(inputs.q, inputs.k, mask)

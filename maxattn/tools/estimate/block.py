@@ -1,0 +1,97 @@
+"""A block of a transformer, priced: XLA's own operations by the compiled program, and
+self-attention by the schedules that ship.
+
+libtpu takes long to write the schedules of a whole block, so none is written.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from maxattn.block_sizes.estimated.choose import seconds_of
+from maxattn.block_sizes.estimated.defaults import how_estimated
+from maxattn.block_sizes.estimated.step_cost import Seconds
+from maxattn.block_sizes.estimated.table import shipped_costs
+from maxattn.block_sizes.sizes import FORWARD, BlockSizes
+from maxattn.decide import kernel_call
+from maxattn.devices import Device
+from maxattn.errors import Unsupported
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.plan import Plan
+from maxattn.tools.estimate.program import xla_of
+
+RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+"""Policies of rematerialisation under which attention runs a second time."""
+
+
+class PricedPass(NamedTuple):
+    """Hold one pass of self-attention on one device.
+
+    Args:
+        name: "forward" or "backward".
+        calls: how often a block runs it.
+        seconds: of a call.
+    """
+
+    name: str
+    calls: int
+    seconds: Seconds
+
+
+def block_estimate(
+    text: str, device: Device, plan: Plan, training: bool, policy: str
+) -> dict[str, Any]:
+    """Price a compiled block.
+
+    Args:
+        text: `compiled.as_text()`.
+        device: what it is for.
+        plan: of its self-attention.
+        training: forward and backward.
+        policy: the config's `remat_policy`.
+
+    Raises:
+        Unsupported: no schedules ship of its self-attention.
+    """
+    version = metadata.version("libtpu")
+    passes = attention_passes(plan, training, policy)
+    return {
+        "how": f"estimated by libtpu {version}'s schedule, not run",
+        "libtpu": version,
+        "kernels": [],
+        "attention": [one._asdict() for one in passes],
+        **xla_of(text, device),
+    }
+
+
+def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
+    """Price self-attention by the schedules that ship, of the sizes that a plan has.
+
+    Raises:
+        Unsupported: none hold.
+    """
+    local, target, kernel = kernel_call(plan.padded_call, plan.strategy), plan.target, plan.kernel
+    if not isinstance(kernel, Splash):
+        raise _not_priced(plan)
+    kernel = kernel if training else kernel.for_inference()
+    sizes, name = kernel.blocks, kernel.name
+    costs = shipped_costs(target.device_kind, name, local.head_dim, local.dtype)
+    part = sizes.part(FORWARD)
+    assert part is not None, sizes
+    what = local, name, target
+    forward = seconds_of(costs, BlockSizes(*part), *what)  # type: ignore[arg-type]
+    both = seconds_of(costs, sizes, *what) if training else forward  # type: ignore[arg-type]
+    if forward is None or both is None:
+        raise _not_priced(plan)
+    runs = 1 + (training and policy in RECOMPUTED)
+    found = PricedPass("forward", runs, forward)
+    if not training:
+        return (found,)
+    return found, PricedPass("backward", 1, both.plus(-forward.fast, -forward.slow))
+
+
+def _not_priced(plan: Plan) -> Unsupported:
+    rule = f"{plan.kernel.name} has no schedules that ship for this call ({how_estimated()})"
+    remedy = "name attention_kernel=flash or tpu_flash, or leave --block out"
+    return Unsupported("estimate", plan.call.shape_text, rule, remedy)

@@ -1,0 +1,201 @@
+"""Folders of models whose `config.json` is broken, or that are not the model that is asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import flux.sizes
+import pytest
+import sdxl.settings
+import sdxl.sizes
+import wan.settings
+import wan.sizes
+
+from maxattn.errors import ConfigError, WeightsError
+from tests.golden_text import check_golden
+
+from .conftest import ROOT
+
+FAMILIES = {"wan": wan.sizes.Sizes, "sdxl": sdxl.sizes.Sizes, "flux": flux.sizes.Sizes}
+PARTS = {"wan": "transformer", "sdxl": "unet", "flux": "transformer"}
+KINDS = {
+    "wan": "WanPipeline",
+    "sdxl": "StableDiffusionXLPipeline",
+    "flux": "FluxPipeline",
+}
+BROKEN: tuple[Any, ...] = (
+    *("7", "x", {}, [], ["a"], [1, [2]], [0, 2, 4], [2.0, 2, 4]),
+    *(-3, 0, True, 2.5, float("nan"), float("inf"), 10**19),
+)
+# Of these, what is a value of that size all the same.
+ANY = (2.5, 10**19, True)
+MAY_BE: dict[str, tuple[Any, ...]] = {"norm_eps": ANY, "eps": ANY, "guidance_embeds": (True,)}
+
+
+def write(path: Path, said: dict[str, Any]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(said))
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_size_of_a_wrong_type_is_named(family: str, tmp_path: Path) -> None:
+    kind = FAMILIES[family]
+    whole = kind().config()
+    for key in whole.keys() - {"rope_max_seq_len"}:  # of no meaning where positions are computed
+        may = (*MAY_BE.get(key, ()), whole[key])
+        for value in BROKEN:
+            if value in may:
+                continue
+            with pytest.raises(WeightsError) as error:
+                kind.of_folder(write(tmp_path, whole | {key: value}))
+            assert error.value.setting == key, (key, value, error.value)
+    assert kind.of_folder(write(tmp_path, whole)) == kind()
+
+
+NEEDED = {
+    "wan": (),
+    "flux": (),
+    "sdxl": (
+        *("addition_embed_type", "use_linear_projection", "block_out_channels"),
+        *("down_block_types", "transformer_layers_per_block", "attention_head_dim"),
+        *("cross_attention_dim", "addition_time_embed_dim"),
+        "projection_class_embeddings_input_dim",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_size_that_is_left_out_is_diffusers_default_or_refused(
+    family: str, tmp_path: Path
+) -> None:
+    kind = FAMILIES[family]
+    usual = {"wan": wan.sizes.SIZES["wan-2.1-t2v-14b"], "flux": flux.sizes.SIZES["flux.1-schnell"]}
+    for key, value in kind().config().items():
+        rest = {name: held for name, held in kind().config().items() if name != key}
+        folder = write(tmp_path, rest)
+        if key in NEEDED[family]:
+            with pytest.raises(WeightsError, match=key):
+                kind.of_folder(folder)
+            continue
+        held = usual.get(family, kind()).config()[key]
+        assert kind.of_folder(folder).config() == rest | {key: held}, value
+
+
+MISFITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "types_text_for_a_number": ("flux", {"num_layers": "19"}),
+    "types_null_for_a_list": ("flux", {"axes_dims_rope": None}),
+    "types_two_of_three": ("wan", {"patch_size": [1, 2]}),
+    "types_of_an_image": ("wan", {"image_dim": [1280]}),
+    "types_nothing_said": ("sdxl", {"block_out_channels": None}),
+    "types_one_for_all": ("sdxl", {"transformer_layers_per_block": 4}),
+    "misfit_images": ("wan", {"image_dim": 1280}),
+    "misfit_head_dim": ("wan", {"attention_head_dim": 127}),
+    "misfit_levels": ("sdxl", {"attention_head_dim": [5, 10]}),
+    "misfit_groups": ("sdxl", {"norm_num_groups": 48}),
+    "misfit_heads": ("sdxl", {"attention_head_dim": [5, 10, 24]}),
+    "misfit_pooled": ("sdxl", {"projection_class_embeddings_input_dim": 1536}),
+    "misfit_blocks": ("sdxl", {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"] * 2}),
+    "misfit_way_up": ("sdxl", {"up_block_types": ["UpBlock2D"] * 3}),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_sizes_that_do_not_fit_are_said(case: str, tmp_path: Path) -> None:
+    family, changed = MISFITS[case]
+    with pytest.raises(WeightsError) as error:
+        FAMILIES[family].of_folder(write(tmp_path, FAMILIES[family]().config() | changed))
+    check_golden(f"generate/{case}", str(error.value))
+
+
+@pytest.mark.parametrize("case", [name for name in MISFITS if name.startswith("misfit")])
+def test_a_new_model_of_such_sizes_is_refused_too(case: str) -> None:
+    family, changed = MISFITS[case]
+    settings: Any = {"wan": wan.settings, "sdxl": sdxl.settings}[family].ModelSettings
+    named = {"sizes": "wan-2.1-t2v-14b"} if family == "wan" else {}
+    if any(key not in settings.model_fields for key in changed):
+        pytest.skip("a YAML file does not set it")
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        settings(**named, **changed)
+
+
+# ---- the folder that is given, and the model that is named ---------------------------------------
+
+
+def drawn(config: str, *arguments: object) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import generate_flux
+    import generate_sdxl
+    import generate_wan
+    from sample.command import arguments_of
+
+    commands = {"flux": generate_flux, "sdxl": generate_sdxl}
+    command = commands.get(config, generate_wan)
+    command.main(arguments_of("", [str(ROOT / "configs" / f"{config}.yml"), *map(str, arguments)]))
+
+
+def pipeline(path: Path, family: str, sizes: Any) -> Path:
+    write(path / PARTS[family], sizes.config())
+    (path / "model_index.json").write_text(json.dumps({"_class_name": KINDS[family]}))
+    return path
+
+
+def schnell_for_dev(path: Path) -> None:
+    folder = pipeline(path / "model", "flux", flux.sizes.SIZES["flux.1-schnell"])
+    drawn("flux", "--model", folder, "--prompt", "a fox", "--out", path / "out")
+
+
+def other_wan(path: Path) -> None:
+    folder = pipeline(path / "model", "wan", wan.sizes.Sizes(num_layers=7, ffn_dim=64))
+    drawn("wan_14b", "--model", folder, "--prompt", "a fox", "--out", path / "out")
+
+
+def no_folder_flux(path: Path) -> None:
+    drawn("flux", "--model", path / "nowhere", "--prompt", "a fox", "--out", path / "out")
+
+
+def no_folder_wan_a14b(path: Path) -> None:
+    drawn("wan_a14b", "--model", path / "nowhere", "--prompt", "a fox", "--out", path / "out")
+
+
+def sdxl_for_wan_a14b(path: Path) -> None:
+    folder = pipeline(path / "model", "sdxl", sdxl.sizes.Sizes())
+    drawn("wan_a14b", "--model", folder, "--prompt", "a fox", "--out", path / "out")
+
+
+def flux_for_sdxl(path: Path) -> None:
+    folder = pipeline(path / "model", "flux", flux.sizes.Sizes())
+    drawn("sdxl", "--model", folder, "--prompt", "a fox", "--out", path / "out")
+
+
+def wan_for_flux(path: Path) -> None:
+    folder = pipeline(path / "model", "wan", wan.sizes.Sizes())
+    drawn("flux", "--model", folder, "--prompt", "a fox", "--out", path / "out")
+
+
+GIVEN = [
+    *(schnell_for_dev, other_wan, no_folder_flux, no_folder_wan_a14b),
+    *(sdxl_for_wan_a14b, flux_for_sdxl, wan_for_flux),
+]
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_folder_of_another_model_is_named_as_such(case: Any, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, WeightsError)) as error:
+        case(tmp_path)
+    text = str(error.value).replace(str(tmp_path), ".")
+    check_golden(f"generate/given_{case.__name__}", text)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("sdxl", "block_out_channels"), ("wan", "scale_factor_spatial")]
+)
+def test_a_vae_of_wrong_types_is_refused(family: str, key: str, tmp_path: Path) -> None:
+    folder = pipeline(tmp_path / "model", family, FAMILIES[family]())
+    write(folder / "vae", {key: "8"})
+    config = {"sdxl": "sdxl", "wan": "wan_1_3b"}[family]
+    with pytest.raises((ConfigError, WeightsError), match=f"{key}: '8'\n"):
+        drawn(config, "--model", folder, "--prompt", "a fox", "--out", tmp_path / "out")

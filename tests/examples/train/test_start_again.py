@@ -1,0 +1,69 @@
+"""`training.resume=false`: what was there stays until the run that starts again has its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from digits.settings import Settings
+from digits.training import train
+from train import earlier
+from train.loop import Diverged
+
+from tests.golden_text import check_golden
+
+from .conftest import Ran
+from .test_damaged import made as made  # a fixture
+from .test_damaged import opened
+from .test_training import copied as copied  # a fixture
+
+
+def again(settings: Settings, **changes: object) -> Settings:
+    training = settings.training.replace(resume=False, **changes)
+    return settings.replace(training=training)
+
+
+def holds(folder: Path) -> list[int]:
+    assert not earlier.beside(folder).exists(), "nothing is left beside it"
+    return earlier.steps_in(folder)
+
+
+def test_its_first_checkpoint_replaces_those_of_the_run_before(
+    ran: Ran, copied: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(copied.training.output_dir)
+    _, losses = train(again(copied))
+    said = capsys.readouterr().out.replace(str(folder), "FOLDER").splitlines()
+    begun = next(i for i, line in enumerate(said) if line.startswith("training 3 steps"))
+    check_golden("training/start_again", "\n".join(said[begun : begun + 2]))
+    assert losses == ran.losses
+    assert holds(folder / "checkpoints") == [2, 3]
+
+
+def test_a_run_that_fails_before_has_lost_none(ran: Ran, copied: Settings) -> None:
+    folder = Path(copied.training.output_dir) / "checkpoints"
+    with pytest.raises(Diverged):
+        train(again(copied, learning_rate=1e38, checkpoint_every=100, steps=20))
+    assert holds(folder) == [2, 3]
+    _, losses = train(copied)
+    assert losses == ran.losses, "the same command goes on with what was there"
+
+
+def test_a_run_killed_in_its_first_checkpoint_has_lost_none(made: Path, tmp_path: Path) -> None:
+    """The folders as a kill leaves them, after each step of the exchange."""
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(made, tmp_path / "run")
+    earlier.set_aside(folder)
+    for half_written in (False, True):
+        if half_written:
+            earlier.set_aside(folder)
+            (folder / "1.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+        with opened(tmp_path / "run") as checkpoints:
+            assert (checkpoints.step, checkpoints.losses) == (2, [1.0, 0.5])
+        assert holds(folder) == [2]
+    shutil.copytree(folder, earlier.beside(folder))
+    (earlier.beside(folder) / "2").rename(earlier.beside(folder) / "7")
+    with opened(tmp_path / "run") as checkpoints:
+        assert checkpoints.step == 2, "the new one is whole, so the earlier one is old"
+    assert holds(folder) == [2]

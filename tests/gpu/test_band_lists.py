@@ -1,0 +1,57 @@
+"""Which bands go by block-sparse lists, and which tiles short calls take, as plans say it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.kernels.fa4 import band_lists
+from maxattn.kernels.fa4.tile_sizes import SMALL, Tile, TileCount, forward_tile
+
+IDS = np.zeros((1, 64), np.int32)
+H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
+
+
+def call(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> ma.Call:
+    q, k = (jax.ShapeDtypeStruct((1, n, heads, head_dim), jnp.bfloat16) for n in (t, s))
+    return ma.Call.of(q, k, mask.bind(t, s, 1, heads))
+
+
+def persists(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> bool:
+    asked = call(mask, t, s, head_dim, heads)
+    return band_lists.runs_persistent(asked, (1, t, heads, head_dim))
+
+
+def test_bands_of_short_rows_are_persistent() -> None:
+    window = M.LocalWindow(200, 0)
+    assert persists(M.Causal(), 64, 64) and persists(M.Causal(), 1152, 1152)
+    assert persists(window, 40_000, 40_000)
+    assert not persists(M.Causal(), 8192, 8192)  # 32 tiles a row on average
+    assert not persists(M.Causal(), 64, 64, heads=12)  # a thread block for each SM anyway
+
+
+@pytest.mark.parametrize("more", [M.KeyPadding(np.array([40])), M.Segments(IDS, IDS)])
+def test_lists_made_on_the_device_are_not_known(more: M.Mask) -> None:
+    assert not persists(more, 64, 64) and not persists(M.Causal() & more, 64, 64)
+
+
+def test_short_rows_take_tiles_that_leave_room_for_results() -> None:
+    """A row of small tiles starts while the last one ends; long rows gain by large tiles."""
+
+    def count(t: int, s: int):
+        return lambda tile: TileCount(
+            -(-t // tile.queries), -(-t // tile.queries) * -(-s // tile.keys)
+        )
+
+    assert forward_tile(72, count(64, 64)) == forward_tile(96, count(256, 256)) == SMALL
+    assert forward_tile(72, count(4608, 4608)) == Tile(192, 144) == forward_tile(72)
+
+
+def test_the_plan_says_how_a_short_band_goes() -> None:
+    short = call(M.Causal(), 64, 64)
+    made = ma.plan(short, ma.AttentionConfig(attention="flash"), target=H200)
+    assert "block-sparse lists of 128x128 tiles" in str(made) and "persistent" in str(made)
