@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
+.PHONY: demo demo-stream docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,6 +25,9 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
 	$(if $(MESH),XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=$(COUNT)") \
 	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
+
+demo-stream: $(READY)  ## train the small model by forcing, then stream digits that move for ever (out/wan_tiny_stream)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python examples/train_wan.py configs/wan_tiny_stream.yml $(ARGS)
 
 # Compilers take and give back memory all the time: large pages save a part of it, as in the demo.
 test: $(READY)  ## the tests, on two cores

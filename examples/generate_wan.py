@@ -13,6 +13,8 @@
         --prompt ... --image FILE --out DIR
     # the digits
     python examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
+    # the same, streamed
+    python examples/generate_wan.py configs/wan_tiny_stream.yml prompt="a seven moving left"
 
 FOLDER is in diffusers' format. Text encoders and the VAE are torch's (pip install
 "maxattn[torch]"); with --embeddings and --latents none is needed. The small model draws all forty
@@ -25,7 +27,7 @@ import argparse
 from collections.abc import Sequence
 
 from common import hosts
-from digits import text
+from digits import stream_demo, text
 from digits.drawing import draw_all, draw_prompt
 from digits.settings import Settings as DigitsSettings
 from digits.training import trained
@@ -51,7 +53,9 @@ def digits(settings: DigitsSettings) -> None:
     if prompt is not None:
         text.encode([prompt])  # refuses unknown words before the model is loaded
     model = trained(settings, settings.make_mesh())
-    if prompt is None:
+    if settings.rollout is not None:
+        stream_demo.draw(model, prompt, settings)
+    elif prompt is None:
         draw_all(model, settings)
     else:
         draw_prompt(model, prompt, settings)

@@ -8,6 +8,8 @@
     python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER lora_rank=16
     # the digits; draws and judges
     python examples/train_wan.py configs/wan_tiny.yml
+    # digits that are streamed, block by block
+    python examples/train_wan.py configs/wan_tiny_stream.yml
 
 examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
 checkpoint, bit for bit.
@@ -22,6 +24,7 @@ from pathlib import Path
 from common import hosts, pictures
 from digits.drawing import draw_all
 from digits.settings import Settings as DigitsSettings
+from digits.stream_demo import Demo
 from digits.training import train as train_digits
 from train.command import command, train
 from wan.settings import Settings, describes_wan
@@ -36,7 +39,9 @@ def digits(settings: DigitsSettings) -> None:
     if hosts.is_first():
         path = Path(settings.training.output_dir) / "loss.png"
         print(f"loss curve: {pictures.loss_curve(losses, path)}")
-    if settings.sampling.per_prompt:
+    if settings.sampling.per_prompt and settings.rollout is not None:
+        Demo(model, settings).run()
+    elif settings.sampling.per_prompt:
         draw_all(model, settings)
     done = time.perf_counter()
     print(f"training {trained - began:.0f} s, drawing and judging {done - trained:.0f} s")

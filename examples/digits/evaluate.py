@@ -91,7 +91,7 @@ class Judge:
     def score_of_real(self) -> Score:
         """Judge real digits that were kept aside, each moving once in every direction."""
         videos = DigitVideos(self.data.replace(held_out=()), "test")
-        paths = len(self.data.lanes) * len(self.data.ends)
+        paths = len(self.data.paths)
         # Another path each time, so that all are seen.
         chosen = [i * paths + i % paths for i in range(len(videos) // paths)]
         frames = np.stack([videos.frames(i) for i in chosen]).astype(np.float64)

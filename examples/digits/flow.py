@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import samplers
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from samplers import flow_euler
 from samplers.guidance import guided
-from train import flow
+from train import flow, forcing
 from train.task import Arrays
+
+import maxattn as ma
 
 from .model import Video, WanTransformer, Words
 from .settings import SamplingSettings, TrainingSettings
 from .text import PAD, drop
+
+TURNED = 0.7  # share of the clips whose sink is further away than the clip begins
 
 
 def noised(video: Video, words: Words, key: Array, training: TrainingSettings) -> Arrays:
@@ -34,6 +39,44 @@ def noised(video: Video, words: Words, key: Array, training: TrainingSettings) -
     return drawn._asdict() | {"words": drop(words, training.prompt_dropout, drops)}
 
 
+def forced(
+    video: Video, words: Words, key: Array, training: TrainingSettings, stream: ma.Stream
+) -> Arrays:
+    """Draw a time for each block, and noise; replace some prompts by the empty one.
+
+    Args:
+        video, words, key, training: as for `noised`.
+        stream: the blocks.
+    """
+    noises, drops, turns = jax.random.split(key, 3)
+    context = training.context_noise / forcing.MOST if training.forcing == "teacher" else None
+    how = stream, training.timestep_shift, context, training.context_dropout
+    drawn = forcing.noised(video, noises, forcing.Noise(*how))
+    if training.sink_distance:
+        drawn["positions"] = turned(turns, video.shape, training.sink_distance, stream)
+    return drawn | {"words": drop(words, training.prompt_dropout, drops)}
+
+
+def turned(key: Array, shape: tuple[int, ...], most: int, stream: ma.Stream) -> Int[Array, "B F"]:
+    """Number the frames after the sink some whole turns of the torus further on.
+
+    The longer a video, the further away is its sink. A digit is back where it was after a turn, so
+    clips that are short teach sinks of any distance.
+
+    Args:
+        key: of what is drawn.
+        shape: of the clips, [B, F, H, W, C]; a turn is as many frames as H.
+        most: frames of all turns.
+        stream: says the sink.
+    """
+    count, frames, turn = shape[:3]
+    for_turns, for_some = jax.random.split(key)
+    turns = jax.random.randint(for_turns, (count, 1), 0, most // turn + 1)
+    some = jax.random.bernoulli(for_some, TURNED, (count, 1))
+    frame = jnp.arange(frames)
+    return frame + jnp.where((frame >= stream.sink) & some, turn * turns, 0)
+
+
 def loss(model: WanTransformer, examples: Arrays) -> Float[Array, ""]:
     """Measure how far the predicted velocity is from the true one.
 
@@ -41,7 +84,11 @@ def loss(model: WanTransformer, examples: Arrays) -> Float[Array, ""]:
         model: what predicts.
         examples: from `noised`.
     """
-    velocity = model(examples["mixed"], examples["times"], examples["words"])
+    how: dict[str, Any] = {}
+    if examples["times"].ndim == 2 and model.stream is not None:
+        how["forcing"] = forcing.seen(examples, model.stream)
+        how["positions"] = examples.get("positions")
+    velocity = model(examples["mixed"], examples["times"], examples["words"], **how)
     return jnp.mean((velocity - examples["velocity"]) ** 2)
 
 

@@ -7,6 +7,9 @@
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
+A stream has a time for each frame, and its videos have any length: with `cache` the model makes one
+block of a video, with `forcing` it sees a clip under the stream's mask.
+
 Axes: B batch, T tokens of the video, S words of the prompt, D width; F, H, W, C frames, rows,
 columns, channels.
 """
@@ -18,20 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common.layers import on_mesh, sinusoids
+from common.forcing import Forcing, View, check_call, view_of
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import maxattn as ma
-from maxattn.masks import Mask
 from maxattn.modules import KV
 
-from .settings import ModelSettings, Settings
+from .block import Block, Head, Time, TimeEmbedding, Tokens
+from .settings import Settings
 from .text import TextEncoder, padding_mask
 
 Video = Float[Array, "B F H W C"]
-Tokens = Float[Array, "B T D"]
 Words = Int[Array, "B S"]
 
 
@@ -56,12 +58,33 @@ class WanTransformer(nnx.Module):
         # RoPE tells only how far tokens are from each other. In pure noise all tokens look alike,
         # and nothing else says which frame is the first: without this table, left and right are
         # told apart late or never.
-        table = jax.random.normal(rngs.params(), (*settings.grid, sizes.dim))
+        table = jax.random.normal(rngs.params(), (*settings.numbered, sizes.dim))
         self.position = nnx.Param(0.5 * table)
         self.time_embedding = TimeEmbedding(sizes, rngs=rngs)
         self.text_encoder = TextEncoder(sizes.dim, rngs=rngs)
         self.blocks = nnx.List([Block(settings, mesh, rngs=rngs) for _ in range(sizes.layers)])
         self.head = Head(sizes.dim, numbers, rngs=rngs)
+
+    @property
+    def stream(self) -> ma.Stream | None:
+        """The blocks of its videos; None where they are made all at once."""
+        return self.settings.stream
+
+    def cache(
+        self, stream: ma.Stream, batch: int = 1, frames: int | None = None, **how: Any
+    ) -> ma.KVCache:
+        """Make an empty cache for the rollout of a stream.
+
+        Args:
+            stream: blocks, window and sink.
+            batch: videos, twice as many with guidance.
+            frames: the most that can be made, of a stream without a window.
+            how: more for `KVCache.empty`.
+        """
+        model = self.settings.model
+        sizes = {"layers": model.layers, "kv_heads": model.heads, "dim_head": model.dim_head}
+        how = {"dtype": "float32", "mesh": self.mesh} | how
+        return stream.cache(**sizes, batch=batch, frames=frames, **how)
 
     def encode(self, words: Words) -> tuple[KV, ...]:
         """Compute the keys and values of the prompts for every block, once for all steps."""
@@ -69,105 +92,79 @@ class WanTransformer(nnx.Module):
         return tuple(block.attn2.compute_kv(c) for block in self.blocks)
 
     def __call__(
-        self, video: Video, t: Float[Array, " B"], words: Words, kv: Sequence[KV] | None = None
-    ) -> Video:
+        self,
+        video: Video,
+        t: Time,
+        words: Words,
+        kv: Sequence[KV] | None = None,
+        *,
+        cache: ma.KVCache | None = None,
+        forcing: Forcing | None = None,
+        positions: Int[Array, "*b F"] | None = None,
+    ) -> Any:
         """Predict the velocity.
 
         Args:
-            video: noisy videos.
-            t: their times, 0 (clean) to 1 (noise).
+            video: noisy videos; beside a cache, the block that it is at.
+            t: their times, 0 (clean) to 1 (noise); beside a cache or forcing, of each frame.
             words: token ids of their prompts.
             kv: what `encode(words)` gave; default computed here.
+            cache: keys and values of the frames before the block.
+            forcing: the stream whose mask a clip is under, and the clean clip beside it.
+            positions: numbers of the frames; default those from `cache.frame` on, or from 0 on.
+
+        Returns:
+            The velocity; beside a cache a pair, with the cache that holds this block's too.
         """
-        settings, mask = self.settings, padding_mask(words)
-        freqs = ma.rope_3d(settings.model.dim_head, *settings.grid, theta=settings.model.rope_theta)
-        e, modulation = self.time_embedding(t)
-        x = self.patch_embedding(patchify(video, settings.model.patch))
-        x = x + rearrange(self.position[...], "F H W D -> (F H W) D")
-        run = ma.remat(Block.__call__, settings)
+        (frames, height, width), padding = self._grid(video), padding_mask(words)
+        check_call(video, t, (frames, height, width), cache, forcing)
+        view = view_of(frames, self._rope, cache, forcing, self.mesh, positions)
+        x, e, modulation = self._tokens(video, t, view, forcing)
         every = self.encode(words) if kv is None else kv
-        for block, its_kv in zip(self.blocks, every, strict=True):
-            x = run(block, x, modulation, freqs, its_kv, mask)
-        return unpatchify(self.head(x, e), settings.grid, settings.model.patch)
+        x, cache = self._layers(x, modulation, every, padding, view)
+        patches = self.head(view.noisy(x), view.noisy(e))
+        velocity = unpatchify(patches, (frames, height, width), self.settings.model.patch)
+        return velocity if cache is None else (velocity, cache)
 
+    def _grid(self, video: Video) -> tuple[int, int, int]:
+        _, height, width = self.settings.grid
+        return video.shape[1] // self.settings.model.patch[0], height, width
 
-class Block(nnx.Module):
-    """Self-attention, cross-attention to the prompt, feed-forward, all modulated by the time."""
+    def _rope(self, frames: Any) -> ma.Rotary:
+        model, (_, *sides) = self.settings.model, self.settings.grid
+        return ma.rope_3d(model.dim_head, frames, *sides, theta=model.rope_theta)
 
-    def __init__(
-        self, settings: Settings, mesh: jax.sharding.Mesh | None, *, rngs: nnx.Rngs
-    ) -> None:
-        sizes = settings.model
-        heads = {"heads": sizes.heads, "dim_head": sizes.dim_head, "bias": True}
-        norm = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
-        how: dict[str, Any] = heads | norm | {"config": settings, "mesh": mesh, "rngs": rngs}
-        self.scale_shift_table = scale_shift_table(6, sizes.dim, rngs)
-        self.norm1 = plain_norm(sizes.dim, rngs)
-        self.attn1 = ma.FlaxAttention(sizes.dim, **how)
-        self.norm2 = nnx.LayerNorm(sizes.dim, epsilon=1e-6, rngs=rngs)
-        self.attn2 = ma.CrossAttention(sizes.dim, **how)
-        self.norm3 = plain_norm(sizes.dim, rngs)
-        self.ffn = FeedForward(sizes.dim, sizes.ffn_dim, rngs=rngs)
+    def _tokens(
+        self, video: Video, t: Time, view: View, forcing: Forcing | None
+    ) -> tuple[Tokens, Array, Array]:
+        """Embed patches and times of a clip, and of the clean one that is paired with it."""
+        clean = None if forcing is None else forcing.clean
+        if forcing is not None and clean is not None:
+            t_clean = jnp.zeros_like(t) if forcing.t_clean is None else forcing.t_clean
+            t = view.pair(t_clean, t)
+        e, modulation = self.time_embedding(t)
+        x = self._patches(video)
+        x = x if clean is None else view.pair(self._patches(clean), x)
+        return x, e, modulation
 
-    def __call__(
-        self, x: Tokens, modulation: Float[Array, "B 6 D"], freqs: ma.Rotary, kv: KV, mask: Mask
-    ) -> Tokens:
-        """Run the three layers.
+    def _patches(self, video: Video) -> Tokens:
+        x = self.patch_embedding(patchify(video, self.settings.model.patch))
+        table = rearrange(self.position[...], "F H W D -> (F H W) D")
+        if (blocks := x.shape[1] // len(table)) > 1:
+            table = jnp.tile(table, (blocks, 1))
+        return x + table
 
-        Args:
-            x: the video's tokens.
-            modulation: what the time says to all blocks; this block's table is added.
-            freqs: RoPE of the tokens.
-            kv: keys and values of the prompt.
-            mask: of the prompt's padding.
-        """
-        table = self.scale_shift_table[...] + modulation
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(table, 6, axis=1)
-        x = x + gate1 * self.attn1(self.norm1(x) * (1 + scale1) + shift1, rotary_emb=freqs)
-        x = x + self.attn2(self.norm2(x), kv=kv, mask=mask)
-        return x + gate2 * self.ffn(self.norm3(x) * (1 + scale2) + shift2)
-
-
-class FeedForward(nnx.Module):
-    """Two layers with a tanh gelu between; their kernels name mesh axes as attention's do."""
-
-    def __init__(self, dim: int, inner: int, *, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(dim, inner, kernel_metadata=on_mesh("fsdp", "tensor"), rngs=rngs)
-        self.down = nnx.Linear(inner, dim, kernel_metadata=on_mesh("tensor", "fsdp"), rngs=rngs)
-
-    def __call__(self, x: Tokens) -> Tokens:
-        """Run both layers on every token."""
-        return self.down(nnx.gelu(self.up(x), approximate=True))
-
-
-class Head(nnx.Module):
-    """Modulate the tokens a last time and turn each into the numbers of its patch."""
-
-    def __init__(self, dim: int, numbers: int, *, rngs: nnx.Rngs) -> None:
-        self.scale_shift_table = scale_shift_table(2, dim, rngs)
-        self.norm_out = plain_norm(dim, rngs)
-        # Zero at first, so that training starts from the prediction "nothing moves".
-        self.proj_out = nnx.Linear(dim, numbers, kernel_init=nnx.initializers.zeros, rngs=rngs)
-
-    def __call__(self, x: Tokens, e: Float[Array, "B D"]) -> Float[Array, "B T P"]:
-        """Turn tokens into patches."""
-        shift, scale = jnp.split(self.scale_shift_table[...] + e[:, None], 2, axis=1)
-        return self.proj_out(self.norm_out(x) * (1 + scale) + shift)
-
-
-class TimeEmbedding(nnx.Module):
-    """Embed the time for the head, and project it to the six modulations that all blocks share."""
-
-    def __init__(self, sizes: ModelSettings, *, rngs: nnx.Rngs) -> None:
-        self.width = sizes.time_dim
-        self.linear_1 = nnx.Linear(sizes.time_dim, sizes.dim, rngs=rngs)
-        self.linear_2 = nnx.Linear(sizes.dim, sizes.dim, rngs=rngs)
-        self.projection = nnx.Linear(sizes.dim, 6 * sizes.dim, rngs=rngs)
-
-    def __call__(self, t: Float[Array, " B"]) -> tuple[Float[Array, "B D"], Float[Array, "B 6 D"]]:
-        """Return the embedding and the modulations."""
-        e = self.linear_2(nnx.silu(self.linear_1(sinusoids(1000.0 * t, self.width))))
-        return e, rearrange(self.projection(nnx.silu(e)), "B (six D) -> B six D", six=6)
+    def _layers(
+        self, x: Tokens, modulation: Array, every: Sequence[KV], padding: Any, view: View
+    ) -> tuple[Tokens, ma.KVCache | None]:
+        run, cache = ma.remat(Block.__call__, self.settings), view.cache
+        for index, (block, kv) in enumerate(zip(self.blocks, every, strict=True)):
+            told = (x, modulation, view.rotary, kv, padding, view.mask)
+            if cache is None:
+                x = run(block, *told)
+            else:
+                x, cache = block(*told, cache.layer(index))
+        return x, cache
 
 
 def patchify(video: Video, patch: tuple[int, int, int]) -> Float[Array, "B T P"]:
@@ -183,15 +180,3 @@ def unpatchify(
     (frames, height, width), (f, h, w) = grid, patch
     sizes = {"F": frames, "H": height, "W": width, "f": f, "h": h, "w": w}
     return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **sizes)
-
-
-def plain_norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Make a layer norm without parameters: the modulation after it has them."""
-    return nnx.LayerNorm(dim, epsilon=1e-6, use_bias=False, use_scale=False, rngs=rngs)
-
-
-def scale_shift_table(
-    rows: int, dim: int, rngs: nnx.Rngs
-) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
-    """Make the learned part of a modulation."""
-    return nnx.Param(dim**-0.5 * jax.random.normal(rngs.params(), (1, rows, dim)))

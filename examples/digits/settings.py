@@ -1,6 +1,7 @@
-"""The settings of the digits' model: those of attention, and four sections of its own.
+"""The settings of the digits' model: those of attention, and five sections of its own.
 
-A YAML file holds both; `configs/wan_tiny.yml` gives a value and a reason for each key.
+A YAML file holds both; `configs/wan_tiny.yml` and `configs/wan_tiny_stream.yml` give a value and a
+reason for each key.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from common.settings import Count, NotNegative, Positive, Share, Whole
+from train.forcing import MOST, How
+from train.forcing import contradictions as of_forcing
 
 import maxattn as ma
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-from . import words
+from . import stream_settings, words
+from .stream_settings import StreamSettings
 
 
 class ModelSettings(Section):
@@ -56,6 +60,12 @@ class DataSettings(Section):
     """Pixels along a side of a frame."""
     lane_spread: Whole = 2
     """Furthest that a digit's path lies from the middle, in pixels."""
+    torus: bool = False
+    """Join opposite edges, so that a digit moves on for ever."""
+    speed: Count = 1
+    """Pixels that a digit moves in a frame; more than 1 on a torus alone."""
+    start_every: Count = 1
+    """On a torus, pixels between the places along its path where a digit may be in frame 0."""
     held_out: tuple[str, ...] = ()
     """Prompts never trained on."""
 
@@ -70,15 +80,33 @@ class DataSettings(Section):
         """Pixels left between the edge it moves to and the digit, in the last frame."""
         return range(self.canvas - words.SIDE - self.frames + 2)
 
+    @property
+    def starts(self) -> range:
+        """On a torus, pixels between the edge and the digit in frame 0, along its movement."""
+        return range(0, self.canvas, self.start_every)
+
+    @property
+    def paths(self) -> list[tuple[int, int]]:
+        """Every lane with every end; on a torus, with every place along it."""
+        if self.torus:
+            return [(lane, start) for lane in self.lanes for start in self.starts]
+        return [(lane, end) for lane in self.lanes for end in self.ends]
+
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
         """Refuse paths that leave the canvas, and held-out prompts that do not exist."""
         canvas, frames, spread = values["canvas"], values["frames"], values["lane_spread"]
         room = canvas - words.SIDE
-        if frames - 1 > room:
+        if frames - 1 > room and not values["torus"]:
             rule = f"a digit of {words.SIDE} pixels moves {frames - 1} more on a canvas of {canvas}"
             remedy = f"use at most {room + 1} frames, or a larger canvas"
             yield ConfigError("frames", frames, rule, remedy)
+        if values["speed"] > 1 and not values["torus"]:
+            rule = "with edges a digit moves a pixel a frame"
+            yield ConfigError("speed", values["speed"], rule, "use 1, or torus: true")
+        if values["start_every"] > 1 and not values["torus"]:
+            rule = "with edges a digit begins where it stays on the canvas"
+            yield ConfigError("start_every", values["start_every"], rule, "use 1, or torus: true")
         if spread > room // 2:
             rule = f"a digit of {words.SIDE} pixels stays on a canvas of {canvas}"
             yield ConfigError("lane_spread", spread, rule, f"use at most {room // 2}")
@@ -106,6 +134,14 @@ class TrainingSettings(Section):
     """Share of prompts left empty, which guidance needs."""
     timestep_shift: Positive = 3.0
     """Above 1: more of the noisy times, where digit and direction are decided."""
+    forcing: How = "none"
+    """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
+    context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
+    """With teacher: the largest time, of 1000, of the clean frames; what it was, they are told."""
+    context_dropout: Share = 0.0
+    """With teacher: share of clips whose clean frames are noise alone, so that prompts count."""
+    sink_distance: Whole = 0
+    """Furthest, in frames, that a sink is taught to be seen from; 0: as far as a clip reaches."""
     checkpoint_every: Count = 200
     """Steps between checkpoints."""
     log_every: Count = 100
@@ -116,6 +152,11 @@ class TrainingSettings(Section):
     """Go on from the last checkpoint; false starts again: its first one replaces those there."""
     output_dir: str = "out/wan_tiny"
     """Where checkpoints, pictures and figures go."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse noise of a context that there is none of."""
+        yield from of_forcing(values)
 
 
 class SamplingSettings(Section):
@@ -136,7 +177,7 @@ class SamplingSettings(Section):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections model, data, training and sampling."""
+    """Hold the keys of attention, and the sections of the program."""
 
     model: ModelSettings = ModelSettings()
     """Sizes of the transformer."""
@@ -146,6 +187,20 @@ class Settings(ma.AttentionConfig):
     """How the model learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How videos are drawn."""
+    rollout: StreamSettings | None = None
+    """How a video is made block by block; null: all at once."""
+
+    @property
+    def stream(self) -> ma.Stream | None:
+        """The blocks of a video; None where it is made all at once."""
+        _, height, width = self.grid
+        return None if self.rollout is None else self.rollout.stream(height * width)
+
+    @property
+    def numbered(self) -> tuple[int, int, int]:
+        """The patches that a learned table tells apart: of a video, or of a block of a stream."""
+        stream, (frames, height, width) = self.stream, self.grid
+        return frames if stream is None else stream.frames_per_block, height, width
 
     @property
     def video_shape(self) -> tuple[int, int, int, int]:
@@ -170,6 +225,7 @@ class Settings(ma.AttentionConfig):
                 rule = f"patches tile the video: {what} of the patch divides {size}"
                 divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
                 yield ConfigError("model.patch", list(patch), rule, f"use one of {divisors} there")
+        yield from stream_settings.contradictions(values)
 
 
 PATCH_SIDES = ("the first number", "the second number", "the third number")

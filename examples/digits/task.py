@@ -13,6 +13,7 @@ import numpy as np
 from common.shapes import Shapes
 from flax import nnx
 from jaxtyping import Array, Float
+from train import forcing
 from train.settings import TrainingSettings
 from train.task import Arrays, Fixed
 
@@ -23,7 +24,15 @@ from maxattn.masks import KeyPadding
 from . import flow, text
 from .model import WanTransformer
 from .settings import Settings
+from .stream_settings import without_rollout
 from .videos import DigitVideos
+
+# What the blocks of a clip see; how they are drawn may change.
+FORCED = (
+    "training.forcing", "training.context_noise", "training.context_dropout",
+    "training.sink_distance",
+    "rollout.frames_per_block", "rollout.window", "rollout.sink",
+)  # fmt: skip
 
 
 class Digits(DigitVideos):
@@ -59,7 +68,9 @@ class DigitsTask:
 
     settings: Settings
 
-    fixed: ClassVar[Fixed] = Fixed(("model", "data", "training.batch_size", "training.seed"))
+    fixed: ClassVar[Fixed] = Fixed(
+        ("model", "data", "training.batch_size", "training.seed", *FORCED)
+    )
     folder: None = None
     sizes: None = None
     sampler: None = None
@@ -91,12 +102,16 @@ class DigitsTask:
         return WanTransformer(self.settings, mesh, rngs=rngs)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield nothing: the settings have checked the sizes."""
-        return ()
+        """Yield forcing without blocks; all sizes were checked with the settings."""
+        return without_rollout(self.settings.training) if self.settings.rollout is None else ()
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some prompts by the empty one."""
-        return flow.noised(batch["video"], batch["tokens"], key, self.settings.training)
+        how = batch["video"], batch["tokens"], key, self.settings.training
+        stream = self.settings.stream
+        if stream is None or self.settings.training.forcing == "none":
+            return flow.noised(*how)
+        return flow.forced(*how, stream)
 
     def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
         """Measure how far the predicted velocity is off."""
@@ -104,14 +119,22 @@ class DigitsTask:
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of a training step, as the model will call them."""
-        model, batch = self.settings.model, self.settings.training.batch_size
+        settings, batch = self.settings, self.settings.training.batch_size
+        model, mask = settings.model, self.forcing_mask
         heads = (model.heads, model.dim_head)
-        video = jax.ShapeDtypeStruct((batch, self.tokens(shapes), *heads), jnp.float32)
+        tokens = self.tokens(shapes) * (2 if settings.training.forcing == "teacher" else 1)
+        video = jax.ShapeDtypeStruct((batch, tokens, *heads), jnp.float32)
         words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
-        mask = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-        cross = ma.Call.of(video, words, mask, role="cross")
-        calls = {"self": ma.Call.of(video, video), "cross": cross}
-        return {role: ma.plan(call, self.settings, mesh) for role, call in calls.items()}
+        padding = KeyPadding(np.full(batch, text.LENGTH, np.int32))
+        cross = ma.Call.of(video, words, padding, role="cross")
+        calls = {"self": ma.Call.of(video, video, mask), "cross": cross}
+        return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}
+
+    @property
+    def forcing_mask(self) -> Any:
+        """The mask of self-attention in a training step; None where frames see each other."""
+        how, stream = self.settings.training.forcing, self.settings.stream
+        return None if stream is None else forcing.mask(how, stream, self.settings.data.frames)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""

@@ -16,6 +16,7 @@ from jaxtyping import Int, UInt8
 
 from . import text
 from .settings import DataSettings
+from .torus import rolled
 from .words import SIDE, STEPS, all_prompts, prompt_of
 
 Scan = UInt8[np.ndarray, "8 8"]
@@ -67,7 +68,7 @@ class DigitVideos:
         self.data = data
         self._scans, self._labels = load(split)
         self._pairs = list(self._kept_pairs())
-        self._paths = [(lane, end) for lane in data.lanes for end in data.ends]
+        self._paths = data.paths
         self._tokens = {prompt: text.encode([prompt])[0] for prompt in all_prompts()}
 
     def _kept_pairs(self) -> Iterator[tuple[int, str]]:
@@ -89,7 +90,8 @@ class DigitVideos:
         """Draw the video at `index`, ink from 0 to 16."""
         pair, path = divmod(index, len(self._paths))
         scan, direction = self._pairs[pair]
-        return move(self._scans[scan], direction, *self._paths[path], self.data)
+        place = rolled if self.data.torus else move
+        return place(self._scans[scan], direction, *self._paths[path], self.data)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = int(index)

@@ -9,5 +9,7 @@ progress    the bar                              board       TensorBoard
 cost        operations, and MFU                  profiler    a profile of some steps
 samples     pictures along the way               export      the result, as diffusers reads it
 flow        times and noise of flow matching     opening     what a run prints first
+forcing     a noise for each block           self_forcing  learning from an own rollout
+flow_settings  of flow matching              forcing_settings  of forcing
 shape_errors  data that a model cannot take      latent_task the shared part of real models' tasks
 """

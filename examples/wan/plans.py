@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import maxattn as ma
+from maxattn.masks import Mask, TeacherForcing
 
 from .settings import Settings
 from .sizes import Sizes
@@ -27,6 +28,7 @@ def plans(
     latents: tuple[int, ...],
     lengths: Mapping[str, int],
     mesh: jax.sharding.Mesh | None,
+    mask: Mask | None = None,
 ) -> dict[str, ma.Plan]:
     """Plan self- and cross-attention, the image's too.
 
@@ -37,14 +39,15 @@ def plans(
         latents: [C, F, h, w] of one.
         lengths: tokens of "text", and of "image" where there is one.
         mesh: that it runs on.
+        mask: of training by forcing; that of teacher forcing is over two clips.
     """
     heads = (sizes.num_attention_heads, sizes.attention_head_dim)
 
     def states(length: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, length, *heads), jnp.dtype(settings.model.dtype))
 
-    video = states(tokens(sizes, latents))
-    calls = {"self": ma.Call.of(video, video)}
+    video = states(tokens(sizes, latents) * (2 if isinstance(mask, TeacherForcing) else 1))
+    calls = {"self": ma.Call.of(video, video, mask)}
     for role, name in (("cross", "text"), ("image", "image")):
         if name in lengths:
             calls[role] = ma.Call.of(video, states(lengths[name]), role="cross")

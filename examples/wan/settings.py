@@ -17,7 +17,7 @@ from common.settings import Count, Positive
 from sample.settings import SamplingSettings as CommonSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
-from train.flow_settings import FlowTraining
+from train.forcing_settings import ForcedTraining
 from train.settings import DataSettings
 
 import maxattn as ma
@@ -57,7 +57,7 @@ class ModelSettings(NamedModel):
     added_kv_proj_dim: Count | None = None
 
 
-class TrainingSettings(FlowTraining):
+class TrainingSettings(ForcedTraining):
     """Hold how the transformer learns: flow matching, at times drawn as said here."""
 
     expert: Literal["high_noise", "low_noise"] | None = None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from common.rollout_settings import RolloutSettings
 from common.shapes import Form, Shapes
 from flax import nnx
 from jaxtyping import Array, Float
 from samplers.read import Sampler
-from train import flow
+from train import flow, forcing
 from train.latent_task import LatentTask
 from train.shape_errors import shape_errors
 from train.task import KEPT, Arrays, Fixed, replaced
@@ -28,6 +29,12 @@ from .model import WanTransformer3D
 from .plans import plans, tokens
 from .settings import Settings
 from .sizes import Sizes
+
+# What the blocks of a clip see; how videos are drawn may change.
+FORCED = (
+    "training.forcing", "training.context_noise", "training.context_dropout",
+    "rollout.frames_per_block", "rollout.window", "rollout.sink", "rollout.first_frame_alone",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class WanTask(LatentTask):
     sizes: Sizes
 
     fixed: ClassVar[Fixed] = Fixed(
-        (*KEPT.keys, "training.expert", "training.boundary_ratio"), KEPT.free
+        (*KEPT.keys, "training.expert", "training.boundary_ratio", *FORCED), KEPT.free
     )
 
     @classmethod
@@ -97,35 +104,82 @@ class WanTask(LatentTask):
             sides = shapes.get("latents", ("F", "h", "w"))[1:]
             expected["condition"] = (sizes.in_channels - sizes.out_channels, *sides)
         kind = "image-to-video" if takes_condition else "text-to-video"
-        return shape_errors(shapes, expected, f"a model for {kind}")
+        yield from shape_errors(shapes, expected, f"a model for {kind}")
+        if self.settings.training.forcing != "none" and len(shapes.get("latents", ())) == 4:
+            yield from whole_blocks(self.settings.rollout, shapes["latents"][1])
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
         """Draw times and noise; replace some texts by the empty one."""
         for_times, for_noise, for_texts = jax.random.split(key, 3)
         said, clean = self.settings.training, channels_last(batch["latents"].astype(jnp.float32))
-        drawn = flow.drawn(clean, said, for_times, for_noise, self.times)
-        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
+        if said.forcing == "none":
+            drawn = flow.drawn(clean, said, for_times, for_noise, self.times)._asdict()
+        else:
+            drawn = forcing.noised(clean, for_noise, self._noise(clean.shape))
+        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, (len(clean),))
         text = replaced(batch["text"], empty["text"], dropped)
         more = {name: batch[name] for name in ("image", "condition") if name in batch}
-        return {**drawn._asdict(), "text": text, **more}
+        return {**drawn, "text": text, **more}
+
+    def _noise(self, latents: tuple[int, ...]) -> forcing.Noise:
+        """Say which noise clips [B, F, h, w, C] get in training by forcing."""
+        said = self.settings.training
+        how = {"sampling": said.timestep_sampling, "mean": said.logit_mean, "std": said.logit_std}
+        context = said.context_noise / forcing.MOST if said.forcing == "teacher" else None
+        shift, dropped = said.timestep_shift, said.context_dropout
+        more = how | {"within": self.times}
+        return forcing.Noise(self._stream(latents), shift, context, dropped, more)
+
+    def _stream(self, latents: tuple[int, ...]) -> ma.Stream:
+        """Return the blocks of clips [B, F, h, w, C]."""
+        _, height, width = self.sizes.patch_size
+        return self.settings.rollout.stream(latents[2] // height * (latents[3] // width))
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
         """Return the mean square of what the predicted velocity is off."""
-        x = examples["mixed"]
-        if "condition" in examples:
-            x = jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
-        velocity = model(x, 1000.0 * examples["times"], examples["text"], examples.get("image"))
+        x, how = _conditioned(examples["mixed"], examples), {}
+        if examples["times"].ndim == 2:
+            seen = forcing.seen(examples, self._stream(x.shape), 1000.0)
+            clean = None if seen.clean is None else _conditioned(seen.clean, examples)
+            how["forcing"] = replace(seen, clean=clean)
+        told = examples["text"], examples.get("image")
+        velocity = model(x, 1000.0 * examples["times"], *told, **how)
         return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention, the image's too."""
         lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
         batch, latents = self.examples_at_once, shapes["latents"]
-        return plans(self.settings, self.sizes, batch, latents, lengths, mesh)
+        how, (_, frames, *sides) = self.settings.training.forcing, latents
+        mask = forcing.mask(how, self._stream((batch, frames, *sides)), frames)
+        return plans(self.settings, self.sizes, batch, latents, lengths, mesh, mask)
 
     def tokens(self, shapes: Shapes) -> int:
         """Count the patches of a video."""
         return tokens(self.sizes, shapes["latents"])
+
+
+def _conditioned(x: Float[Array, "B F h w C"], examples: Arrays) -> Array:
+    """Put the condition of image-to-video behind the channels of a clip."""
+    if "condition" not in examples:
+        return x
+    return jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
+
+
+def whole_blocks(said: RolloutSettings, frames: int) -> Iterable[ConfigError]:
+    """Refuse clips whose last block is a part of one.
+
+    Args:
+        said: how videos are made block by block.
+        frames: of the clips that are trained on.
+    """
+    size, alone = said.frames_per_block, int(said.first_frame_alone)
+    if (frames - alone) % size:
+        first = ", the first frame alone" if alone else ""
+        rule = f"training by forcing takes clips of whole blocks, and these have {frames} frames"
+        fits = [n for n in range(1, frames + 1) if not (frames - alone) % n]
+        remedy = f"use one of {', '.join(map(str, fits))}, or latents of other clips"
+        yield ConfigError("rollout.frames_per_block", f"{size}{first}", rule, remedy)
 
 
 def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:

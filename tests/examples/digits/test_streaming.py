@@ -1,0 +1,202 @@
+"""Streamed digits: the cache does what training taught, and runs go from training to pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common.forcing import Forcing
+from digits import flow, streaming
+from digits.settings import Settings
+from digits.stream_demo import Demo
+from digits.training import train
+from flax import nnx
+from train import forcing
+from train.loop import Steps
+
+from .streamed import PROMPTS, clips, model, run, words
+from .streamed import streaming as described
+
+STREAMS = {
+    "window": {"frames_per_block": 2, "window": 2, "sink": 0},
+    "sink": {"frames_per_block": 2, "window": 3, "sink": 2},
+    "part_of_a_block": {"frames_per_block": 2, "window": 2, "sink": 1},
+    "frames": {"frames_per_block": 1, "window": 3, "sink": 1},
+}
+
+
+def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Give the clean clip a little noise, and each block of the noisy one a time."""
+    assert settings.stream is not None
+    frames, size = settings.data.frames, settings.stream.frames_per_block
+    each = jnp.repeat(jnp.linspace(0.9, 0.2, frames // size), size)
+    noisy = jnp.stack([each, each[::-1]])
+    return jnp.full((2, frames), 0.05), noisy
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_blocks_with_a_cache_are_one_teacher_forced_forward(name: str):
+    settings = described(rollout=STREAMS[name])
+    built, stream = model(settings), settings.stream
+    assert stream is not None
+    (clean, noisy), (t_clean, t) = clips(settings), times(settings)
+    whole = run(built, noisy, t, Forcing(stream, clean, t_clean))
+    graph, parameters = nnx.split(built)
+
+    @jax.jit
+    def step(parameters: Any, x: Any, t: Any, cache: Any) -> Any:
+        return nnx.merge(graph, parameters)(x, t, words(), cache=cache)
+
+    cache = built.cache(stream, len(PROMPTS))
+    for start, stop in stream.blocks(settings.data.frames):
+        own = slice(start, stop)
+        velocity, cache = step(parameters, noisy[:, own], t[:, own], cache)
+        np.testing.assert_allclose(velocity, whole[:, own], atol=1e-5)
+        _, cache = step(parameters, clean[:, own], t_clean[:, own], cache)
+        cache = cache.advance()
+
+
+def test_a_block_does_not_see_the_noise_of_others_nor_what_comes_after():
+    settings = described()
+    built, stream = model(settings), settings.stream
+    (clean, noisy), (t_clean, t) = clips(settings), times(settings)
+
+    def of(clean: Any, noisy: Any) -> Any:
+        return run(built, noisy, t, Forcing(stream, clean, t_clean))
+
+    base = of(clean, noisy)
+
+    def moved(clean: Any, noisy: Any) -> list[int]:
+        return np.flatnonzero(np.abs(of(clean, noisy) - base).max((0, 2, 3, 4)) > 1e-6).tolist()
+
+    assert moved(clean, noisy.at[:, 2].add(1.0)) == [2, 3]
+    assert moved(clean.at[:, 7].add(1.0), noisy) == []
+    # Block 1 sees block 0. Later ones see what block 1 made of it, through keys and values.
+    assert moved(clean.at[:, 0].add(1.0), noisy)[:2] == [2, 3]
+
+
+def test_the_loss_is_that_of_the_noisy_frames_alone():
+    settings = described(training={"prompt_dropout": 0.0})
+    built, (clean, _) = model(settings), clips(settings)
+    examples = flow.forced(clean, words(), jax.random.key(1), settings.training, settings.stream)
+    seen = Forcing(settings.stream, examples["context"], examples["context_times"])
+    velocity = run(built, examples["mixed"], examples["times"], seen)
+    wanted = np.mean((np.asarray(velocity) - np.asarray(examples["velocity"])) ** 2)
+    assert float(flow.loss(built, examples)) == pytest.approx(float(wanted), 1e-5)
+
+
+def test_diffusion_forcing_lets_blocks_see_noisy_blocks():
+    settings = described(training={"forcing": "diffusion", "context_noise": 0.0})
+    built, (clean, noisy) = model(settings), clips(settings)
+    examples = flow.forced(clean, words(), jax.random.key(1), settings.training, settings.stream)
+    assert "context" not in examples
+    _, t = times(settings)
+
+    def of(x: Any) -> Any:
+        return run(built, x, t, Forcing(settings.stream))
+
+    moved = np.abs(of(noisy.at[:, 0].add(1.0)) - of(noisy)).max((0, 2, 3, 4)) > 1e-6
+    assert moved[:4].all()
+    assert np.isfinite(float(flow.loss(built, examples)))
+
+
+def test_sinks_are_taught_from_whole_turns_away():
+    stream, shape = described(rollout=STREAMS["sink"]).stream, (64, 8, 12, 12, 1)
+    numbers = np.asarray(flow.turned(jax.random.key(1), shape, 48, stream))
+    np.testing.assert_array_equal(numbers[:, :2], [[0, 1]] * 64)
+    further = numbers[:, 2:] - np.arange(2, 8)
+    assert (further == further[:, :1]).all()
+    assert set(further[:, 0].tolist()) == {0, 12, 24, 36, 48}
+    # Positions are what the model is told.
+    settings = described(rollout=STREAMS["sink"])
+    built, (clean, noisy), (t_clean, t) = model(settings), clips(settings), times(settings)
+    seen = Forcing(settings.stream, clean, t_clean)
+    near = run(built, noisy, t, seen)
+    same = run(built, noisy, t, seen, jnp.arange(8))
+    far = run(built, noisy, t, seen, jnp.asarray(numbers[:2]))
+    np.testing.assert_allclose(near, same, atol=1e-6)
+    moved = np.abs(far - near).max((1, 2, 3, 4)) > 1e-3
+    np.testing.assert_array_equal(moved, further[:2, 0] > 0)
+    assert moved.any()
+
+
+def test_a_video_is_the_same_however_many_stand_beside_it_and_changes_at_a_switch():
+    settings = described(sampling={"guidance_scale": 2.0})
+    built = model(settings)
+    both = streaming.stream(built, PROMPTS, 3, settings)
+    assert both.shape == (2, 6, 12, 12)
+    alone = streaming.stream(built, PROMPTS[:1], 3, settings)
+    np.testing.assert_allclose(alone[0], both[0], atol=1e-3)
+    turned = streaming.stream(built, PROMPTS, 3, settings, switch=(2, PROMPTS[::-1]))
+    np.testing.assert_allclose(turned[:, :4], both[:, :4], atol=1e-3)
+    assert np.abs(turned[:, 4:] - both[:, 4:]).max() > 1e-2
+
+
+def test_without_a_clean_pass_the_first_block_is_the_same_and_later_ones_are_not():
+    settings = described()
+    built = model(settings)
+    with_, without = (
+        streaming.stream(built, PROMPTS, 3, settings, clean_pass=ok) for ok in (True, False)
+    )
+    np.testing.assert_allclose(with_[:, :2], without[:, :2], atol=1e-3)
+    assert np.abs(with_[:, 2:] - without[:, 2:]).max() > 1e-2
+
+
+SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, "log_every": 1}
+
+
+def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    training = SHORT | {"output_dir": str(tmp_path)}
+    more = {"long_blocks": 4, "switch_block": 1, "contrast_steps": 1, "blocks": 2}
+    settings = described(training=training, rollout=more, sampling={"num_inference_steps": 1})
+    trained, losses = train(settings)
+    assert len(losses) == 3 and np.isfinite(losses).all()
+    found = Demo(trained, settings).run()
+    assert set(found) == set(json.loads((tmp_path / "figures.json").read_text())) == {
+        "streamed", "no clean pass", "bidirectional, whole clips", "bidirectional, streamed",
+        "long", "before the switch", "after the switch",
+    }  # fmt: skip
+    assert [len(d.digit) for d in found.values()] == [2, 2, 4, 2, 4, 1, 1]
+    for name in ("long.gif", "switch.gif", "quality.png"):
+        assert (tmp_path / name).stat().st_size > 1000, name
+    assert "FAIL  digit in block 1 at least 97%" in capsys.readouterr().out
+
+
+class Stopped(Exception):
+    """Ends a run in its middle."""
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def losses(folder: str) -> list[float]:
+        training = SHORT | {"output_dir": str(tmp_path / folder), "sink_distance": 24}
+        return train(described(training=training, rollout=STREAMS["sink"]))[1]
+
+    report = Steps._report
+
+    def stopping(self: Steps, done: int, *more: Any) -> None:
+        report(self, done, *more)
+        if done == 2:
+            raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "_report", stopping)
+        with pytest.raises(Stopped):
+            losses("parts")
+    assert losses("parts") == losses("whole")
+
+
+def test_noise_of_a_context_is_told_truly():
+    settings = described()
+    clean, _ = clips(settings)
+    how = forcing.Noise(settings.stream, 3.0, 0.1)
+    found = forcing.noised(clean, jax.random.key(0), how)
+    t = found["context_times"][..., None, None, None]
+    noise = (found["context"] - (1 - t) * clean) / t
+    assert abs(float(noise.std()) - 1) < 0.05

@@ -1,0 +1,99 @@
+"""Self-forcing: one forward on the own rollout has the gradient of the rollout's last steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from train import self_forcing
+
+import maxattn as ma
+from tests.examples.digits.streamed import PROMPTS, model, streaming, words
+
+SIGMAS = (1.0, 0.8, 0.5)
+TARGET = jnp.asarray(np.random.default_rng(5).normal(size=(2, 8, 12, 12, 1)), jnp.float32)
+
+
+def noise(start: int, stop: int, number: int) -> jax.Array:
+    """Draw the noise of a block's step."""
+    key = jax.random.fold_in(jax.random.key(start), number)
+    return jax.random.normal(key, (len(PROMPTS), stop - start, 12, 12, 1))
+
+
+def setup(**rollout: Any) -> Any:
+    """Return the model's parts, its stream, and how it is called with parameters."""
+    settings = streaming(rollout=rollout)
+    built = model(settings)
+    graph, parameters = nnx.split(built)
+
+    def call(parameters: Any, x: Any, t: Any, **seen: Any) -> Any:
+        return nnx.merge(graph, parameters)(x, t, words(), **seen)
+
+    return built, settings.stream, parameters, jax.jit(call)
+
+
+def of_the_forward(built: Any, stream: ma.Stream, parameters: Any, call: Any, own: Any) -> Any:
+    """Return loss and gradient of the one forward."""
+    kept = self_forcing.kept(partial(call, parameters), built.cache, stream, own)
+
+    def loss(parameters: Any) -> Any:
+        made = self_forcing.predicted(partial(call, parameters), stream, own, kept)
+        return ((made - TARGET) ** 2).mean(), made
+
+    return jax.value_and_grad(loss, has_aux=True)(parameters)
+
+
+def close(found: Any, wanted: Any, atol: float = 1e-6) -> None:
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=atol)
+
+
+def test_the_gradient_is_the_truncated_one_of_the_cached_passes():
+    # Without a window each block can read what is kept with `cached`, which has a gradient.
+    built, stream, parameters, call = setup(window=None, sink=0)
+    fixed = partial(call, parameters)
+    own = self_forcing.roll_out(fixed, built.cache(stream, 2, 8), 8, SIGMAS, noise)
+    (_, made), gradient = of_the_forward(built, stream, parameters, call, own)
+
+    def blockwise(parameters: Any) -> Any:
+        cache, total = built.cache(stream, 2, 8), 0.0
+        for start, stop in stream.blocks(8):
+            at = slice(start, stop)
+            x, t = own.mixed[:, at], own.times[:, at]
+            if start:
+                reads = jax.lax.stop_gradient(cache.cached())
+                v, _ = call(parameters, x, t, cache=reads)
+            else:
+                v = call(parameters, x, t)
+            x0 = x - SIGMAS[-1] * v
+            total = total + ((x0 - TARGET[:, at]) ** 2).sum()
+            _, cache = fixed(own.clean[:, at], 0 * t, cache=cache)
+            cache = cache.advance()
+        return total / TARGET.size
+
+    close(gradient, jax.grad(blockwise)(parameters))
+    np.testing.assert_allclose(made, own.clean, atol=1e-5)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"window": 2, "sink": 0}, {"window": 3, "sink": 2}], ids=["window", "sink"]
+)
+def test_the_forward_makes_what_the_rollout_made(rollout: dict[str, int]):
+    built, stream, parameters, call = setup(**rollout)
+    own = self_forcing.roll_out(
+        lambda *args, **seen: call(parameters, *args, **seen),
+        built.cache(stream, 2),
+        8,
+        SIGMAS,
+        noise,
+    )
+    assert own.clean.shape == own.mixed.shape == TARGET.shape
+    assert (own.times == SIGMAS[-1]).all()
+    (_, made), _ = of_the_forward(built, stream, parameters, call, own)
+    np.testing.assert_allclose(made, own.clean, atol=1e-5)

@@ -1,0 +1,102 @@
+"""Wan trained by forcing, tiny: what a step learns, and clips that are refused.
+
+Messages: golden/forcing.txt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common.forcing import Forcing
+from flax import nnx
+from train.loop import Training
+from wan.settings import Settings, TrainingSettings
+from wan.task import WanTask
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from maxattn.masks import Full, TeacherForcing, VideoMask
+from tests.examples.train.made import I2V, WAN, drawn, folder, wan
+from tests.golden_text import check_golden
+
+FRAMES = 4
+ROLLOUT = {"frames_per_block": 2, "window": 2}
+TEACHER = {"forcing": "teacher", "context_noise": 100.0}
+
+
+def forced(path: Path, model: dict[str, Any], data: str | None = None, **training: Any) -> Settings:
+    """Describe a run by forcing."""
+    settings = wan(path, model, data, **training)
+    return settings.replace(rollout=Settings.model_validate({"rollout": ROLLOUT}).rollout)
+
+
+def latents(kind: str) -> dict[str, tuple[int, ...]]:
+    """Say the shapes of clips of two blocks."""
+    shapes = {"latents": (4, FRAMES, 4, 4)}
+    return shapes | ({"condition": (8, FRAMES, 4, 4)} if kind == "i2v" else {})
+
+
+@pytest.mark.parametrize("kind", ["wan", "i2v"])
+def test_the_loss_is_that_of_one_forward_beside_the_clean_clip(kind: str, tmp_path: Path):
+    settings = forced(tmp_path, WAN if kind == "wan" else I2V, **TEACHER)
+    task = WanTask.of(settings)
+    model = task.build(None, nnx.Rngs(0))
+    model.proj_out.kernel[...] = jax.random.normal(jax.random.key(3), model.proj_out.kernel.shape)
+    batch = {n: jnp.asarray(x) for n, x in drawn(kind, 2, **latents(kind)).items()}
+    examples = task.noised(batch, {"text": jnp.zeros((3, 6))}, jax.random.key(0))
+    assert examples["times"].shape == (2, FRAMES)
+    assert (examples["times"][:, ::2] == examples["times"][:, 1::2]).all()
+
+    def whole(x: Any) -> Any:
+        if kind == "wan":
+            return x
+        return jnp.concatenate([x, jnp.moveaxis(batch["condition"], 1, -1)], axis=-1)
+
+    clean, t_clean = whole(examples["context"]), 1000 * examples["context_times"]
+    seen = Forcing(settings.rollout.stream(4), clean, t_clean)
+    told = (examples["text"], examples.get("image"))
+    velocity = model(whole(examples["mixed"]), 1000 * examples["times"], *told, forcing=seen)
+    wanted = np.mean((np.asarray(velocity) - np.asarray(examples["velocity"])) ** 2)
+    assert float(task.loss(model, examples)) == pytest.approx(float(wanted), 1e-5)
+
+
+def test_plans_are_those_of_both_clips(tmp_path: Path):
+    shapes = {"latents": (4, FRAMES, 4, 4), "text": (3, 6)}
+    kinds = {"teacher": TeacherForcing, "diffusion": VideoMask}
+    for how, kind in kinds.items():
+        found = WanTask.of(forced(tmp_path, WAN, forcing=how)).plans(shapes, None)["self"]
+        assert isinstance(found.call.mask, kind)
+    assert WanTask.of(wan(tmp_path, WAN)).plans(shapes, None)["self"].call.mask == Full()
+
+
+@pytest.mark.parametrize("how", ["teacher", "diffusion"])
+def test_a_run_learns_and_goes_on_bit_for_bit(how: str, tmp_path: Path):
+    data = folder(tmp_path / "data", "wan", latents=(4, FRAMES, 4, 4))
+
+    def run(name: str, steps: int) -> list[float]:
+        settings = forced(tmp_path / name, WAN, data, forcing=how, steps=steps)
+        return Training(WanTask.of(settings)).run()[1]
+
+    whole = run("whole", 4)
+    assert np.isfinite(whole).all()
+    run("parts", 2)
+    assert run("parts", 4) == whole
+
+
+def test_clips_of_parts_of_blocks_are_refused(tmp_path: Path):
+    data = folder(tmp_path / "data", "wan", latents=(4, 5, 4, 4))
+    with pytest.raises(ConfigErrors) as error:
+        Training(WanTask.of(forced(tmp_path / "run", WAN, data, **TEACHER)))
+    check_golden("forcing/part_of_a_block", str(error.value))
+
+
+@pytest.mark.parametrize("how", ["none", "diffusion"])
+def test_context_without_clean_clips_is_refused(how: str):
+    with pytest.raises(ConfigError) as error:
+        TrainingSettings(forcing=how, context_noise=50.0, context_dropout=0.5)
+    check_golden(f"forcing/context_of_{how}", str(error.value))
