@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 
 import maxattn as ma
-from maxattn.config import Section
-from maxattn.config.maxdiffusion import Imported
-from maxattn.config.self_forcing import load_rollout
+from maxattn.config import Imported, Section, load_rollout
 from maxattn.errors import ConfigError
 
 from .settings import Count, Dtype, Positive, Whole

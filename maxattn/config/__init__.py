@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from maxattn.config.errors import ConfigErrors
+from maxattn.config.maxdiffusion import Imported
 from maxattn.config.section import Section
+from maxattn.config.self_forcing import load_rollout
 from maxattn.config.settings import AttentionConfig, FlashBlockSizes
 
-__all__ = ["AttentionConfig", "ConfigErrors", "FlashBlockSizes", "Section"]
+__all__ = [
+    "AttentionConfig",
+    "ConfigErrors",
+    "FlashBlockSizes",
+    "Imported",
+    "Section",
+    "load_rollout",
+]

@@ -16,6 +16,7 @@ LAYERS = (
     ("measuring",),
     ("digits", "wan", "sdxl", "flux"),
     ("train", "sample"),
+    ("rollout",),
     ("samplers",),
     ("common",),
 )
@@ -24,7 +25,8 @@ LAYER = {part: i for i, row in enumerate(LAYERS) for part in row}
 # What an example may import of maxattn.
 PUBLIC = {
     "maxattn", "maxattn.config", "maxattn.devices", "maxattn.errors", "maxattn.masks",
-    "maxattn.modules", "maxattn.rope", "maxattn.sharding", "maxattn.weights",
+    "maxattn.modules", "maxattn.rope", "maxattn.sharding", "maxattn.streaming",
+    "maxattn.weights",
 }  # fmt: skip
 
 
