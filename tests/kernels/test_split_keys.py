@@ -15,7 +15,7 @@ import pytest
 import maxattn as ma
 from maxattn.kernels.base import Inputs, Result
 from maxattn.kernels.fa4 import kernel as fa4_kernel
-from maxattn.kernels.fa4 import primitives, split_keys, split_keys_forward
+from maxattn.kernels.fa4 import primitives, split_keys, split_keys_forward, split_keys_lists
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_keys import (
@@ -306,17 +306,22 @@ def test_only_what_maxattn_launches_is_split(monkeypatch: pytest.MonkeyPatch) ->
         asked.append("whole")
         return Result(inputs.q, jnp.zeros((1, 12, 1560)))
 
+    def listed(inputs: PieceInputs, lists: Any, scale: float, sms: int) -> Any:
+        asked.append("lists")
+        return Result(inputs.q, jnp.zeros((1, 12, 1560)))
+
     monkeypatch.setattr(split_keys_forward, "forward", split)
+    monkeypatch.setattr(split_keys_lists, "forward", listed)
     monkeypatch.setattr(primitives, "fa4_forward", plain)
     monkeypatch.setattr(fa4_kernel, "knows_operands", lambda: True)
     q, k = (jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (1560, 32760))
     full, causal, found = ma.masks.Full(), ma.masks.Causal(offset=0), []
-    for launches, mask in ((True, full), (True, causal), (False, full)):
+    for launches, mask in product((True, False), (full, causal)):
         asked.clear()
         kernel, bound = Fa4(1.0, launched=launches), mask.bind(1560, 32760)
         jax.eval_shape(partial(forward, kernel, bound), q, k)
         found.append(set(asked))
-    assert found == [{"split"}, {"whole"}, {"whole"}]
+    assert found == [{"split"}, {"lists"}, {"whole"}, {"whole"}]
 
 
 def forward(kernel: Fa4, mask: ma.masks.Mask, q: jax.Array, k: jax.Array) -> Any:
