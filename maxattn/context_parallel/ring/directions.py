@@ -50,7 +50,7 @@ class Directions:
 ONE_WAY = Directions()
 
 
-class Question(NamedTuple):
+class RingQuestion(NamedTuple):
     """Hold what the decision depends on.
 
     Args:
@@ -70,7 +70,7 @@ class Question(NamedTuple):
     parts: int = 1
 
 
-def choose_directions(asked: Question) -> tuple[Directions, Reason | None]:
+def choose_directions(asked: RingQuestion) -> tuple[Directions, Reason | None]:
     """Decide, and say why both ways cannot be had where they are asked for."""
     setting, rule = getattr(asked.config, KEY), _rule_against(asked)
     if setting == "both_ways":
@@ -82,7 +82,7 @@ def choose_directions(asked: Question) -> tuple[Directions, Reason | None]:
     return _faster(asked, rule), None
 
 
-def _rule_against(asked: Question) -> str:
+def _rule_against(asked: RingQuestion) -> str:
     """Return the rule that a ring in both directions breaks, or ""."""
     n, call = asked.ranks.ring_size, asked.call
     if asked.target.platform == "gpu":
@@ -96,7 +96,7 @@ def _rule_against(asked: Question) -> str:
     return _rule_of_heads(asked)
 
 
-def _rule_of_heads(asked: Question) -> str:
+def _rule_of_heads(asked: RingQuestion) -> str:
     """Each half is a whole number of key heads, and of heads for each core of a device."""
     call, core = asked.call, asked.target.device.core
     shares = ways("N", asked.ranks.shape) * asked.ranks.group
@@ -109,7 +109,7 @@ def _rule_of_heads(asked: Question) -> str:
     return ""
 
 
-def _faster(asked: Question, rule: str) -> Directions:
+def _faster(asked: RingQuestion, rule: str) -> Directions:
     """Take both ways where a step waits less for links, by more than what more transfers cost."""
     call, n = asked.call, asked.ranks.ring_size
     if len(asked.layout.hops(*_bound(asked))) < n:
@@ -123,21 +123,22 @@ def _faster(asked: Question, rule: str) -> Directions:
     if rule:
         return Directions(False, f"one way, and a step waits {_ms(one)} for links: {rule}")
     waits = f"a step waits {_ms(both)} for links, one way {_ms(one)}"
-    return Directions(True, f"both ways: {waits}, where {_beside(times)} ({source})")
+    return Directions(True, f"both ways: {waits}; one way {_beside(times)} ({source})")
 
 
-def _bound(asked: Question) -> tuple[Mask, int, int]:
+def _bound(asked: RingQuestion) -> tuple[Mask, int, int]:
     call, unit = asked.call, asked.layout.chunks
     q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
     return call.mask, q_len, kv_len
 
 
 def _beside(times: HopTimes) -> str:
-    hop, gradients = times.hop, times.hop + times.home
-    forward, backward = (float(kernel.max()) for kernel in (times.forward, times.backward))
-    passes = ("forward", hop, forward), ("backward", gradients, backward)
-    texts = (f"{name} a hop takes {_ms(x)} beside a kernel of {_ms(y)}" for name, x, y in passes)
-    return ", ".join(texts)
+    forward, backward = (_ms(float(kernel.max())) for kernel in (times.forward, times.backward))
+    keys, all_of_them = _ms(times.hop), _ms(times.hop + times.home)
+    return (
+        f"a hop of K and V takes {keys} beside a kernel of {forward}, in training with dK and dV"
+        f" {all_of_them} beside {backward}"
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -17,7 +17,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, Strategy
 from maxattn.context_parallel.ring.collectives import Shares, zigzag_collectives
-from maxattn.context_parallel.ring.directions import Question, choose_directions
+from maxattn.context_parallel.ring.directions import RingQuestion, choose_directions
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.schedule import Schedule
@@ -77,7 +77,7 @@ class Ring(Strategy):
         ranks = Ranks(ways("S", shape) // group, group, shape)
         even = balance(ranks, call, target)
         layout = ChunkLayout(ranks.ring_size, 2 if even.zigzag else 1)
-        asked = Question(ranks, layout, call, config, target, parts)
+        asked = RingQuestion(ranks, layout, call, config, target, parts)
         found, refused = choose_directions(asked)
         on_gpu = target.platform == "gpu"
         schedule = GpuSchedule.build(target) if on_gpu else TorusSchedule(found)

@@ -86,8 +86,8 @@ class TorusSchedule(Schedule):
             _take(lanes, step)
         if any(lane.last for lane in lanes):
             _finish_local(lanes)
-        *found, dbiases = zip(*(lane.grads() for lane in lanes), strict=True)
-        return Grads(*(joined_heads(x, 2) for x in found), dbiases[0])
+        dqs, dks, dvs, dbiases = zip(*(lane.grads() for lane in lanes), strict=True)
+        return Grads(*(joined_heads(x, 2) for x in (dqs, dks, dvs)), dbiases[0])
 
     def _by_direction(self, inputs: Inputs) -> list[tuple[int, Inputs]]:
         """Pair each way with the operands of the heads that go it."""
