@@ -105,6 +105,7 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
     return [
         {name: getattr(t, name) for name in kept}
         | {"axes": list(axes_of(t, sizes)), "kernels": list(t.kernels), "line": t.start}
+        | {"groups": t.groups}
         for t in transfers(compiled.as_text())
     ]
 
