@@ -104,6 +104,15 @@ class GridStep:
             raise unknown(self.bundles.who, rule)
         return tuple(sorted(found, key=lambda s: s.end - s.start))
 
+    def usual_shares(self, row: float) -> BodyShares:
+        """Return the shares of a kernel of which nothing is known.
+
+        Every step runs the body with most products: another is for the rest of a ragged length.
+        """
+        counts = [self._count(range(*body)) for body in self.bodies]
+        is_first = not counts or counts[0] == max(counts)
+        return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
+
     @cached_property
     def edges(self) -> tuple[Span, ...]:
         """What begins and ends a row of tiles."""
