@@ -14,9 +14,10 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes.estimated.choose import price
 from maxattn.block_sizes.estimated.defaults import not_estimated
-from maxattn.block_sizes.estimated.grids import step_grid, tile_shares
+from maxattn.block_sizes.estimated.grids import is_one_interval, step_grid, tile_shares
 from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, StepGrid
 from maxattn.kernels import mask_split
+from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.mask_info import schedule
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of, steps
@@ -88,6 +89,28 @@ def test_the_steps_are_those_that_the_kernels_list(name):
     assert own.idle == pytest.approx(float(np.mean(np.asarray(made.mark) == 0)))
     assert tokamax.rows * tokamax.columns == pytest.approx(int(count[0]))
     assert (marks == WHOLE).any()
+
+
+OTHERS = {
+    "nothing": call(M.LocalWindow(10, 10, 100_000)),
+    "a_sink": call(M.VideoMask(8, 1024, 1, 3, 1)),
+    "two_ends_of_many_bits": call(M.LocalWindow(70_000, 70_000), 200_000, 200_000),
+    "rectangle": call(M.Rectangle(0, 4096, 0, 4096)),
+    "both": call(M.Causal() & M.BlockSlidingWindow(1024, 3)),
+    "either": call(M.Causal() | M.BlockSlidingWindow(1024, 3)),
+}
+
+
+@pytest.mark.parametrize("name", [*MASKS, *OTHERS])
+def test_a_mask_is_one_interval_where_kernels_take_it_so(name):
+    one = (MASKS | OTHERS)[name]
+    assert is_one_interval(one) == (mask_codes.one_interval(one.mask, one.kv_len) is not None)
+
+
+def test_a_call_that_sees_nothing_has_a_step_a_row():
+    nothing = OTHERS["nothing"]
+    assert step_grid("fwd", TILE, nothing, "flash") == StepGrid(2, 16, 1.0, 0.0, 1.0)
+    assert step_grid("fwd", TILE, nothing, "tokamax_flash") == StepGrid(2, 16, 1 / 16, 0.0, 1.0)
 
 
 def test_a_step_that_computes_nothing_runs_no_body_and_fetches_nothing():

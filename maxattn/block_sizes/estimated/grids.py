@@ -38,7 +38,7 @@ def not_priced(call: Call) -> str:
         return "only the device knows which tiles the arrays of a mask leave"
     if call.sharded:
         return f"which tiles a device computes under {mask} differs by its rank"
-    if not _is_one_interval(call):
+    if not is_one_interval(call):
         return f"they are of masks with one interval of keys a query, and {mask} has others"
     return ""
 
@@ -88,13 +88,13 @@ def _steps_of_a_row(visited: np.ndarray, kernel: KernelKind, kind: Kind) -> floa
     of JAX's kernel writes a part of dQ at every step, and keeps all of them.
     """
     if kernel == "tokamax_flash":
-        return float(visited.sum()) / visited.shape[0]
+        return max(1.0, float(visited.sum())) / visited.shape[0]
     if kernel == "flash" and kind == "fused":
         return float(visited.shape[1])
     return float(max(1, visited.sum(axis=1).max()))
 
 
-def _is_one_interval(call: Call) -> bool:
+def is_one_interval(call: Call) -> bool:
     """Tell whether each query sees one interval of keys, whose ends fit one word."""
     spans = call.mask.spans(np.zeros(1, np.int32), np, True)
     if len(spans) != 1:

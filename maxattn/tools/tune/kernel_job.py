@@ -48,16 +48,18 @@ class KernelJob:
         return PADDED if self.masked == Evaluates.PADDING else 0
 
     @property
-    def window(self) -> tuple[int, int]:
-        """Tokens before and after a query that it sees where it evaluates an interval of keys.
+    def window(self) -> tuple[int, int, int]:
+        """Tokens before and after a query that it sees, and the position of the first query.
 
-        The first row of tiles leaves one out, and the last row none: the grid has all its columns.
+        Of an interval of keys. The last row of tiles has all columns, and the first one fewer.
         """
         q, kv = self.tile[:2]
         longest = sum(self.lengths)
         if self.by_key:
-            return max(0, (COLUMNS - 1) * q - kv), longest
-        return longest, max(0, (COLUMNS - 1) * kv - q)
+            before = (COLUMNS - 1) * q - kv
+            return max(0, before), longest, max(0, -before)
+        after = (COLUMNS - 1) * kv - q
+        return longest, max(0, after), min(0, after)
 
     @property
     def by_key(self) -> bool:

@@ -116,7 +116,7 @@ def _mask(job: KernelJob) -> Any:
     from maxattn.masks import Full, LocalWindow
 
     is_window = job.masked == Evaluates.INTERVAL
-    return LocalWindow(*job.window, offset=0) if is_window else Full()
+    return LocalWindow(*job.window) if is_window else Full()
 
 
 def _library(job: KernelJob) -> Any:
