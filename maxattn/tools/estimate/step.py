@@ -111,6 +111,15 @@ class GridStep:
     def _understood(self) -> str:
         return " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))
 
+    def usual_shares(self, row: float) -> BodyShares:
+        """Return the shares of a kernel of which nothing is known.
+
+        Every step runs the body with most products: another is for the rest of a ragged length.
+        """
+        counts = [self._count(range(*body)) for body in self.bodies]
+        is_first = not counts or counts[0] == max(counts)
+        return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
+
     @cached_property
     def edges(self) -> tuple[Span, ...]:
         """What begins and ends a row of tiles."""

@@ -23,6 +23,7 @@ from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import (
     BACKWARD,
     FORWARD,
+    PRODUCT,
     dump,
     small,
     texts,
@@ -68,6 +69,15 @@ def test_a_grid_of_one_step_has_no_loop():
     priced = KernelDump.read("small_fwd", bundles, slots, V6E, "x").estimate(None)
     # Ten bundles outside of the edge and the body, which run once too.
     assert (priced.steps, priced.cycles) == (1, (10 + 2 + 2, 10 + 2 + 2 + 8))
+
+
+def test_a_kernel_of_which_nothing_is_known_runs_the_body_with_most_products():
+    # The edge gets one product: it is the body of a ragged length's rest, as short as the other.
+    bundles, slots = small()
+    ragged = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}")
+    priced = KernelDump.read("small_fwd", ragged, slots, V6E, "x").estimate(None)
+    # Seven bundles always and two of the body, whose second product waits for 8 cycles.
+    assert priced.cycles == (9, 17)
 
 
 def test_slots_of_the_body():
