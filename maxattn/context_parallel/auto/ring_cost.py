@@ -109,7 +109,8 @@ class _RingCost:
 
     def _hops(self) -> float:
         """Return the seconds of hops beyond the work beside them, taken from it, and to start."""
-        n, hop = self.ring.ring_size, self.size.kv / self.machine.neighbour
+        n, directions = self.ring.ring_size, self.ring.schedule.directions
+        hop = self.size.kv / self.machine.neighbour / directions
         home, work = self.home(hop), self.work[:-1]
         forward, backward = work / TRAINING, work * (TRAINING - 1) / TRAINING
         late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
@@ -117,7 +118,7 @@ class _RingCost:
         local = backward[0] / 2 if self.halves_local else 0.0
         last = max(home - local, 0.0)
         beside = self.machine.slowed * (n - 1) * (2 * hop + home)
-        return float(late) + last + beside + (6 * n - 4) * START
+        return float(late) + last + beside + directions * (6 * n - 4) * START
 
 
 @dataclass(frozen=True)
