@@ -19,7 +19,7 @@ from maxattn.context_parallel.ring.head_halves import may_halve
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.context_parallel.ring.zigzag_pays import TRAINING
 from maxattn.devices import START, Machine
-from maxattn.kernels import KERNELS
+from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.dq_accumulator import MOST_PARTS
 from maxattn.sharding import ways
 
@@ -186,4 +186,6 @@ class _GpuCost(_RingCost):
 
     def _keeps_dq(self) -> bool:
         """Tell whether some kernel keeps dQ in one sum: it is chosen after the strategy."""
-        return self.halves_local and any(k.may_keep_dq(self.call, "gpu") for k in KERNELS.values())
+        return self.halves_local and any(
+            KERNELS[name].may_keep_dq(computed_call(name, self.call), "gpu") for name in KERNELS
+        )

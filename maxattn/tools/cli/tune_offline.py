@@ -27,6 +27,7 @@ from maxattn.config.write import yaml_of
 from maxattn.decide import kernel_call
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError, Unsupported
+from maxattn.kernels import computed_call
 from maxattn.plan import plan
 from maxattn.target import Target
 from maxattn.tools.cli.machine import mesh_of
@@ -146,7 +147,8 @@ def _tuning(
     args: argparse.Namespace, source: Source, shape: Shape, target: Target
 ) -> OfflineTuning:
     made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
-    local, kernel = made.strategy.local_call(made.padded_call), made.kernel.name
+    kernel = made.kernel.name
+    local = computed_call(kernel, made.strategy.local_call(made.padded_call))
     if kernel not in BLOCKS:
         rule = f"{kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
         raise Unsupported("--offline", shape.name, rule, "write attention=flash")

@@ -17,6 +17,7 @@ from maxattn.block_sizes.sizes import FORWARD, BlockSizes
 from maxattn.decide import kernel_call
 from maxattn.devices import Device
 from maxattn.errors import Unsupported
+from maxattn.kernels import computed_call
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.plan import Plan
 from maxattn.tools.estimate.program import xla_of
@@ -71,7 +72,8 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
     Raises:
         Unsupported: none hold.
     """
-    local, target, kernel = kernel_call(plan.padded_call, plan.strategy), plan.target, plan.kernel
+    local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
+    local, kernel = computed_call(plan.kernel.name, local), plan.kernel.computes
     if not isinstance(kernel, Splash):
         raise _not_priced(plan)
     kernel = kernel if training else kernel.for_inference()
