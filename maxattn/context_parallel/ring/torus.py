@@ -87,7 +87,8 @@ class TorusSchedule(Schedule):
         if any(lane.last for lane in lanes):
             _finish_local(lanes)
         dqs, dks, dvs, dbiases = zip(*(lane.grads() for lane in lanes), strict=True)
-        return Grads(*(joined_heads(x, 2) for x in (dqs, dks, dvs)), dbiases[0])
+        dq, dk, dv = (joined_heads(x, 2) for x in (dqs, dks, dvs))
+        return Grads(dq, dk, dv, dbiases[0])
 
     def _by_direction(self, inputs: Inputs) -> list[tuple[int, Inputs]]:
         """Pair each way with the operands of the heads that go it."""
