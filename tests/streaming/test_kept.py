@@ -37,10 +37,10 @@ def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: in
     tokens = frames * stream.tokens_per_frame
     one_by_one = rollout(stack, stream, stack.cache(stream), clean, clean)
     cache = stack.cache(stream).prefix(frames)
-    y, cache = stack.step(clean[:, :tokens], 0.0, table(stream, frames), cache)
+    y, cache = stack.jitted(clean[:, :tokens], 0.0, table(stream, frames), cache)
     close(y, one_by_one.clean[:, :tokens])
     cache, angles = cache.advance(), table(stream, stream.frames_per_block, frames)
-    y, cache = stack.step(clean[:, tokens:], 0.0, angles, cache)
+    y, cache = stack.jitted(clean[:, tokens:], 0.0, angles, cache)
     close(y, one_by_one.clean[:, tokens:])
     close(cache.k, one_by_one.cache.k)
 
@@ -79,7 +79,7 @@ def test_rows_by_slots() -> None:
     ]
     cache, window = ma.KVCache.stacked(rows), table(stream, 6)
     x = jnp.concatenate([clean[:, 6:12], clean[:, 24:30]])
-    y, _ = jax.jit(stack.step)(x, 0.0, window, cache)
+    y, _ = stack.jitted(x, 0.0, window, cache)
     want, _ = teacher_forward(stack, stream, clean, noisy)
     close(y[0], want[0, 6:12], atol=1e-4)
     close(y[1], want[0, 24:30], atol=1e-4)

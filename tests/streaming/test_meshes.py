@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,21 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     return config.make_mesh(jax.devices()[:count])
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+# Meshes of few axes are what these are made of.
+FEW = ("context 4", "data 2, context 2, tensor 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*x, marks=[] if x[0] in FEW else pytest.mark.slow) for x in CASES],
+)
 def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
     mesh, batch, frames = mesh_of(name), 2, 15
     stack = Stack.make(mesh=mesh)
     clean, noisy = clips(STREAM, frames, batch)
-    x, y = (jax.device_put(a, batch_sharding(mesh, 3)) for a in (clean, noisy))
-    made = rollout(stack, STREAM, stack.cache(STREAM, batch, mesh=mesh, context=layout), x, y)
+    cache = stack.cache(STREAM, batch, mesh=mesh, context=layout)
+    place = partial(jax.device_put, device=batch_sharding(mesh, 3))
+    made = rollout(stack, STREAM, cache, clean, noisy, place=place)
     want_clean, want_noisy = teacher_forward(Stack.make(), STREAM, clean, noisy)
     close(made.clean, want_clean)
     close(made.noisy, want_noisy)
@@ -80,7 +89,7 @@ def test_rows_of_different_fill_and_slots_on_a_mesh(layout: str) -> None:
     ]
     x = jnp.concatenate([clean[:, 12:24], clean[:, 48:60]])
     cache = ma.KVCache.stacked(rows)
-    y, _ = jax.jit(stack.step)(x, 0.0, table(stream, 6), cache)
+    y, _ = stack.jitted(x, 0.0, table(stream, 6), cache)
     want, _ = teacher_forward(alone, stream, clean, noisy)
     close(y[0], want[0, 12:24], atol=1e-4)
     close(y[1], want[0, 48:60], atol=1e-4)
@@ -97,14 +106,14 @@ def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
         kept = []
         for start in (0, 8):
             cache = stack.cache(stream, 2, **how).prefix(2)
-            _, cache = stack.step(clean[:, start : start + 8], 0.0, None, cache)
+            _, cache = stack.jitted(clean[:, start : start + 8], 0.0, None, cache)
             kept.append(cache.advance())
         both = kept[0].append(kept[1]).cached()
-        outs.append(jax.jit(stack.step)(clean[:, 16:], 0.0, None, both)[0])
+        outs.append(stack.jitted(clean[:, 16:], 0.0, None, both)[0])
     close(*outs)
 
 
-@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("layout", ["heads", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_the_surrounding_mesh_is_taken(layout: str) -> None:
     mesh, stack = mesh_of("data 2, context 2, tensor 2"), Stack.make()
     clean, noisy = clips(STREAM, 15, batch=2)
