@@ -85,6 +85,13 @@ def test_rows_by_slots() -> None:
     close(y[1], want[0, 24:30], atol=1e-4)
 
 
+def test_rows_are_read_as_full_once_all_of_them_are() -> None:
+    cache = Stack.make().cache(STREAM)
+    fill = [cache := cache.advance() for _ in range(3)]
+    part, whole = ma.KVCache.stacked(fill[:2]), ma.KVCache.stacked(fill[1:])
+    assert (part.cached().stage, whole.cached().stage) == ("filling", "full")
+
+
 # ---- tokens that never change --------------------------------------------------------------------
 
 REFERENCE = ma.Stream(5)
