@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -161,3 +162,16 @@ def test_a_cache_is_written_after_it_was_read() -> None:
     attn(X[:, 2:4], cache=cache.cached().layer(0))
     _, cache = attn(X[:, 2:4], cache=cache.layer(0))
     assert cache.advance().stage == "full" and np.asarray(cache.k[0, :, :4]).any(axis=(2, 3)).all()
+
+
+def test_what_is_read_alone_is_a_constant() -> None:
+    attn, cache = layer(), empty(frames=1, stream=ma.Stream(2, 1))
+    _, cache = attn(X[:, :2], cache=cache.layer(0))
+    kept = cache.advance().cached()
+
+    def loss(k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attn(X[:, 2:4], cache=replace(kept, k=k, v=v).layer(0))[0] ** 2).sum()
+
+    assert float(loss(kept.k, kept.v)) != float(loss(kept.k, 2 * kept.v))
+    for gradient in jax.jit(jax.grad(loss, (0, 1)))(kept.k, kept.v):
+        np.testing.assert_array_equal(gradient, 0)

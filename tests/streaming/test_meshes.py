@@ -11,6 +11,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.sharding import batch_sharding
+from maxattn.streaming.read import _merged
 from tests.streaming.stack import HEADS, Stack, clips, close, rollout, table, teacher_forward
 
 STREAM = ma.Stream(4, 3, 3, sink=2)
@@ -123,6 +124,20 @@ def test_the_surrounding_mesh_is_taken(layout: str) -> None:
         assert dict(cache.layout.mesh) == {"data": 2, "context": 2, "tensor": 2}
         made = rollout(stack, STREAM, cache, clean, noisy)
     close(made.clean, want)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_results_whose_weights_are_far_apart_are_merged(spread: bool) -> None:
+    """Of the first query one device found all, of the second the other."""
+    out = jnp.stack([jnp.ones((1, 2, 1, 4)), 2 * jnp.ones((1, 2, 1, 4))])
+    lse = jnp.array([[[[0.0, 0.0]]], [[[300.0, -300.0]]]])
+    whole, own = jax.P(), jax.P("context")
+    merged = jax.shard_map(
+        lambda out, lse: _merged(out[0], lse[0], spread),
+        mesh=mesh_of("context 2"), in_specs=(own, own), check_vma=False,
+        out_specs=jax.P(None, "context") if spread else whole,
+    )  # fmt: skip
+    close(jax.jit(merged)(out, lse)[0, :, 0, 0], [2.0, 1.0])
 
 
 MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(")
