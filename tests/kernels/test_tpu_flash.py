@@ -125,6 +125,16 @@ def test_the_form_is_chosen_by_the_bound(hard: str) -> None:
     assert bounded_share(x) == pytest.approx(share)
 
 
+def test_a_query_head_is_bounded_by_the_key_head_that_it_reads() -> None:
+    """Heads 0 and 1 read key head 0; only a loud head that reads a loud one is unbounded."""
+
+    def loud(head: int, heads: int) -> Any:
+        return lambda x: x * np.where(np.arange(heads) == head, 4, 1).astype("f")[:, None]
+
+    for head, share in ((1, 1.0), (2, 0.75)):
+        assert bounded_share(operands(q=loud(head, N), k=loud(1, K))) == pytest.approx(share)
+
+
 @cache
 def with_lse(mask: str) -> Any:
     """Make the program of output and LSE under a mask: the same for all operands."""

@@ -31,7 +31,7 @@ from tests.cases import arrays as same_dims
 from tests.context_parallel.test_zigzag import free_permutes as free_permutes
 from tests.golden_text import check_golden
 from tests.jaxprs import count_primitive
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, plainly
 from tests.reference import attention64, error
 
 DIMS = [(8, 4), (4, 12)]  # (H, V)
@@ -137,13 +137,31 @@ def test_a_padded_backward_over_blocks_of_keys() -> None:
     assert not np.asarray(dk[..., 8:]).any(), "what fills the heads has no gradient"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*pairwise(ON_MESH, lambda case: True), *pairwise(PADDED_ON_MESH, lambda case: True)],
-    ids=name_of,
-)
+def cut_by_a_ring(case: dict) -> bool:
+    """A ring cuts masks; what gathers keys or heads sees positions as one device does."""
+    return "ring" in case["strategy"] or case["mask"] == "segments"
+
+
+CORE = ("strategy",)
+# Chunks compile twice as long.
+FEW = pairwise(ON_MESH, cut_by_a_ring, core=CORE)
+FEW = plainly(FEW, "kernel", "dense", cut_by_a_ring, CORE)
+
+
+@pytest.mark.parametrize("case", [*FEW, *pairwise(PADDED_ON_MESH, lambda case: True)], ids=name_of)
 @pytest.mark.usefixtures("free_permutes")
 def test_on_a_mesh_against_float64(case: dict) -> None:
+    check_on_a_mesh(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(ON_MESH, lambda case: True), ids=name_of)
+@pytest.mark.usefixtures("free_permutes")
+def test_all_pairs_on_a_mesh(case: dict) -> None:
+    check_on_a_mesh(case)
+
+
+def check_on_a_mesh(case: dict) -> None:
     """With zig-zag order under a causal mask, since permutes cost nothing here."""
     case = case | {"length": "64", "heads": "mha", "bias": "none", "dtype": "float32"}
     x, on_gpus = arrays(case), case["strategy"] == "ring of GPUs"
