@@ -70,12 +70,24 @@ def contact_sheet(
 
 
 def moving(
-    videos: Videos, prompts: Sequence[str], path: Path, marked: Collection[str] = (), scale: int = 8
+    videos: Videos,
+    prompts: Sequence[str],
+    path: Path,
+    marked: Collection[str] = (),
+    scale: int = 8,
+    then: tuple[int, Sequence[str]] | None = None,
 ) -> Path:
-    """Write a GIF in which all videos move at once; `contact_sheet` names the arguments."""
+    """Write a GIF in which all videos move at once; `contact_sheet` names the other arguments.
+
+    Args:
+        then: a frame and the prompts from there on, written in red.
+    """
     framed = np.stack([np.stack(list(_framed(video, scale))) for video in videos])
-    frames = (framed[:, frame] for frame in range(framed.shape[1]))
-    sheets = [_sheet(frame, prompts, marked).quantize(64) for frame in frames]
+    cut, others = then or (framed.shape[1], prompts)
+    wide = _width([*prompts, *others])
+    first = [_sheet(frame, prompts, marked, wide) for frame in framed.swapaxes(0, 1)[:cut]]
+    second = [_sheet(frame, others, marked, wide, MARKED) for frame in framed.swapaxes(0, 1)[cut:]]
+    sheets = [sheet.quantize(64) for sheet in (*first, *second)]
     # The last frame stays a little longer, so that the jump back to the first is seen as one.
     durations = [200] * (len(sheets) - 1) + [600]
     sheets[0].save(path, save_all=True, append_images=sheets[1:], duration=durations, loop=0)
@@ -89,21 +101,31 @@ def _framed(video: Float[np.ndarray, "F H W"], scale: int) -> Iterable[UInt8[np.
         yield np.pad(np.stack([grey] * 3, -1), ((1, 1), (1, 1), (0, 0)), constant_values=LINE[0])
 
 
+def _width(labels: Sequence[str]) -> int:
+    """Return how many pixels the longest label takes."""
+    font = ImageFont.load_default(size=TEXT)
+    return max(math.ceil(font.getlength(label)) for label in labels)
+
+
 def _sheet(
-    cells: UInt8[np.ndarray, "n h w 3"], prompts: Sequence[str], marked: Collection[str]
+    cells: UInt8[np.ndarray, "n h w 3"],
+    prompts: Sequence[str],
+    marked: Collection[str],
+    least: int = 0,
+    words: tuple[int, int, int] = WORDS,
 ) -> Image.Image:
-    """Lay cells out in rows, each below its label."""
+    """Lay cells of at least so many pixels out in rows, each below its label."""
     count, high, wide, _ = cells.shape
     columns = 4 if count % 4 == 0 else min(count, 5)
     labels = [f"{prompt} *" if prompt in marked else prompt for prompt in prompts]
     font = ImageFont.load_default(size=TEXT)
-    wide = max(wide, *(math.ceil(font.getlength(label)) for label in labels)) + MARGIN
+    wide = max(wide, least, _width(labels)) + MARGIN
     high += TEXT + 4 + MARGIN
     size = (columns * wide + MARGIN, math.ceil(count / columns) * high + MARGIN)
     sheet = Image.new("RGB", size, PAPER)
     draw = ImageDraw.Draw(sheet)
     for i, (cell, label) in enumerate(zip(cells, labels, strict=True)):
         x, y = MARGIN + (i % columns) * wide, MARGIN + (i // columns) * high
-        draw.text((x, y), label, fill=MARKED if prompts[i] in marked else WORDS, font=font)
+        draw.text((x, y), label, fill=MARKED if prompts[i] in marked else words, font=font)
         sheet.paste(Image.fromarray(cell), (x, y + TEXT + 4))
     return sheet

@@ -20,6 +20,7 @@ import maxattn as ma
 
 from .model import Video, WanTransformer, Words
 from .settings import SamplingSettings, TrainingSettings
+from .switches import switched
 from .text import PAD, drop
 
 TURNED = 0.7  # share of the clips whose sink is further away than the clip begins
@@ -40,21 +41,32 @@ def noised(video: Video, words: Words, key: Array, training: TrainingSettings) -
 
 
 def forced(
-    video: Video, words: Words, key: Array, training: TrainingSettings, stream: ma.Stream
+    video: Video,
+    words: Words,
+    key: Array,
+    training: TrainingSettings,
+    stream: ma.Stream,
+    before: Video | None = None,
 ) -> Arrays:
     """Draw a time for each block, and noise; replace some prompts by the empty one.
 
     Args:
         video, words, key, training: as for `noised`.
         stream: the blocks.
+        before: clips of other digits that move alike, for `training.prompt_switches`.
     """
-    noises, drops, turns = jax.random.split(key, 3)
+    noises, drops, turns, switches = jax.random.split(key, 4)
     context = training.context_noise / forcing.MOST if training.forcing == "teacher" else None
     how = stream, training.timestep_shift, context, training.context_dropout
-    drawn = forcing.noised(video, noises, forcing.Noise(*how))
+    words, past = drop(words, training.prompt_dropout, drops), before
+    if before is not None:
+        # Where no prompt says another digit, the one that is seen goes on.
+        share = training.prompt_switches * (words != PAD).any(-1)
+        past = switched(switches, video, before, share, stream)
+    drawn = forcing.noised(video, noises, forcing.Noise(*how), past) | {"words": words}
     if training.sink_distance:
         drawn["positions"] = turned(turns, video.shape, training.sink_distance, stream)
-    return drawn | {"words": drop(words, training.prompt_dropout, drops)}
+    return drawn
 
 
 def turned(key: Array, shape: tuple[int, ...], most: int, stream: ma.Stream) -> Int[Array, "B F"]:

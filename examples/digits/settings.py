@@ -140,6 +140,8 @@ class TrainingSettings(Section):
     """With teacher: the largest time, of 1000, of the clean frames; what it was, they are told."""
     context_dropout: Share = 0.0
     """With teacher: share of clips whose clean frames are noise alone, so that prompts count."""
+    prompt_switches: Share = 0.0
+    """With teacher: share of clips whose first clean blocks show another digit than the prompt."""
     sink_distance: Whole = 0
     """Furthest, in frames, that a sink is taught to be seen from; 0: as far as a clip reaches."""
     checkpoint_every: Count = 200

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common import pictures
 
-from . import drift, stream_pictures
+from . import drift, stream_pictures, stream_switch
 from .drawing import draw as draw_clips
 from .drift import Drift
 from .evaluate import Judge
@@ -19,7 +19,7 @@ from .streaming import Videos, stream
 from .training import train
 from .words import DIGITS, DIRECTIONS, all_prompts, prompt_of
 
-SHOWN = 8  # prompts of the pictures and of the long videos
+SHOWN = 8  # videos of the pictures, and long videos
 
 
 def said(settings: Settings) -> StreamSettings:
@@ -107,24 +107,26 @@ class Demo:
         print(f"  {pictures.moving(videos, prompts, self.folder / 'long.gif')}")
 
     def switch(self) -> None:
-        """Change the prompt of some videos in the middle: another digit, another direction."""
-        at, before = self.said.switch_block, some_prompts()
-        after = [*before[SHOWN // 2 + 1 :], *before[: SHOWN // 2 + 1]]
-        videos = stream(self.model, before, 2 * at, self.settings, switch=(at, after))
-        cut = at * self.said.frames_per_block
-        first = self.measured("before the switch", videos[:, :cut], before)
-        then = self.measured("after the switch", videos[:, cut:], after)
-        print(f"{len(videos)} videos whose prompt changes before block {at + 1}")
-        print(f"under the first prompt\n{drift.as_text(first)}")
-        print(f"under the second prompt, counted from the switch\n{drift.as_text(then)}")
-        labels = [f"{a} > {b}" for a, b in zip(before, after, strict=True)]
-        print(f"  {pictures.moving(videos, labels, self.folder / 'switch.gif')}")
+        """Change the prompt of every prompt's video in the middle, to another digit."""
+        at, before = self.said.switch_block, list(all_prompts())
+        after = stream_switch.other_digits(before)
+        blocks = at + max(at, stream_switch.SOON)
+        videos = stream(self.model, before, blocks, self.settings, switch=(at, after))
+        size = self.said.frames_per_block
+        found = stream_switch.measure(self.judge, videos, before, after, size, at)
+        self.found |= {"switched": found.asked, "switched: first digit": found.first}
+        print(f"{len(videos)} videos whose prompt changes to another digit before block {at + 1}")
+        print(f"{found}\n{drift.bars_as_text(found.bars)}")
+        shown = [before.index(prompt) for prompt in some_prompts()]
+        labels = [[prompts[i] for i in shown] for prompts in (before, after)]
+        where, then = self.folder / "switch.gif", (at * size, labels[1])
+        print(f"  {pictures.moving(videos[shown], labels[0], where, then=then)}")
 
     def write(self) -> None:
         """Write the figures, and quality against block."""
-        figures = self.folder / "figures.json"
+        figures, at = self.folder / "figures.json", self.said.switch_block
         figures.write_text(json.dumps(drift.as_values(self.found), indent=2) + "\n")
-        print(f"  {stream_pictures.quality(self.found, self.folder / 'quality.png')}")
+        print(f"  {stream_pictures.quality(self.found, self.folder / 'quality.png', at)}")
 
 
 def draw(model: WanTransformer, prompt: str | None, settings: Settings) -> None:
@@ -162,6 +164,7 @@ def bidirectional(settings: Settings) -> tuple[WanTransformer, Settings]:
         forcing="none",
         context_noise=0.0,
         context_dropout=0.0,
+        prompt_switches=0.0,
         sink_distance=0,
         output_dir=str(Path(training.output_dir) / "bidirectional"),
     )

@@ -16,12 +16,13 @@ NAMES = {
 }
 
 
-def quality(found: Mapping[str, Drift], path: Path) -> Path:
-    """Draw a panel for each number, a line for each run.
+def quality(found: Mapping[str, Drift], path: Path, switch: int = 0) -> Path:
+    """Draw a panel for each number, a line for each run, and where the prompt changes.
 
     Args:
         found: runs by name.
         path: of the PNG.
+        switch: blocks before the change; 0 for none.
     """
     import matplotlib
 
@@ -31,6 +32,8 @@ def quality(found: Mapping[str, Drift], path: Path) -> Path:
     figure, panels = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     for panel, (name, label) in zip(panels.flat, NAMES.items(), strict=True):
         _panel(panel, {run: drift.values[name] for run, drift in found.items()}, label)
+        if switch:
+            panel.axvline(switch + 0.5, ls=":", color="black", label="another prompt")
     panels.flat[0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)

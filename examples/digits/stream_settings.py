@@ -42,6 +42,7 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
         near = max(data.frames // said.frames_per_block, 1) * said.frames_per_block
         yield ConfigError("data.frames", data.frames, rule, f"use {near}")
     yield from _of_sinks(said, training)
+    yield from _of_switches(said, training, data.frames)
 
 
 def without_rollout(training: Any) -> Iterator[ConfigError]:
@@ -52,6 +53,9 @@ def without_rollout(training: Any) -> Iterator[ConfigError]:
     if training.sink_distance:
         rule = "it is the distance of sinks, and there is no rollout"
         yield ConfigError("training.sink_distance", training.sink_distance, rule, "remove it")
+    if training.prompt_switches:
+        rule = "a prompt changes between blocks, and there is no rollout"
+        yield ConfigError("training.prompt_switches", training.prompt_switches, rule, "remove it")
 
 
 def _unfit(said: StreamSettings, patch: int) -> Iterator[ConfigError]:
@@ -78,3 +82,16 @@ def _of_sinks(said: StreamSettings, training: Any) -> Iterator[ConfigError]:
     elif said.sink % said.frames_per_block:
         rule = f"with training.sink_distance a sink is whole blocks of {said.frames_per_block}"
         yield ConfigError("rollout.sink", said.sink, rule, f"use {said.frames_per_block}")
+
+
+def _of_switches(said: StreamSettings, training: Any, frames: int) -> Iterator[ConfigError]:
+    """Refuse changes of prompt that no clean clip shows."""
+    if not (share := training.prompt_switches):
+        return
+    if training.forcing != "teacher":
+        rule = f"clean clips show what was before, and with forcing: {training.forcing} are none"
+        remedy = "set it to 0, or training.forcing: teacher"
+        yield ConfigError("training.prompt_switches", share, rule, remedy)
+    elif frames <= said.frames_per_block:
+        rule, remedy = "a prompt changes between blocks, and a clip is one", "raise data.frames"
+        yield ConfigError("training.prompt_switches", share, rule, remedy)

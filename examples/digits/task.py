@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.ink import to_model
 from common.shapes import Shapes
 from flax import nnx
 from jaxtyping import Array, Float
@@ -30,7 +31,7 @@ from .videos import DigitVideos
 # What the blocks of a clip see; how they are drawn may change.
 FORCED = (
     "training.forcing", "training.context_noise", "training.context_dropout",
-    "training.sink_distance",
+    "training.sink_distance", "training.prompt_switches",
     "rollout.frames_per_block", "rollout.window", "rollout.sink",
 )  # fmt: skip
 
@@ -58,6 +59,13 @@ class Digits(DigitVideos):
         return f"{len(self)} digits"
 
 
+class SwitchedDigits(Digits):
+    """Offer beside each video one of another digit that moves alike: what it may have been."""
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return super().__getitem__(index) | {"before": to_model(self.before(int(index)))}
+
+
 @dataclass(frozen=True)
 class DigitsTask:
     """Train the digits' model.
@@ -74,6 +82,7 @@ class DigitsTask:
     folder: None = None
     sizes: None = None
     sampler: None = None
+    frames_per_block: None = None  # it is written where a model is exported
 
     @property
     def part(self) -> str:
@@ -91,7 +100,8 @@ class DigitsTask:
 
     def source(self) -> Digits:
         """Open the digits."""
-        return Digits(self.settings.data)
+        source = SwitchedDigits if self.settings.training.prompt_switches else Digits
+        return source(self.settings.data)
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
         """Begin from random parameters."""
@@ -111,7 +121,7 @@ class DigitsTask:
         stream = self.settings.stream
         if stream is None or self.settings.training.forcing == "none":
             return flow.noised(*how)
-        return flow.forced(*how, stream)
+        return flow.forced(*how, stream, batch.get("before"))
 
     def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
         """Measure how far the predicted velocity is off."""

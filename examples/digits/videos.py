@@ -8,6 +8,7 @@ iterator resumes from one number.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -71,6 +72,15 @@ class DigitVideos:
         self._paths = data.paths
         self._tokens = {prompt: text.encode([prompt])[0] for prompt in all_prompts()}
 
+    @cached_property
+    def _others(self) -> dict[tuple[int, str], list[int]]:
+        """Scans by the digit that they are not, and by a direction that theirs is shown in."""
+        return {
+            (digit, way): [s for s, its in self._pairs if its == way and self._labels[s] != digit]
+            for digit in range(10)
+            for way in STEPS
+        }
+
     def _kept_pairs(self) -> Iterator[tuple[int, str]]:
         """Yield each scan with the directions whose prompts are not held out."""
         held_out = self.data.held_out
@@ -92,6 +102,15 @@ class DigitVideos:
         scan, direction = self._pairs[pair]
         place = rolled if self.data.torus else move
         return place(self._scans[scan], direction, *self._paths[path], self.data)
+
+    def before(self, index: int) -> UInt8[np.ndarray, "F H W"]:
+        """Draw a scan of another digit on the path of the video at `index`, ink from 0 to 16."""
+        pair, path = divmod(index, len(self._paths))
+        scan, direction = self._pairs[pair]
+        others = self._others[int(self._labels[scan]), direction]
+        other = others[int(np.random.default_rng(index).integers(len(others)))]
+        place = rolled if self.data.torus else move
+        return place(self._scans[other], direction, *self._paths[path], self.data)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = int(index)

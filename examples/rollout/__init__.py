@@ -2,6 +2,7 @@
 
 from .denoising import Denoising
 from .reel import Reel
+from .reel_file import load, save
 from .rollout import Rollout
 
-__all__ = ["Denoising", "Reel", "Rollout"]
+__all__ = ["Denoising", "Reel", "Rollout", "load", "save"]

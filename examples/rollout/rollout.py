@@ -69,7 +69,7 @@ class Rollout:
         self.call, self.time_scale = call or _call, time_scale
         self.re_prefill, self._choose = bool(re_prefill), _choice(re_prefill, stream)
         self._graph, self._parameters = nnx.split(model)
-        self._empty, self._key = model.cache, jax.random.key(seed)
+        self.seed, self._empty, self._key = seed, model.cache, jax.random.key(seed)
         own: Any = partial(jax.jit, static_argnums=4)
         self._make = own(self._make_block, donate_argnums=1)
         self._clean = own(self._clean_pass, donate_argnums=1)

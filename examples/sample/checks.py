@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.pipeline_folder import FIRST, SECOND, boundary_of, lacking, pipeline_errors
+from common.trained_blocks import whole_errors
 from common.writable import unwritable
 from common.xla_options import xla_options
 
@@ -41,6 +42,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
         *_expert_errors(task, paths),
         *_file_errors(task, paths),
+        *_block_errors(task, paths),
         *lora_errors(task, paths),
         *_device_errors(task, paths),
     ]
@@ -81,6 +83,13 @@ def _parts(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
     """Name the parts of the folder whose weights are read, of those that are there."""
     has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).is_dir()
     return (task.part, SECOND) if has_two else (task.part,)
+
+
+def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield weights of models that make a video block by block."""
+    setting = "model.folder" if paths.weights is None else "--weights"
+    for part in _parts(task, paths):
+        yield from whole_errors(setting, paths.weights_of(part))
 
 
 def _expert_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:

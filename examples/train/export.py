@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 from common import hosts
+from common.json_file import read_mapping
 from common.pipeline_folder import FIRST, SECOND
+from common.trained_blocks import saying
 from flax import nnx
 from samplers.read import CLASSES
 
@@ -62,13 +62,11 @@ def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
 
 
 def _config(task: Task, whole: Path) -> None:
-    """Copy the sizes of the folder that training began from, or write them."""
+    """Write the sizes, those of the folder that training began from, and the blocks."""
     beside = whole / f"{CONFIG}.partial"
-    if (given := task.folder) is not None:
-        shutil.copyfile(given / CONFIG, beside)
-    else:
-        said: dict[str, Any] = task.sizes.config()
-        beside.write_text(json.dumps(said, indent=2) + "\n")
+    given = task.folder
+    said = task.sizes.config() if given is None else read_mapping(given / CONFIG)
+    beside.write_text(json.dumps(saying(said, task.frames_per_block), indent=2) + "\n")
     beside.replace(whole / CONFIG)
 
 

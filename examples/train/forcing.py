@@ -74,7 +74,9 @@ def mixed(clean: Array, t: Float[Array, "B F"], noise: Array) -> Array:
     return (1 - share) * clean + share * noise
 
 
-def noised(clean: Float[Array, "B F ..."], key: Array, noise: Noise) -> Arrays:
+def noised(
+    clean: Float[Array, "B F ..."], key: Array, noise: Noise, past: Array | None = None
+) -> Arrays:
     """Draw times and noise, for the noisy clips and for the clean ones beside them.
 
     A clean clip has one time, drawn evenly up to `noise.context`, and noise of its own: what the
@@ -84,6 +86,7 @@ def noised(clean: Float[Array, "B F ..."], key: Array, noise: Noise) -> Arrays:
         clean: clips, float32.
         key: of what is drawn.
         noise: which.
+        past: what the clean clips show, where that is something else: default `clean`.
 
     Returns:
         mixed, times [B, F] and velocity of the noisy clips; with a context also context and
@@ -100,7 +103,8 @@ def noised(clean: Float[Array, "B F ..."], key: Array, noise: Noise) -> Arrays:
     one = jnp.where(jax.random.bernoulli(for_drops, noise.dropped, (count, 1)), 1.0, one)
     at = jnp.broadcast_to(one, t.shape)
     own = jax.random.normal(for_context, clean.shape)
-    return found | {"context": mixed(clean, at, own), "context_times": at}
+    past = clean if past is None else past
+    return found | {"context": mixed(past, at, own), "context_times": at}
 
 
 def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:

@@ -29,3 +29,7 @@ class ForcedTraining(FlowTraining):
         """Refuse keys of a context that there is none of, and what every training refuses."""
         yield from super().contradictions(values)
         yield from contradictions(values)
+        if values["forcing"] != "none" and (every := values["picture_every"]):
+            rule = "a picture is of frames that all see each other, which forcing does not teach"
+            remedy = "set it to 0, and stream from what is exported: examples/stream_wan.py"
+            yield ConfigError("picture_every", every, rule, remedy)

@@ -47,6 +47,11 @@ class LatentTask:
         return None if folder is None else part_of(folder, self.part)
 
     @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together: none, except by forcing."""
+        return None
+
+    @property
     def examples_at_once(self) -> int:
         """The examples of one call of the model: a batch, or a part of it."""
         return self.training.batch_size // self.training.gradient_accumulation_steps

@@ -100,6 +100,11 @@ class Task(Protocol):
         ...
 
     @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together; None where all see each other."""
+        ...
+
+    @property
     def sampler(self) -> Any:
         """The `samplers.read.Sampler` of samples; None where none are drawn or exported."""
         ...

@@ -181,7 +181,7 @@ class WanTransformer3D(nnx.Module):
         Raises:
             InputError: an argument does not fit the model or the others.
         """
-        _check_text(text, kv)
+        _check_text(text, image, kv)
         grid = self._grid(latents)
         check_call(latents, t, grid, cache, forcing)
         kv = self.encode(text, image) if text is not None else kv
@@ -278,8 +278,12 @@ def _times(t: Array, frames: int) -> Float[Array, "B F"]:
     return t
 
 
-def _check_text(text: Any, kv: Any) -> None:
+def _check_text(text: Any, image: Any, kv: Any) -> None:
     if (text is None) == (kv is None):
         value = "None, and no kv" if text is None else "given, and kv too"
         rule = "the model takes exactly one of text and kv"
         raise InputError("text", value, rule, "pass text, or kv=encode(text)")
+    if image is not None and kv is not None:
+        rule = "kv holds the keys and values of the text, and of the image that it came with"
+        remedy = "pass kv=encode(text, image), and no image"
+        raise InputError("image", "given beside kv", rule, remedy)

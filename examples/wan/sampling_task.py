@@ -118,6 +118,10 @@ class WanSamplingTask:
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield sides and frames that tokens do not divide, and what a pipeline cannot do."""
         yield from self._pipeline_errors()
+        if "rollout" in self.settings.model_fields_set:
+            rule = "it is of videos made block by block, and here all frames are made at once"
+            remedy = "use examples/stream_wan.py; leave it out for a model of whole videos"
+            yield ConfigError("rollout", "given", rule, remedy)
         if self.sizes.pos_embed_seq_len is not None:
             rule = "a model of first and last frame takes two images, which sampling does not"
             yield ConfigError("model.folder", self.folder, rule, "give another")

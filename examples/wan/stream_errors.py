@@ -31,7 +31,8 @@ def stream_errors(run: StreamRun) -> Iterator[ConfigError]:
 
 def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
     sizes, sampling = run.task.sizes, run.settings.sampling
-    yield from (e for e in run.task.size_errors() if e.setting != "sampling.frames")
+    of_whole_videos = ("sampling.frames", "rollout")
+    yield from (e for e in run.task.size_errors() if e.setting not in of_whole_videos)
     if sizes.in_channels > sizes.out_channels or sizes.image_dim is not None:
         rule = "a block is made of noise alone; an image is the first block of a video"
         yield ConfigError("model.sizes", "an image-to-video model", rule, "give --prefix")
@@ -42,8 +43,12 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
         rule = "a block is made in few steps, or in Euler steps"
         remedy = "leave it out for few steps, or write flow_euler"
         yield ConfigError("sampling.sampler", "unipc", rule, remedy)
-    if (where := run.weights_folder) is not None:
-        yield from block_errors(where, run.settings.rollout.frames_per_block)
+    if run.weights is not None and run.folder is None:
+        rule = "it takes the place of a model's weights, and nothing says which model"
+        yield ConfigError("--weights", run.weights, rule, "give --model FOLDER too")
+    elif (where := run.weights_folder) is not None:
+        setting = "model.folder" if run.weights is None else "--weights"
+        yield from block_errors(setting, where, run.settings.rollout.frames_per_block)
 
 
 def _file_errors(run: StreamRun) -> Iterator[ConfigError]:

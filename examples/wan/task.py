@@ -69,6 +69,12 @@ class WanTask(LatentTask):
         """The folder of a pipeline that holds the transformer."""
         return experts.part(self.settings)
 
+    @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together; None where all see each other."""
+        how = self.settings
+        return None if how.training.forcing == "none" else how.rollout.frames_per_block
+
     @cached_property
     def times(self) -> tuple[float, float]:
         """The least time that is learned, and the time that all are below."""

@@ -49,6 +49,8 @@ REFUSED = {
     "sink_of_a_part": ["sink=2"],
     "context_of_none": ["forcing=none", "sink_distance=0"],
     "forcing": ["forcing=teach"],
+    "switches_of_none": ["forcing=diffusion", "context_noise=0", "context_dropout=0"],
+    "switches_in_a_block": ["data.frames=3", "sink=0", "sink_distance=0"],
     "context_noise": ["training.context_noise=1000.0"],
     "blocks": ["rollout.blocks=0"],
 }

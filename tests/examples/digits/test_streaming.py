@@ -163,9 +163,9 @@ def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureF
     found = Demo(trained, settings).run()
     assert set(found) == set(json.loads((tmp_path / "figures.json").read_text())) == {
         "streamed", "no clean pass", "bidirectional, whole clips", "bidirectional, streamed",
-        "long", "before the switch", "after the switch",
+        "long", "switched", "switched: first digit",
     }  # fmt: skip
-    assert [len(d.digit) for d in found.values()] == [2, 2, 4, 2, 4, 1, 1]
+    assert [len(d.digit) for d in found.values()] == [2, 2, 4, 2, 4, 4, 4]
     for name in ("long.gif", "switch.gif", "quality.png"):
         assert (tmp_path / name).stat().st_size > 1000, name
     assert "FAIL  digit in block 1 at least 97%" in capsys.readouterr().out
@@ -179,7 +179,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def losses(folder: str) -> list[float]:
-        training = SHORT | {"output_dir": str(tmp_path / folder), "sink_distance": 24}
+        more = {"sink_distance": 24, "prompt_switches": 0.5}
+        training = SHORT | {"output_dir": str(tmp_path / folder)} | more
         return train(described(training=training, rollout=STREAMS["sink"]))[1]
 
     report = Steps._report

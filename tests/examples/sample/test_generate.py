@@ -164,6 +164,7 @@ WRONG = {
     "lora_scale_alone": ("sdxl", (*TOLD, *OUT, "--lora-scale", "0.5")),
     "lora_that_is_none": ("sdxl", (*TOLD, *OUT, "--lora", "scheduler")),
     "weights_missing": ("flux", (*TOLD, *OUT, "--weights", "gone")),
+    "blocks": ("wan", (*TOLD, *OUT, "rollout.window=3")),
     "negative_and_file": ("wan", (*TOLD, *OUT, "--negative-prompt", "a dog")),
     "negative_unguided": ("flux", (*PROMPT, *OUT, "--negative-prompt", "a dog")),
     "flux_sizes": ("flux", (*TOLD, *OUT, "--width", "18")),
@@ -382,6 +383,23 @@ def test_models_that_are_others_are_refused(
     shutil.rmtree("transformer")
     with pytest.raises(WeightsError, match=r"config\.json"):
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
+
+
+@pytest.mark.parametrize("which", ["model", "weights"])
+def test_a_model_of_blocks_is_not_drawn_from_at_once(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(tmp_path, "wan")
+    pipeline(tmp_path, "wan", "unipc")
+    shutil.copytree(tmp_path / "transformer", tmp_path / "run" / "transformer")
+    path = tmp_path / ("run/transformer" if which == "weights" else "transformer") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"frames_per_block": 3}))
+    monkeypatch.chdir(tmp_path)
+    more = ("--weights", "run") if which == "weights" else ()
+    with pytest.raises(ConfigError) as error:
+        draw("wan", "--model", ".", *EXACT, *sizes_of("wan"), *TOLD, *OUT, *more)
+    check_golden(f"generate/blocks_of_{which}", str(error.value))
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.parametrize(("name", "of"), [("flux", "wan"), ("wan", "flux"), ("flux", "sdxl")])

@@ -70,6 +70,9 @@ BAD: dict[str, Callable[[], Any]] = {
         cache=streaming().extract(), forcing=Forcing(STREAM, CLEAN[:, :3])
     ),
     "an_image_of_another_kind": lambda: call(cache=streaming(), image=jnp.zeros((1, 5, 10))),
+    "an_image_beside_kv": lambda: plain()(
+        NOISY, T, kv=plain().encode(text()), image=jnp.zeros((1, 5, 10))
+    ),
     "clean_of_another_shape": lambda: forced(CLEAN[:, :3]),
     "times_without_a_clean_clip": lambda: forced(None, T),
     "times_of_clean_for_each_video": lambda: forced(t_clean=T[:, 0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stream_wan
+from common.trained_blocks import saying
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from wan.model import WanTransformer3D
@@ -46,13 +48,18 @@ def config(tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a small model with random weights."""
+    """Save a small model with random weights, as one that was trained block by block."""
     model = WanTransformer3D(SIZES, rngs=nnx.Rngs(3))
     state = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda x: x + 0.05, state))
     weights.save_diffusers(model, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES.config()))
+    says(tmp_path / "model", 3)
     return tmp_path / "model"
+
+
+def says(folder: Path, frames: int | None) -> None:
+    """Write what a model's folder says of its sizes and blocks."""
+    (folder / "config.json").write_text(json.dumps(saying(SIZES.config(), frames)))
 
 
 def stream(*arguments: Any) -> np.ndarray:
@@ -106,23 +113,35 @@ def test_without_a_window_the_cache_has_a_slot_for_every_frame(config: str, tmp_
     assert made.shape[2] == 7
 
 
-@pytest.mark.parametrize("said", [None, 3])
-def test_a_folder_that_says_no_blocks_is_warned_of(
-    said: int | None, config: str, folder: Path, tmp_path: Path, capsys: Any
+def test_a_file_that_says_no_blocks_is_warned_of(
+    config: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """A bidirectional checkpoint that is run block by block is not run without a word."""
-    if said is not None:
-        config_json = SIZES.config() | {"frames_per_block": said}
-        (folder / "config.json").write_text(json.dumps(config_json))
+    """Weights of Self-Forcing are a file, which says nothing; the model's folder does not count."""
+    says(folder, None)
     told = embeddings(tmp_path / "told.safetensors", 1)
-    out = ("--blocks", 1, "--latents", tmp_path / "out")
-    stream(config, "--model", folder, "--embeddings", told, *out)
-    assert ("trained on whole videos" in capsys.readouterr().out) == (said is None)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    given = (config, "--model", folder, "--embeddings", told, "--blocks", 1)
+    stream(*given, "--latents", tmp_path / "out", "--weights", file)
+    assert "trained on whole videos" in capsys.readouterr().out
 
 
 def other_blocks(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
-    config_json = SIZES.config() | {"frames_per_block": 1}
-    (folder / "config.json").write_text(json.dumps(config_json))
+    says(folder, 1)
+    return from_folder(folder, tmp_path)
+
+
+def whole_videos(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+    says(folder, None)
+    return from_folder(folder, tmp_path)
+
+
+def weights_of_whole_videos(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+    shutil.copytree(folder, tmp_path / "whole")
+    says(tmp_path / "whole", None)
+    return *from_folder(folder, tmp_path), "--weights", "whole"
+
+
+def from_folder(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
     told = embeddings(tmp_path / "told.safetensors", 1)
     return "--model", "model", "--embeddings", told.name
 
@@ -149,6 +168,9 @@ BAD: dict[str, Any] = {
     "rows_of_other_scenes": too_few_rows,
     "no_blocks_at_all": lambda *_: ("--prompt", "any", "--blocks", "0"),
     "blocks_of_another_length": other_blocks,
+    "a_model_of_whole_videos": whole_videos,
+    "weights_of_whole_videos": weights_of_whole_videos,
+    "weights_without_a_model": lambda *_: ("--prompt", "any", "--weights", "model"),
     "a_prefix_of_half_a_block": short_prefix,
     "unipc": lambda *_: ("--prompt", "any", "sampling.sampler=unipc"),
     "an_image_model": lambda *_: ("--prompt", "any", "model.in_channels=8"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common.forcing import Forcing
+from common.trained_blocks import block_errors, frames_per_block
 from flax import nnx
 from train.loop import Training
 from wan.settings import Settings, TrainingSettings
@@ -86,6 +87,25 @@ def test_a_run_learns_and_goes_on_bit_for_bit(how: str, tmp_path: Path):
     assert np.isfinite(whole).all()
     run("parts", 2)
     assert run("parts", 4) == whole
+
+
+def test_what_is_exported_says_its_blocks(tmp_path: Path):
+    """A folder that says blocks makes such; trained on whole videos, it says none."""
+    data = folder(tmp_path / "data", "wan", latents=(4, FRAMES, 4, 4))
+    how = {"export": True, "steps": 1}
+    Training(WanTask.of(forced(tmp_path / "a", WAN, data, forcing="teacher", **how))).run()
+    made = tmp_path / "a" / "transformer"
+    assert frames_per_block(made) == 2
+    assert not list(block_errors("model.folder", made, 2))
+    again = {"folder": str(made), "dtype": "float32"}
+    Training(WanTask.of(forced(tmp_path / "b", again, data, **how))).run()
+    assert frames_per_block(tmp_path / "b" / "transformer") is None
+
+
+def test_pictures_of_whole_videos_are_refused():
+    with pytest.raises(ConfigError) as error:
+        TrainingSettings(forcing="teacher", picture_every=10)
+    check_golden("forcing/pictures", str(error.value))
 
 
 def test_clips_of_parts_of_blocks_are_refused(tmp_path: Path):

@@ -1,0 +1,200 @@
+"""A video that is kept on disk goes on bit for bit; files that do not fit are refused.
+
+Messages: golden/reel.txt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout import Denoising, Reel, Rollout, load, save
+from safetensors.numpy import load_file, save_file
+
+import maxattn as ma
+from maxattn.errors import MaxattnError
+from tests.examples.wan.streamed import SIDES, TOKENS, plain, small, text
+from tests.golden_text import check_golden
+
+HOW = Denoising((1000, 500))
+STREAMS = {
+    "sink": ma.Stream(TOKENS, 3, 3, sink=2),
+    "every frame": ma.Stream(TOKENS, 3),
+    "alone": ma.Stream(TOKENS, 3, 2, first_frame_alone=True),
+}
+
+
+def rollout(stream: ma.Stream = STREAMS["sink"], **how: Any) -> Rollout:
+    return Rollout(how.pop("model", None) or plain(), stream, (*SIDES, 4), HOW, **how)
+
+
+def told(seed: int = 0) -> Any:
+    return plain().encode(text(seed=seed))
+
+
+def frames(stream: ma.Stream) -> dict[str, int]:
+    return {} if stream.window else {"frames": 18}
+
+
+def made(run: Rollout, reel: Reel, count: int) -> tuple[list[Any], Reel]:
+    parts = []
+    for x, after in run.blocks(reel, count):
+        parts.append(np.asarray(x))
+        reel = after
+    return parts, reel
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_saved_video_goes_on_bit_for_bit(name: str, blocks: int, tmp_path: Path) -> None:
+    stream = STREAMS[name]
+    run = rollout(stream)
+    _, reel = made(run, run.begin(told(), **frames(stream)), blocks)
+    save(run, reel, tmp_path)
+    other = rollout(stream)
+    again = load(other, tmp_path, jax.eval_shape(told))
+    assert (again.frame, again.batch) == (reel.frame, reel.batch)
+    if blocks:  # with another prompt too, which takes the clean latents
+        again, reel = other.switch(again, told(1)), run.switch(reel, told(1))
+    for got, want in zip(made(other, again, 2)[0], made(run, reel, 2)[0], strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_bfloat16_rows_and_re_prefill(tmp_path: Path) -> None:
+    model = small(dtype=jnp.bfloat16)
+    kv = model.encode(jnp.concatenate([text(seed=i) for i in (0, 1)]))
+    for more in ({}, {"re_prefill": True}):
+        run = rollout(model=model, **more)
+        _, reel = made(run, run.begin(kv, 2), 4)
+        save(run, reel, tmp_path)
+        again = load(run, tmp_path, kv)
+        assert (again.cache is None) == bool(more)
+        for got, want in zip(made(run, again, 1)[0], made(run, reel, 1)[0], strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_a_cache_on_a_mesh_lies_as_it_did(tmp_path: Path) -> None:
+    config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=2)
+    mesh = config.make_mesh(jax.devices()[:2])
+    run = rollout(model=small(mesh))
+    _, reel = made(run, run.begin(told()), 3)
+    save(run, reel, tmp_path)
+    again = load(run, tmp_path, told())
+    assert again.cache is not None and reel.cache is not None
+    assert again.cache.k.sharding == reel.cache.k.sharding
+    for got, want in zip(made(run, again, 2)[0], made(run, reel, 2)[0], strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_folder_holds_the_last_reel_alone(tmp_path: Path) -> None:
+    run = rollout()
+    reel = run.begin(told())
+    for _ in range(3):
+        _, reel = run.block(reel)
+        save(run, reel, tmp_path)
+    assert load(run, tmp_path, told()).frame == 9
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def used_up(folder: Path) -> None:
+    run = rollout()
+    reel = run.begin(told())
+    run.block(reel)
+    save(run, reel, folder)
+
+
+def said(**changes: Any) -> Callable[[Path], Any]:
+    """Change what the JSON file says; None takes a key out."""
+
+    def change(folder: Path) -> Any:
+        path = folder / "reel.json"
+        held = {k: x for k, x in (json.loads(path.read_text()) | changes).items() if x is not None}
+        path.write_text(json.dumps(held))
+        return load(rollout(), folder, told())
+
+    return change
+
+
+def of_cache(folder: Path) -> Any:
+    held = json.loads((folder / "reel.json").read_text())["cache"]
+    return said(cache=held | {"stage": "half"})(folder)
+
+
+def arrays(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    """Change the file of arrays."""
+
+    def changed(folder: Path) -> Any:
+        path = next(folder.glob("*.safetensors"))
+        held = load_file(path)
+        change(held)
+        name = "reel-00000000.safetensors"
+        path.unlink()
+        save_file(held, folder / name)
+        return said(file=name)(folder)
+
+    return changed
+
+
+def cut(folder: Path) -> Any:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-8])
+    whole = path.rename(folder / "reel-00000000.safetensors")
+    return said(file=whole.name)(folder)
+
+
+def other(**how: Any) -> Callable[[Path], Any]:
+    return lambda folder: load(rollout(**how), folder, told())
+
+
+def other_steps(folder: Path) -> Any:
+    run = rollout()
+    run.how = replace(HOW, timestep_shift=3.0)
+    return load(run, folder, told())
+
+
+BAD: dict[str, Callable[[Path], Any]] = {
+    "used_up": used_up,
+    "no_folder": lambda folder: load(rollout(), Path("gone"), told()),
+    "no_json": lambda folder: ((folder / "reel.json").write_text("{"), said()(folder)),
+    "more_keys": said(colour="red"),
+    "fewer_keys": said(batch=None),
+    "another_format": said(format=2),
+    "a_batch_of_words": said(batch="one"),
+    "a_file_elsewhere": said(file="../reel-1.safetensors"),
+    "a_stage_of_no_cache": of_cache,
+    "a_file_that_is_gone": said(file="reel-1.safetensors"),
+    "a_file_that_is_cut": cut,
+    "an_array_less": arrays(lambda held: held.pop("cache.v")),
+    "an_array_more": arrays(lambda held: held.update(more=np.zeros(1, np.float32))),
+    "keys_of_another_dtype": arrays(
+        lambda held: held.update({"cache.k": held["cache.k"].astype(np.float16)})
+    ),
+    "told_of_another_structure": lambda folder: load(rollout(), folder, jnp.zeros((1, 3, 8))),
+    "another_seed": other(seed=1),
+    "another_stream": other(stream=ma.Stream(TOKENS, 3, 2)),
+    "other_steps": other_steps,
+    "no_cache_kept": other(re_prefill=True),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rollout.reel_file.secrets.token_hex", lambda _: "00000000")
+    run, folder = rollout(), Path("kept")
+    save(run, run.block(run.begin(told()))[1], folder)
+    with pytest.raises(MaxattnError) as caught:
+        BAD[name](folder)
+    check_golden(f"reel/{name}", str(caught.value))
