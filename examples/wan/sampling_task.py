@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
+from common.scan import scan_here
 from common.shapes import Form
 from common.size_types import size_of
 from flax import nnx
@@ -187,9 +188,10 @@ class WanSamplingTask:
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
-        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
-        return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of text and image in every block, once for all steps."""
