@@ -74,7 +74,7 @@ def run(said: argparse.Namespace, work: workloads.Workload, step: Step, compile_
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:
     """Return what the command line asks for."""
     scan = scan_here(said.scan_layers) if said.what == "denoise" else said.scan_layers is not False
-    how = {"scan_layers": scan}
+    how: dict[str, Any] = {"scan_layers": scan}
     if said.model == "wan":
         size = (said.height or 480, said.width or 832, said.frames)
         return workloads.wan(config, said.batch or 1, *size, SIZES[said.size], **how)
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     told = "compile each block, or one for all; default as model.scan_layers: null has it"
     add("--scan-layers", action=argparse.BooleanOptionalAction, help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
-    told = "of XLA's compiler; on a GPU xla_gpu_dot_merger_threshold_mb=0 is usual in denoising"
+    told = "of XLA's compiler; on a GPU denoising has those of sampling before them"
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=told)
     _add_timing(found)
     return found

@@ -13,10 +13,10 @@ from maxattn.errors import ConfigError
 
 SWITCHES = {"true": True, "false": False}
 MODES = {name: f"COLLECTIVES_{name.upper()}_MEMORY" for name in ("private", "symmetric", "peer")}
+# XLA for GPUs joins products that share an input, and copies their weights together in every step.
+# Behind a product that it writes in Triton a gelu is a pass of its own; cuBLAS's product takes it.
+FOR_SAMPLING = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}}
 # Values that XLA_FLAGS spells in one way and `compiler_options` in another.
-# XLA for GPUs joins products that share an input, and with them their weights, in every step: the
-# copies take longer than the larger product saves.
-FOR_SAMPLING = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0}}
 SPELT = {"xla_gpu_collective_permute_mode": MODES}
 
 

@@ -345,18 +345,17 @@ class CacheLayer(NamedTuple):
     def arrays(self) -> tuple[Array, Array, Int[Array, ""]]:
         """The keys and values that hold the layer, [L, B, S, K, H], and its index in them."""
         k, v = self.cache.k, self.cache.v
-        if isinstance(k, tuple) and isinstance(v, tuple):
+        if isinstance(k, tuple) or isinstance(v, tuple):
             return k[self.index], v[self.index], jnp.zeros((), jnp.int32)
         return k, v, jnp.asarray(self.index, jnp.int32)
 
     def changed(self, k: Array, v: Array) -> KVCache:
         """Return the cache with what `arrays` gave, changed."""
-        cache, index = self
-        if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
-            k, v = (
-                (*old[:index], new, *old[index + 1 :]) for old, new in ((cache.k, k), (cache.v, v))
-            )
-        return replace(cache, k=k, v=v)
+        cache, i = self
+        if not cache.is_per_layer:
+            return replace(cache, k=k, v=v)
+        both = [(*old[:i], new, *old[i + 1 :]) for old, new in ((cache.k, k), (cache.v, v))]
+        return replace(cache, k=both[0], v=both[1])
 
 
 def _ends(frame: Array) -> tuple[int, int]:

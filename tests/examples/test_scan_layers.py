@@ -1,4 +1,4 @@
-"""Models whose layers are scanned, and the same with layers of their own: one function, one folder."""
+"""Models with scanned layers and with separate ones: one function, one folder."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ def test_a_gpu_that_samples_scans_nothing_unless_it_is_told() -> None:
     assert are_scanned(wan(True).blocks) and not are_scanned(wan(False).blocks)
 
 
-def test_on_a_gpu_products_are_not_joined_unless_it_is_told() -> None:
-    name = "xla_gpu_dot_merger_threshold_mb"
+def test_on_a_gpu_products_stay_apart_unless_it_is_told() -> None:
+    apart, triton = "xla_gpu_dot_merger_threshold_mb", "xla_gpu_enable_triton_gemm"
     assert sampling_options([]) == {}
     with H200.assumed():
-        assert sampling_options([]) == {name: 0}
-        assert sampling_options([f"{name}=32"]) == {name: "32"}
+        assert sampling_options([]) == {apart: 0, triton: False}
+        assert sampling_options([f"{apart}=32"]) == {apart: "32", triton: False}

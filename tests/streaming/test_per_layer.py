@@ -1,4 +1,4 @@
-"""A cache with arrays of each layer keeps what one array of all layers keeps, and copies nothing."""
+"""A cache with arrays of each layer: what it keeps is what one array of all layers keeps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_no_program_copies_a_layer(stage: str, rows: bool) -> None:
     # A CPU's attention copies what it transposes; none of that has the cache's axes.
     form = f"= f32[{','.join(map(str, cache.k[0].shape))}]"
     assert not [line for line in copies(program.as_text(), cache.k[0].size) if form in line]
-    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
+    memory: Any = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.nbytes
 
 
 def test_rows_prompts_and_prefixes_go_the_same_way() -> None:
