@@ -71,8 +71,7 @@ def error(got, want) -> float:
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
-    finite = np.isfinite(want)
-    assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
+    finite = _finite(got, want)
     if not finite.any():
         return 0.0
     worst = np.abs(got[finite] - want[finite]).max()
@@ -87,8 +86,7 @@ def mean_error(got, want) -> float:
     one.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    finite = np.isfinite(want)
-    assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
+    finite = _finite(got, want)
     if not finite.any():
         return 0.0
     rms = [
@@ -96,3 +94,12 @@ def mean_error(got, want) -> float:
         for x in (np.where(finite, got, 0) - np.where(finite, want, 0), want)
     ]
     return rms[0] / max(rms[1], 1e-3)
+
+
+def _finite(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Tell which entries are wanted finite. NaN is an error: no comparison finds it too large."""
+    finite = np.isfinite(want)
+    assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
+    wrong = np.count_nonzero(~np.isfinite(got[finite]))
+    assert not wrong, f"{wrong} of {got.size} entries are not finite, and should be"
+    return finite

@@ -172,6 +172,17 @@ def test_files_that_are_named_are_there(page):
         assert there or name in MADE, f"{page}: there is no file {name}"
 
 
+def test_lines_of_a_family_are_about_those_that_there_are():
+    """The table says what a model family takes: within a tenth, or ten lines of a short file."""
+    row = re.compile(r"^\| (`examples/[^|]+`) \|[^|]*\| (\d+) \|", re.MULTILINE)
+    found = row.findall(text_of("docs/architecture.md"))
+    assert len(found) >= 8
+    for files, said in found:
+        names = re.findall(r"`([^`]+)`", files)
+        lines = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in names)
+        assert abs(lines - int(said)) <= max(10, lines / 10), f"{files}: {said}, and it has {lines}"
+
+
 def test_pages_that_code_names_are_there():
     for folder in ("maxattn", "examples", "configs", "tests"):
         for file in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.yml")]:

@@ -82,6 +82,7 @@ def rows() -> tuple[Asked, ...]:
         *(Asked("mask", name, replace(PLAIN, mask=mask)) for name, mask in MASKS.items()),
         *(Asked("dtype", f"`{d}`", replace(PLAIN, dtype=d)) for d in DTYPES),
         *(Asked("head dim", str(h), replace(PLAIN, head_dim=h, scale=0.0)) for h in HEAD_DIMS),
+        Asked("head dim", "128, and 64 of the values", replace(PLAIN, value_head_dim=64)),
         Asked("heads", "8 query heads share 2 key heads (GQA)", gqa),
         Asked("heads", "8 query heads share 1 key head (MQA)", mqa),
         Asked("other", "an additive bias of q's dtype", replace(PLAIN, bias=bias)),

@@ -70,7 +70,7 @@ class Step:
         # Young averages forget faster, or they would remember where training began.
         decay = jnp.minimum(self.training.ema_decay, (1.0 + state.step) / (10.0 + state.step))
         average = followed(state.average, trained, decay) if state.average else {}
-        facts = Facts(loss, optax.global_norm(gradient))
+        facts = Facts(loss, optax.tree.norm(gradient))
         return State(state.step + 1, trained, average, moments), facts
 
     def gradients(

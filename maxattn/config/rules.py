@@ -17,6 +17,7 @@ from maxattn.kernels import table as kernel_table
 Role = Literal["self", "cross"]
 Hardware = Literal["cpu", "gpu", "tpu"]
 Fallback = Literal["error", "warn", "allow"]
+RingDirection = Literal["auto", "one_way", "both_ways"]
 RematPolicy = Literal[
     "NONE", "FULL", "SAVE_ATTENTION", "SAVE_ATTENTION_AND_MATMUL", "MATMUL_WITHOUT_BATCH",
     "OFFLOAD_MATMUL_WITHOUT_BATCH",

@@ -22,7 +22,7 @@ from maxattn.config.field_types import (
     PositiveOrRest,
     Strategy,
 )
-from maxattn.config.rules import AXES, Fallback, Hardware, RematPolicy, Role
+from maxattn.config.rules import AXES, Fallback, Hardware, RematPolicy, RingDirection, Role
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
 
@@ -135,6 +135,8 @@ class AttentionConfig(Section):
     """Ask the TPU compiler for its experimental scheduler, in the kernels that can."""
     ulysses_shards: PositiveOrRest = -1
     """Devices of the context axis that exchange heads under ulysses_ring; -1 chooses."""
+    ring_direction: RingDirection = "auto"
+    """How K and V go round a ring: one_way, or both_ways, half of the heads each; auto chooses."""
     ulysses_attention_chunks: Positive = 1
     """Groups of heads that ulysses exchanges one after the other, to overlap with compute."""
     deterministic: bool = False

@@ -35,16 +35,19 @@ class StrategyRow:
 
 _ULYSSES = "maxattn.context_parallel.ulysses"
 _CHUNKS, _SHARDS = "ulysses_attention_chunks", "ulysses_shards"
+_DIRECTION = "ring_direction"
 TABLE: Table[StrategyRow] = Table(
     "context strategy",
     (
         StrategyRow("none", "maxattn.context_parallel.all_gather:ReplicatedKeys"),
         StrategyRow("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
-        StrategyRow("ring", "maxattn.context_parallel.ring.ring:Ring", in_attention=True),
+        StrategyRow("ring", "maxattn.context_parallel.ring.ring:Ring", (_DIRECTION,), True),
         StrategyRow(
             "ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, "attention_sharding_uniform"), True
         ),
-        StrategyRow("ulysses_ring", f"{_ULYSSES}:UlyssesRing", (_SHARDS, _CHUNKS), True),
+        StrategyRow(
+            "ulysses_ring", f"{_ULYSSES}:UlyssesRing", (_SHARDS, _CHUNKS, _DIRECTION), True
+        ),
     ),
 )
 add, remove = TABLE.add, TABLE.remove

@@ -68,7 +68,7 @@ class Ulysses(Strategy):
             rule = f"ulysses_shards={group} must divide the context axis, {n}"
             fits = ", ".join(map(str, divisors(n, 1)))
             return Reason(self.name, "ulysses_shards", rule, f"set it to one of {fits}")
-        return self._refuse_heads(call.heads) if call.heads % shares else None
+        return self._refuse_heads(call.heads) if call.heads % shares else self.inner.supports(call)
 
     def _refuse_heads(self, heads: int) -> Reason:
         """Name group sizes that divide the heads."""
@@ -201,7 +201,8 @@ class UlyssesRing(Ulysses):
         built = cls._of(Ring(shape, group=group), config, call)
         if built.supports(call):
             return built
-        return replace(built, inner=Ring.of_groups(group, shape, call, target))
+        inner = Ring.of_groups(group, shape, config, call, target, built.chunks)
+        return replace(built, inner=inner)
 
 
 def _largest_group(devices: int, heads: int) -> int:

@@ -38,6 +38,7 @@ __all__ = [
     "TokamaxFlash",
     "TpuFlash",
     "build",
+    "computed_call",
     "refusal",
 ]
 
@@ -52,31 +53,55 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         deterministic: refuse one whose backward does not repeat bit for bit, too.
     """
     for part in name.split("/"):
-        reason = missing(part, target) or _refused_values(part, local)
-        reason = reason or KERNELS[part].supports(local, target)
+        call = computed_call(part, local)
+        reason = missing(part, target) or KERNELS[part].supports(call, target)
         if reason is None and deterministic:
-            reason = KERNELS[part].repeats(local, target)
+            reason = KERNELS[part].repeats(call, target)
         if reason is not None:
-            return reason
+            return reason if call is local else _of_padding(reason, local)
     return None
 
 
-def _refused_values(name: str, call: Call) -> Reason | None:
-    """Return why a kernel cannot take the head dim of the values."""
-    if not call.value_head_dim or KERNELS[name].takes_value_dim:
-        return None
-    rule = f"it takes values of the keys' head dim {call.head_dim}, and these have {call.value_dim}"
-    return Reason(name, "value head dim", rule, "set attention: auto")
+def computed_call(name: str, local: Call) -> Call:
+    """Return the call that a kernel computes: its heads padded to one size, if it takes no other.
+
+    Args:
+        name: of a kernel; of a pair "a/b" one that pads answers for both.
+        local: the call that one device computes.
+    """
+    if not local.value_head_dim:
+        return local
+    if all(KERNELS[part].takes_value_dim for part in name.split("/")):
+        return local
+    from maxattn.kernels.composed.padded_heads import with_one_head_dim
+
+    return with_one_head_dim(local)
+
+
+def _of_padding(reason: Reason, local: Call) -> Reason:
+    from maxattn.kernels.composed.padded_heads import padded_reason
+
+    return padded_reason(reason, local)
 
 
 def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
     """Decide everything about a kernel, or about a pair "a/b", for a local call."""
-    first, *second = (KERNELS[part].build(local, config, target) for part in name.split("/"))
+    first, *second = (_build_one(part, local, config, target) for part in name.split("/"))
     if not second:
         return first
-    from maxattn.kernels.pair import Pair
+    from maxattn.kernels.composed.pair import Pair
 
     return Pair(first, *second)
+
+
+def _build_one(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
+    call = computed_call(name, local)
+    kernel = KERNELS[name].build(call, config, target)
+    if call is local:
+        return kernel
+    from maxattn.kernels.composed.padded_heads import PaddedHeads
+
+    return PaddedHeads(kernel, local.head_dim, local.value_dim)
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,8 @@ class Inputs:
 
     Args:
         q: queries; K divides N, and N / K neighbouring query heads share a key head.
-        k, v: keys and values; V is H but for kernels that say `takes_value_dim`.
+        k, v: keys and values; V is H but for kernels that say `takes_value_dim`, since heads are
+            padded to one size for the others (composed/padded_heads.py).
         bias: is added to the scores; None for none.
         mask: a bound mask, of the positions that the offsets give.
         q_offset, kv_offset: the positions of the first query and of the first key.
@@ -125,7 +126,7 @@ class Kernel:
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
     takes_value_dim: ClassVar[bool] = False
-    """Whether values may have another head dim than keys; else such calls are refused."""
+    """Whether values may have another head dim than keys; else both are padded to the larger."""
     needs_an_example: ClassVar[bool] = False
     """Whether `vmap` over no example is refused."""
     blocks: ClassVar[BlockSizes | None] = None
@@ -168,6 +169,11 @@ class Kernel:
         raise NotImplementedError
 
     # ---- what a plan says of it, and what `auto` asks --------------------------------------------
+
+    @property
+    def computes(self) -> Kernel:
+        """The kernel that computes, of one that only prepares its operands; else itself."""
+        return self
 
     def lines(self, call: Call) -> Lines:
         """Return what `explain` prints of the kernel for a local call."""

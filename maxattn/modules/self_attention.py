@@ -50,8 +50,8 @@ class FlaxAttention(AttentionBase):
             joined, [B, T, N*H], for models that project them with other channels.
         gate: None, "per_head" (heads times 2 sigmoid(to_gate_logits x)) or "per_channel" (channels
             times sigmoid(to_gate x)), before to_out; default None.
-        dim_head_v: V, channels of a head of the values; default H. Kernels of libraries refuse
-            another; `dot_product` takes it.
+        dim_head_v: V, channels of a head of the values; default H. Kernels but `dot_product` pad
+            both to the larger.
         config: which kernel and parallelism; default `AttentionConfig()`.
         mesh: devices to spread over; default none.
         dtype: of the computation; default that of input and parameters together.

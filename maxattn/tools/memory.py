@@ -16,6 +16,7 @@ from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.call import Call
 from maxattn.context_parallel.base import itemsize, readable
 from maxattn.devices import memory_of
+from maxattn.kernels import computed_call
 from maxattn.plan import Plan
 from maxattn.sharding import ways
 
@@ -104,8 +105,19 @@ def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
         return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
     blocks = plan.kernel.blocks
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
-        return [Part("log-sum-exp", rows * FLOAT)]
-    return list(of_tiles(plan.kernel.name, local, blocks, training))
+        return [Part("log-sum-exp", rows * FLOAT), *_padded_heads(plan, local, training)]
+    name = plan.kernel.name
+    return list(of_tiles(name, computed_call(name, local), blocks, training))
+
+
+def _padded_heads(plan: Plan, local: Call, training: bool) -> list[Part]:
+    """Count the copies that zeros make wider: V and out, or Q and K, with their gradients."""
+    wide = computed_call(plan.kernel.name, local)
+    if wide is local:
+        return []
+    dim = (wide.head_dim,)
+    size = (2 if training else 1) * (_queries(local, dim) + _keys(local, dim))
+    return [Part(f"heads padded to {dim[0]}", size)]
 
 
 def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tuple[Part, ...]:

@@ -1,4 +1,4 @@
-"""Attention shapes of known models, by name, and how a user writes one: B,T,S,N,H[,K]."""
+"""Attention shapes of known models, by name, and how a user writes one: B,T,S,N,H[/V][,K]."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Shape:
         mask: which query sees which key.
         dtype: of q, k and v.
         what: one line about it.
+        value_dim: V, where values have another head dim than H; else 0.
     """
 
     name: str
@@ -45,13 +46,15 @@ class Shape:
     mask: Mask = FULL
     dtype: str = "bfloat16"
     what: str = ""
+    value_dim: int = 0
 
     def call(self) -> Call:
         """Describe it as a call."""
         mask = self.mask.bind(self.q_len, self.kv_len, self.batch, self.heads).form()
         heads = self.heads, self.kv_heads or self.heads, self.head_dim
         sizes = self.batch, self.q_len, self.kv_len, *heads
-        return Call(*sizes, self.dtype, mask, role=self.role)
+        values = 0 if self.value_dim == self.head_dim else self.value_dim
+        return Call(*sizes, self.dtype, mask, role=self.role, value_head_dim=values)
 
 
 def _self(
@@ -103,7 +106,7 @@ SHAPES = {shape.name: shape for shape in _ALL}
 
 
 def read(text: str) -> Shape:
-    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[,K].
+    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[/V][,K].
 
     It is self-attention where T = S.
 
@@ -112,19 +115,25 @@ def read(text: str) -> Shape:
     """
     if text in SHAPES:
         return SHAPES[text]
-    b, t, s, n, h, *k = _numbers(text)
+    (b, t, s, n, h, *k), value_dim = _numbers(text)
     if k and n % k[0]:
         rule = f"K divides N, and {k[0]} does not divide {n}"
         choices = ", ".join(map(str, divisors(n)))
         raise InputError("shape", text, rule, f"give a K of {choices}")
-    return Shape(text, b, t, s, n, h, *k, role="self" if t == s else "cross")
+    role: Role = "self" if t == s else "cross"
+    return Shape(text, b, t, s, n, h, *k, role=role, value_dim=value_dim)
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [whole_in(word) for word in text.split(",", 6)]
-    if len(numbers) in (5, 6) and all(numbers):
-        return [number for number in numbers if number]
-    rule = f"it is B,T,S,N,H[,K] in whole numbers, or one of {', '.join(SHAPES)}"
+def _numbers(text: str) -> tuple[list[int], int]:
+    """Read the sizes, and V; 0 where it is not written."""
+    words = text.split(",", 6)
+    head_dim, has_values, values = (words[4] if len(words) > 4 else "").partition("/")
+    words[4:5] = [head_dim, *([values] if has_values else [])]
+    numbers = [whole_in(word) for word in words]
+    if len(numbers) - bool(has_values) in (5, 6) and all(numbers):
+        whole_numbers = [number for number in numbers if number]
+        return whole_numbers, whole_numbers.pop(5) if has_values else 0
+    rule = f"it is B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
     remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
     raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
 
@@ -158,9 +167,9 @@ def changed(
 def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
     """Find the shapes that a file's own sections describe; none where they do not say enough.
 
-    `model.shapes` is a list of names or B,T,S,N,H[,K]. Else `model.heads` and `model.dim_head` with
-    the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height` and
-    `data.width` (or `data.canvas` for both). `training.batch_size` is B, else 1;
+    `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Else `model.heads` and `model.dim_head`
+    with the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height`
+    and `data.width` (or `data.canvas` for both). `training.batch_size` is B, else 1;
     `model.text_tokens` adds cross-attention.
 
     Args:

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast, get_args
 
 from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
 from maxattn.block_sizes.sizes import KernelKind
+from maxattn.kernels import computed_call
 from maxattn.kernels.auto import gpu
 from maxattn.plan import Plan
 
@@ -55,7 +56,8 @@ def _on_tpu(plan: Plan) -> Predicted | None:
     name = plan.kernel.for_inference().name
     if name not in get_args(KernelKind):
         return None
-    found = estimated_sizes(cast(KernelKind, name), plan.padded_call, plan.target, False)
+    call = computed_call(name, plan.padded_call)
+    found = estimated_sizes(cast(KernelKind, name), call, plan.target, False)
     if found is None:
         return None
     fast, slow = (1e3 * end for end in found.seconds)

@@ -10,7 +10,7 @@ import pytest
 from maxattn.block_sizes.estimated import table
 from maxattn.block_sizes.estimated.choose import Costs
 from maxattn.block_sizes.estimated.defaults import estimated_sizes
-from maxattn.block_sizes.estimated.step_cost import StepCost
+from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost
 from maxattn.block_sizes.estimated.table import ShippedCosts, group_name
 from maxattn.decide import decide
 
@@ -24,8 +24,17 @@ def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> St
     return StepCost(bundles, 0, body, body, 1, step_bytes, 0, 0)
 
 
-def costs(small: int, large: int, waits: int = 0, fused: bool = False) -> Costs:
-    """Bundles of a step with tiles of 512 and of 1,024, the same for every kernel of a pass."""
+def costs(
+    small: int, large: int, waits: int = 0, fused: bool = False, interval: bool = False
+) -> Costs:
+    """Bundles of a step with tiles of 512 and of 1,024, the same for every kernel of a pass.
+
+    Args:
+        small, large: bundles.
+        waits: cycles that a step waits.
+        fused: of the fused backward.
+        interval: of an interval of keys too.
+    """
     backward = {"fused": 3} if fused else {"dkv": 3, "dq": 2}
     both = ((512, small), (1024, large))
     return {
@@ -34,15 +43,15 @@ def costs(small: int, large: int, waits: int = 0, fused: bool = False) -> Costs:
             for side, bundles in both
         }
         for kind in ("fwd", *backward)
-        for masked in (False, True)
+        for masked in list(Evaluates)[: 2 + interval]
     }  # type: ignore[return-value]
 
 
-def own_costs(bundles: int, online: int, side: int = 2048) -> Costs:
+def own_costs(bundles: int, online: int, side: int = 2048, interval: bool = False) -> Costs:
     """Costs of `tpu_flash` with tiles of one size; `online` bundles are the other softmax's."""
     found = {"fwd": bundles, "online": online, "fused": 2 * bundles}
     tile = side, side, 512
-    every = ((kind, masked) for kind in found for masked in (False, True))
+    every = ((kind, masked) for kind in found for masked in list(Evaluates)[: 2 + interval])
     return {(kind, m): {tile: cost(found[kind])} for kind, m in every}  # type: ignore[misc]
 
 

@@ -48,7 +48,7 @@ def test_two_cores_share_the_steps_and_hbm_may_be_slower():
 
 def test_padding_costs_whole_tiles():
     known, longer = costs(100, 350), replace(CALL, kv_len=8200)
-    fitting, padded = (price(known, "fwd", (1024,) * 3, c, V6E) for c in (CALL, longer))
+    fitting, padded = (price(known, "fwd", (1024,) * 3, c, V6E, "flash") for c in (CALL, longer))
     assert fitting is not None and padded is not None
     assert padded.slow == pytest.approx(fitting.slow * 9 / 8)
 
@@ -109,7 +109,7 @@ def test_the_fused_backward_pays_for_its_parts():
     known = costs(100, 350, fused=True)
     sizes = BlockSizes(512, 512, 512, 512, 512, 512, use_fused_bwd_kernel=True)
     whole = seconds_of(known, sizes, CALL, "flash", V6E)
-    kernels = [price(known, kind, (512,) * 3, CALL, V6E) for kind in ("fwd", "fused")]
+    kernels = [price(known, kind, (512,) * 3, CALL, V6E, "flash") for kind in ("fwd", "fused")]
     parts = 16 * 2 * 8192 * 128 * 2  # of 512 keys, of two heads, in bfloat16
     machine = V6E.device.machine
     assert whole is not None and machine is not None

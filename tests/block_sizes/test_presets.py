@@ -108,7 +108,8 @@ def test_flux_over_eight_devices_pads_nothing(kind):
 
 
 def test_padding_above_a_tenth_is_a_note_in_the_plan():
-    assert plan_of_flux("TPU v5p", "flux", "context_parallel=ring").notes == (
+    notes = plan_of_flux("TPU v5p", "flux", "context_parallel=ring").notes
+    assert tuple(note for note in notes if "pads" in note) == (
         "block_q: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
         "block_kv: 640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less",
     )

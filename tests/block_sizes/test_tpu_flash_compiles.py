@@ -53,7 +53,7 @@ def call(length: int, h: int, dtype: str = "bfloat16") -> Call:
 
 
 @pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "mask"), zip(TOPOLOGIES, MASKS, strict=True))
+@pytest.mark.parametrize(("kind", "mask"), list(zip(TOPOLOGIES, MASKS, strict=True)))
 def test_each_chip_compiles(compiler: Compiler, kind: str, mask: str, training: bool) -> None:
     found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600, 128), mask, training))
     assert found["message"] == ""

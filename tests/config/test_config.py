@@ -158,6 +158,7 @@ def test_every_key_is_part_of_equality_and_hash():
         "mesh_axes": ("data",),
         "remat_policy": "FULL",
         "fallback": "allow",
+        "ring_direction": "both_ways",
     }
     base = AttentionConfig()
     for key, value in base:

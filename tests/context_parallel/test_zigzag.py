@@ -87,7 +87,7 @@ def test_it_is_chosen_for_long_causal_work_and_said() -> None:
     assert plan.strategy.chunks_per_rank == 2
     assert "ring over 8, zig-zag" in plan.explain()
     assert "2 x 2048 queries" in plan.explain()
-    (note,) = plan.notes
+    (note,) = [note for note in plan.notes if "zig-zag" in note]
     assert note.startswith(
         "zig-zag: the slowest devices' work is 1.00 of the mean, in contiguous order 1.87;"
     )
@@ -110,7 +110,7 @@ def test_it_is_not_chosen_where_it_costs_more_and_that_is_said(
 ) -> None:
     plan = decided(mask, length)
     assert plan.strategy.chunks_per_rank == 1
-    (note,) = plan.notes
+    (note,) = [note for note in plan.notes if "zig-zag" in note]
     assert note.startswith("no zig-zag")
     assert why in note
 

@@ -24,6 +24,7 @@ VALID: dict[str, tuple[str, ...]] = {
     "ici_fsdp_parallelism": ("1", "2"),
     "ici_data_parallelism": ("1", "-1"),
     "ulysses_shards": ("-1", "2"),
+    "ring_direction": ("auto", "one_way", "both_ways"),
     "ulysses_attention_chunks": ("1", "2"),
     "deterministic": ("true", "false"),
     "remat_policy": ("NONE", "FULL", "SAVE_ATTENTION"),

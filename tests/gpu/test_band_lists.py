@@ -9,8 +9,16 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import band_lists
-from maxattn.kernels.fa4.tile_sizes import SMALL, Tile, TileCount, forward_tile
+from maxattn.kernels.fa4.tile_sizes import (
+    SMALL,
+    Tile,
+    TileCount,
+    backward_tile,
+    forward_tile,
+    whole_tile,
+)
 
 IDS = np.zeros((1, 64), np.int32)
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
@@ -31,7 +39,25 @@ def test_bands_of_short_rows_are_persistent() -> None:
     assert persists(M.Causal(), 64, 64) and persists(M.Causal(), 1152, 1152)
     assert persists(window, 40_000, 40_000)
     assert not persists(M.Causal(), 8192, 8192)  # 32 tiles a row on average
-    assert not persists(M.Causal(), 64, 64, heads=12)  # a thread block for each SM anyway
+    # Up to a thread block for each SM there is no start to save.
+    assert not persists(M.Causal(), 64, 64, heads=132) and persists(M.Causal(), 64, 64, heads=133)
+
+
+def inputs(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> Inputs:
+    q, k = (jax.ShapeDtypeStruct((1, n, heads, head_dim), jnp.bfloat16) for n in (t, s))
+    return Inputs(q, k, k, mask=mask.bind(t, s))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_forward_goes_by_lists_where_these_are_split_or_its_rows_are_short() -> None:
+    short, split = inputs(M.Causal(), 1152, 1152), (M.LocalWindow(16000, 0), 512, 32768, 128, 12)
+    assert band_lists.forward_pays(short, 132)
+    assert band_lists.forward_pays(inputs(*split), 132) and not persists(*split)
+    assert not band_lists.forward_pays(inputs(M.Causal(), 8192, 8192), 132)
+
+
+def test_a_backward_goes_by_lists_where_these_are_split() -> None:
+    assert band_lists.backward_pays(inputs(M.Causal(0), 54016, 257, 128, 2), 132)
+    assert not band_lists.backward_pays(inputs(M.Causal(), 8192, 8192), 132)
 
 
 @pytest.mark.parametrize("more", [M.KeyPadding(np.array([40])), M.Segments(IDS, IDS)])
@@ -49,6 +75,11 @@ def test_short_rows_take_tiles_that_leave_room_for_results() -> None:
 
     assert forward_tile(72, count(64, 64)) == forward_tile(96, count(256, 256)) == SMALL
     assert forward_tile(72, count(4608, 4608)) == Tile(192, 144) == forward_tile(72)
+
+
+def test_a_backward_over_all_pairs_has_tiles_of_its_own_for_long_heads() -> None:
+    assert whole_tile(96) == backward_tile(96) and whole_tile(136) == backward_tile(136)
+    assert whole_tile(104) == whole_tile(128) == Tile(80, 128) != backward_tile(128)
 
 
 def test_the_plan_says_how_a_short_band_goes() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from maxattn.kernels import DotProduct
 from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.pair import Pair
+from maxattn.kernels.composed.pair import Pair
 from maxattn.masks import Full
 from tests.cases import allowed, arrays
 from tests.gpu.dense import DenseLibrary

@@ -50,15 +50,15 @@ def gradients(kernel: Splash, mask: M.Mask, given: tuple[jax.Array, ...]) -> tup
 
 
 def of_kernels() -> list[Any]:
-    """Let flash meet every case, and the others rows of heads, with a mask or without."""
+    """Let flash meet a mask, shared heads and a batch, and the others rows of heads."""
     cases = [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")]
-    few = {"flash fused": (0,), "tokamax_flash": (1, 2)}
+    few = {"flash": (0, 1, 2), "flash fused": (0,), "tokamax_flash": (1, 2)}
     left = {"tokamax_flash": [needs_tokamax]}
     return [
         pytest.param(
             name,
             *case,
-            marks=[*left.get(name, []), *([] if i in few.get(name, (i,)) else [pytest.mark.slow])],
+            marks=[*left.get(name, []), *([] if i in few[name] else [pytest.mark.slow])],
         )
         for name in SETTINGS
         for i, case in enumerate(cases)

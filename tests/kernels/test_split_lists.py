@@ -85,6 +85,12 @@ def test_splits_share_out_every_list_evenly(
         assert max(sizes) - min(sizes) <= 2 and sum(sizes) == work[at]
 
 
+def test_tiles_that_do_not_divide_go_to_splits_from_either_end() -> None:
+    """One tile to test and one to take whole: each of two splits has one."""
+    one, tiles = np.array([1], np.int32), np.array([[0], [1]], np.int32)
+    assert split(TileLists(one, tiles[:1], one, tiles[1:]), 2).work.tolist() == [[1], [1]]
+
+
 @pytest.mark.parametrize(
     "mask", [M.Causal(0), M.LocalWindow(300, 40, offset=0), M.BlockCausal(70, 0), M.Full()]
 )
@@ -173,6 +179,19 @@ def test_a_forward_in_splits_takes_a_share_of_its_time() -> None:
     call = call_of((1, 512, 32768, 12, 12, 128), M.LocalWindow(16000, 0))
     found = split_keys_lists.splits_for_call(call, (1, 512, 12, 128), (1, 32768, 12, 128), 132)
     assert found.splits == 5 and 0.4 < found.share < 0.7
+
+
+def test_what_all_queries_see_is_left_to_splits_of_its_own() -> None:
+    call = call_of((1, 1024, 16384, 12, 12, 128), M.Causal())
+    found = split_keys_lists.splits_for_call(call, (1, 1024, 12, 128), (1, 16384, 12, 128), 132)
+    assert found.splits == 1
+
+
+def test_splits_that_add_to_the_same_sums_take_no_memory() -> None:
+    """Query heads that share keys do; others have dK and dV of each split, in whole tiles."""
+    queries, keys = (1, 9000, 4, 20), (1, 130, 2, 20)
+    assert split_lists.bytes_of_split(queries, keys) == 0
+    assert split_lists.bytes_of_split((*queries[:2], 2, 20), keys) == 4 * 256 * 2 * 24
 
 
 def test_only_a_band_from_the_first_query_and_key_goes_over_lists() -> None:

@@ -22,10 +22,12 @@ from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
 from maxattn.config import FlashBlockSizes
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
+from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.tpu_flash import TpuFlash
 from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.steps import marks_of_ids
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
+from tests.jaxprs import count_primitive, of_primitive
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
 
@@ -121,6 +123,16 @@ def bounded_share(x: dict[str, np.ndarray]) -> float:
 def test_the_form_is_chosen_by_the_bound(hard: str) -> None:
     x, share = HARD[hard]
     assert bounded_share(x) == pytest.approx(share)
+
+
+def test_a_query_head_is_bounded_by_the_key_head_that_it_reads() -> None:
+    """Heads 0 and 1 read key head 0; only a loud head that reads a loud one is unbounded."""
+
+    def loud(head: int, heads: int) -> Any:
+        return lambda x: x * np.where(np.arange(heads) == head, 4, 1).astype("f")[:, None]
+
+    for head, share in ((1, 1.0), (2, 0.75)):
+        assert bounded_share(operands(q=loud(head, N), k=loud(1, K))) == pytest.approx(share)
 
 
 @cache
@@ -263,6 +275,35 @@ def test_which_chips_take_values_transposed(kind: str) -> None:
 
 
 # ---- tiles that are visited ----------------------------------------------------------------------
+
+
+def bodies(mask: M.Mask | None) -> list[bool]:
+    """Tell of each of the forward's bodies with products whether it evaluates the mask."""
+    x, _ = HARD["usual"]
+    call = ma.Call.of(x["q"], x["k"], mask=mask)
+    kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
+    inputs = Inputs(**x, mask=(M.Full() if mask is None else mask).bind(T, S, B, N))
+    traced = jax.make_jaxpr(kernel.forward)(inputs)
+    (run,) = of_primitive(traced.jaxpr, "pallas_call")
+    branches = [b.jaxpr for eqn in of_primitive(run.params["jaxpr"], "cond")
+                for b in eqn.params["branches"]]  # fmt: skip
+    found = (b for b in branches if count_primitive(b, "dot_general"))
+    return [count_primitive(b, "select_n") > 0 for b in found]
+
+
+@pytest.mark.parametrize("mask", [None, *(HARD_MASKS[name] for name in ("window", "lengths"))])
+def test_whole_tiles_evaluate_no_mask(mask: M.Mask | None) -> None:
+    """Either softmax has a body for them: keys are padded, and masks leave some tiles whole."""
+    assert bodies(mask) == [False, True, False, True]
+
+
+def test_padded_queries_do_not_make_a_tile_partial() -> None:
+    """Whole tiles of the last, padded block of queries are as those of the others."""
+    ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
+    padded = Setup(None, None, ids, (256, 384))._padded_ids()
+    assert padded is not None
+    marks = marks_of_ids(*(y[0] for y in padded), 128, 128).reshape(2, 3)
+    assert marks.tolist() == [[2, 2, 1]] * 2
 
 
 def test_ids_mark_tiles() -> None:

@@ -18,7 +18,7 @@ from maxattn import announce
 from maxattn.attention import run
 from maxattn.explain import explain
 from maxattn.kernels import DotProduct
-from maxattn.kernels.pair import Pair
+from maxattn.kernels.composed.pair import Pair
 from maxattn.masks import Full
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of

@@ -1,5 +1,5 @@
 """Values whose head dim is not that of the keys: against float64, forward and gradients, on one
-device and on meshes; the modules; and which kernels refuse them.
+device and on meshes; kernels that pad both head dims to one; the modules.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from maxattn.context_parallel import Strategy
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.errors import InputError, Unsupported
+from maxattn.kernels import build
+from maxattn.kernels.auto.gpu import forward_ms
+from maxattn.kernels.base import Inputs, Rows
+from maxattn.kernels.kv_block import pack
 from maxattn.kernels.table import TABLE
+from maxattn.tools.memory import estimate
 from tests.cases import HEADS, KINDS, LENGTHS, TOLERANCE, XLA_KERNELS, allowed
 from tests.cases import arrays as same_dims
 from tests.context_parallel.test_zigzag import free_permutes as free_permutes
 from tests.golden_text import check_golden
 from tests.jaxprs import count_primitive
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, plainly
 from tests.reference import attention64, error
 
 DIMS = [(8, 4), (4, 12)]  # (H, V)
@@ -44,6 +49,23 @@ ON_MESH = {
     "strategy": ["ring", "ring of GPUs", "ulysses", "ulysses_ring", "all_gather"],
     "kernel": list(XLA_KERNELS),
     "mask": ["full", "causal", "segments"],
+    "dims": DIMS,
+}
+# Kernels of one head dim, which zeros fill.
+PADDED = {
+    name: ma.AttentionConfig(attention=name) for name in ("flash", "tokamax_flash", "tpu_flash")
+}
+PADDED_ONE_DEVICE = {
+    "kernel": list(PADDED),
+    "mask": ["full", "causal", "lengths", "segments"],
+    "dims": DIMS,
+    "heads": ["mha", "gqa"],
+    "dtype": ["float32", "bfloat16"],
+}
+PADDED_ON_MESH = {
+    "strategy": ["ring", "ring of GPUs", "ulysses"],
+    "kernel": ["flash", "tpu_flash"],
+    "mask": ["full", "causal"],
     "dims": DIMS,
 }
 GRADS = ("out", "lse", "dq", "dk", "dv", "dbias")
@@ -88,13 +110,62 @@ def test_against_float64(case: dict) -> None:
     judge(case, x, f(x["q"], x["k"], x["v"], x["bias"]))
 
 
-@pytest.mark.parametrize("case", pairwise(ON_MESH, lambda case: True), ids=name_of)
+@pytest.mark.parametrize("case", pairwise(PADDED_ONE_DEVICE, lambda case: True), ids=name_of)
+def test_padded_kernels_against_float64(case: dict) -> None:
+    case = case | {"length": "odd", "bias": "none"}
+    x = arrays(case)
+    call = partial(ma.attention, mask=x["mask"], config=PADDED[case["kernel"]], return_lse=True)
+    f = jax.jit(partial(both, call, x))
+    judge(case, x, (*f(x["q"], x["k"], x["v"]), None))
+
+
+def test_a_padded_backward_over_blocks_of_keys() -> None:
+    """Blocks of keys come as one array, as wide as the padded heads, and dQ is of q's channels."""
+    case = {"kernel": "flash", "mask": "full", "dims": (8, 12), "heads": "mha", "length": "64"}
+    x = arrays(case | {"bias": "none", "dtype": "float32"})
+    call = ma.Call.of(x["q"], x["k"], return_lse=True, value_head_dim=12)
+    kernel = build("flash", call, PADDED["flash"], ma.Target.here())
+    inputs = Inputs(*(jnp.asarray(x[name]) for name in "qkv"))
+    out, lse = kernel.forward(inputs)
+    rows = Rows(out, lse, jnp.asarray(x["dout"]), jnp.asarray(x["dlse"]))
+    accumulator = kernel.accumulator(inputs, rows)
+    found = [
+        accumulator.add(pack(inputs.k[:, i:j], inputs.v[:, i:j])) for i, j in ((0, 32), (32, 64))
+    ]
+    dk, dv = (jnp.concatenate([each[i] for each in found], axis=1) for i in (0, 1))
+    judge(case | {"dtype": "float32"}, x, (out, lse, accumulator.dq(), dk[..., :8], dv, None))
+    assert not np.asarray(dk[..., 8:]).any(), "what fills the heads has no gradient"
+
+
+def cut_by_a_ring(case: dict) -> bool:
+    """A ring cuts masks; what gathers keys or heads sees positions as one device does."""
+    return "ring" in case["strategy"] or case["mask"] == "segments"
+
+
+CORE = ("strategy",)
+# Chunks compile twice as long.
+FEW = pairwise(ON_MESH, cut_by_a_ring, core=CORE)
+FEW = plainly(FEW, "kernel", "dense", cut_by_a_ring, CORE)
+
+
+@pytest.mark.parametrize("case", [*FEW, *pairwise(PADDED_ON_MESH, lambda case: True)], ids=name_of)
 @pytest.mark.usefixtures("free_permutes")
 def test_on_a_mesh_against_float64(case: dict) -> None:
+    check_on_a_mesh(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairwise(ON_MESH, lambda case: True), ids=name_of)
+@pytest.mark.usefixtures("free_permutes")
+def test_all_pairs_on_a_mesh(case: dict) -> None:
+    check_on_a_mesh(case)
+
+
+def check_on_a_mesh(case: dict) -> None:
     """With zig-zag order under a causal mask, since permutes cost nothing here."""
     case = case | {"length": "64", "heads": "mha", "bias": "none", "dtype": "float32"}
     x, on_gpus = arrays(case), case["strategy"] == "ring of GPUs"
-    config = XLA_KERNELS[case["kernel"]].replace(
+    config = (XLA_KERNELS | PADDED)[case["kernel"]].replace(
         context_parallel="ring" if on_gpus else case["strategy"],
         ici_data_parallelism=1, ici_context_parallelism=4,
         **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
@@ -205,17 +276,42 @@ TARGETS = ("NVIDIA H200", "TPU v5p", "cpu")
 def test_auto_takes_a_kernel_that_can(target: str) -> None:
     plan = ma.plan(WIDE, target=ma.Target.named(target))
     assert plan.kernel.takes_value_dim and "H=192 V=128" in plan.explain()
+    assert (plan.kernel.name in PLAIN) == (target == "cpu")
 
 
-@pytest.mark.parametrize(
-    "kernel", [x for x in TABLE if x not in ("dot_product", "memory_efficient")]
-)
-def test_kernels_of_libraries_refuse_by_name(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", [x for x in TABLE if x not in PLAIN])
+@pytest.mark.parametrize("dims", [(192, 128), (64, 512)], ids=str)
+def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int, int]) -> None:
+    """They run padded heads, or refuse the padded head dim."""
     where = {"tpu_flash": "TPU v5p"}.get(kernel, "NVIDIA H200")
     target = ma.Target.named(where, packages=tuple(PACKAGES.items()))
-    with pytest.raises(Unsupported) as error:
-        ma.plan(WIDE, ma.AttentionConfig(attention=kernel), target=target)
-    check_golden(f"refused/value_head_dim_{kernel}", str(error.value))
+    call = replace(WIDE, head_dim=dims[0], value_head_dim=dims[1])
+    try:
+        said = ma.plan(call, ma.AttentionConfig(attention=kernel), target=target).explain()
+    except Unsupported as error:
+        said = str(error)
+    assert "padded to" in said
+    check_golden(f"padded_heads/{kernel}_{dims[0]}_{dims[1]}", said)
+
+
+def test_predicted_times_are_of_padded_heads() -> None:
+    """A kernel of one head dim takes as long as it takes on heads of the larger one."""
+    target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
+    mixed, wide = WIDE, replace(WIDE, value_head_dim=0)
+    both = [forward_ms("cudnn", call, target) for call in (mixed, wide)]
+    assert both[0] is not None and both[0] == both[1]
+
+
+def test_memory_counts_padded_heads() -> None:
+    """V and out are copied, each beside its gradient, where values are the narrower."""
+    target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
+    plan = ma.plan(WIDE, ma.AttentionConfig(attention="cudnn"), target=target)
+    found = {part.what: part.bytes for part in estimate(plan, True)}
+    assert found["heads padded to 192"] == 2 * 2 * (8 * 4096 * 192 * 2)
+    plain = ma.plan(
+        replace(WIDE, value_head_dim=0), ma.AttentionConfig(attention="cudnn"), target=target
+    )
+    assert not [part for part in estimate(plain, True) if "padded" in part.what]
 
 
 def test_a_call_says_its_head_dims() -> None:

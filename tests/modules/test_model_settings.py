@@ -168,10 +168,9 @@ def rounded_once(got: Any, y: Any, norm: Any, rotary: ma.Rotary) -> None:
     with jax.enable_x64(True):
         z = jnp.asarray(np.asarray(y, np.float64)).reshape(B, -1, N, H)
         scale = np.asarray(norm.scale.get_value(), np.float64)
-        want = turned(
-            z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + norm.epsilon) * scale, rotary
-        )
-        _, exponent = np.frexp(np.asarray(want))
+        normed = z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + norm.epsilon) * scale
+        want = np.asarray(turned(normed, rotary))
+    _, exponent = np.frexp(want)
     steps = np.abs(np.asarray(got, np.float64) - want) / 2.0 ** (exponent - 8)
     assert got.dtype == jnp.bfloat16 and steps.max() < 0.501
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -77,17 +78,25 @@ class Stack(NamedTuple):
 
         return jax.lax.scan(layer, (x, cache), (jnp.arange(LAYERS), self.state))[0]
 
+    def jitted(self, *args: Any) -> Any:
+        """Run `step` as a program that every stack of this graph shares; the cache is donated."""
+        return _step(self.graph, self.state, *args)
+
     def cache(self, stream: ma.Stream, batch: int = 1, kv_heads: int = HEADS, **how: Any) -> Any:
         sizes = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "dim_head": DIM_HEAD}
         return stream.cache(**sizes, **{"dtype": "float32", **how})
 
 
-def clips(stream: ma.Stream, frames: int, batch: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Draw a clean clip and a noisy one, [B, T, C]."""
+@partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _step(graph: Any, state: Any, x: Any, times: Any, rotary: Any, cache: Any) -> Any:
+    return Stack(graph, state).step(x, times, rotary, cache)
+
+
+def clips(stream: ma.Stream, frames: int, batch: int = 1) -> np.ndarray:
+    """Draw a clean clip and a noisy one, [2, B, T, C]: of numpy, which is cut without a program."""
     rng = np.random.default_rng(frames)
     shape = (2, batch, frames * stream.tokens_per_frame, WIDTH)
-    clean, noisy = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return clean, noisy
+    return rng.normal(size=shape).astype(np.float32)
 
 
 def table(stream: ma.Stream, frames: int, first: int = 0) -> Rotary:
@@ -98,58 +107,68 @@ def table(stream: ma.Stream, frames: int, first: int = 0) -> Rotary:
 
 
 def teacher_forward(
-    stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array, shards: int = 1
+    stack: Stack, stream: ma.Stream, clean: Any, noisy: Any, shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Return what a forward under the teacher-forcing mask makes of both clips."""
-    frames = clean.shape[1] // stream.tokens_per_frame
-    x, angles = stream.pair(clean, noisy, shards), table(stream, frames)
-    one = jnp.ones((1, clean.shape[1], 1))
+    angles = table(stream, clean.shape[1] // stream.tokens_per_frame)
+    return _teacher(stack.graph, stream, shards, stack.state, clean, noisy, angles)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _teacher(
+    graph: Any, stream: ma.Stream, shards: int, state: Any, clean: Any, noisy: Any, angles: Rotary
+) -> tuple[jax.Array, jax.Array]:
+    x, one = stream.pair(clean, noisy, shards), jnp.ones((1, clean.shape[1], 1))
     times = stream.pair(CLEAN * one, NOISY * one, shards)
-    cos, sin = (
-        stream.pair(a, a, shards, axis=0) for a in map(jnp.asarray, (angles.cos, angles.sin))
-    )
-    mask = stream.teacher_mask(frames, shards)
-    out = jax.jit(stack.forward, static_argnums=3)(x, times, Rotary(cos, sin), mask)
+    cos, sin = (stream.pair(a, a, shards, axis=0) for a in (angles.cos, angles.sin))
+    mask = stream.teacher_mask(clean.shape[1] // stream.tokens_per_frame, shards)
+    out = Stack(graph, state).forward(x, times, Rotary(cos, sin), mask)
     return stream.unpair(out, shards)
 
 
 class Rollout(NamedTuple):
-    """Hold what a rollout made of every block, clean and noisy, and the jitted step."""
+    """Hold what a rollout made of every block, clean and noisy.
 
-    clean: jax.Array
-    noisy: jax.Array
+    Args:
+        clean, noisy: [B, T, C].
+        cache: after the last block.
+        programs: how many were compiled for it.
+    """
+
+    clean: np.ndarray
+    noisy: np.ndarray
     cache: ma.KVCache
-    step: Any
+    programs: int
 
 
 def rollout(
     stack: Stack,
     stream: ma.Stream,
     cache: ma.KVCache,
-    clean: jax.Array,
-    noisy: jax.Array,
+    clean: Any,
+    noisy: Any,
     first: int = 0,
+    place: Callable[[Any], Any] = lambda x: x,
 ) -> Rollout:
     """Run a noisy pass and a clean pass of every block over the cache.
 
     Args:
         first: the number of the first frame, for the rotary embedding.
+        place: puts a block on the devices of a mesh.
     """
-    step, outs = jax.jit(stack.step, donate_argnums=3), []
+    before, outs = programs(_step), []
     tokens = stream.tokens_per_frame
     for start, stop in stream.blocks(clean.shape[1] // tokens):
-        own, angles = (
-            slice(start * tokens, stop * tokens),
-            table(stream, stop - start, first + start),
-        )
+        own = slice(start * tokens, stop * tokens)
+        angles = table(stream, stop - start, first + start)
         if not cache.layout.is_roped:
             angles = table(stream, cache.layout.frames)
-        y_noisy, cache = step(noisy[:, own], NOISY, angles, cache)
-        y_clean, cache = step(clean[:, own], CLEAN, angles, cache)
+        y_noisy, cache = stack.jitted(place(noisy[:, own]), NOISY, angles, cache)
+        y_clean, cache = stack.jitted(place(clean[:, own]), CLEAN, angles, cache)
         cache = cache.advance()
-        outs.append((y_clean, y_noisy))
-    both = (jnp.concatenate(y, axis=1) for y in zip(*outs, strict=True))
-    return Rollout(*both, cache, step)
+        outs.append((np.asarray(y_clean), np.asarray(y_noisy)))
+    both = (np.concatenate(y, axis=1) for y in zip(*outs, strict=True))
+    return Rollout(*both, cache, programs(_step) - before)
 
 
 def programs(step: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 import maxattn as ma
 from tests.pairwise import pairwise, product
-from tests.streaming.stack import Stack, clips, close, programs, rollout, teacher_forward
+from tests.streaming.stack import Stack, clips, close, rollout, teacher_forward
 
 AXES = {"window": (None, 2, 4), "sink": (0, 1, 3), "size": (1, 3, 5), "alone": (False, True)}
 
@@ -44,7 +44,7 @@ def check(case: dict) -> None:
     want_clean, want_noisy = teacher_forward(stack, stream, clean, noisy)
     close(made.clean, want_clean)
     close(made.noisy, want_noisy)
-    assert programs(made.step) <= 3
+    assert made.programs <= 3
 
 
 @pytest.mark.parametrize("case", pairwise(AXES, fits), ids=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -37,10 +38,10 @@ def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: in
     tokens = frames * stream.tokens_per_frame
     one_by_one = rollout(stack, stream, stack.cache(stream), clean, clean)
     cache = stack.cache(stream).prefix(frames)
-    y, cache = stack.step(clean[:, :tokens], 0.0, table(stream, frames), cache)
+    y, cache = stack.jitted(clean[:, :tokens], 0.0, table(stream, frames), cache)
     close(y, one_by_one.clean[:, :tokens])
     cache, angles = cache.advance(), table(stream, stream.frames_per_block, frames)
-    y, cache = stack.step(clean[:, tokens:], 0.0, angles, cache)
+    y, cache = stack.jitted(clean[:, tokens:], 0.0, angles, cache)
     close(y, one_by_one.clean[:, tokens:])
     close(cache.k, one_by_one.cache.k)
 
@@ -79,10 +80,17 @@ def test_rows_by_slots() -> None:
     ]
     cache, window = ma.KVCache.stacked(rows), table(stream, 6)
     x = jnp.concatenate([clean[:, 6:12], clean[:, 24:30]])
-    y, _ = jax.jit(stack.step)(x, 0.0, window, cache)
+    y, _ = stack.jitted(x, 0.0, window, cache)
     want, _ = teacher_forward(stack, stream, clean, noisy)
     close(y[0], want[0, 6:12], atol=1e-4)
     close(y[1], want[0, 24:30], atol=1e-4)
+
+
+def test_rows_are_read_as_full_once_all_of_them_are() -> None:
+    cache = Stack.make().cache(STREAM)
+    fill = [cache := cache.advance() for _ in range(3)]
+    part, whole = ma.KVCache.stacked(fill[:2]), ma.KVCache.stacked(fill[1:])
+    assert (part.cached().stage, whole.cached().stage) == ("filling", "full")
 
 
 # ---- tokens that never change --------------------------------------------------------------------
@@ -154,3 +162,16 @@ def test_a_cache_is_written_after_it_was_read() -> None:
     attn(X[:, 2:4], cache=cache.cached().layer(0))
     _, cache = attn(X[:, 2:4], cache=cache.layer(0))
     assert cache.advance().stage == "full" and np.asarray(cache.k[0, :, :4]).any(axis=(2, 3)).all()
+
+
+def test_what_is_read_alone_is_a_constant() -> None:
+    attn, cache = layer(), empty(frames=1, stream=ma.Stream(2, 1))
+    _, cache = attn(X[:, :2], cache=cache.layer(0))
+    kept = cache.advance().cached()
+
+    def loss(k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attn(X[:, 2:4], cache=replace(kept, k=k, v=v).layer(0))[0] ** 2).sum()
+
+    assert float(loss(kept.k, kept.v)) != float(loss(kept.k, 2 * kept.v))
+    for gradient in jax.jit(jax.grad(loss, (0, 1)))(kept.k, kept.v):
+        np.testing.assert_array_equal(gradient, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.sharding import batch_sharding
+from maxattn.streaming.read import _merged
 from tests.streaming.stack import HEADS, Stack, clips, close, rollout, table, teacher_forward
 
 STREAM = ma.Stream(4, 3, 3, sink=2)
@@ -39,13 +41,21 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     return config.make_mesh(jax.devices()[:count])
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+# Meshes of few axes are what these are made of.
+FEW = ("context 4", "data 2, context 2, tensor 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*x, marks=[] if x[0] in FEW else pytest.mark.slow) for x in CASES],
+)
 def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
     mesh, batch, frames = mesh_of(name), 2, 15
     stack = Stack.make(mesh=mesh)
     clean, noisy = clips(STREAM, frames, batch)
-    x, y = (jax.device_put(a, batch_sharding(mesh, 3)) for a in (clean, noisy))
-    made = rollout(stack, STREAM, stack.cache(STREAM, batch, mesh=mesh, context=layout), x, y)
+    cache = stack.cache(STREAM, batch, mesh=mesh, context=layout)
+    place = partial(jax.device_put, device=batch_sharding(mesh, 3))
+    made = rollout(stack, STREAM, cache, clean, noisy, place=place)
     want_clean, want_noisy = teacher_forward(Stack.make(), STREAM, clean, noisy)
     close(made.clean, want_clean)
     close(made.noisy, want_noisy)
@@ -80,7 +90,7 @@ def test_rows_of_different_fill_and_slots_on_a_mesh(layout: str) -> None:
     ]
     x = jnp.concatenate([clean[:, 12:24], clean[:, 48:60]])
     cache = ma.KVCache.stacked(rows)
-    y, _ = jax.jit(stack.step)(x, 0.0, table(stream, 6), cache)
+    y, _ = stack.jitted(x, 0.0, table(stream, 6), cache)
     want, _ = teacher_forward(alone, stream, clean, noisy)
     close(y[0], want[0, 12:24], atol=1e-4)
     close(y[1], want[0, 48:60], atol=1e-4)
@@ -97,14 +107,14 @@ def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
         kept = []
         for start in (0, 8):
             cache = stack.cache(stream, 2, **how).prefix(2)
-            _, cache = stack.step(clean[:, start : start + 8], 0.0, None, cache)
+            _, cache = stack.jitted(clean[:, start : start + 8], 0.0, None, cache)
             kept.append(cache.advance())
         both = kept[0].append(kept[1]).cached()
-        outs.append(jax.jit(stack.step)(clean[:, 16:], 0.0, None, both)[0])
+        outs.append(stack.jitted(clean[:, 16:], 0.0, None, both)[0])
     close(*outs)
 
 
-@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("layout", ["heads", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_the_surrounding_mesh_is_taken(layout: str) -> None:
     mesh, stack = mesh_of("data 2, context 2, tensor 2"), Stack.make()
     clean, noisy = clips(STREAM, 15, batch=2)
@@ -114,6 +124,20 @@ def test_the_surrounding_mesh_is_taken(layout: str) -> None:
         assert dict(cache.layout.mesh) == {"data": 2, "context": 2, "tensor": 2}
         made = rollout(stack, STREAM, cache, clean, noisy)
     close(made.clean, want)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_results_whose_weights_are_far_apart_are_merged(spread: bool) -> None:
+    """Of the first query one device found all, of the second the other."""
+    out = jnp.stack([jnp.ones((1, 2, 1, 4)), 2 * jnp.ones((1, 2, 1, 4))])
+    lse = jnp.array([[[[0.0, 0.0]]], [[[300.0, -300.0]]]])
+    whole, own = jax.P(), jax.P("context")
+    merged = jax.shard_map(
+        lambda out, lse: _merged(out[0], lse[0], spread),
+        mesh=mesh_of("context 2"), in_specs=(own, own), check_vma=False,
+        out_specs=jax.P(None, "context") if spread else whole,
+    )  # fmt: skip
+    close(jax.jit(merged)(out, lse)[0, :, 0, 0], [2.0, 1.0])
 
 
 MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\(")

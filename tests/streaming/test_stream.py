@@ -56,6 +56,14 @@ def test_places_count_frames_of_the_window_in_their_order(case: dict) -> None:
         assert [int(places[slot]) for slot in held] == [order.index(i) for i in held.values()]
 
 
+def test_a_video_may_be_its_first_block() -> None:
+    for alone in (False, True):
+        stream = ma.Stream(2, 3, first_frame_alone=alone)
+        size = stream.first_block
+        assert stream.blocks(size) == ((0, size),)
+        assert not stream.ends_block(0) and not stream.ends_block(size + 1)
+
+
 def test_masks_are_those_of_its_numbers() -> None:
     stream = ma.Stream(1560, 3, 4, 3, True)
     assert stream.mask(22) == ma.masks.VideoMask(22, 1560, 3, 4, 3, True)

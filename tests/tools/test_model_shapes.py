@@ -6,6 +6,9 @@ import jax
 import pytest
 
 from maxattn.errors import InputError
+from maxattn.target import Target
+from maxattn.tools.bench.jobs import random_inputs
+from maxattn.tools.bench.row import operations
 from maxattn.tools.model_shapes import SHAPES, of_sections, read
 from maxattn.tools.video_models import BLOCKS
 
@@ -54,8 +57,33 @@ def test_numbers():
     assert read("2,64,64,8,32").role == "self"
 
 
+def test_values_of_another_head_dim():
+    """A shape says V behind H, and operations and memory are counted by both."""
+    shape, plain = read("2,64,64,8,32/16,4"), read("2,64,64,8,32,4")
+    assert (shape.call().head_dim, shape.call().value_dim, shape.call().kv_heads) == (32, 16, 4)
+    assert shape.call().shape_text == "B=2 T=S=64 N=8 K=4 H=32 V=16 bf16"
+    assert read("2,64,64,8,32/32,4").call() == plain.call()
+    assert 4 * operations(shape) == 3 * operations(plain)
+    q, k, v, dout = random_inputs(shape, Target.named("cpu"))[0]
+    assert (q.shape[3], k.shape[3]) == (32, 32) and v.shape == (2, 64, 4, 16)
+    assert dout.shape == (2, 64, 8, 16)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "1,2,3", "1,2,3,4,5,6,7", "0,1,1,1,1", "1,a,1,1,1", "-1,2,2,2,2", "1,8,8,4,8,3"]
+    "text",
+    [
+        "",
+        "1,2,3",
+        "1,2,3,4,5,6,7",
+        "0,1,1,1,1",
+        "1,a,1,1,1",
+        "-1,2,2,2,2",
+        "1,8,8,4,8,3",
+        "1,8,8,4,8/",
+        "1,8,8,4,/8",
+        "1,8,8,4,8/8/8",
+        "1,8,8/8,4,8",
+    ],
 )
 def test_what_is_no_shape(text):
     with pytest.raises(InputError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, StepGrid, Tile
+from maxattn.block_sizes.estimated.grids import evaluates, step_grid
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind, round_up
@@ -14,8 +15,8 @@ from maxattn.target import Target
 
 TIE = 0.03
 """Estimates that differ by less do not tell which tiles are faster."""
-Costs = Mapping[tuple[Kind, bool], Mapping[Tile, StepCost]]
-"""What a step costs, by kernel and whether it evaluates a mask, and by tile."""
+Costs = Mapping[tuple[Kind, Evaluates], Mapping[Tile, StepCost]]
+"""What a step costs, by kernel and what it evaluates of a mask, and by tile."""
 NO_COSTS: Costs = {}
 
 
@@ -26,26 +27,13 @@ class Estimate(NamedTuple):
     seconds: Seconds
 
 
-def can_price(call: Call) -> bool:
-    """Tell whether estimates hold for a call: every tile is computed, padding among them."""
-    hides_padding = not call.mask.has_data and call.mask.key_limit() is not None
-    return call.bias is None and (call.mask.is_full or hides_padding)
-
-
-def price(costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target) -> Seconds | None:
-    """Price one kernel of a call; None where its schedule is not known.
-
-    A grid with one tile of queries or of keys has another schedule.
-    """
-    rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
-    masked = bool(call.kv_len % tile[1]) or not call.mask.is_full
-    cost = costs.get((kind, masked), {}).get(tile)
-    if cost is None or min(rows, columns) < 2:
-        return None
-    share = masked / columns
-    if kind in ("dkv", "fused"):
-        rows, columns = columns, rows
-    return cost.seconds(StepGrid(call.batch * call.heads, rows, columns, share), target.device)
+def price(
+    costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target, kernel: KernelKind
+) -> Seconds | None:
+    """Price one kernel of a call; None where its schedule is not known."""
+    cost = costs.get((kind, evaluates(call, tile)), {}).get(tile)
+    grid = step_grid(kind, tile, call, kernel) if cost else None
+    return cost.seconds(grid, target.device) if cost and grid else None
 
 
 def seconds_of(
@@ -68,7 +56,7 @@ def seconds_of(
     """
     total = Seconds(0.0, 0.0)
     for kind, tile in tiles_of(sizes).items():
-        one = price(costs, forward if kind == "fwd" else kind, tile, call, target)
+        one = price(costs, forward if kind == "fwd" else kind, tile, call, target, kernel)
         if one is None:
             return None
         total = total.plus(*one)
@@ -142,8 +130,9 @@ def _with_backward(
 ) -> BlockSizes | None:
     """Add the fastest tiles of the backward that go with a forward's."""
     beside = None if kernel == "tpu_flash" else forward
-    dkv = _fastest(costs, "fused" if fused else "dkv", beside, call, target)
-    dq = None if fused else _fastest(costs, "dq", beside, call, target)
+    what = beside, call, target, kernel
+    dkv = _fastest(costs, "fused" if fused else "dkv", *what)
+    dq = None if fused else _fastest(costs, "dq", *what)
     if dkv is None or (dq is None and not fused):
         return None
     tiles = *forward, *dkv, *(dq or (None, None))
@@ -158,18 +147,16 @@ def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
 
 
 def _fastest(
-    costs: Costs, kind: Kind, forward: Tile | None, call: Call, target: Target
+    costs: Costs,
+    kind: Kind,
+    forward: Tile | None,
+    call: Call,
+    target: Target,
+    kernel: KernelKind,
 ) -> Tile | None:
     """Return the fastest tile of a backward kernel that divides the forward's, if one is given."""
-    found = dict(_priced(costs, kind, forward, call, target))
+    known = {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
+    every = (tile for tile in known if forward is None or divides(kind, tile, forward))
+    priced = ((tile, price(costs, kind, tile, call, target, kernel)) for tile in every)
+    found = {tile: seconds for tile, seconds in priced if seconds is not None}
     return min(found, key=lambda tile: found[tile].slow, default=None)
-
-
-def _priced(
-    costs: Costs, kind: Kind, forward: Tile | None, call: Call, target: Target
-) -> Iterator[tuple[Tile, Seconds]]:
-    for tile in {tile for (k, _), known in costs.items() if k == kind for tile in known}:
-        if forward is None or divides(kind, tile, forward):
-            seconds = price(costs, kind, tile, call, target)
-            if seconds is not None:
-                yield tile, seconds

@@ -10,12 +10,12 @@ from maxattn.block_sizes.estimated.choose import (
     TIE,
     Costs,
     Estimate,
-    can_price,
     padded_pairs,
     ranked,
     seconds_of,
 )
-from maxattn.block_sizes.estimated.step_cost import Seconds
+from maxattn.block_sizes.estimated.grids import hides_by_interval, not_priced, tile_shares
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds
 from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
@@ -69,12 +69,15 @@ def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
     """Say why the schedules that ship do not hold for a call; "" where they may."""
     if target.platform != "tpu":
         return "it runs on no TPU"
-    if not can_price(call):
-        return "they are of calls whose every tile is computed, without a bias"
-    if not shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype):
+    if why := not_priced(call):
+        return why
+    costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
+    if not costs:
         known = ", ".join(known_of(target.device_kind, kernel)) or "none"
         what = f"head dim {call.head_dim} in {call.dtype}"
         return f"{kernel} on {target.device_kind} has none of {what} (known: {known})"
+    if hides_by_interval(call) and ("fwd", Evaluates.INTERVAL) not in costs:
+        return f"{kernel} on {target.device_kind} has none that skip tiles by a mask"
     return ""
 
 
@@ -122,7 +125,19 @@ def estimate_note(kernel: KernelKind, call: Call, target: Target) -> tuple[str, 
     if forward is None or training is None:
         return ()
     texts = f"{_beside(forward, 'inference')}, {_beside(training, 'training')}"
-    return (f"block sizes {how_estimated()}: a device's call takes {texts}",)
+    tiles = _tiles_text(call, forward.sizes)
+    return (f"block sizes {how_estimated()}: a device's call takes {texts}{tiles}",)
+
+
+def _tiles_text(call: Call, sizes: BlockSizes) -> str:
+    """Say which tiles a mask leaves of a forward; "" where every one is computed."""
+    if not hides_by_interval(call):
+        return ""
+    whole, masked = tile_shares(call, (sizes.block_q, sizes.block_kv))
+    skipped = f"{1 - whole - masked:.0%} skipped"
+    return (
+        f"; of a forward's tiles {whole:.0%} are whole, {masked:.0%} evaluate the mask, {skipped}"
+    )
 
 
 def _beside(chosen: EstimatedSizes, what: str) -> str:

@@ -7,6 +7,7 @@ prices every call with the same tiles, head dim and dtype, whose keys are padded
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
 from maxattn.devices import Device
@@ -16,6 +17,18 @@ Kind = Literal["fwd", "online", "dkv", "fused", "dq"]
 without and with dQ; the separate backward of Q."""
 Tile = tuple[int, ...]
 """Queries, keys, and keys computed at once; the separate backward of Q has the first two."""
+
+
+class Evaluates(IntEnum):
+    """Say what a kernel evaluates of a mask.
+
+    Nothing; which keys are padding; or which keys, from one to another, a query sees: then it goes
+    through a list of the tiles that are not empty.
+    """
+
+    NOTHING = 0
+    PADDING = 1
+    INTERVAL = 2
 
 
 class Seconds(NamedTuple):
@@ -39,14 +52,16 @@ class StepGrid(NamedTuple):
     Args:
         heads: heads times batch.
         rows: rows of tiles of a head: of queries, and in the backward of K and V of keys.
-        columns: tiles of a row.
-        masked: the share of tiles that evaluate the mask, where a kernel tells them apart.
+        columns: steps of a row.
+        masked: the share of steps that evaluate the mask, where a kernel tells them apart.
+        idle: the share of steps that compute nothing.
     """
 
     heads: int
     rows: int
-    columns: int
+    columns: float
     masked: float
+    idle: float = 0.0
 
 
 class StepCost(NamedTuple):
@@ -79,7 +94,7 @@ class StepCost(NamedTuple):
 
     def cycles(self, grid: StepGrid) -> tuple[float, float]:
         """Return what a step costs on average, fast and slow end."""
-        shares = 1.0 - grid.masked, grid.masked
+        shares = 1.0 - grid.masked - grid.idle, grid.masked
         bodies = zip(self.full, self.masked, strict=True)
         bundles, waits, busy = (sum(s * x for s, x in zip(shares, b, strict=True)) for b in bodies)
         issued = self.always + self.edges / grid.columns + bundles
@@ -91,6 +106,7 @@ class StepCost(NamedTuple):
         assert core is not None and machine is not None, device.kind
         rows = grid.heads * grid.rows
         steps = rows * grid.columns
-        hbm = (steps * self.step_bytes + rows * self.row_bytes) / machine.hbm
+        fetched = steps * (1.0 - grid.idle) * self.step_bytes
+        hbm = (fetched + rows * self.row_bytes) / machine.hbm
         fast, slow = (steps / self.cores * n / core.clock for n in self.cycles(grid))
         return Seconds(max(fast, hbm), max(slow, hbm))

@@ -8,9 +8,13 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from maxattn.block_sizes.estimated.choose import NO_COSTS, Costs
-from maxattn.block_sizes.estimated.step_cost import Kind, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepCost, Tile
 
-MASKED, WHOLE = "padded keys", "whole keys"
+NAMES = {
+    Evaluates.NOTHING: "whole keys",
+    Evaluates.PADDING: "padded keys",
+    Evaluates.INTERVAL: "an interval of keys",
+}
 
 
 class ShippedCosts(NamedTuple):
@@ -55,11 +59,12 @@ def read_table(text: str) -> ShippedCosts:
 
 
 def _costs(group: dict[str, dict[str, list[Any]]]) -> Costs:
-    found: dict[tuple[Kind, bool], dict[Tile, StepCost]] = {}
+    found: dict[tuple[Kind, Evaluates], dict[Tile, StepCost]] = {}
+    named = {name: what for what, name in NAMES.items()}
     for name, tiles in group.items():
         kind, _, keys = name.partition(", ")
         costs = {_tile(text): StepCost.of(values) for text, values in tiles.items()}
-        found[kind, keys == MASKED] = costs  # type: ignore[index]
+        found[kind, named[keys]] = costs  # type: ignore[index]
     return found
 
 
@@ -72,8 +77,8 @@ def table_text(libtpu: str, groups: dict[str, Costs]) -> str:
     lines = [f'{{"libtpu": {json.dumps(libtpu)}, "costs": {{']
     for name, costs in sorted(groups.items()):
         lines.append(f" {json.dumps(name)}: {{")
-        for (kind, masked), tiles in sorted(costs.items()):
-            lines.append(f"  {json.dumps(f'{kind}, {MASKED if masked else WHOLE}')}: {{")
+        for (kind, what), tiles in sorted(costs.items()):
+            lines.append(f"  {json.dumps(f'{kind}, {NAMES[Evaluates(what)]}')}: {{")
             rows = (
                 f"   {json.dumps(' x '.join(map(str, t)))}: {json.dumps(c)}"
                 for t, c in sorted(tiles.items())

@@ -19,7 +19,7 @@ from maxattn.context_parallel.ring.head_halves import may_halve
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.context_parallel.ring.zigzag_pays import TRAINING
 from maxattn.devices import START, Machine
-from maxattn.kernels import KERNELS
+from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.dq_accumulator import MOST_PARTS
 from maxattn.sharding import ways
 
@@ -109,7 +109,8 @@ class _RingCost:
 
     def _hops(self) -> float:
         """Return the seconds of hops beyond the work beside them, taken from it, and to start."""
-        n, hop = self.ring.ring_size, self.size.kv / self.machine.neighbour
+        n, directions = self.ring.ring_size, self.ring.schedule.directions
+        hop = self.size.kv / self.machine.neighbour / directions
         home, work = self.home(hop), self.work[:-1]
         forward, backward = work / TRAINING, work * (TRAINING - 1) / TRAINING
         late = np.maximum(hop - forward, 0).sum() + np.maximum(hop + home - backward, 0).sum()
@@ -117,7 +118,7 @@ class _RingCost:
         local = backward[0] / 2 if self.halves_local else 0.0
         last = max(home - local, 0.0)
         beside = self.machine.slowed * (n - 1) * (2 * hop + home)
-        return float(late) + last + beside + (6 * n - 4) * START
+        return float(late) + last + beside + directions * (6 * n - 4) * START
 
 
 @dataclass(frozen=True)
@@ -185,4 +186,6 @@ class _GpuCost(_RingCost):
 
     def _keeps_dq(self) -> bool:
         """Tell whether some kernel keeps dQ in one sum: it is chosen after the strategy."""
-        return self.halves_local and any(k.may_keep_dq(self.call, "gpu") for k in KERNELS.values())
+        return self.halves_local and any(
+            KERNELS[name].may_keep_dq(computed_call(name, self.call), "gpu") for name in KERNELS
+        )

@@ -6,6 +6,7 @@ local keys come home.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -57,14 +58,26 @@ def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
     return heads % 4 == 0 and kv_heads % 2 == 0 and not by_head and not biased
 
 
+def operands(heads: Heads, inputs: Inputs) -> Inputs:
+    """Return the operands of some of the heads, which have no bias."""
+    q, k, v = (heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v))  # [B, T, N, H]
+    return inputs.replace(q=q, k=k, v=v, bias=None)
+
+
+def of_rows(heads: Heads, rows: Rows) -> Rows:
+    """Return what a backward reads of each query, of some of the heads."""
+    out, dout = (heads.of(x, 2) for x in (rows.out, rows.dout))  # [B, T, N, H]
+    return Rows(out, heads.of(rows.lse, 1), dout, heads.of(rows.dlse, 1))  # [B, N, T]
+
+
+def joined_heads(parts: Sequence[Array], axis: int) -> Array:
+    """Join arrays of the halves of the heads; one is of all of them."""
+    return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
+
+
 def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
     """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
     if heads == ALL:
         return kernel.backward(inputs, rows)
-    # [B, T, N, H]
-    wide = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
-    q, k, v, out, dout = (heads.of(x, 2) for x in wide)
-    lse, dlse = heads.of(rows.lse, 1), heads.of(rows.dlse, 1)  # [B, N, T]
-    part = inputs.replace(q=q, k=k, v=v, bias=None)
-    *found, _ = kernel.backward(part, Rows(out, lse, dout, dlse))
+    *found, _ = kernel.backward(operands(heads, inputs), of_rows(heads, rows))
     return Grads(*(heads.widened(x, 2) for x in found))

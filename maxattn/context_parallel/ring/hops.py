@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from maxattn.context_parallel.base import CONTEXT
@@ -43,14 +44,19 @@ class RingPass:
         group: neighbouring devices that are one rank.
         inputs: this rank's shards of q, k and v, in contiguous order; a mask and a bias of this
             rank's queries and all keys.
+        way: 1, hop h brings each rank the block of the rank h before it; -1, of the rank h after.
     """
 
-    def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs) -> None:
+    def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs, way: int = 1) -> None:
         mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
         self.layout, self.group, self.ring_size = layout, group, layout.ring_size
+        self.way = way
         lengths = self.ring_size * q_len, self.ring_size * kv_len
-        self.empty, self.full = layout.empty(mask, *lengths), layout.full(mask, *lengths)
-        self.hops = layout.hops(mask, *lengths)
+        # The layout counts ranks before; by hops of this way.
+        before = way * np.arange(self.ring_size) % self.ring_size
+        self.empty, self.full = (f(mask, *lengths)[:, before] for f in (layout.empty, layout.full))
+        made = layout.hops(mask, *lengths)
+        self.hops = tuple(hop for hop in range(self.ring_size) if before[hop] in made)
         # A ring of one has static offsets, so that a kernel's lists of tiles are constants.
         self.rank = jax.lax.axis_index(CONTEXT) // group if self.ring_size > 1 else 0
         self.order = ChunkOrder(layout, CONTEXT, group, self.rank)
@@ -60,6 +66,10 @@ class RingPass:
         self.masks, self.biases = self._masks(mask), self._of_rows(inputs.bias, q_len)
         self.levels = self._of_rows(inputs.bias_level, q_len)
         self._shapes: dict[Hashable, Any] = {}
+
+    def with_inputs(self, inputs: Inputs, way: int) -> RingPass:
+        """Return the pass of some of the heads, that goes round one way."""
+        return RingPass(self.layout, self.group, inputs, way)
 
     @property
     def chunks(self) -> range:
@@ -152,7 +162,7 @@ class RingPass:
 
     def first_key(self, hop: int, j: int) -> Any:
         """Return the position of the first key of chunk j of the block that is here."""
-        return self.layout.chunk((self.rank - hop) % self.ring_size, j) * self.kv_chunk
+        return self.layout.chunk((self.rank - self.way * hop) % self.ring_size, j) * self.kv_chunk
 
     # ---- what travels ----------------------------------------------------------------------------
 
@@ -173,10 +183,10 @@ class RingPass:
         return next((h for h in self.hops if h > hop), self.ring_size)
 
     def sent(self, arrays: Any, ranks: int) -> Any:
-        """Send arrays on by so many ranks."""
+        """Send arrays on by so many ranks, this pass's way."""
         if ranks % self.ring_size == 0:
             return arrays
-        moves = self.moves(ranks % self.ring_size)
+        moves = self.moves(self.way * ranks % self.ring_size)
         return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, moves), arrays)
 
     def moves(self, ranks: int) -> Moves:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from maxattn.call import Call
+from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, Strategy
 from maxattn.context_parallel.ring.collectives import Shares, zigzag_collectives
+from maxattn.context_parallel.ring.directions import RingQuestion, choose_directions
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.schedule import Schedule
@@ -38,6 +39,7 @@ class Ring(Strategy):
         schedule: when blocks and their gradients travel.
         group: neighbouring devices that are one rank and share its heads (ulysses.py).
         balance: whether ranks hold two chunks of the sequence each, and why.
+        refused: why `ring_direction` cannot be had, where it is asked for.
     """
 
     name: ClassVar[str] = "ring"
@@ -45,19 +47,45 @@ class Ring(Strategy):
     schedule: Schedule = TorusSchedule()  # noqa: RUF009
     group: int = 1
     balance: Balance = CONTIGUOUS
+    refused: Reason | None = None
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
         """Choose the schedule and the order of the sequence."""
-        return cls.of_groups(1, shape, call, target)
+        return cls.of_groups(1, shape, config, call, target)
 
     @classmethod
-    def of_groups(cls, group: int, shape: MeshShape, call: Call, target: Target) -> Self:
-        """Build a ring whose ranks are groups of neighbouring devices."""
+    def of_groups(
+        cls,
+        group: int,
+        shape: MeshShape,
+        config: AttentionConfig,
+        call: Call,
+        target: Target,
+        parts: int = 1,
+    ) -> Self:
+        """Build a ring whose ranks are groups of neighbouring devices.
+
+        Args:
+            group: devices of a rank.
+            shape: the mesh's axes.
+            config: its `ring_direction`, and the kernel that it names.
+            call: global, not yet padded.
+            target: the machine.
+            parts: groups of heads that go round one after the other.
+        """
+        ranks = Ranks(ways("S", shape) // group, group, shape)
+        even = balance(ranks, call, target)
+        layout = ChunkLayout(ranks.ring_size, 2 if even.zigzag else 1)
+        asked = RingQuestion(ranks, layout, call, config, target, parts)
+        found, refused = choose_directions(asked)
         on_gpu = target.platform == "gpu"
-        schedule = GpuSchedule.build(target) if on_gpu else TorusSchedule()
-        even = balance(Ranks(ways("S", shape) // group, group, shape), call, target)
-        return cls(shape, schedule, group, even)
+        schedule = GpuSchedule.build(target) if on_gpu else TorusSchedule(found)
+        return cls(shape, schedule, group, even, refused)
+
+    def supports(self, call: Call) -> Reason | None:
+        """Refuse a direction that was asked for and cannot be had."""
+        return self.refused
 
     def with_kernel(self, kernel: Kernel, call: Call) -> Self:
         """Let the schedule ask the kernel, where every query sees every key."""
@@ -113,13 +141,13 @@ class Ring(Strategy):
     # ---- what `explain` prints -------------------------------------------------------------------
 
     def label(self) -> str:
-        """Name the order too, where it is zig-zag."""
+        """Name the order too, where it is zig-zag, and both directions."""
         return super().label() + self.order_label
 
     @property
     def order_label(self) -> str:
-        """Name the order, where it is zig-zag."""
-        return ", zig-zag" if self.balance.zigzag else ""
+        """Name the order, where it is zig-zag, and both directions."""
+        return (", zig-zag" if self.balance.zigzag else "") + self.schedule.label()
 
     def backward_line(self) -> str:
         """Say how the schedule launches the kernel's backward."""

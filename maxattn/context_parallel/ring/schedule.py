@@ -28,6 +28,15 @@ class Schedule:
         """
         return self
 
+    @property
+    def directions(self) -> int:
+        """In how many directions blocks travel at once."""
+        return 1
+
+    def label(self) -> str:
+        """Return what is said of it behind the ring's name; "" for one direction."""
+        return ", both ways" if self.directions > 1 else ""
+
     def backward_line(self) -> str:
         """Say how it launches the kernel's backward; "" where the kernel does."""
         return ""

@@ -93,7 +93,7 @@ def balance(ranks: Ranks, call: Call, target: Target) -> Balance:
     if work.is_even:
         return CONTIGUOUS
     machine = machine_of(target)
-    pair = _seconds_a_pair(ranks, call, machine)
+    pair = seconds_a_pair(ranks, call, machine)
     saved = (work.contiguous - work.zigzag) * pair
     if saved <= 0:
         return Balance(why=f"no zig-zag: with it {work}")
@@ -119,7 +119,7 @@ def _work(ranks: Ranks, call: Call) -> DeviceWork:
     return DeviceWork(float(contiguous.sum()), float(zigzag.sum()), total / ranks.ring_size)
 
 
-def _seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:
+def seconds_a_pair(ranks: Ranks, call: Call, machine: Machine) -> float:
     """Return the seconds that a device takes for one (query, key), all its heads and batch rows."""
     heads = call.heads // (ways("N", ranks.shape) * ranks.group)
     batch = -(-call.batch // ways("B", ranks.shape))

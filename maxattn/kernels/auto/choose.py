@@ -9,7 +9,7 @@ from typing import NamedTuple
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.aiter import AITER
-from maxattn.kernels import refusal
+from maxattn.kernels import computed_call, refusal
 from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
 from maxattn.target import Target
 
@@ -156,7 +156,7 @@ def _tiled(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         return (), ""
     from maxattn.kernels.auto import tpu
 
-    names, estimates = tpu.tiled_kernels(call, target)
+    names, estimates = tpu.tiled_kernels(computed_call("flash", call), target)
     return names, f"; {estimates}" if estimates else ""
 
 

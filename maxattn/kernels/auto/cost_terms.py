@@ -287,7 +287,7 @@ def _of_plain(kernel: str, call: Call, device: Device) -> Terms:
     found = {
         "launch": LAUNCH,
         "scores": 4 * scores / _bandwidth(device),
-        "tiles": 4 * scores * call.head_dim / _peak(device),
+        "tiles": 2 * scores * (call.head_dim + call.value_dim) / _peak(device),
         "bytes": 2 * (2 * queries + 2 * keys) / _bandwidth(device),
         "masks": 4 * scores / _bandwidth(device) * (not call.mask.is_full),
     }
@@ -297,10 +297,11 @@ def _of_plain(kernel: str, call: Call, device: Device) -> Terms:
     return found | {"starts": START * -(-call.q_len // q) * -(-call.kv_len // kv)}
 
 
-def _sizes(call: Call) -> tuple[int, int]:
-    """Return the numbers of entries of Q and of K."""
-    queries = call.batch * call.q_len * call.heads * call.head_dim
-    return queries, call.batch * call.kv_len * call.kv_heads * call.head_dim
+def _sizes(call: Call) -> tuple[float, float]:
+    """Return the numbers of entries of Q and of K, or the mean of Q and out, and of K and V."""
+    dim = (call.head_dim + call.value_dim) / 2
+    queries = call.batch * call.q_len * call.heads * dim
+    return queries, call.batch * call.kv_len * call.kv_heads * dim
 
 
 def _width(kernel: str, call: Call) -> int:

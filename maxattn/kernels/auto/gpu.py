@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import device_of
-from maxattn.kernels import KERNELS, refusal
+from maxattn.kernels import KERNELS, computed_call, refusal
 from maxattn.kernels.auto import published
 from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, MOST_TOKENS, PLAIN
 from maxattn.kernels.auto.measured import (
@@ -127,6 +127,8 @@ def _costs_device(device: str) -> str:
 def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape | None:
     """Return the entry of the very call, where it was measured."""
     if call.dtype != "bfloat16" or call.kv_heads != call.heads or call.mask.has_data:
+        return None
+    if call.value_head_dim:
         return None
     size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
     mask = "" if call.mask.is_full else str(call.mask)
@@ -251,7 +253,7 @@ def _lost(faster: tuple[str, ...], target: Target) -> str:
 
 def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
     """Take the time of flash's backward as this call gets it: with its queries split or not."""
-    if not entry.unsplit or KERNELS["flash"].splits_backward(call, target):
+    if not entry.unsplit or KERNELS["flash"].splits_backward(computed_call("flash", call), target):
         return entry
     times = dict(entry.backward) | {"flash": entry.unsplit}
     return replace(entry, backward=fastest_first(times))

@@ -117,7 +117,8 @@ def nearest(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape:
 def _distance(call: Call, entry: MeasuredShape) -> tuple[float, float]:
     """Return doublings between the head dims, and between the other sizes together."""
     b, t, s, n, h = entry.shape
-    size = (call.head_dim, call.q_len, call.kv_len, call.batch * call.heads)
+    dim = max(call.head_dim, call.value_dim)  # to which kernels that were measured pad both
+    size = (dim, call.q_len, call.kv_len, call.batch * call.heads)
     measured = (h, t, s, b * n)
     apart = [abs(log2(mine / its)) for mine, its in zip(size, measured, strict=True)]
     return apart[0], sum(apart[1:])

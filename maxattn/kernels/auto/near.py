@@ -88,7 +88,9 @@ def likeness(mine: np.ndarray, others: np.ndarray, reach: float) -> np.ndarray:
 def coordinates(call: Call) -> tuple[float, ...]:
     """Return where a call stands among others: doublings of its sizes, and the kind of its mask."""
     sizes = call.q_len, call.kv_len, call.batch * call.heads
-    heads = APART * log2(call.head_dim), APART * (call.heads != call.kv_heads)
+    # Kernels that were measured pad both head dims to the larger.
+    dim = max(call.head_dim, call.value_dim)
+    heads = APART * log2(dim), APART * (call.heads != call.kv_heads)
     return *map(log2, sizes), *heads, *(APART * is_kind for is_kind in _kinds(call))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import Device
+from maxattn.kernels import computed_call
 from maxattn.kernels.auto.cost_terms import Terms, terms
 from maxattn.kernels.auto.near import NearCalls
 
@@ -75,19 +76,24 @@ class FittedCosts:
             call: of one device.
             device: an NVIDIA GPU.
         """
-        heads = head_class(call.head_dim)
-        known = [name for name in kernels if (name, what, heads) in self.weights]
-        found = {name: terms(name, what, call, device) for name in known}
+        calls = {name: computed_call(name, call) for name in kernels}
+        known = {
+            n: x for n, x in calls.items() if (n, what, head_class(x.head_dim)) in self.weights
+        }
+        found = {name: terms(name, what, its, device) for name, its in known.items()}
         return self.weigh_all(found, what, call)
 
     def weigh_all(self, found: Mapping[str, Terms], what: str, call: Call) -> dict[str, float]:
         """Return ms of kernels from their terms, which are known; arguments as `predict_all`."""
-        heads = head_class(call.head_dim)
-        ms = {name: weighed(self.weights[name, what, heads], its) for name, its in found.items()}
+        ms = {name: self._weighed(name, what, call, its) for name, its in found.items()}
         if self.near is None or not ms:
             return ms
         alike = self.near.alike(call)
         return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
+
+    def _weighed(self, name: str, what: str, call: Call, found: Terms) -> float:
+        heads = head_class(computed_call(name, call).head_dim)
+        return weighed(self.weights[name, what, heads], found)
 
     def ranked(self, times: Mapping[str, float], what: str) -> tuple[tuple[str, float], ...]:
         """Return (kernel, ms) of a pass, what is taken first."""

@@ -48,6 +48,7 @@ class PublishedRow:
         there = cudnn_limits.version(target) or ""
         is_there = self.cudnn.hold(there) if numbers(there) else self.cudnn.below == NEWEST
         sizes = min(call.q_len, call.kv_len) >= self.least and call.head_dim in self.head_dims
+        sizes = sizes and not call.value_head_dim
         is_gpu = target.device.capability == self.capability
         return is_gpu and is_there and sizes and call.dtype == "bfloat16" and call.mask.is_full
 

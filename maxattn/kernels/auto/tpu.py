@@ -62,16 +62,18 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if flash is None or not others:
         why = _why_not(OTHERS[0] if flash else "flash", call, target)
         return ("flash",), f"flash by a rule, since no estimates compare: {why}"
-    every = f"{'; '.join(map(str, (*others, flash)))} ({how_estimated()})"
     below = (one for one in others if one.is_below(flash))
     faster = sorted(below, key=lambda one: one.training.longest.slow)
     fit = [one.name for one in faster if not _is_large(one, call, target)]
-    first = f"{fit[0]} is faster" if fit else _doubts(flash, others, faster)
-    return (*fit, "flash"), f"{first}: {every}"
+    first = f"{fit[0]} is faster" if fit else f"flash, since {_doubts(flash, others, faster)}"
+    runs = fit[0] if fit else "flash"
+    ordered = sorted((*others, flash), key=lambda one: one.name != runs)
+    every = "; ".join(map(str, ordered))
+    return (*fit, "flash"), f"{first}: {every} ({how_estimated()})"
 
 
 def _doubts(flash: _Passes, others: list[_Passes], faster: list[_Passes]) -> str:
-    """Say why `flash` keeps its place."""
+    """Say why `flash` keeps its place before the others."""
     said = []
     for one in others:
         if one in faster:

@@ -217,7 +217,7 @@ class Setup:
         return None if self.codes is None else self.codes.valid
 
     def operands(self, problem: Problem) -> Operands:
-        """Pad everything to whole tiles; ids that pad match nothing."""
+        """Pad everything to whole tiles; ids that pad keys match nothing."""
         t, s = self.padded
         return Operands(
             _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), self._padded_ids()
@@ -227,7 +227,9 @@ class Setup:
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids
-        q_ids = _pad(q_ids, 1, self.padded[0], mask_split.QUERY_PAD)
+        # Padded queries repeat the last id: with one of their own no tile of theirs would be whole.
+        more = self.padded[0] - q_ids.shape[1]
+        q_ids = jnp.pad(q_ids, ((0, 0), (0, more)), mode="edge")
         return q_ids, _pad(kv_ids, 1, self.padded[1], mask_split.KEY_PAD)
 
     def stats(self, stats: Stats) -> Stats:

@@ -148,31 +148,37 @@ def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: 
     mark = lists[1][i * form.count + j] if lists else WHOLE
     if form.columns:
         mark = jnp.minimum(mark, read["marks"][0, i * form.columns + block])
-    add = partial(_add, v_is_turned)
 
     @pl.when(j == 0)
     def _() -> None:
         sums.clear(bounded)
 
-    @pl.when(bounded & (mark == WHOLE))
-    def _() -> None:
-        add(tile.add_bounded, sums, read, form, None)
-
-    if form.masks:
-
-        @pl.when(bounded & (mark != WHOLE) & (mark != 0))
-        def _() -> None:
-            add(tile.add_bounded, sums, read, form, block)
-
-    @pl.when(jnp.logical_not(bounded) & (mark != 0))
-    def _() -> None:
-        add(tile.add_online, sums, read, form, block if form.masks else None)
+    for runs, add in ((bounded, tile.add_bounded), (jnp.logical_not(bounded), tile.add_online)):
+        _at_each(form, mark, runs, partial(_add, v_is_turned, add, sums, read, form), block)
 
     @pl.when(j == steps - 1)
     def _() -> None:
         acc, base2 = sums.result()
         out[...] = acc.T.astype(out.dtype)
         lse[...] = base2
+
+
+def _at_each(form: KernelForm, mark: Any, runs: Any, add: Any, block: Any) -> None:
+    """Run the body that a tile's mark asks for, where the block of queries has this softmax.
+
+    The bodies of one softmax follow each other, which estimates of a schedule go by.
+    """
+    from jax.experimental import pallas as pl
+
+    @pl.when(runs & (mark == WHOLE))
+    def _() -> None:
+        add(None)
+
+    if form.masks:
+
+        @pl.when(runs & (mark != WHOLE) & (mark != 0))
+        def _() -> None:
+            add(block)
 
 
 def _add(

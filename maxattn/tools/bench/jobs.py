@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
-from maxattn.kernels import KERNELS
+from maxattn.kernels import KERNELS, build
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.target import Target
 from maxattn.tools.bench.row import (
@@ -58,7 +58,7 @@ def of_kernel(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]
 ) -> list[BenchJob]:
     """Return a kernel's forward, and its backward from a given output and LSE."""
-    kernel = KERNELS[name].build(shape.call(), AttentionConfig(), target)
+    kernel = build(name, shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
     if name == "dot_product" and scores_bytes(shape) > MANY_SCORES:
         inputs = inputs[:1]  # else the scores of several calls would be in memory together
@@ -105,9 +105,10 @@ def random_inputs(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
     sets = 1 if size > 2e8 or target.platform == "cpu" else 2 if size > 6e7 else 8
     keys = jax.random.split(jax.random.key(0), (sets, 4))
     q = (shape.batch, shape.q_len, shape.heads, shape.head_dim)
-    kv = (shape.batch, shape.kv_len, shape.kv_heads or shape.heads, shape.head_dim)
+    k = (shape.batch, shape.kv_len, shape.kv_heads or shape.heads, shape.head_dim)
+    v, out = ((*each[:3], shape.value_dim or shape.head_dim) for each in (k, q))
     make = jax.jit(partial(normal, dtype=shape.dtype), static_argnums=1)
-    dims = (q, kv, kv, q)
+    dims = (q, k, v, out)
     return [tuple(make(key, each) for key, each in zip(row, dims, strict=True)) for row in keys]
 
 

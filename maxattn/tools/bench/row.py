@@ -100,7 +100,8 @@ def _error(result: Any, wanted: Any) -> float:
 def operations(shape: Shape) -> float:
     """Count the operations of a forward, those of allowed pairs alone."""
     pairs = shape.mask.bind(shape.q_len, shape.kv_len).allowed_pairs(shape.q_len, shape.kv_len)
-    return 4.0 * shape.batch * shape.heads * shape.head_dim * pairs
+    channels = shape.head_dim + (shape.value_dim or shape.head_dim)
+    return 2.0 * shape.batch * shape.heads * channels * pairs
 
 
 def scores_bytes(shape: Shape) -> float:

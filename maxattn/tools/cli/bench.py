@@ -5,7 +5,7 @@
   maxattn bench wan-1.3b-480p sdxl-cross
       named shapes
   maxattn bench --shape 2,4608,4608,24,128
-      B,T,S,N,H[,K]
+      B,T,S,N,H[/V][,K]
   maxattn bench --shape 2,4608,4608,24,128 --kernel flash --kernel auto
   maxattn bench --peers
       other libraries beside them, called bare

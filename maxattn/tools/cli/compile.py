@@ -33,6 +33,7 @@ from maxattn.tools.cli.estimates import estimate_lines, is_refused
 from maxattn.tools.cli.shapes import shape_arguments, shapes_of
 from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
+from maxattn.tools.compile.kernel_file import name_of, read_kernel_file
 from maxattn.tools.model_shapes import Shape
 
 _TARGET = (
@@ -49,6 +50,10 @@ _BLOCK = (
     "remat_policy holds for it"
 )
 _LAYERS = "with --estimate: what so many of them take, one after the other"
+_FILE = (
+    "compile FUNCTION(q, k, v, config) of a file in place of maxattn's attention, on one device: "
+    "arrays [B, T, N, H]; every query sees every key"
+)
 _LIMIT = "seconds a compile; default 600"
 
 
@@ -65,6 +70,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--block", type=int, default=0, metavar="N", help=_BLOCK)
     add("--layers", type=int, default=1, metavar="N", help=_LAYERS)
     add("--estimate", action="store_true", help=_ESTIMATE)
+    add("--kernel-file", default="", metavar="PATH:FUNCTION", help=_FILE)
     add("--time-limit", type=float, default=600.0, metavar="S", help=_LIMIT)
     add("--json", action="store_true", help="print everything as JSON")
 
@@ -77,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         rule = "there is at least one slice, and several are used whole"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
     _check_block(args)
+    args.kernel_file = read_kernel_file(args.kernel_file) if args.kernel_file else ""
     outcomes = []
     for shape in shapes_of(args, source):
         job = _job(args, source.config, shape)
@@ -105,7 +112,8 @@ def _check_block(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace, config: AttentionConfig, shape: Shape) -> CompileJob:
     how = args.train, args.module, args.devices, args.slices, args.estimate
-    return CompileJob(args.topology, config, shape, *how, args.block, args.layers)
+    sizes = args.block, args.layers
+    return CompileJob(args.topology, config, shape, *how, *sizes, args.kernel_file)
 
 
 def topology_of(target: str) -> str:
@@ -135,6 +143,7 @@ def report(job: CompileJob, outcome: Outcome) -> str:
     """Write an outcome for a person."""
     what = "attention module" if job.module else "attention"
     what = f"transformer block, feed-forward {job.block}" if job.block else what
+    what = name_of(job) if job.kernel_file else what
     training = ", forward and backward" if job.training else ""
     kind = f" ({outcome.device_kind})" if outcome.plan else ""
     head = f"{job.shape.name}: {what}{training}, for {_machine(job)}{kind}"

@@ -29,7 +29,7 @@ _MASK = (
 def shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is computed."""
     add = parser.add_argument
-    add("--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[,K]", help=_SHAPE)
+    add("--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[/V][,K]", help=_SHAPE)
     add("--role", choices=("self", "cross"), help="default self where T = S, else cross")
     add("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
     add("--batch", type=int, help="B in place of the shape's")

@@ -29,7 +29,7 @@ from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
 from maxattn.config.write import yaml_of
 from maxattn.decide import named_kernel, plan
 from maxattn.errors import InputError
-from maxattn.kernels import KERNELS
+from maxattn.kernels import build, computed_call
 from maxattn.target import Target
 from maxattn.tools.cli import tune_kernels, tune_offline
 from maxattn.tools.cli.machine import machine_arguments, mesh_of, target_of
@@ -111,7 +111,7 @@ def _tune_sizes(
     target: Target,
 ) -> None:
     made = plan(shape.call(), config, mesh, replace(target, tuned=()))
-    local = made.strategy.local_call(made.padded_call)
+    local = computed_call(made.kernel.name, made.strategy.local_call(made.padded_call))
     print(f"{shape.name}: {made.kernel.name}, one device's {_local(local)}", flush=True)
     _tune(args, Tuning(config, made.kernel.name, local, target))
 
@@ -242,7 +242,7 @@ def _times(tuning: Tuning, candidate: Candidate, wanted: list[str]) -> dict[str,
     """Return the times of one candidate, and the error that stopped it."""
     times: dict[str, Any] = {"error": ""}
     config = with_sizes(tuning.config, tuning.kernel, candidate.sizes)
-    built = KERNELS[tuning.kernel].build(tuning.local, config, tuning.target)
+    built = build(tuning.kernel, tuning.local, config, tuning.target)
     try:
         for key in wanted:
             times[key] = _time(built, tuning.local, key == "training_ms")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from maxattn.block_sizes.estimated.choose import TIE, Costs, Estimate, can_price, ranked, seconds_of
+from maxattn.block_sizes.estimated.choose import TIE, Costs, Estimate, ranked, seconds_of
 from maxattn.block_sizes.estimated.defaults import in_ms
+from maxattn.block_sizes.estimated.grids import not_priced
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
@@ -23,8 +24,10 @@ from maxattn.config.measurements import BLOCKS, ESTIMATED
 from maxattn.config.numbers import finite
 from maxattn.config.target_names import read_target
 from maxattn.config.write import yaml_of
+from maxattn.decide import kernel_call
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError, Unsupported
+from maxattn.kernels import computed_call
 from maxattn.plan import plan
 from maxattn.target import Target
 from maxattn.tools.cli.machine import mesh_of
@@ -144,12 +147,13 @@ def _tuning(
     args: argparse.Namespace, source: Source, shape: Shape, target: Target
 ) -> OfflineTuning:
     made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
-    local, kernel = made.strategy.local_call(made.padded_call), made.kernel.name
+    kernel = made.kernel.name
+    local = computed_call(kernel, made.strategy.local_call(made.padded_call))
     if kernel not in BLOCKS:
         rule = f"{kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
         raise Unsupported("--offline", shape.name, rule, "write attention=flash")
-    if not can_price(local):
-        rule = "tiles are ranked for calls that every tile is computed of, without a mask"
+    if why := not_priced(kernel_call(made.padded_call, made.strategy)):
+        rule = f"tiles are ranked by schedules: {why}"
         raise Unsupported("--offline", f"mask {local.mask}", rule, "leave the mask out")
     if source.config.float32_qk_product:
         local = local.derived(dtype="float32")

@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,8 @@ def outcome_of(job: CompileJob, folder: Path) -> Outcome:
         mesh = job.config.make_mesh(devices)
         target = target_of(str(devices[0].device_kind))
         with target.assumed():
+            if job.kernel_file:
+                return _compiled_file(job, target, mesh, folder)
             decided = plan(job.shape.call(), job.config, mesh, target)
             return _compiled(job, decided, mesh, folder)
     except MaxattnError as error:
@@ -65,8 +69,38 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
     from maxattn.tools.compile.programs import program_of
 
     function, operands = program_of(job, decided, mesh)
-    traced = jax.jit(function).trace(*operands)
-    started, facts = time.perf_counter(), _facts(job, decided, mesh)
+    facts, priced = _facts(job, decided, mesh), partial(_estimate, job, decided, folder)
+    return _ended(job, jax.jit(function).trace(*operands), mesh, facts, priced)
+
+
+def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
+    """Compile the function of a file; nothing is planned."""
+    from maxattn.tools.compile.kernel_file import check_kernel_job, program_of_file, traced
+    from maxattn.tools.estimate.of_file import file_estimate
+
+    check_kernel_job(job)
+    trace = traced(job, program_of_file(job, mesh))
+    facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
+    return _ended(job, trace, mesh, facts, partial(file_estimate, job, folder, target.device))
+
+
+def _ended(
+    job: CompileJob,
+    traced: Any,
+    mesh: Mesh,
+    facts: dict[str, Any],
+    priced: Callable[[str], dict[str, Any]],
+) -> Outcome:
+    """Compile what was traced.
+
+    Args:
+        job: what it is of.
+        traced: the program.
+        mesh: of the devices.
+        facts: what is known of it before.
+        priced: makes the estimate of the compiled text.
+    """
+    started = time.perf_counter()
     try:
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     # The compiler's own: not enough memory, or a kernel that it cannot make.
@@ -76,7 +110,7 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
     took = time.perf_counter() - started
     made = {"memory": _memory(compiled), "found": _found(compiled, mesh)}
     if job.estimate:
-        made["estimate"] = _estimate(job, decided, compiled, folder)
+        made["estimate"] = _priced(compiled.as_text(), priced)
     return Outcome("compiled", seconds=took, **made, **facts)
 
 
@@ -105,27 +139,30 @@ def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
     return [
         {name: getattr(t, name) for name in kept}
         | {"axes": list(axes_of(t, sizes)), "kernels": list(t.kernels), "line": t.start}
+        | {"groups": t.groups}
         for t in transfers(compiled.as_text())
     ]
 
 
-def _estimate(job: CompileJob, decided: Plan, compiled: Any, folder: Path) -> dict[str, Any]:
+def _priced(text: str, priced: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """Price what was compiled; a schedule that is not understood is refused under `refused`."""
     from maxattn.errors import Unsupported
+
+    try:
+        return priced(text)
+    except Unsupported as error:
+        return {"refused": str(error)}
+
+
+def _estimate(job: CompileJob, decided: Plan, folder: Path, text: str) -> dict[str, Any]:
     from maxattn.tools.estimate.block import block_estimate
     from maxattn.tools.estimate.program import estimate_of
     from maxattn.tools.estimate.tiles import tiles_of
 
     device, training = decided.target.device, job.training
-    try:
-        if job.block:
-            return block_estimate(
-                compiled.as_text(), device, decided, training, job.config.remat_policy
-            )
-        tiles = tiles_of(decided, training)
-        return estimate_of(compiled.as_text(), folder, device, tiles)
-    except Unsupported as error:
-        return {"refused": str(error)}
+    if job.block:
+        return block_estimate(text, device, decided, training, job.config.remat_policy)
+    return estimate_of(text, folder, device, tiles_of(decided, training))
 
 
 def dump_into(folder: Path) -> None:

@@ -53,6 +53,7 @@ class CompileJob:
         estimate: price the kernels by the schedule that the compiler makes.
         block: width of the feed-forward of a whole transformer block; 0 for none.
         layers: how many of what is compiled a step runs, which an estimate multiplies.
+        kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
     """
 
     topology: str
@@ -65,6 +66,7 @@ class CompileJob:
     estimate: bool = False
     block: int = 0
     layers: int = 1
+    kernel_file: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ def program_of(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return what a job compiles."""
     made = _block if job.block else _module if job.module else _attention
     function, operands = made(job, plan, mesh)
-    return Program(_step(function) if job.training else function, operands)
+    return Program(step_of(function) if job.training else function, operands)
 
 
-def _step(function: Callable[..., Any]) -> Callable[..., Any]:
+def step_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return forward and backward: the last operand is the cotangent of the result."""
 
     def step(*operands: Any) -> Any:
@@ -48,8 +48,8 @@ def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return attention alone, its q, k and v, and in training the cotangent of its output."""
     call, mask = job.shape.call(), job.shape.mask
     kv = f"B{plan.strategy.kv_letter()}KH"
-    q = _operand((call.batch, call.q_len, call.heads, call.head_dim), "BTNH", call.dtype, mesh)
-    k = _operand((call.batch, call.kv_len, call.kv_heads, call.head_dim), kv, call.dtype, mesh)
+    q = operand((call.batch, call.q_len, call.heads, call.head_dim), "BTNH", call.dtype, mesh)
+    k = operand((call.batch, call.kv_len, call.kv_heads, call.head_dim), kv, call.dtype, mesh)
 
     def function(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, mask=mask, config=job.config, mesh=mesh, role=call.role)
@@ -57,7 +57,7 @@ def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     return Program(function, (q, k, k, q) if job.training else (q, k, k))
 
 
-def _operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
+def operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
     return jax.ShapeDtypeStruct(dims, dtype, sharding=_sharding(dims, letters, mesh))
 
 
@@ -73,9 +73,9 @@ def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return a transformer block, its parameters and its inputs."""
     call, width = plan.call, plan.call.heads * plan.call.head_dim
     graph, state = nnx.split(nnx.eval_shape(lambda: TransformerBlock(job, mesh)))
-    x = _operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
-    text = _operand((call.batch, TEXT, width), "B..", call.dtype, mesh)
-    modulation = _operand((PARTS, width), "..", "float32", mesh)
+    x = operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
+    text = operand((call.batch, TEXT, width), "B..", call.dtype, mesh)
+    modulation = operand((PARTS, width), "..", "float32", mesh)
 
     def run(state: Any, *inputs: Any) -> Any:
         return run_block(nnx.merge(graph, state), job, *inputs, _no_rotation(call))
@@ -92,8 +92,8 @@ def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     call, width = plan.call, plan.call.heads * plan.call.head_dim
     graph, state = nnx.split(nnx.eval_shape(lambda: _make_module(job, mesh)))
     state = _sharded(state, mesh)
-    x = _operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
-    text = _operand((call.batch, call.kv_len, width), "B..", call.dtype, mesh)
+    x = operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
+    text = operand((call.batch, call.kv_len, width), "B..", call.dtype, mesh)
 
     def self_attention(state: Any, x: Any) -> Any:
         rotary = _no_rotation(call)

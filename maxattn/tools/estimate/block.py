@@ -7,6 +7,7 @@ libtpu takes long to write the schedules of a whole block, so none is written.
 from __future__ import annotations
 
 from importlib import metadata
+from math import prod
 from typing import Any, NamedTuple
 
 from maxattn.block_sizes.estimated.choose import seconds_of
@@ -14,11 +15,14 @@ from maxattn.block_sizes.estimated.defaults import how_estimated
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.block_sizes.sizes import FORWARD, BlockSizes
+from maxattn.call import Call
 from maxattn.decide import kernel_call
 from maxattn.devices import Device
 from maxattn.errors import Unsupported
+from maxattn.kernels import computed_call
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.plan import Plan
+from maxattn.sharding import ways
 from maxattn.tools.estimate.program import xla_of
 
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
@@ -71,7 +75,8 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
     Raises:
         Unsupported: none hold.
     """
-    local, target, kernel = kernel_call(plan.padded_call, plan.strategy), plan.target, plan.kernel
+    local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
+    local, kernel = computed_call(plan.kernel.name, local), plan.kernel.computes
     if not isinstance(kernel, Splash):
         raise _not_priced(plan)
     kernel = kernel if training else kernel.for_inference()
@@ -82,13 +87,25 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
     what = local, name, target
     forward = seconds_of(costs, BlockSizes(*part), *what)  # type: ignore[arg-type]
     both = seconds_of(costs, sizes, *what) if training else forward  # type: ignore[arg-type]
-    if forward is None or both is None:
+    hops = _calls_of_a_pass(plan, local)
+    if forward is None or both is None or (hops > 1 and not plan.call.mask.is_full):
         raise _not_priced(plan)
     runs = 1 + (training and policy in RECOMPUTED)
-    found = PricedPass("forward", runs, forward)
+    found = PricedPass("forward", hops * runs, forward)
     if not training:
         return (found,)
-    return found, PricedPass("backward", 1, both.plus(-forward.fast, -forward.slow))
+    return found, PricedPass("backward", hops, both.plus(-forward.fast, -forward.slow))
+
+
+def _calls_of_a_pass(plan: Plan, local: Call) -> int:
+    """Count the calls in which a device computes its pairs: a ring has one for each hop."""
+    padded, shape = plan.padded_call, plan.strategy.shape
+    devices = prod(ways(axis, shape) for axis in "BTN")
+    return _pairs(padded) // (devices * _pairs(local))
+
+
+def _pairs(call: Call) -> int:
+    return call.batch * call.heads * call.q_len * call.kv_len
 
 
 def _not_priced(plan: Plan) -> Unsupported:

@@ -16,7 +16,7 @@ from maxattn.tools.estimate.tiles import KernelTiles, Phase
 from maxattn.tools.estimate.windows import Window, moved_by_itself, windows_of
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
-_ONLINE_TOO = "tpu_flash_fwd"  # its longest body is the online softmax
+_TWO_FORMS = "tpu_flash_fwd"  # its second bodies are the online softmax
 _CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
 
 
@@ -175,7 +175,7 @@ class KernelDump:
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = max(1.0, steps / min(rows))
         if tiles is None:
-            return BodyShares(1.0, 0.0, row)
+            return self.step.usual_shares(row)
         if not self._knows(tiles, steps):
             return BodyShares(0.0, 1.0, row)
         whole = tiles.visited if tiles.skips_nothing else steps / tiles.heads
@@ -194,8 +194,8 @@ class KernelDump:
     @cached_property
     def step(self) -> GridStep:
         """The loop over its grid; of `tpu_flash`, for scores that need no running maximum."""
-        unpriced = int(_ONLINE_TOO in self.name)
-        return GridStep(self.bundles, self.slots, core_of(self.device), unpriced)
+        forms = 2 if _TWO_FORMS in self.name else 1
+        return GridStep(self.bundles, self.slots, core_of(self.device), forms)
 
     def _seconds(self, cycles: Cycles, steps: int, hbm: float) -> tuple[float, float]:
         clock = core_of(self.device).clock

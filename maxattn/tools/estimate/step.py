@@ -52,14 +52,14 @@ class GridStep:
     Args:
         bundles, slots: of the kernel.
         core: what its products are priced with.
-        unpriced: how many bodies are not priced, of the longest: those of operands that the
-            estimate is not for.
+        forms: how many forms its bodies have, one after the other in the program. The first is
+            priced; others are of operands that the estimate is not for.
     """
 
     bundles: Bundles
     slots: SlotTable
     core: TensorCore
-    unpriced: int = 0
+    forms: int = 1
 
     @cached_property
     def loop(self) -> Loop:
@@ -83,31 +83,47 @@ class GridStep:
 
     @cached_property
     def bodies(self) -> tuple[Span, ...]:
-        """Skipped spans with products, the shortest first.
+        """Skipped spans with products, the shortest first; those of the first form.
 
         Raises:
-            Unsupported: there are more than two beside those that are not priced.
+            Unsupported: a form has more than two, or not as many as the others.
         """
-        return self._by_length[: len(self._by_length) - self.unpriced]
+        return self.bodies_of(0)
 
-    @property
-    def unpriced_body(self) -> Span | None:
-        """The longest of the bodies that are not priced, if there are any."""
-        return self._by_length[-1] if self.unpriced else None
+    def bodies_of(self, form: int) -> tuple[Span, ...]:
+        """Return the bodies of a form, the shortest first."""
+        count = len(self._every_body) // self.forms
+        found = self._every_body[form * count : (form + 1) * count]
+        return tuple(sorted(found, key=lambda s: s.end - s.start))
 
     @cached_property
-    def _by_length(self) -> tuple[Span, ...]:
-        found = [s for s in self._skipped if self._multiplies(s)]
-        most = BODIES + self.unpriced
-        if len(found) > most:
-            rule = f"a step chooses among {len(found)} bodies, and {most} are understood"
+    def _every_body(self) -> tuple[Span, ...]:
+        """The bodies of all forms, in the program's order."""
+        found = tuple(s for s in self._skipped if self._multiplies(s))
+        most = BODIES * self.forms
+        if len(found) > most or len(found) % self.forms:
+            known = self._understood
+            rule = f"a step chooses among {len(found)} bodies, and {known} are understood"
             raise unknown(self.bundles.who, rule)
-        return tuple(sorted(found, key=lambda s: s.end - s.start))
+        return found
+
+    @property
+    def _understood(self) -> str:
+        return " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))
+
+    def usual_shares(self, row: float) -> BodyShares:
+        """Return the shares of a kernel of which nothing is known.
+
+        Every step runs the body with most products: another is for the rest of a ragged length.
+        """
+        counts = [self._count(range(*body)) for body in self.bodies]
+        is_first = not counts or counts[0] == max(counts)
+        return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
 
     @cached_property
     def edges(self) -> tuple[Span, ...]:
         """What begins and ends a row of tiles."""
-        return tuple(s for s in self._skipped if s not in self._by_length)
+        return tuple(s for s in self._skipped if s not in self._every_body)
 
     @cached_property
     def always(self) -> list[int]:

@@ -44,11 +44,12 @@ def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
         dump: of the kernel.
         cost: of the same kernel, for scores that need no running maximum.
     """
-    span = dump.step.unpriced_body
-    if span is None:
+    if dump.step.forms == 1:
         return None
-    body = _priced(dump, span)
-    return cost._replace(full=body, masked=body, spills=dump.slots.used([*range(*span)])[SPILLS])
+    spans = dump.step.bodies_of(1)
+    full, masked = (_priced(dump, spans[place]) for place in (0, -1))
+    spills = dump.slots.used([*range(*spans[0])])[SPILLS]
+    return cost._replace(full=full, masked=masked, spills=spills)
 
 
 def _body(dump: KernelDump, place: int) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.call import Call
-from maxattn.kernels import mask_split
+from maxattn.kernels import computed_call, mask_split
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
@@ -54,9 +54,9 @@ class KernelTiles(NamedTuple):
 
 def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
     """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
-    if not isinstance(plan.kernel, Splash):
+    if not isinstance(plan.kernel.computes, Splash):
         return {}
-    kernel = plan.kernel if training else plan.kernel.for_inference()
+    kernel = plan.kernel.computes if training else plan.kernel.computes.for_inference()
     phases: list[Phase] = ["fwd", "dkv", "dq"] if training else ["fwd"]
     runs: list[Phase] = [phase for phase in phases if kernel.blocks.part(_KEYS[phase]) is not None]
     return {phase: _tiles(plan, kernel.blocks, phase) for phase in runs}
@@ -70,7 +70,8 @@ def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
     marks, pairs = _marks(call, block), call.mask.allowed_pairs(call.q_len, call.kv_len)
     full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
     fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
-    operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
+    head_dim = computed_call(plan.kernel.name, call).head_dim
+    operations = 2 * head_dim * (_PRODUCTS[phase] + fused) * pairs
     whole = plan.padded_call.q_len, plan.padded_call.kv_len
     is_bound = (call.q_len, call.kv_len) != whole and not call.mask.is_full
     a_tile = operations / max(1, full + masked)

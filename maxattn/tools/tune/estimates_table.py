@@ -15,7 +15,7 @@ from maxattn.kernels.auto.tpu import tiled_kernels
 from maxattn.target import Target
 from maxattn.tools.model_shapes import SHAPES
 
-CALLS = "wan-14b-720p", "wan-14b-480p", "flux-1024", "sdxl-64"
+CALLS = "wan-14b-720p", "wan-14b-480p", "flux-1024", "sdxl-64", "swba-1560x7", "swba-256x16"
 KERNELS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash", "flash")
 HEADS = "chip", "call", "pass", *KERNELS, "TFLOP/s of tpu_flash", "`auto` takes"
 PRODUCTS = {False: 2, True: 7}
@@ -49,10 +49,10 @@ def _time(found: EstimatedSizes | None) -> str:
 
 
 def _rate(found: EstimatedSizes | None, call: Call, training: bool) -> str:
-    """Write the rate of the products over real pairs, slow end first."""
+    """Write the rate of the products over pairs that the mask allows, slow end first."""
     if found is None:
         return ""
-    pairs = call.batch * call.heads * call.q_len * call.kv_len
+    pairs = call.batch * call.heads * call.mask.allowed_pairs(call.q_len, call.kv_len)
     flops = 2 * PRODUCTS[training] * pairs * call.head_dim
     fast, slow = (f"{flops / seconds / 1e12:.0f}" for seconds in found.seconds)
     return slow if slow == fast else f"{slow} to {fast}"

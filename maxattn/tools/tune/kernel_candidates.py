@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.kernels import KERNELS, Kernel, refusal
+from maxattn.kernels import KERNELS, Kernel, build, refusal
 from maxattn.kernels.flash import has_fa4
 from maxattn.target import Target
 
@@ -37,7 +37,7 @@ def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> Ke
     runs = [name for name, reason in reasons.items() if reason is None]
     # Of kernels for other devices there is nothing to say here.
     left_out = {n: r.rule for n, r in reasons.items() if r and r.feature != "platform"}
-    built = {name: KERNELS[name].build(call, config, target) for name in runs}
+    built = {name: build(name, call, config, target) for name in runs}
     for name in runs:
         others = [each for each in built if each != name]
         if why := _not_worth_it(name, built[name], call, target, others):

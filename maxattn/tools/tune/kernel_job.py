@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from maxattn.block_sizes.estimated.step_cost import Kind, Tile
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Tile
 from maxattn.block_sizes.hbm import ITEMSIZE
 from maxattn.block_sizes.sizes import KernelKind
 
@@ -26,7 +26,7 @@ class KernelJob:
         kind: which of its kernels.
         tile: queries, keys, keys computed at once.
         head_dim, dtype: H, and the dtype of q, k and v.
-        masked: whether keys are padded, so that a mask is evaluated.
+        masked: what it evaluates of a mask; a bool says whether keys are padded.
     """
 
     device_kind: str
@@ -35,13 +35,31 @@ class KernelJob:
     tile: Tile
     head_dim: int
     dtype: str
-    masked: bool
+    masked: Evaluates
 
     @property
     def lengths(self) -> tuple[int, int]:
         """Queries and keys of the call that is compiled."""
         rows, columns = (COLUMNS, ROWS) if self.by_key else (ROWS, COLUMNS)
-        return rows * self.tile[0], columns * self.tile[1] - PADDED * self.masked
+        return rows * self.tile[0], columns * self.tile[1] - self._padding
+
+    @property
+    def _padding(self) -> int:
+        return PADDED if self.masked == Evaluates.PADDING else 0
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """Tokens before and after a query that it sees, and the position of the first query.
+
+        Of an interval of keys. The last row of tiles has all columns, and the first one fewer.
+        """
+        q, kv = self.tile[:2]
+        longest = sum(self.lengths)
+        if self.by_key:
+            before = (COLUMNS - 1) * q - kv
+            return max(0, before), longest, max(0, -before)
+        after = (COLUMNS - 1) * kv - q
+        return longest, max(0, after), min(0, after)
 
     @property
     def by_key(self) -> bool:
@@ -71,5 +89,5 @@ class KernelJob:
     @staticmethod
     def of(values: dict[str, Any]) -> KernelJob:
         """Read what `values` wrote."""
-        fields: dict[str, Any] = values | {"tile": tuple(values["tile"])}
+        fields = values | {"tile": tuple(values["tile"]), "masked": Evaluates(values["masked"])}
         return KernelJob(**fields)

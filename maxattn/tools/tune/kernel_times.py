@@ -148,8 +148,9 @@ def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
     """Make random (q, k, v, dout, mask): several of short calls, which one program computes."""
     sets = inputs_of(call)
     q = (call.batch, call.q_len, call.heads, call.head_dim)
-    kv = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
-    make, dims = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1), (q, kv, kv, q)
+    k, v = ((*q[:1], call.kv_len, call.kv_heads, dim) for dim in (call.head_dim, call.value_dim))
+    make = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1)
+    dims = (q, k, v, (*q[:3], call.value_dim))
     keys = jax.random.split(jax.random.key(0), (sets, len(dims)))
     of_device = jax.tree.map(jnp.asarray, mask)
     return [

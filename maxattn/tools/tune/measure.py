@@ -47,8 +47,8 @@ def _program(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     keys = jax.random.split(jax.random.key(0), 4)
     q_shape = (call.batch, call.q_len, call.heads, call.head_dim)
-    kv_shape = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
-    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    k_shape = (call.batch, call.kv_len, call.kv_heads, call.head_dim)
+    shapes = (q_shape, k_shape, (*k_shape[:3], call.value_dim), (*q_shape[:3], call.value_dim))
     operands = tuple(
         normal(key, shape, call.dtype) for key, shape in zip(keys, shapes, strict=True)
     )

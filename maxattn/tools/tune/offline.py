@@ -19,7 +19,8 @@ from maxattn.block_sizes.estimated.choose import (
     price,
     tiles_of,
 )
-from maxattn.block_sizes.estimated.step_cost import Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.estimated.grids import evaluates
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
@@ -55,7 +56,7 @@ class OfflineSearch:
     target: Target
     limit: int
     say: Say
-    costs: dict[tuple[Kind, bool], dict[Tile, StepCost]] = field(default_factory=dict)
+    costs: dict[tuple[Kind, Evaluates], dict[Tile, StepCost]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def run(self, training: bool) -> Costs:
@@ -102,7 +103,7 @@ class OfflineSearch:
     @cached_property
     def _fastest_forwards(self) -> list[Tile]:
         known = {t for (kind, _), tiles in self.costs.items() if kind == "fwd" for t in tiles}
-        priced = {t: price(self.costs, "fwd", t, self.call, self.target) for t in known}
+        priced = {t: self._price("fwd", t) for t in known}
         times = {tile: one.slow for tile, one in priced.items() if one}
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 
@@ -115,7 +116,7 @@ class OfflineSearch:
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
         """Look one kernel up, or compile it; None where it does not compile."""
-        masked = bool(self.call.kv_len % tile[1]) or not self.call.mask.is_full
+        masked = evaluates(self.call, tile)
         what = self.target.device_kind, self.kernel, kind, tile
         job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)
         answer = self.log.find(job)
@@ -130,4 +131,7 @@ class OfflineSearch:
             self.costs.setdefault((each, masked), {})[tile] = cost
         if "failed" in answer:
             self.failures.append(answer["failed"])
-        return price(self.costs, kind, tile, self.call, self.target)
+        return self._price(kind, tile)
+
+    def _price(self, kind: Kind, tile: Tile) -> Seconds | None:
+        return price(self.costs, kind, tile, self.call, self.target, self.kernel)

@@ -89,10 +89,9 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return what runs the kernel, and the shapes and dtypes of its operands."""
     from maxattn.kernels import mask_split
     from maxattn.kernels.splash.calls import Problem, Stats
-    from maxattn.masks import Full
 
     (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
-    parts = mask_split.split(Full().bind(q_len, kv_len, *heads).form())
+    parts = mask_split.split(_mask(job).bind(q_len, kv_len, *heads).form())
     assert isinstance(parts, mask_split.SplitMask), parts
     q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
     rows = (*heads, q_len), "float32"
@@ -110,6 +109,14 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return problem.dkv(job.tile, Stats(*stats), job.kind == "fused")
 
     return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
+
+
+def _mask(job: KernelJob) -> Any:
+    from maxattn.block_sizes.estimated.step_cost import Evaluates
+    from maxattn.masks import Full, LocalWindow
+
+    is_window = job.masked == Evaluates.INTERVAL
+    return LocalWindow(*job.window) if is_window else Full()
 
 
 def _library(job: KernelJob) -> Any:

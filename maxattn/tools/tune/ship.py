@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from maxattn.block_sizes.estimated.step_cost import Kind, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepCost, Tile
 from maxattn.block_sizes.estimated.table import group_name, table_text
 from maxattn.errors import InputError
 from maxattn.tools.tune.schedule_log import costs_of, jobs_of, read_lines
@@ -29,7 +29,7 @@ def table_of_log(path: Path) -> str:
     if len(found) != 1:
         rule = f"a table is of one libtpu, and the log has {', '.join(sorted(found)) or 'none'}"
         raise InputError("log", path, rule, "keep the lines of one version")
-    groups: dict[str, dict[tuple[Kind, bool], dict[Tile, StepCost]]] = {}
+    groups: dict[str, dict[tuple[Kind, Evaluates], dict[Tile, StepCost]]] = {}
     for job, answer in jobs_of(lines):
         name = group_name(job.device_kind, job.kernel, job.head_dim, job.dtype)
         for kind, cost in costs_of(job.kind, answer).items():

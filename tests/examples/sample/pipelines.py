@@ -16,6 +16,7 @@ from tests.examples.conftest import ROOT
 from tests.examples.parity import part
 from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
+from tests.fixtures import make_wan22 as wan22
 
 FIXTURES = Path(runs.__file__).parent
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,9 +42,12 @@ EXACT = (
     f"num_inference_steps={runs.STEPS}",
 )
 SIZE = dict.fromkeys(SIZES, runs.VIDEO) | dict.fromkeys(VAES, runs.PICTURE)
+SIZE |= dict.fromkeys(("wan_ti2v_text", "wan_ti2v_image"), wan22.VIDEO)
+SIZE |= {"wan_a14b_image": runs.VIDEO}
 # Settings that a fixture was made with, beside those of all.
 MORE = {
     "wan_a14b": (f"guidance_scale_2={runs.GUIDANCE_2}",),
+    "wan_a14b_image": (f"guidance_scale_2={runs.GUIDANCE_2}",),
     "flux": (f"true_cfg_scale={runs.TRUE_CFG}",),
     "flux_schnell": ("guidance_scale=null",),
 }
@@ -111,7 +115,10 @@ def draw(name: str, *arguments: str) -> None:
         "wan": "wan_1_3b.yml",
         "wan_i2v": "wan_i2v_14b.yml",
         "wan_ti2v": "wan_ti2v_5b.yml",
-        "wan_a14b": "wan_1_3b.yml",
+        "wan_ti2v_text": "wan_ti2v_5b.yml",
+        "wan_ti2v_image": "wan_ti2v_5b.yml",
+        "wan_a14b": "wan_a14b.yml",
+        "wan_a14b_image": "wan_a14b.yml",
         "sdxl": "sdxl.yml",
         "flux": "flux.yml",
         "flux_schnell": "flux.yml",

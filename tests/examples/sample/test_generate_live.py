@@ -18,14 +18,18 @@ from safetensors.numpy import load_file, save_file
 from tests.closeness import hold
 from tests.examples.conftest import ROOT
 from tests.fixtures import make_pipelines as runs
+from tests.fixtures import make_wan22 as wan22
 
-from .pipelines import EXACT, MORE, draw, sizes_of
+from .pipelines import EXACT, MORE, SIZE, draw, sizes_of
 
 PROMPT, NEGATIVE = "a red  fox in the snow", "rain &amp; blue"
 FLUX = {name: partial(runs.flux, name) for name in runs.FLUXES}
-BUILD = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "sdxl": runs.sdxl, **FLUX}
+WAN = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "wan_a14b": runs.wan_a14b, **wan22.BUILD}
+BUILD = {**WAN, "sdxl": runs.sdxl, **FLUX}
 PICTURES = ("sdxl", *FLUX)
-NOISE = dict.fromkeys(("wan", "wan_i2v"), (1, 4, 3, 4, 6)) | dict.fromkeys(PICTURES, (1, 4, 8, 12))
+NOISE = dict.fromkeys(PICTURES, (1, 4, 8, 12)) | dict.fromkeys(WAN, (1, 4, 3, 4, 6)) | wan22.NOISE
+WITH_IMAGE = ("wan_i2v", "wan_ti2v_image", "wan_a14b_image")
+TWO = ("wan_a14b", "wan_a14b_image")
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +55,10 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
             runs.run_flux(pipe, torch.from_numpy(noise), kind, **said) for kind in ("latent", "np")
         )
         return latents.numpy(), np.asarray(pixels)[0] * 255
-    size = runs.PICTURE if name == "sdxl" else runs.VIDEO
-    told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **size}
-    if name == "wan_i2v":
+    told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **SIZE[name]}
+    if name in TWO:
+        told["guidance_scale_2"] = runs.GUIDANCE_2
+    if name in WITH_IMAGE:
         pixels = np.random.default_rng(4).integers(0, 255, (20, 30, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "first.png")
         told["image"] = Image.open(folder / "first.png").convert("RGB")
@@ -88,7 +93,7 @@ def ours(name: str, folder: Path, *told: str) -> np.ndarray:
 
 
 def options(name: str, folder: Path, negative: str | None) -> list[str]:
-    image = ["--image", str(folder / "first.png")] if name == "wan_i2v" else []
+    image = ["--image", str(folder / "first.png")] if name in WITH_IMAGE else []
     return ["--prompt", PROMPT, *(["--negative-prompt", negative] if negative else []), *image]
 
 
@@ -97,6 +102,10 @@ def options(name: str, folder: Path, negative: str | None) -> list[str]:
     [
         ("wan", NEGATIVE),
         ("wan_i2v", NEGATIVE),
+        ("wan_a14b", NEGATIVE),
+        ("wan_a14b_image", NEGATIVE),
+        ("wan_ti2v_text", NEGATIVE),
+        ("wan_ti2v_image", NEGATIVE),
         ("sdxl", None),
         ("sdxl", NEGATIVE),
         ("flux", NEGATIVE),

@@ -240,6 +240,12 @@ def test_a_context_may_be_chosen() -> None:
     assert x.shape[1] == 4 and run.programs == 2 and reel.cache is None
 
 
+def test_a_context_of_whole_blocks_keeps_the_sink_and_the_latest_frames() -> None:
+    """Of the frames 0 and 5 to 9, that the window shows, four are a first frame and a block."""
+    run = rollout(SINKS["alone"], re_prefill=True)
+    assert tuple(run._choose(10)) == (0, 7, 8, 9)
+
+
 # ---- devices -------------------------------------------------------------------------------------
 
 

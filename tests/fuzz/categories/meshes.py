@@ -68,4 +68,6 @@ def mesh_settings(rng: Random, machine: Machine, axes: dict[str, int]) -> dict[s
         settings["ulysses_shards"] = rng.choice([1, 2, 3, 4])
     if rng.random() < 0.3:
         settings["ulysses_attention_chunks"] = rng.choice([1, 2, 3])
+    if rng.random() < 0.3:
+        settings["ring_direction"] = rng.choice(["one_way", "both_ways"])
     return settings

@@ -91,6 +91,7 @@ def _settings(rng: Random) -> dict[str, Any]:
     more = {
         "ulysses_shards": rng.choice([1, 2, 4, 8, 3]),
         "ulysses_attention_chunks": rng.choice([1, 2, 4, 7]),
+        "ring_direction": rng.choice(["one_way", "both_ways"]),
         "deterministic": True,
         "use_memory_efficient_attention": True,
         "query_chunk_size": rng.choice([1, 128, 5000]),

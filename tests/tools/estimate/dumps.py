@@ -58,10 +58,30 @@ def small(products: int = 2, more: str = "") -> tuple[str, str]:
 
 def three_bodies() -> tuple[str, str]:
     """Write the small dump with products in its edge too, and a third body of three bundles."""
+    return _more_bodies([1, 0, 0])
+
+
+def two_forms() -> tuple[str, str]:
+    """Write four bodies: of two bundles each, then of three and of one."""
+    return _more_bodies([1, 0, 0], [1])
+
+
+def _more_bodies(*more: list[int]) -> tuple[str, str]:
+    """Write the small dump with products in its edge, and with more bodies after its own.
+
+    Args:
+        more: products of each bundle of a body.
+    """
     bundles, slots = small()
     rows = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}").split("\n")
-    third = ("sbr.rel (%p7) target = $region40", PRODUCT, "", "")
-    rows[11:11] = [f" : > {{ {code} }}" for code in third]
-    rows[14] += " /* Start/End empty region 40 */"
+    at = 11
+    for region, body in enumerate(more, start=4):
+        branch = f"sbr.rel (%p{region + 3}) target = $region{region}0"
+        code = (branch, *(" ;; ".join([PRODUCT] * n) for n in body), "")
+        added = [f" : > {{ {one} }}" for one in code]
+        added[-1] += f" /* Start/End empty region {region}0 */"
+        rows[at:at] = added
+        at += len(added)
+        slots += "0 0 0 0\n" * len(added)
     numbered = (f"{i:#x} {row.split(' ', 1)[1]}" for i, row in enumerate(rows))
-    return "\n".join(numbered), slots + "0 0 0 0\n" * 4
+    return "\n".join(numbered), slots

@@ -29,9 +29,9 @@ FLASH = ma.AttentionConfig(attention="flash")
 SENT = {"kind": "psum", "axes": ["context"], "bytes": 10**9, "times": 2, "kernels": []}
 
 
-def plan_of(call: ma.Call = CALL, **mesh: int) -> ma.Plan:
-    strategy = {"context_parallel": "ulysses"} if mesh else {}
-    return ma.plan(call, FLASH.replace(**strategy), mesh or None, Target.named(KIND))
+def plan_of(call: ma.Call = CALL, strategy: str = "ulysses", **mesh: int) -> ma.Plan:
+    chosen = {"context_parallel": strategy} if mesh else {}
+    return ma.plan(call, FLASH.replace(**chosen), mesh or None, Target.named(KIND))
 
 
 @pytest.mark.parametrize(("policy", "runs"), [("NONE", 1), ("SAVE_ATTENTION", 1), ("FULL", 2)])
@@ -45,6 +45,21 @@ def test_passes_are_those_of_the_plan(monkeypatch, policy, runs):
     assert forward.seconds == alone.seconds == pytest.approx((a_kernel, a_kernel))
     assert backward.seconds == pytest.approx((2 * a_kernel, 2 * a_kernel))  # dkv and dq
     assert shared.seconds == pytest.approx((a_kernel / 2, a_kernel / 2))  # one head each
+
+
+def test_a_ring_calls_the_kernel_in_every_hop(monkeypatch):
+    mesh = {"context": 4, "fsdp": 2}
+    call = replace(CALL, batch=2, heads=4, kv_heads=4)
+    masked = replace(call, mask=ma.masks.Causal().bind(8192, 8192).form())
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        forward, backward = attention_passes(plan_of(call, "ring", **mesh), True, "FULL")
+        gathered, _ = attention_passes(plan_of(call, "all_gather", **mesh), True, "NONE")
+        with pytest.raises(Unsupported, match="no schedules that ship"):
+            attention_passes(plan_of(masked, "ring", **mesh), True, "FULL")
+    a_hop = 4 * 2 * 2 * 350 / CLOCK  # of four heads, with tiles of 1,024
+    assert (forward.calls, backward.calls, gathered.calls) == (8, 4, 1)
+    assert forward.seconds == pytest.approx((a_hop, a_hop))
+    assert gathered.seconds == pytest.approx((4 * a_hop, 4 * a_hop))
 
 
 def test_what_has_no_schedules_is_refused(monkeypatch):

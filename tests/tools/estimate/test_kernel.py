@@ -9,6 +9,7 @@ import pytest
 from maxattn.block_sizes.chips import chip_of
 from maxattn.config import AttentionConfig
 from maxattn.devices import DEVICES
+from maxattn.errors import Unsupported
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.child import target_of
@@ -19,7 +20,16 @@ from maxattn.tools.estimate.step import BodyShares, GridStep
 from maxattn.tools.estimate.step_cost import online_cost_of, step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
-from tests.tools.estimate.dumps import BACKWARD, FORWARD, dump, small, texts, three_bodies
+from tests.tools.estimate.dumps import (
+    BACKWARD,
+    FORWARD,
+    PRODUCT,
+    dump,
+    small,
+    texts,
+    three_bodies,
+    two_forms,
+)
 
 V6E = DEVICES["TPU v6e"]  # a product takes 8 cycles of one of two units
 SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
@@ -59,6 +69,15 @@ def test_a_grid_of_one_step_has_no_loop():
     priced = KernelDump.read("small_fwd", bundles, slots, V6E, "x").estimate(None)
     # Ten bundles outside of the edge and the body, which run once too.
     assert (priced.steps, priced.cycles) == (1, (10 + 2 + 2, 10 + 2 + 2 + 8))
+
+
+def test_a_kernel_of_which_nothing_is_known_runs_the_body_with_most_products():
+    # The edge gets one product: it is the body of a ragged length's rest, as short as the other.
+    bundles, slots = small()
+    ragged = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}")
+    priced = KernelDump.read("small_fwd", ragged, slots, V6E, "x").estimate(None)
+    # Seven bundles always and two of the body, whose second product waits for 8 cycles.
+    assert priced.cycles == (9, 17)
 
 
 def test_slots_of_the_body():
@@ -164,27 +183,30 @@ def test_two_bodies_are_priced_by_their_tiles():
 
 
 def test_the_online_softmax_of_tpu_flash_is_not_priced():
-    bundles, slots = three_bodies()
-    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", bundles, slots, V6E, "x")
-    *priced, longest = kernel.step._by_length
-    assert list(kernel.step.bodies) == priced and len(priced) == 2
-    length = longest.end - longest.start
-    assert all(body.end - body.start <= length for body in priced)
-    # It is no edge of a row of tiles either.
+    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", *two_forms(), V6E, "x")
+    lengths = [[body.end - body.start for body in kernel.step.bodies_of(form)] for form in (0, 1)]
+    # Each form's in the order of their lengths; the shortest of all is of the second form.
+    assert lengths == [[2, 2], [1, 3]]
+    assert kernel.step.bodies == kernel.step.bodies_of(0)
+    # They are no edges of a row of tiles either.
     assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step.always)
 
 
-def test_the_online_softmax_has_a_cost_of_its_own():
-    bundles, slots = three_bodies()
-    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", bundles, slots, V6E, "x")
+def test_the_online_softmax_has_costs_of_its_own():
+    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", *two_forms(), V6E, "x")
     usual = step_cost_of(kernel, 2, 4)
     online = online_cost_of(kernel, usual)
     assert online is not None and (online.always, online.edges) == (usual.always, usual.edges)
-    longest = kernel.step.unpriced_body
-    assert online.full == online.masked and longest is not None
-    assert online.full[0] == longest.end - longest.start >= usual.masked[0]
+    assert (usual.full[0], usual.masked[0]) == (2, 2)
+    assert (online.full[0], online.masked[0]) == (1, 3)
     other = dump("v6e", FORWARD)
     assert online_cost_of(other, step_cost_of(other, 4, 32)) is None
+
+
+def test_forms_of_unlike_numbers_of_bodies_are_refused():
+    kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", *three_bodies(), V6E, "x")
+    with pytest.raises(Unsupported, match="among 3 bodies, and 2 or 4 are understood"):
+        kernel.estimate(ALL)
 
 
 def test_a_ring_of_masked_tiles_is_a_bound():

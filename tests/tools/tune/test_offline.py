@@ -8,24 +8,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import maxattn as ma
 from maxattn import tuned
 from maxattn.block_sizes import facts_of
 from maxattn.block_sizes.estimated.choose import Estimate, padded_pairs, ranked
-from maxattn.block_sizes.estimated.step_cost import Seconds, StepGrid
+from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds, StepGrid
 from maxattn.block_sizes.estimated.table import read_table
 from maxattn.block_sizes.sizes import LANES
 from maxattn.config.measurements import ESTIMATED, read_kept
 from maxattn.devices import DEVICES
 from maxattn.errors import InputError, Unsupported
+from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune_offline import OfflineTuning, ranking_lines
 from maxattn.tools.compile.job import PYTHON_VARIABLE, tpu_python
 from maxattn.tools.estimate.step_cost import step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles
-from maxattn.tools.tune import store
+from maxattn.tools.tune import schedule_log, store
+from maxattn.tools.tune.again import changed
 from maxattn.tools.tune.kernel_job import COLUMNS, ROWS, KernelJob
 from maxattn.tools.tune.offline import OfflineSearch
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
@@ -135,6 +138,22 @@ def test_schedules_of_other_versions_are_not_taken(tmp_path):
         assert ScheduleLog(path, VERSIONS | {name: "9"}).find(JOB) is None
 
 
+def test_kernels_of_changed_sources_are_compiled_again(tmp_path, monkeypatch):
+    path = tmp_path / "schedules.jsonl"
+    other = JOB.of(JOB.values() | {"kernel": "tpu_flash"})
+    for job in (JOB, JOB, other):
+        ScheduleLog(path, VERSIONS).add(job, {"failed": "x"})
+    assert not [*changed(path, ScheduleLog(path, VERSIONS))]
+    digest = schedule_log.source_digest
+    monkeypatch.setattr(
+        schedule_log, "source_digest", lambda name: "0" if name == "flash" else digest(name)
+    )
+    log = ScheduleLog(path, VERSIONS)
+    assert [*changed(path, log)] == [JOB]
+    log.add(JOB, {"failed": "x"})
+    assert not [*changed(path, log)]
+
+
 def test_choices_fit_and_the_first_pad_least():
     facts = facts_of(CALL, "flash", V6E, True)
     found = tile_choices("fwd", CALL, facts)
@@ -152,6 +171,23 @@ def test_a_job_lies_in_hbm_and_has_whole_steps():
         assert job.heads % 2 == 0 and size * (4 if job.dtype == "float32" else 2) >= 2**27
         assert {-(-q_len // job.tile[0]), -(-kv_len // job.tile[1])} == {ROWS, COLUMNS}
         assert KernelJob.of(json.loads(json.dumps(job.values()))) == job
+
+
+@pytest.mark.parametrize("kind", ["fwd", "dq", "dkv", "fused"])
+@pytest.mark.parametrize(
+    "sides", [(512, 512), (1024, 2048), (2048, 1024), (1024, 4096), (4096, 512)]
+)
+def test_a_window_leaves_out_a_tile_and_no_step(kind, sides):
+    """A kernel that goes through lists has the same steps as another: the longest row has all."""
+    tile = sides if kind == "dq" else (*sides, 512)
+    job = KernelJob("TPU v6e", "flash", kind, tile, 128, "bfloat16", Evaluates.INTERVAL)
+    q_len, kv_len = job.lengths
+    tiles = LocalWindow(*job.window).bind(q_len, kv_len).block_map(*sides, q_len, kv_len)
+    tiles = tiles.T if job.by_key else tiles
+    assert tiles.shape == (ROWS, COLUMNS) and (tiles[-1] != EMPTY).all()
+    assert np.count_nonzero(tiles == EMPTY) == 1
+    assert np.count_nonzero(tiles == FULL) and np.count_nonzero(tiles == MIXED)
+    assert KernelJob.of(json.loads(json.dumps(job.values()))) == job
 
 
 def test_the_online_softmax_is_kept_beside_the_other(tmp_path):

@@ -1,0 +1,159 @@
+"""Values of another head dim than keys, in a kernel that takes one: zeros fill the narrower.
+
+Zero columns of Q and K add nothing to a score. Those of V give output columns of zero, which are
+cut off, as their gradients are. So the result is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from jaxtyping import Array
+
+from maxattn.block_sizes import BlockSizes, Change
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, widened
+from maxattn.target import Target
+
+
+@dataclass(frozen=True)
+class PaddedHeads(Kernel):
+    """Run a kernel of one head dim over heads that are padded to the larger of two.
+
+    Args:
+        inner: the kernel.
+        key_dim: H, channels of a head of the queries and keys.
+        value_dim: V, channels of a head of the values and of the output.
+    """
+
+    takes_value_dim: ClassVar[bool] = True
+    inner: Kernel
+    key_dim: int
+    value_dim: int
+
+    @property
+    def name(self) -> str:
+        """Name the kernel that runs."""
+        return self.inner.name
+
+    @property
+    def computes(self) -> Kernel:
+        """The kernel that runs."""
+        return self.inner
+
+    @property
+    def is_pallas(self) -> bool:
+        """Ask the kernel that runs."""
+        return self.inner.is_pallas
+
+    @property
+    def needs_an_example(self) -> bool:
+        """Ask the kernel that runs."""
+        return self.inner.needs_an_example
+
+    @property
+    def blocks(self) -> BlockSizes | None:
+        """The tile sizes of the kernel that runs."""
+        return self.inner.blocks
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """How they differ from those that were asked for."""
+        return self.inner.changes
+
+    def for_inference(self) -> PaddedHeads:
+        """Return the kernel of a forward that is not differentiated, padded as this one."""
+        return replace(self, inner=self.inner.for_inference())
+
+    def without_dbias(self) -> PaddedHeads:
+        """Return the kernel whose backward leaves the bias's gradient out."""
+        return replace(self, inner=self.inner.without_dbias())
+
+    def forward(self, inputs: Inputs) -> Result:
+        """Return (out [B,T,N,V], lse [B,N,T])."""
+        out, lse = self.inner.forward(self._inputs(inputs))
+        return Result(out[..., : self.value_dim], lse)
+
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        """Return (dq, dk, dv, dbias) from given rows."""
+        dq, dk, dv, dbias = self.inner.backward(self._inputs(inputs), self._rows(rows))
+        h, v = self.key_dim, self.value_dim
+        return Grads(dq[..., :h], dk[..., :h], dv[..., :v], dbias)
+
+    def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
+        """Begin a backward over blocks of keys; a block is as wide as the padded heads are."""
+        inner = self.inner.accumulator(self._inputs(inputs), self._rows(rows))
+        return _NarrowDq(inner, self.key_dim)
+
+    def accumulator_line(self, inputs: Inputs) -> str:
+        """Say how the accumulator launches."""
+        return self.inner.accumulator_line(self._inputs(inputs))
+
+    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
+        """Say how a backward divides the keys of so many blocks over launches."""
+        return self.inner.split_keys(self._inputs(inputs), blocks)
+
+    def lines(self, call: Call) -> Lines:
+        """Describe the kernel for `explain`, and what is padded."""
+        lines = self.inner.lines(with_one_head_dim(call))
+        return lines._replace(runs=f"{lines.runs}, {padding_text(call)}")
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        """Say what there is to know of the kernel that runs."""
+        return self.inner.notes(with_one_head_dim(call), config, target)
+
+    def _inputs(self, inputs: Inputs) -> Inputs:
+        q, k, v = map(self._padded, (inputs.q, inputs.k, inputs.v))
+        return inputs.replace(q=q, k=k, v=v)
+
+    def _rows(self, rows: Rows) -> Rows:
+        return Rows(self._padded(rows.out), rows.lse, self._padded(rows.dout), rows.dlse)
+
+    def _padded(self, x: Array) -> Array:
+        return widened(x, max(self.key_dim, self.value_dim))
+
+
+class _NarrowDq(DqAccumulator):
+    """Sum dQ of padded heads, and cut it to the channels that queries have."""
+
+    def __init__(self, inner: DqAccumulator, head_dim: int) -> None:
+        self._inner, self._head_dim = inner, head_dim
+        self.state: Any = inner.state
+
+    def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
+        """Add a range of a block's keys; the arguments are those of `DqAccumulator.add`."""
+        self._inner.state = self.state
+        found = self._inner.add(keys, key_range, grads)
+        self.state = self._inner.state
+        return found
+
+    def dq(self) -> Array:
+        """Return dQ over all blocks so far."""
+        self._inner.state = self.state
+        return self._inner.dq()[..., : self._head_dim]
+
+
+def with_one_head_dim(call: Call) -> Call:
+    """Return a call whose heads are padded to the larger of its two head dims."""
+    return call.derived(head_dim=max(call.head_dim, call.value_dim), value_head_dim=0)
+
+
+def padding_text(call: Call) -> str:
+    """Say which heads are padded, and to how many channels.
+
+    >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
+    'values of 64 padded to 128'
+    """
+    h, v = call.head_dim, call.value_dim
+    return f"values of {v} padded to {h}" if v < h else f"queries and keys of {h} padded to {v}"
+
+
+def padded_reason(reason: Reason, call: Call) -> Reason:
+    """Say in a refusal of a head dim which padding gave it."""
+    if "head dim" not in reason.feature:
+        return reason
+    return replace(reason, rule=f"{reason.rule} ({padding_text(call)})")

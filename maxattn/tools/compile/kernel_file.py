@@ -1,0 +1,165 @@
+"""An attention that a user names by file and function, to compile where maxattn's own would be.
+
+FUNCTION(q, k, v, config) takes arrays [B, T, N, H], [B, S, K, H] and [B, S, K, H] and the config of
+the command, and returns [B, T, N, H]. It runs on one device, and sees every key.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from maxattn.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from maxattn.tools.compile.job import CompileJob
+    from maxattn.tools.compile.programs import Program
+
+OPTION = "--kernel-file"
+PRODUCTS = 2
+"""Of a query with a key, in a forward: the scores, and the weights with the values."""
+
+
+def read_kernel_file(text: str) -> str:
+    """Read PATH:FUNCTION, and return it with the whole path.
+
+    Raises:
+        InputError: it has another form, or there is no such file.
+    """
+    path, _, function = text.rpartition(":")
+    if not path or not function.isidentifier():
+        rule = "it names a file and a function in it"
+        raise InputError(OPTION, text, rule, f"write {OPTION} my_kernel.py:attention")
+    if not Path(path).is_file():
+        rule = f"there is no file {path}"
+        raise InputError(OPTION, text, rule, "name a Python file that is there")
+    return f"{Path(path).resolve()}:{function}"
+
+
+def check_kernel_job(job: CompileJob) -> None:
+    """Refuse what a function of a file does not compute.
+
+    Raises:
+        InputError: several devices, a mask, or a module or block around it.
+    """
+    if job.module or job.block:
+        _refuse(job, "a function is compiled alone", "leave --module and --block out")
+    if not job.shape.mask.is_full:
+        _refuse(job, "a function is given no mask: every query sees every key", "leave --mask out")
+    if (count := len(_devices(job))) != 1:
+        rule = f"a function runs on one device, and {job.topology} has {count}"
+        _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
+
+
+def _devices(job: CompileJob) -> list[Any]:
+    from maxattn.tools.compile.topology import devices_of
+
+    return devices_of(job)
+
+
+def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
+    """Return what a job compiles of its file: a function, and abstract q, k and v.
+
+    Raises:
+        InputError: the file cannot be loaded, has no such function, or that cannot be traced.
+    """
+    from maxattn.tools.compile.programs import Program, operand, step_of
+
+    call, function = job.shape.call(), _whole(_loaded(job), mesh)
+    q, k = (
+        operand((call.batch, length, heads, call.head_dim), "BTNH", call.dtype, mesh)
+        for length, heads in ((call.q_len, call.heads), (call.kv_len, call.kv_heads))
+    )
+
+    def run(*operands: Any) -> Any:
+        out = function(*operands)
+        if out.shape != q.shape:
+            rule = f"it returns {list(q.shape)} like the queries, and here {list(out.shape)}"
+            _refuse(job, rule, "return [B, T, N, H]")
+        return out
+
+    operands = (q, k, k, q) if job.training else (q, k, k)
+    return Program(step_of(run) if job.training else run, operands)
+
+
+def traced(job: CompileJob, program: Program) -> Any:
+    """Trace a program of a file.
+
+    Raises:
+        InputError: with what the file's function raised.
+    """
+    import jax
+
+    try:
+        return jax.jit(program.function).trace(*program.operands)
+    except InputError:
+        raise
+    # Whatever the user's own code raises.
+    except Exception as error:
+        return _refuse(job, f"it cannot be traced: {_said(error)}", "mend the function")
+
+
+def name_of(job: CompileJob) -> str:
+    """Return file and function, without the folder."""
+    path, _, name = job.kernel_file.rpartition(":")
+    return f"{Path(path).name}:{name}"
+
+
+def forward_flops(job: CompileJob) -> float:
+    """Count the operations of a forward's products over all pairs."""
+    shape = job.shape
+    pairs = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    return 2.0 * PRODUCTS * pairs * shape.head_dim
+
+
+def _loaded(job: CompileJob) -> Callable[..., Any]:
+    """Return the function with the job's config for its last argument."""
+    path, _, name = job.kernel_file.rpartition(":")
+    module = _module(job, Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        rule = f"{Path(path).name} has no function {name}"
+        known = [each for each, value in vars(module).items() if callable(value)]
+        _refuse(job, rule, did_you_mean(name, known) or "name a function that it defines")
+    return lambda q, k, v: function(q, k, v, job.config)
+
+
+def _module(job: CompileJob, path: Path) -> ModuleType:
+    """Run a file as a module; it may import what lies beside it."""
+    name = f"kernel_file_{path.stem}"  # a file may have the name of a library
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        _refuse(job, f"{path.name} is no Python file", "name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    # Whatever the user's own code raises.
+    except Exception as error:
+        _refuse(job, f"{path.name} cannot be loaded: {_said(error)}", "mend the file")
+    return module
+
+
+def _whole(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Run a function where the libraries of kernels look for the TPU that they are compiled for."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+    return jax.shard_map(function, mesh=mesh, **specs, check_vma=False)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _refuse(job: CompileJob, rule: str, remedy: str) -> NoReturn:
+    raise InputError(OPTION, name_of(job), rule, remedy) from None

@@ -1,0 +1,210 @@
+"""A ring whose halves of the heads go round in opposite directions: equal to one way and to
+float64, chosen where a step waits less, refused by name where it cannot be.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.context_parallel.ring.hop_times import HopTimes
+from maxattn.errors import MaxattnError
+from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
+from maxattn.tools.model_shapes import Shape
+from tests.cases import allowed
+from tests.golden_text import check_golden
+from tests.jaxprs import of_primitive
+from tests.reference import attention64, error
+
+H = 16
+
+
+def config(direction: str, n: int, **more: Any) -> ma.AttentionConfig:
+    sizes = {"ici_data_parallelism": 1, "ici_context_parallelism": n}
+    usual = {"attention": "ring", "attention_kernel": "dot_product"} | sizes
+    return ma.AttentionConfig(**usual | more, ring_direction=direction)  # type: ignore[arg-type]
+
+
+def operands(length: int, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
+    draw = np.random.default_rng(0)
+    return tuple(
+        draw.normal(size=(2, length, n, H)).astype(np.float32)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+
+
+def run(cfg: ma.AttentionConfig, n: int, mask: M.Mask | None, q, k, v, dout) -> list[Any]:
+    """Return out, LSE, dq, dk and dv."""
+    mesh = cfg.make_mesh(jax.devices()[:n])
+    attend = partial(ma.attention, mask=mask, config=cfg, mesh=mesh, return_lse=True)
+    (out, lse), vjp = jax.vjp(jax.jit(attend), q, k, v)
+    return [out, lse, *vjp((jnp.asarray(dout), jnp.zeros_like(lse)))]
+
+
+IDS = np.repeat(np.arange(4, dtype=np.int32), 6)[None].repeat(2, 0)
+SMALL = {"block_q": 128, "block_kv": 128}
+# ranks, length, heads, key heads, mask, and settings
+CASES: dict[str, tuple[int, int, int, int, M.Mask | None, dict[str, Any]]] = {
+    "full": (4, 32, 4, 4, None, {}),
+    "odd ranks, a length that they do not divide": (5, 33, 4, 2, None, {}),
+    "three ranks, causal in zig-zag": (3, 61, 4, 2, M.Causal(), {}),
+    "window that leaves hops out": (4, 32, 2, 2, M.LocalWindow(3, 3), {}),
+    "blocks behind": (8, 64, 4, 4, M.BlockSlidingWindow(8, 3), {}),
+    "lengths": (4, 32, 4, 2, M.KeyPadding(np.array([20, 7], np.int32)), {}),
+    "segments": (
+        3, 24, 2, 2, M.Segments(IDS, IDS) & M.Causal(), {},
+    ),
+    "groups that exchange heads": (
+        8, 64, 8, 4, M.Causal(), {"attention": "ulysses_ring", "ulysses_shards": 2},
+    ),
+    "tpu_flash": (
+        3, 96, 4, 2, M.Causal(), {"attention_kernel": "tpu_flash", "flash_block_sizes": SMALL},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_ways_are_one_way_and_float64(name: str) -> None:
+    n, length, heads, kv_heads, mask, more = CASES[name]
+    x = operands(length, heads, kv_heads)
+    one, both = (run(config(d, n, **more), n, mask, *x) for d in ("one_way", "both_ways"))
+    seen = allowed(mask, length, length)
+    want = attention64(*x[:3], seen, dout=x[3])
+    for mine, other, true in zip(both, one, want, strict=False):
+        assert error(mine, other) < 2e-6
+        assert error(mine, true) < 2e-5
+
+
+def program(direction: str, n: int) -> Any:
+    """Trace forward and backward."""
+    cfg, x = config(direction, n), operands(8 * n, 4, 4)
+    attend = partial(run, cfg, n, None)
+    return jax.make_jaxpr(attend)(*x).jaxpr
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_half_of_each_hop_goes_each_way(n: int) -> None:
+    sent = of_primitive(program("both_ways", n), "ppermute")
+    next_one = tuple((i, (i + 1) % n) for i in range(n))
+    one_before = tuple((i, (i - 1) % n) for i in range(n))
+    ways = [tuple(eqn.params["perm"]) for eqn in sent]
+    assert set(ways) == {next_one, one_before} and ways.count(next_one) == len(ways) // 2
+    assert {eqn.invars[0].aval.shape[2] for eqn in sent} == {2}  # of four heads
+    (alone,) = {tuple(e.params["perm"]) for e in of_primitive(program("one_way", n), "ppermute")}
+    assert alone == next_one
+
+
+@pytest.mark.parametrize("direction", ["one_way", "both_ways"])
+@pytest.mark.parametrize("mask", [None, M.Causal(), M.BlockSlidingWindow(8, 3)])
+def test_the_plan_names_every_send(direction: str, mask: M.Mask | None) -> None:
+    n, cfg = 4, config(direction, 4)
+    x, mesh = operands(32, 4, 4), cfg.make_mesh(jax.devices()[:4])
+    plan = ma.plan(ma.Call.of(x[0], x[1], mask=mask), cfg, mesh)
+    traced = jax.make_jaxpr(partial(run, cfg, n, mask))(*x)
+    sent = sum(c.hops * c.arrays for c in plan.collectives)
+    assert sent == len(of_primitive(traced.jaxpr, "ppermute"))
+    assert ("both ways" in plan.strategy.label()) == (direction == "both_ways")
+
+
+# ---- which one is chosen -------------------------------------------------------------------------
+
+V6E, V5P = ma.Target.named("TPU v6e"), ma.Target.named("TPU v5p")
+
+
+def decided(
+    n: int, target: ma.Target = V6E, length: int = 32760, heads: int = 40, **more: Any
+) -> ma.Plan:
+    mask, kv_heads = more.pop("mask", None), more.pop("kv_heads", heads)
+    bias = more.pop("bias", None)
+    cfg = ma.AttentionConfig(**{"attention": "ring", **more})
+    shape = jax.ShapeDtypeStruct
+    q, k = (shape((1, length, heads_, 128), jnp.bfloat16) for heads_ in (heads, kv_heads))
+    return ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), cfg, {"context": n}, target)
+
+
+CHOSEN: dict[str, tuple[Any, bool]] = {
+    "wan_480p": (lambda: decided(8), True),
+    "wan_480p_causal": (lambda: decided(8, mask=M.Causal()), True),
+    "asked": (lambda: decided(8, V5P, 75_600, ring_direction="both_ways"), True),
+    "asked_one_way": (lambda: decided(8, ring_direction="one_way"), False),
+    "covered": (lambda: decided(8, V5P, 75_600), False),
+    "one_key_head": (lambda: decided(8, kv_heads=1, heads=8, length=8192), False),
+    "few_heads_that_wait": (lambda: decided(8, heads=5), False),
+    "two_ranks": (lambda: decided(2), False),
+    "window": (lambda: decided(8, mask=M.BlockSlidingWindow(1560, 7)), False),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_which_is_chosen(name: str) -> None:
+    make, both = CHOSEN[name]
+    plan = make()
+    notes = [note for note in plan.notes if "way" in note]
+    check_golden(f"ring_direction/{name}", "\n".join([plan.strategy.label(), *notes]))
+    assert ("both ways" in plan.strategy.label()) == both
+
+
+def test_waits_of_a_step_by_hand() -> None:
+    """Two hops of 3 s, whose gradients take 6; the last gradients have 2 s of kernel beside."""
+    times = HopTimes(np.array([2.0, 2.0]), np.array([4.0, 4.0]), 3.0, 6.0, "")
+    assert times.waits(1) == 2 * (3 - 2) + 2 * (3 + 6 - 4) + (6 - 2)
+    assert times.waits(2) == 2 * 0 + 2 * (4.5 - 4) + (3 - 2)
+
+
+REFUSED = {
+    "two_ranks": lambda: decided(2, ring_direction="both_ways"),
+    "odd_heads": lambda: decided(4, heads=5, ring_direction="both_ways"),
+    "heads_of_two_cores": lambda: decided(4, V5P, heads=10, ring_direction="both_ways"),
+    "one_key_head": lambda: decided(4, heads=8, kv_heads=1, ring_direction="both_ways"),
+    "bias": lambda: decided(
+        4, length=4096, bias=jax.ShapeDtypeStruct((1, 1, 1, 4096), jnp.float32),
+        ring_direction="both_ways", attention_kernel="dot_product",
+    ),
+    "table_a_head": lambda: decided(
+        4, length=64, heads=4, ring_direction="both_ways", attention_kernel="dot_product",
+        mask=M.Dense(np.ones((1, 4, 64, 64), bool)),
+    ),
+    "gpu": lambda: decided(4, ma.Target.named("NVIDIA H200"), ring_direction="both_ways"),
+    "unknown": lambda: decided(4, ring_direction="both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    with pytest.raises(MaxattnError) as caught:
+        REFUSED[name]()
+    check_golden(f"ring_direction/refused_{name}", str(caught.value))
+
+
+def test_it_has_no_effect_without_a_ring() -> None:
+    plan = decided(4, attention="ulysses", ring_direction="one_way")
+    said = "ring_direction has no effect: read by ring and ulysses_ring alone"
+    assert any(said in note for note in plan.notes), plan.notes
+
+
+# ---- compiled for TPUs that are not there --------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tpu_python() is None, reason="libtpu is not installed, and MAXATTN_TPU_PYTHON names no python"
+)
+@pytest.mark.parametrize(("topology", "n"), [("v5p:2x2x1", 4), ("v6e:2x4", 8)])
+@pytest.mark.parametrize("training", [False, True])
+def test_transfers_both_ways_run_beside_kernels(topology: str, n: int, training: bool) -> None:
+    cfg = ma.AttentionConfig(attention="ring", attention_kernel="flash",
+                             ici_context_parallelism=n, ring_direction="both_ways")  # fmt: skip
+    shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128)
+    outcome = run_in_child(CompileJob(topology, cfg, shape, training), 900)
+    assert outcome.ending == "compiled", outcome.message
+    sent = [t for t in outcome.found if t["kind"] == "ppermute"]
+    assert len(sent) >= 4 * (n - 1) and all(t["kernels"] for t in sent)
+    ways = [{(b - a) % n for a, b in t["groups"]} for t in sent]
+    assert ways.count({1}) == ways.count({n - 1}) == len(sent) // 2

@@ -1,0 +1,38 @@
+"""Values of another head dim than keys in the kernels of libraries, which take one head dim."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import pytest
+
+import maxattn as ma
+from tests.gpu.requirements import skip_unless_available
+from tests.kernels import test_value_head_dim as values
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("flash", "cudnn", "cudnn_flash_te", "tokamax_flash")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_against_float64(kernel: str, dims: tuple[int, int], mask: str) -> None:
+    skip_unless_available(kernel)
+    case: dict[str, Any] = {"mask": mask, "dims": dims, "length": "64", "heads": "mha"}
+    case |= {"dtype": "bfloat16", "bias": "none"}
+    x, config = values.arrays(case), ma.AttentionConfig(attention=kernel)
+    call = partial(ma.attention, mask=x["mask"], config=config)
+
+    def both(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(x["dout"])
+
+    got = jax.jit(both)(x["q"], x["k"], x["v"])
+    want = values.attention64(*(x[name] for name in ("q", "k", "v", "ok", "bias")), dout=x["dout"])
+    named = dict(zip(("out", "dq", "dk", "dv"), got, strict=True))
+    for name, one in named.items():
+        assert values.error(one, getattr(want, name)) < values.TOLERANCE["bfloat16"], (case, name)
