@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo demo-stream docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile fuzz lint clean help
+.PHONY: demo demo-stream docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile test-cuda-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -87,6 +87,16 @@ $(FA4_READY): pyproject.toml
 test-fa4-compile: $(if $(MAXATTN_FA4_PYTHON),,$(FA4_READY))  ## what fa4-jax takes on every GPU, and that its kernels compile as maxattn calls them (half an hour)
 	$(or $(MAXATTN_FA4_PYTHON),.venv-fa4/bin/python) -m pytest -n 0 -s -m "" tests/gpu/test_fa4_capabilities.py tests/gpu/test_fa4_compiles.py $(ARGS)
 
+CUDA_READY := .venv-cuda/.ready
+
+$(CUDA_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "jax[cuda13]"
+	@touch $@
+
+test-cuda-compile: $(if $(MAXATTN_CUDA_PYTHON),,$(CUDA_READY))  ## what XLA makes of a model for an H200: no copies of weights, keys and values; no GPU needed
+	$(or $(MAXATTN_CUDA_PYTHON),.venv-cuda/bin/python) -m pytest -n 0 -m "" tests/gpu/test_programs_compile.py $(ARGS)
+
 DOCS_READY := .venv-docs/.ready
 
 $(DOCS_READY): pyproject.toml
@@ -103,5 +113,5 @@ lint: $(READY)  ## style and types
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 .venv-cuda docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from common import flops
-from common.xla_options import xla_options
+from common.scan import scan_here
+from common.xla_options import sampling_options, xla_options
 from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
 from measuring.steps import Step, denoising, training
@@ -43,7 +44,8 @@ def main(said: argparse.Namespace) -> None:
     config = ma.AttentionConfig.from_overrides(said.overrides)
     work = workload(said, config)
     began = time.perf_counter()
-    options = xla_options(said.option)
+    read = xla_options if said.what == "train" else sampling_options
+    options = read(said.option)
     dtype = DTYPES[said.dtype]
     if said.what == "train":
         step = training(work, dtype, options, said.lora)
@@ -71,14 +73,17 @@ def run(said: argparse.Namespace, work: workloads.Workload, step: Step, compile_
 
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:
     """Return what the command line asks for."""
+    scan = scan_here(said.scan_layers) if said.what == "denoise" else said.scan_layers is not False
+    how: dict[str, Any] = {"scan_layers": scan}
     if said.model == "wan":
         size = (said.height or 480, said.width or 832, said.frames)
-        return workloads.wan(config, said.batch or 1, *size, SIZES[said.size])
+        return workloads.wan(config, said.batch or 1, *size, SIZES[said.size], **how)
     if said.model == "flux":
         sizes = flux_sizes(said.layers)
         size = (said.height or 1024, said.width or 1024)
-        return workloads.flux(config, said.batch or 1, *size, sizes)
-    return workloads.sdxl(config, said.batch or 8, said.height or 1024, said.width or 1024)
+        return workloads.flux(config, said.batch or 1, *size, sizes, **how)
+    size = (said.height or 1024, said.width or 1024)
+    return workloads.sdxl(config, said.batch or 8, *size, **how)
 
 
 def flux_sizes(layers: list[int] | None) -> Sizes:
@@ -114,6 +119,7 @@ def facts_of(
         "lora_rank": said.lora,
         "overrides": said.overrides,
         "options": said.option,
+        "scan_layers": said.scan_layers,
         "device": device,
         "jax": jax.__version__,
         "ms": times.median,
@@ -184,8 +190,11 @@ def parser() -> argparse.ArgumentParser:
     add("--size", choices=SIZES, default="wan-2.1-t2v-1.3b", help="of Wan; default the 1.3B")
     told = "train LoRA's matrices of this rank alone; default 0, all parameters"
     add("--lora", type=int, default=0, metavar="RANK", help=told)
+    told = "compile each block, or one for all; default as model.scan_layers: null has it"
+    add("--scan-layers", action=argparse.BooleanOptionalAction, help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
-    add("--option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's compiler")
+    told = "of XLA's compiler; on a GPU denoising has those of sampling before them"
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help=told)
     _add_timing(found)
     return found
 

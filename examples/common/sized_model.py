@@ -28,6 +28,9 @@ class SizedModel(Section):
     """Of the computation; norms, modulation and softmax are float32 whatever it is."""
     param_dtype: Dtype = "float32"
     """Of the parameters."""
+    scan_layers: bool | None = None
+    """true: blocks are stacked and compile once; false: each is compiled, and a GPU copies no slice
+    of its weights; null: false where a GPU draws or streams, else true."""
     shapes: tuple[str, ...] = ()
     """What `maxattn check`, `compile` and `tune` look at; the model itself takes any shape."""
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import jax
 
+import maxattn as ma
 from maxattn.errors import ConfigError
 
 SWITCHES = {"true": True, "false": False}
 MODES = {name: f"COLLECTIVES_{name.upper()}_MEMORY" for name in ("private", "symmetric", "peer")}
+# XLA for GPUs joins products that share an input, and copies their weights together in every step.
+# Behind a product that it writes in Triton a gelu is a pass of its own; cuBLAS's product takes it.
+FOR_SAMPLING = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}}
 # Values that XLA_FLAGS spells in one way and `compiler_options` in another.
 SPELT = {"xla_gpu_collective_permute_mode": MODES}
 
@@ -33,6 +37,20 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
             remedy = "write it as in XLA_FLAGS, without the dashes; switches as true or false"
             raise ConfigError(setting, f"{name}={value}", rule, remedy)
     return options
+
+
+def sampling_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
+    """Read options for a program that samples; those that help on this platform stand before them.
+
+    Args:
+        words, setting: as for `xla_options`.
+
+    Raises:
+        ConfigError: as `xla_options` does.
+    """
+    usual = FOR_SAMPLING.get(ma.Target.here().platform, {})
+    known = {name: value for name, value in usual.items() if not _refusal(name, value)}
+    return known | xla_options(words, setting)
 
 
 @lru_cache(maxsize=256)

@@ -5,8 +5,7 @@
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (scale, shift) = linear(silu(e))
 
 Guidance is an input of FLUX.1-dev, which was distilled from a model with classifier-free guidance;
-FLUX.1-schnell has none. The blocks of each kind are stacked along an axis and scanned: they compile
-once, however many there are.
+FLUX.1-schnell has none.
 
 Axes: B batch, T tokens of the picture, S of the text, D width; H, W, C rows, columns and channels
 of the latents.
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from common.layers import Embedding, modulated, on_mesh, sinusoids
-from common.scan import run_layers, stacked
+from common.scan import make_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -82,6 +81,8 @@ class FluxTransformer2D(nnx.Module):
         dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
             float32.
         param_dtype: of the parameters. Default float32.
+        scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
+            compile once. False: each is compiled, and has its own weights.
         rngs: source of the initial parameters.
     """
 
@@ -99,6 +100,7 @@ class FluxTransformer2D(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
+        scan_layers: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
@@ -108,11 +110,14 @@ class FluxTransformer2D(nnx.Module):
         self.conditions = FluxConditions(sizes, rngs=rngs, **how)
         self.context_embedder = nnx.Linear(sizes.joint_attention_dim, dim, **linear)
         self.x_embedder = nnx.Linear(sizes.in_channels, dim, **linear)
-        self.transformer_blocks = stacked(
-            lambda rngs: FluxBlock(*build, rngs=rngs, **how), sizes.num_layers, rngs
+        self.transformer_blocks = make_layers(
+            lambda rngs: FluxBlock(*build, rngs=rngs, **how), sizes.num_layers, rngs, scan_layers
         )
-        self.single_transformer_blocks = stacked(
-            lambda rngs: FluxSingleBlock(*build, rngs=rngs, **how), sizes.num_single_layers, rngs
+        self.single_transformer_blocks = make_layers(
+            lambda rngs: FluxSingleBlock(*build, rngs=rngs, **how),
+            sizes.num_single_layers,
+            rngs,
+            scan_layers,
         )
         self.norm_out = Modulation(dim, 2, mesh, rngs=rngs, **how)
         self.proj_out = nnx.Linear(dim, sizes.in_channels, rngs=rngs, **how)
@@ -153,10 +158,10 @@ class FluxTransformer2D(nnx.Module):
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 
-        def on_two(block: FluxBlock, both: tuple[Tokens, Tokens], _: None) -> Any:
+        def on_two(block: FluxBlock, both: tuple[Tokens, Tokens], *_: Any) -> Any:
             return double(block, *both, e, rotary)
 
-        def on_one(block: FluxSingleBlock, both: Tokens, _: None) -> Tokens:
+        def on_one(block: FluxSingleBlock, both: Tokens, *_: Any) -> Tokens:
             return single(block, both, e, rotary)
 
         x, c = run_layers(on_two, self.transformer_blocks, (x, c), None)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+from common.scan import scan_here
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -86,9 +87,10 @@ class FluxSamplingTask(PictureTask):
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:
         """Build the transformer."""
-        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
-        return FluxTransformer2D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Return what every step is told: the text, the pooled text and the guidance."""

@@ -18,7 +18,7 @@ INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
 # Names of kernels of which the program says nothing.
 KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")
 OP_NAME = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.MULTILINE)
-PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul")
+PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul|ynn")  # ynn: a CPU's
 
 
 @dataclass(frozen=True)

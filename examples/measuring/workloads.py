@@ -69,6 +69,7 @@ def wan(
     frames: int,
     sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"],
     text: int = 512,
+    scan_layers: bool = True,
 ) -> Workload:
     """Describe Wan: flow matching of a latent video.
 
@@ -80,6 +81,7 @@ def wan(
         height, width, frames: of a video, in pixels and frames.
         sizes: of the model.
         text: tokens of a prompt.
+        scan_layers: whether the model's blocks are.
     """
     wide = sizes.in_channels == WIDE_CHANNELS
     side = WIDE_LATENT if wide else LATENT
@@ -90,7 +92,7 @@ def wan(
         return model(x, times, inputs.get("text"), kv=inputs.get("kv"))
 
     def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        how = {"dtype": dtype, "param_dtype": param_dtype}
+        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
         return WanTransformer3D(sizes, config, rngs=nnx.Rngs(0), **how)
 
     model = f"Wan, {sizes.num_layers} layers of width {sizes.dim}"
@@ -115,6 +117,7 @@ def sdxl(
     width: int,
     sizes: UNetSizes | None = None,
     text: int = 77,
+    scan_layers: bool = True,
 ) -> Workload:
     """Describe SDXL's UNet: prediction of the noise of latents.
 
@@ -124,12 +127,14 @@ def sdxl(
         height, width: of a picture, in pixels.
         sizes: of the model; default SDXL base 1.0.
         text: tokens of a prompt.
+        scan_layers: whether the model's blocks are.
     """
     sizes = sizes or UNetSizes()
     rows, columns = height // LATENT, width // LATENT
 
     def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        return UNet(sizes, config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
+        return UNet(sizes, config, rngs=nnx.Rngs(0), **how)
 
     channels = "-".join(map(str, sizes.block_out_channels))
     return Workload(
@@ -155,6 +160,7 @@ def flux(
     width: int,
     sizes: FluxSizes | None = None,
     text: int = 512,
+    scan_layers: bool = True,
 ) -> Workload:
     """Describe Flux.1: flow matching of latents.
 
@@ -164,12 +170,13 @@ def flux(
         height, width: of a picture, in pixels.
         sizes: of the model; default FLUX.1-dev.
         text: tokens of a prompt.
+        scan_layers: whether the model's blocks are.
     """
     sizes = sizes or FluxSizes()
     rows, columns = height // LATENT, width // LATENT
 
     def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        how = {"dtype": dtype, "param_dtype": param_dtype}
+        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
         return FluxTransformer2D(sizes, config, rngs=nnx.Rngs(0), **how)
 
     def predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:

@@ -40,7 +40,7 @@ def save(run: Rollout, reel: Reel, folder: str | Path) -> Path:
     Raises:
         InputError: its cache is used up.
     """
-    if reel.cache is not None and reel.cache.k.is_deleted():
+    if any(x.is_deleted() for x in jax.tree.leaves(reel.cache)):
         rule = "a cache is changed in place, so a reel is saved before the next block is made of it"
         raise InputError("reel", f"frame {reel.frame}", rule, "save what block() returned last")
     folder, held = Path(folder), f"reel-{secrets.token_hex(4)}.safetensors"
@@ -84,7 +84,16 @@ def _arrays(reel: Reel) -> dict[str, Any]:
     if reel.cache is None:
         return found
     cache = reel.cache
-    return found | {"cache.k": cache.k, "cache.v": cache.v, "cache.frame": cache.frame}
+    kept = {f"cache.{name}": x for name in "kv" for name, x in _of_layers(name, cache)}
+    return found | kept | {"cache.frame": cache.frame}
+
+
+def _of_layers(name: str, cache: Any) -> list[tuple[str, Any]]:
+    """Name the keys or values: one array, or one for each layer."""
+    kept = getattr(cache, name)
+    return (
+        [(f"{name}.{i}", x) for i, x in enumerate(kept)] if cache.is_per_layer else [(name, kept)]
+    )
 
 
 def _write(folder: Path, held: str, arrays: Mapping[str, Any], said: Mapping[str, Any]) -> None:
@@ -116,8 +125,9 @@ def _begun(run: Rollout, said: Mapping[str, Any], like: Any) -> Reel:
         for first, frames in said["clean"]
     )
     if cache is not None and begun.cache is not None:
-        rows = jax.ShapeDtypeStruct(begun.cache.k.shape[1:2][: cache["rows"]], "int32")
-        begun = replace(begun, cache=replace(begun.cache, frame=rows))
+        rows, lies = begun.cache.shape[1:2][: cache["rows"]], begun.cache.frame.sharding
+        frame = jax.ShapeDtypeStruct(rows, "int32", sharding=lies)
+        begun = replace(begun, cache=replace(begun.cache, frame=frame))
     return replace(begun, clean=tuple(clean))
 
 
@@ -141,7 +151,8 @@ def _form(x: Any) -> str:
 
 def _placed(x: np.ndarray, like: Any) -> jax.Array:
     """Put an array where the one that it takes the place of lies."""
-    return jax.device_put(x, like.sharding) if isinstance(like, jax.Array) else jnp.asarray(x)
+    lies = None if isinstance(like, jax.Array) and not like.committed else like.sharding
+    return jnp.asarray(x) if lies is None else jax.device_put(x, lies)
 
 
 def _filled(begun: Reel, arrays: Mapping[str, jax.Array], said: Mapping[str, Any]) -> Reel:
@@ -151,6 +162,8 @@ def _filled(begun: Reel, arrays: Mapping[str, jax.Array], said: Mapping[str, Any
     reel = replace(begun, told=told, frame=said["frame"], clean=clean)
     if begun.cache is None:
         return reel
-    k, v, frame = (arrays[f"cache.{name}"] for name in ("k", "v", "frame"))
+    tree = jax.tree.structure(begun.cache)
+    own = [name for name in _arrays(begun) if name.startswith("cache.")]  # as jax orders them
+    cache = jax.tree.unflatten(tree, [arrays[name] for name in own])
     at = {key: said["cache"][key] for key in ("own", "stage")}
-    return replace(reel, cache=replace(begun.cache, k=k, v=v, frame=frame, **at))
+    return replace(reel, cache=replace(cache, **at))

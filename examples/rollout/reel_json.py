@@ -44,7 +44,7 @@ def said_of(run: Rollout, reel: Reel, file: str) -> dict[str, Any]:
 
 def _of_cache(cache: Any) -> dict[str, Any]:
     layout = cache.layout
-    how = {"dtype": cache.k.dtype.name, "positions": layout.positions, "context": layout.context}
+    how = {"dtype": cache.dtype.name, "positions": layout.positions, "context": layout.context}
     at = {"own": cache.own, "stage": cache.stage, "rows": cache.frame.ndim}
     return {"slots": layout.frames, **how, **at}
 

@@ -10,7 +10,7 @@ three programs for a video of any length. The cache is donated, so it is changed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ class Rollout:
             chooses these frames, whole blocks of them, by the number of the block's first one.
         call: of the model, where it differs: `call(model, latents, t, told, **seen)`.
         time_scale: the time of pure noise; default 1000.
+        options: of XLA's compiler, as `jax.jit(compiler_options=...)` takes them.
 
     >>> # rollout = Rollout(model, stream, sides=(60, 104, 16))
     >>> # reel = rollout.begin(model.encode(text))
@@ -64,13 +65,14 @@ class Rollout:
         re_prefill: bool | Choose = False,
         call: Callable[..., Any] | None = None,
         time_scale: float = 1000.0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.stream, self.sides, self.how = stream, sides, how or Denoising()
         self.call, self.time_scale = call or _call, time_scale
         self.re_prefill, self._choose = bool(re_prefill), _choice(re_prefill, stream)
         self._graph, self._parameters = nnx.split(model)
         self.seed, self._empty, self._key = seed, model.cache, jax.random.key(seed)
-        own: Any = partial(jax.jit, static_argnums=4)
+        own: Any = partial(jax.jit, static_argnums=4, compiler_options=dict(options or {}))
         self._make = own(self._make_block, donate_argnums=1)
         self._clean = own(self._clean_pass, donate_argnums=1)
         self._make_anew = own(self._make_block_anew)

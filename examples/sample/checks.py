@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from common.pipeline_folder import FIRST, SECOND, boundary_of, lacking, pipeline_errors
 from common.trained_blocks import whole_errors
 from common.writable import unwritable
-from common.xla_options import xla_options
+from common.xla_options import sampling_options
 
 from maxattn import weights
 from maxattn.config import ConfigErrors
@@ -56,7 +56,7 @@ def options(task: SamplingTask) -> dict[str, Any]:
     Raises:
         ConfigError: for one that the compiler refuses.
     """
-    return xla_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
+    return sampling_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
 
 
 def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:

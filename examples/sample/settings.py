@@ -32,7 +32,8 @@ class SamplingSettings(Section):
     torch_device: str = "cpu"
     """Where text encoders and VAE run: cpu or cuda."""
     compiler_options: tuple[str, ...] = ()
-    """Of XLA, for a step: NAME=VALUE, the names as in XLA_FLAGS."""
+    """Of XLA, for a step: NAME=VALUE, the names as in XLA_FLAGS. On a GPU these stand before them:
+    xla_gpu_dot_merger_threshold_mb=0, xla_gpu_enable_triton_gemm=false."""
     seed: Whole = 0
     """Of the noise."""
 

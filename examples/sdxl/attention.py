@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 from common.layers import on_mesh
-from common.scan import map_layers, run_layers
+from common.scan import make_layers, map_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -20,13 +20,11 @@ from .sizes import Sizes
 
 Tokens = Float[Array, "B T C"]
 Text = Float[Array, "B S D"]
+LayersKV = KV | tuple[KV, ...]
 
 
 class Transformer(nnx.Module):
-    """Turn an image into tokens, run attention blocks, and add what they give to the image.
-
-    The blocks are stacked along an axis and scanned: ten of them compile as fast as one.
-    """
+    """Turn an image into tokens, run attention blocks, and add what they give to the image."""
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
 
@@ -38,6 +36,7 @@ class Transformer(nnx.Module):
         sizes: Sizes,
         config: Config,
         mesh: Mesh,
+        scan_layers: bool = True,
         *,
         rngs: nnx.Rngs,
         **how: Any,
@@ -45,19 +44,21 @@ class Transformer(nnx.Module):
         self.config, self.mesh = config, mesh
         self.norm = group_norm(channels, sizes, 1e-6, rngs)
         self.proj_in = nnx.Linear(channels, channels, rngs=rngs, **how)
-        # The layer axis comes before the axes that a parameter's own metadata name.
-        stacked = nnx.vmap(
-            lambda key: Block(channels, heads, sizes, config, mesh, rngs=nnx.Rngs(key), **how),
-            transform_metadata={nnx.PARTITION_NAME: None},
+        self.transformer_blocks = make_layers(
+            lambda rngs: Block(channels, heads, sizes, config, mesh, rngs=rngs, **how),
+            layers,
+            rngs,
+            scan_layers,
         )
-        self.transformer_blocks: Block = stacked(jax.random.split(rngs.params(), layers))
         self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
 
-    def encode(self, text: Text) -> KV:
-        """Compute the keys and values of a text for every block, with a leading axis of layers."""
+    def encode(self, text: Text) -> LayersKV:
+        """Compute the keys and values of a text for every block: with a leading axis of layers, or
+        one `KV` for each where they are not scanned.
+        """
         return map_layers(lambda block: block.attn2.compute_kv(text), self.transformer_blocks)
 
-    def __call__(self, x: Image, text: Text | None, kv: KV | None = None) -> Image:
+    def __call__(self, x: Image, text: Text | None, kv: LayersKV | None = None) -> Image:
         """Attend to the image itself and to the text, given as states or as `encode`'s result."""
         # Rows of an image stay on one device. Tokens split over context would make the compiler
         # split convolutions as well, and with fewer rows than devices it gets their gradients wrong
@@ -66,7 +67,7 @@ class Transformer(nnx.Module):
         tokens = self.proj_in(rearrange(self.norm(x).astype(x.dtype), "B H W C -> B (H W) C"))
         run = ma.remat(Block.__call__, self.config)
 
-        def step(block: Block, tokens: Tokens, kv: KV | None) -> Tokens:
+        def step(block: Block, tokens: Tokens, kv: KV | None, _: Any) -> Tokens:
             return run(block, tokens, text, kv)
 
         tokens = run_layers(step, self.transformer_blocks, tokens, kv)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.scan import scan_here
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -94,9 +95,10 @@ class SdxlSamplingTask(PictureTask):
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
-        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
-        return UNet(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return UNet(self.sizes, self.settings, mesh, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of the text for every attention, once for all steps."""

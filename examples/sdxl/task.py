@@ -74,8 +74,9 @@ class SdxlTask(LatentTask):
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
         """Build the UNet."""
         model = self.settings.model
-        how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
-        return UNet(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return UNet(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield what the UNet cannot take of the data."""

@@ -21,9 +21,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn.errors import InputError
-from maxattn.modules import KV
 
-from .attention import Text, Transformer
+from .attention import LayersKV, Text, Transformer
 from .layers import (
     Config,
     Downsample,
@@ -59,7 +58,7 @@ class Told(NamedTuple):
 
     e: Float[Array, "B E"]
     text: Text | None
-    kv: Iterator[KV | None]
+    kv: Iterator[LayersKV | None]
 
     def attend(self, attention: Transformer | None, x: Image) -> Image:
         """Run an attention, where there is one."""
@@ -76,6 +75,8 @@ class UNet(nnx.Module):
         mesh: devices to compute on; default the one there is.
         dtype: of the computation; norms and softmax are float32 whatever it is. Default float32.
         param_dtype: of the parameters; those of norms stay float32. Default float32.
+        scan_layers: True (default): the attention blocks of a place are stacked along an axis and
+            scanned, so that they compile once. False: each is compiled, with its own weights.
         rngs: source of the initial parameters.
     """
 
@@ -87,6 +88,7 @@ class UNet(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
+        scan_layers: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
         sizes = sizes or Sizes()
@@ -95,7 +97,7 @@ class UNet(nnx.Module):
         channels = sizes.block_out_channels
         first, last = channels[0], channels[-1]
         resnet = partial(ResnetBlock, sizes=sizes, **how)
-        attention = partial(_transformer, sizes, config, mesh, how)
+        attention = partial(_transformer, sizes, (config, mesh, scan_layers), how)
         levels, parts = range(len(channels)), (sizes, resnet, attention, how)
         added = sizes.projection_class_embeddings_input_dim
         self.conv_in = conv3(sizes.in_channels, first, **how)
@@ -108,15 +110,14 @@ class UNet(nnx.Module):
         self.conv_norm_out = group_norm(first, sizes, sizes.norm_eps, rngs)
         self.conv_out = conv3(first, sizes.out_channels, **how)
 
-    def encode(self, text: Text) -> tuple[KV, ...]:
+    def encode(self, text: Text) -> tuple[LayersKV, ...]:
         """Compute the keys and values of a text for every attention to it, once for all steps.
 
         Args:
             text: states of both text encoders, [B, S, cross_attention_dim].
 
         Returns:
-            One `KV` for each of the UNet's `Transformer`s, in the order of the forward; its arrays
-            have a leading axis of layers.
+            What `Transformer.encode` gives for each of them, in the order of the forward.
         """
         text = text.astype(self.dtype)
         return tuple(transformer.encode(text) for transformer in self._transformers())
@@ -128,7 +129,7 @@ class UNet(nnx.Module):
         text: Text | None,
         pooled: Float[Array, "B P"],
         picture: Float[Array, "B 6"],
-        kv: tuple[KV, ...] | None = None,
+        kv: tuple[LayersKV, ...] | None = None,
     ) -> Image:
         """Predict.
 
@@ -212,9 +213,12 @@ class UNet(nnx.Module):
                 raise InputError(name, value, rule, remedy)
 
 
-def _transformer(sizes: Sizes, config: Any, mesh: Any, how: dict[str, Any], i: int) -> Transformer:
+def _transformer(
+    sizes: Sizes, run: tuple[Config, Mesh, bool], how: dict[str, Any], i: int
+) -> Transformer:
+    """Build a place of attention; `run` is attention's settings, mesh and `scan_layers`."""
     layers, heads = sizes.transformer_layers_per_block[i], sizes.attention_head_dim[i]
-    return Transformer(sizes.block_out_channels[i], heads, layers, sizes, config, mesh, **how)
+    return Transformer(sizes.block_out_channels[i], heads, layers, sizes, *run, **how)
 
 
 def _down(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]) -> Level:

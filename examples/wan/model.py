@@ -9,8 +9,7 @@
 
 A video has one time, or one for each frame of tokens: Wan 2.2's TI2V model continues an image that
 is the first frame, at time 0, and a model that streams sees clean frames beside noisy ones. Given a
-cache, it makes one block of a video; given a stream, a clip is under its mask. The blocks are
-stacked along an axis and scanned: they compile once, however many there are.
+cache, it makes one block of a video; given a stream, a clip is under its mask.
 
 Axes: B batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows,
 columns, channels of the latents.
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from common.forcing import Forcing, View, check_call, view_of
 from common.layers import modulated, norm32
-from common.scan import map_layers, run_layers, stacked
+from common.scan import are_scanned, make_layers, map_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -43,6 +42,7 @@ from .conditions import Conditions, Time
 from .sizes import Sizes
 
 Latents = Float[Array, "B F H W C"]
+LayersKV = KV | tuple[KV, ...]
 
 
 class WanTransformer3D(nnx.Module):
@@ -56,6 +56,8 @@ class WanTransformer3D(nnx.Module):
         dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
             float32.
         param_dtype: of the parameters; norms and modulation tables stay float32. Default float32.
+        scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
+            compile once. False: each is compiled, and has its own weights.
         rngs: source of the initial parameters.
     """
 
@@ -71,6 +73,7 @@ class WanTransformer3D(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
+        scan_layers: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
         how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
@@ -79,8 +82,11 @@ class WanTransformer3D(nnx.Module):
         patches: dict[str, Any] = {"strides": patch, "padding": "VALID", "rngs": rngs, **how}
         self.patch_embedding = nnx.Conv(sizes.in_channels, sizes.dim, patch, **patches)
         self.condition_embedder = Conditions(sizes, rngs=rngs, **how)
-        self.blocks = stacked(
-            lambda rngs: Block(sizes, config, mesh, rngs=rngs, **how), sizes.num_layers, rngs
+        self.blocks = make_layers(
+            lambda rngs: Block(sizes, config, mesh, rngs=rngs, **how),
+            sizes.num_layers,
+            rngs,
+            scan_layers,
         )
         self.norm_out = norm32(sizes.dim, sizes.eps, False, rngs)
         numbers = sizes.out_channels * math.prod(patch)
@@ -89,7 +95,7 @@ class WanTransformer3D(nnx.Module):
 
     def encode(
         self, text: Float[Array, "B S C"], image: Float[Array, "B S2 C2"] | None = None
-    ) -> KV:
+    ) -> LayersKV:
         """Compute the keys and values of a text (and image) for every block, once for all steps.
 
         Args:
@@ -97,7 +103,8 @@ class WanTransformer3D(nnx.Module):
             image: states of the image encoder, [B, S', image_dim], for an image-to-video model.
 
         Returns:
-            A `KV` whose arrays have a leading axis of layers.
+            A `KV` whose arrays have a leading axis of layers, or one for each layer where they are
+            not scanned.
         """
         self._check_image(image)
         c = self.condition_embedder.text(text.astype(self.dtype))
@@ -122,6 +129,7 @@ class WanTransformer3D(nnx.Module):
             kv_heads=sizes.num_attention_heads,
             dim_head=sizes.attention_head_dim,
             frames=frames,
+            per_layer=not are_scanned(self.blocks),
             **{"dtype": jnp.dtype(self.dtype).name, "mesh": self.mesh, **how},
         )
 
@@ -132,7 +140,7 @@ class WanTransformer3D(nnx.Module):
         t: Float[Array, " B"] | Float[Array, "B F"],
         text: Float[Array, "B S C"] | None = None,
         image: Float[Array, "B S2 C2"] | None = None,
-        kv: KV | None = None,
+        kv: LayersKV | None = None,
         *,
         cache: None = None,
         forcing: Forcing | None = None,
@@ -145,7 +153,7 @@ class WanTransformer3D(nnx.Module):
         t: Float[Array, "B F"],
         text: Float[Array, "B S C"] | None = None,
         image: Float[Array, "B S2 C2"] | None = None,
-        kv: KV | None = None,
+        kv: LayersKV | None = None,
         *,
         cache: ma.KVCache,
         forcing: Forcing | None = None,
@@ -157,7 +165,7 @@ class WanTransformer3D(nnx.Module):
         t: Float[Array, " B"] | Float[Array, "B F"],
         text: Float[Array, "B S C"] | None = None,
         image: Float[Array, "B S2 C2"] | None = None,
-        kv: KV | None = None,
+        kv: LayersKV | None = None,
         *,
         cache: ma.KVCache | None = None,
         forcing: Forcing | None = None,
@@ -208,33 +216,41 @@ class WanTransformer3D(nnx.Module):
         return sharding.constrain(x, self.mesh, "BT."), self.condition_embedder.time(t)
 
     def _patches(self, latents: Latents) -> Tokens:
-        x = self.patch_embedding(latents.astype(self.dtype))
-        return rearrange(x, "B F H W D -> B (F H W) D")
+        """Embed patches: a convolution without overlap, as a matmul.
+
+        XLA for GPUs would lay out what a convolution gives channels first, and with it what all
+        layers compute.
+        """
+        grid = dict(zip("fhw", self.sizes.patch_size, strict=True))
+        patches = "B (F f) (H h) (W w) C -> B (F H W) (f h w C)"
+        x = rearrange(latents.astype(self.dtype), patches, **grid)
+        kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
+        assert bias is not None, "it is built with one"
+        kernel, bias = (p.get_value().astype(self.dtype) for p in (kernel, bias))
+        return x @ kernel.reshape(-1, kernel.shape[-1]) + bias
 
     def _layers(
         self, x: Tokens, time: Time, kv: Any, view: View
     ) -> tuple[Tokens, ma.KVCache | None]:
         """Run the blocks; a cache that is written is their carry, and one that is read is not."""
-        cache, count = view.cache, jnp.arange(self.sizes.num_layers)
+        cache = view.cache
         seen = view.rotary, view.mask
         if cache is not None and view.writes:
 
-            def write(block: Block, carry: Any, own: Any) -> Any:
-                (x, cache), (kv, index) = carry, own
-                rotary, mask = seen
-                return block(x, time.modulation, rotary, kv, mask, cache.layer(index))
+            def write(block: Block, carry: Any, kv: Any, number: Any) -> Any:
+                (x, cache), (rotary, mask) = carry, seen
+                return block(x, time.modulation, rotary, kv, mask, cache.layer(number))
 
-            return run_layers(write, self.blocks, (x, cache), (kv, count))
+            return run_layers(write, self.blocks, (x, cache), kv)
         run = ma.remat(Block.__call__, self.config)
 
-        def step(block: Block, x: Tokens, own: Any) -> Tokens:
-            kv, index = own
-            layer = None if cache is None else cache.layer(index)
+        def step(block: Block, x: Tokens, kv: Any, number: Any) -> Tokens:
+            layer = None if cache is None else cache.layer(number)
             rotary, mask = seen
             out = run(block, x, time.modulation, rotary, kv, mask, layer)
             return out if cache is None else out[0]
 
-        return run_layers(step, self.blocks, x, (kv, count)), cache
+        return run_layers(step, self.blocks, x, kv), cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
         table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, :, None]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
+from common.scan import scan_here
 from common.shapes import Form
 from common.size_types import size_of
 from flax import nnx
@@ -140,7 +141,7 @@ class WanSamplingTask:
         boundary, second = self.boundary, self.folder / SECOND
         scale = self.settings.sampling.guidance_scale_2
         yield from experts.name_errors(self.settings.model.sizes, self.folder)
-        if boundary is None and scale is not None:
+        if boundary is None and scale is not None and not second.is_dir():
             rule = "it is the second transformer's, and this pipeline has one"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")
         if scale not in (None, 1) and self.settings.sampling.guidance_scale == 1:
@@ -191,9 +192,10 @@ class WanSamplingTask:
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
-        dtype, kept = self.settings.model.dtype, self.settings.sampling.weights_dtype
-        how = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(kept)}
-        return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of text and image in every block, once for all steps."""

@@ -11,7 +11,7 @@ from common.trained_blocks import block_errors
 from common.writable import unwritable
 from rollout.scenes import scene_errors
 from sample import files
-from sample.checks import Needs, without_torch
+from sample.checks import Needs, options, without_torch
 
 from maxattn.errors import ConfigError
 
@@ -43,6 +43,10 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
         rule = "a block is made in few steps, or in Euler steps"
         remedy = "leave it out for few steps, or write flow_euler"
         yield ConfigError("sampling.sampler", "unipc", rule, remedy)
+    try:
+        options(run.task)
+    except ConfigError as problem:
+        yield problem
     if run.weights is not None and run.folder is None:
         rule = "it takes the place of a model's weights, and nothing says which model"
         yield ConfigError("--weights", run.weights, rule, "give --model FOLDER too")

@@ -18,6 +18,7 @@ from flax import nnx
 from rollout import Denoising, Reel, Rollout
 from rollout.scenes import Scene
 from sample import files
+from sample.checks import options
 from sample.paths import Paths
 from sample.run import load
 from sample.task import Arrays
@@ -115,7 +116,8 @@ class StreamRun:
             raise ConfigErrors(problems)
         self.latents.mkdir(parents=True, exist_ok=True)
         texts, model = self._texts(), self._model(mesh)
-        run = Rollout(model, self.stream, self.sides, self.denoising, seed=self._seed)
+        how = {"seed": self._seed, "options": options(self.task)}
+        run = Rollout(model, self.stream, self.sides, self.denoising, **how)
         encode = nnx.jit(lambda model, text: model.encode(text))
         told = [encode(model, jnp.asarray(rows)) for rows in texts]
         reel, begun = self._begun(run, told[0])

@@ -94,8 +94,9 @@ class WanTask(LatentTask):
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
         """Build the transformer."""
         model = self.settings.model
-        how = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
-        return WanTransformer3D(self.sizes, self.settings, mesh, rngs=rngs, **how)
+        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield what the transformer cannot take of the data."""

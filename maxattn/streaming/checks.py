@@ -91,11 +91,23 @@ def _endless(stream: Stream, frames: Any) -> int:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def layer(index: Any, layers: int) -> None:
-    """Refuse a layer that the cache does not have."""
+def per_layer(value: Any) -> bool:
+    """Refuse what is neither True nor False."""
+    if isinstance(value, bool):
+        return value
+    rule = "it says whether each layer has arrays of its own"
+    raise InputError("per_layer", repr(value), rule, "write True or False")
+
+
+def layer(index: Any, layers: int, is_per_layer: bool) -> None:
+    """Refuse a layer that the cache does not have, and a traced one among separate arrays."""
     if not _is_integer(index):
         rule = "a layer is an integer, or an integer scalar under jit"
         raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
+    if is_tracer(index) and is_per_layer:
+        rule = "the cache has arrays of each layer, and a traced number chooses none"
+        remedy = "run the layers one after the other, or make the cache with per_layer=False"
+        raise InputError("layer", "a traced number", rule, remedy)
     if not is_tracer(index) and not 0 <= int(index) < layers:
         remedy = f"give 0 to {layers - 1}, or a cache of more layers"
         raise InputError("layer", index, f"the cache has {layers} layers", remedy)
@@ -145,7 +157,7 @@ def stacked(caches: Sequence[KVCache]) -> None:
         if cache.stage == "empty" or cache.mode != "stream":
             rule = "rows go on together after their first block, each from its own frame"
             raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
-        rows = [(x.k.shape[0], *x.k.shape[2:], x.k.dtype) for x in (cache, caches[0])]
+        rows = [(x.shape[0], *x.shape[2:], x.dtype, x.is_per_layer) for x in (cache, caches[0])]
         if cache.layout != caches[0].layout or rows[0] != rows[1]:
             rule = "rows have one stream, mesh and dtype, and one number of slots, layers and heads"
             raise InputError("caches", repr(cache), rule, "make all of them alike")
@@ -196,7 +208,9 @@ def append(cache: KVCache, other: KVCache) -> None:
 
 
 def _differ(cache: KVCache, other: KVCache) -> bool:
-    sizes = ((*x.k.shape[:2], *x.k.shape[3:], x.k.dtype, x.frame.shape) for x in (cache, other))
+    sizes = (
+        (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
+    )
     return len(set(sizes)) > 1
 
 
@@ -243,9 +257,9 @@ def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
     if cache.layout.mesh != mesh:
         found, rule = _mesh_text(cache.layout.mesh), f"the module runs on {_mesh_text(mesh)}"
         raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
-    if (cache.k.shape[1], *cache.k.shape[3:]) != (batch, heads, width):
+    if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
         rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
-        raise InputError("cache.k", f"shape {tuple(cache.k.shape)}", rule, FRESH)
+        raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
     _call_tokens(cache, tokens)
@@ -273,7 +287,7 @@ def _call_tokens(cache: KVCache, tokens: int) -> None:
 def same_dtype(cache: KVCache, *keys: jax.Array) -> None:
     """Refuse keys and values of another dtype than the cache's."""
     for x in keys:
-        if x.dtype != cache.k.dtype:
+        if x.dtype != cache.dtype:
             rule = f"the module makes keys and values of {x.dtype}"
-            remedy = f"give KVCache.empty dtype='{x.dtype}', or the module dtype={cache.k.dtype}"
-            raise InputError("cache.k", cache.k.dtype.name, rule, remedy)
+            remedy = f"give KVCache.empty dtype='{x.dtype}', or the module dtype={cache.dtype}"
+            raise InputError("cache.k", cache.dtype.name, rule, remedy)

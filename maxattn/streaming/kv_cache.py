@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -17,14 +18,14 @@ from maxattn.streaming.refill import begin_refill, end_refill
 from maxattn.streaming.zeros import zeros_on_mesh
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Int
 
     from maxattn.streaming.stream import Stream
 
 Stage = Literal["empty", "filling", "full", "done", "complete"]
 Mode = Literal["stream", "extract", "cached"]
 
-
+Layers = Any  # Float[Array, "L B S K H"], or a tuple of Float[Array, "1 B S K H"]
 STATIC = {"static": True}  # parts of the structure, which compiled programs differ by
 
 
@@ -39,7 +40,8 @@ class KVCache:
     that one program serves every block; `stage` chooses among three programs.
 
     Args:
-        k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots.
+        k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots. Or a tuple of
+            them, [1, B, S, K, H] for each layer, for layers that are not scanned.
         frame: the first frame of the block that is being made: a number, or one a batch row, [B].
         layout: the stream, the slots, and how they lie over a mesh.
         own: frames of the block that is being made.
@@ -62,8 +64,8 @@ class KVCache:
     KVCache(float32[1,1,24,2,8], frame 9, 6 slots, full)
     """
 
-    k: Float[Array, "L B S K H"]
-    v: Float[Array, "L B S K H"]
+    k: Layers
+    v: Layers
     frame: Int[Array, ""] | Int[Array, " B"]
     layout: CacheLayout = field(metadata=STATIC)
     own: int = field(default=1, metadata=STATIC)
@@ -85,6 +87,7 @@ class KVCache:
         frames: int | None = None,
         positions: str = "absolute",
         context: str = "heads",
+        per_layer: bool = False,
     ) -> Self:
         """Make a cache that holds nothing.
 
@@ -100,6 +103,8 @@ class KVCache:
                 whatever the frame; "slots_with_sink" where the stream has a sink.
             context: what the context axis shares, "heads" (default) or "tokens" of each frame.
                 Heads travel with Q and the new K and V; of tokens, Q and the output travel.
+            per_layer: False (default): one array of all layers, which a scan over layers carries.
+                True: arrays of each layer, which a GPU's kernels read where they lie.
 
         Raises:
             InputError: a size, dtype or name is none of those above.
@@ -112,8 +117,15 @@ class KVCache:
         slots = checks.slots(stream, frames)
         layout = CacheLayout(stream, slots, positions, mesh_shape(mesh), context)
         layout.check_sizes(batch, kv_heads)
-        shape = (layers, batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
-        k, v = (zeros_on_mesh(shape, name, mesh, layout.spec(".BFK.")) for _ in "kv")
+        of_layer = (batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
+
+        def zeros(count: int) -> Array:
+            return zeros_on_mesh((count, *of_layer), name, mesh, layout.spec(".BFK."))
+
+        k, v = (
+            tuple(zeros(1) for _ in range(layers)) if checks.per_layer(per_layer) else zeros(layers)
+            for _ in "kv"
+        )
         frame = zeros_on_mesh((), "int32", mesh, layout.spec(""))
         return cls(k, v, frame, layout, stream.first_block)
 
@@ -123,10 +135,28 @@ class KVCache:
         """Name a layer, as `FlaxAttention(..., cache=)` takes it.
 
         Args:
-            index: of the layer; traced in a scan over layers whose carry is the cache.
+            index: of the layer; traced in a scan over layers whose carry is the cache. Of a cache
+                with arrays of each layer it is a number.
         """
-        checks.layer(index, self.k.shape[0])
+        checks.layer(index, self.shape[0], self.is_per_layer)
         return CacheLayer(self, index)
+
+    @property
+    def is_per_layer(self) -> bool:
+        """Whether each layer has arrays of its own."""
+        return isinstance(self.k, tuple)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[L, B, S, K, H], of the keys of all layers."""
+        if not isinstance(self.k, tuple):
+            return tuple(self.k.shape)
+        return (len(self.k), *self.k[0].shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of keys and values."""
+        return self.k[0].dtype if isinstance(self.k, tuple) else self.k.dtype
 
     @property
     def tokens(self) -> int:
@@ -141,7 +171,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, of all devices together."""
-        return 2 * self.k.size * self.k.dtype.itemsize
+        return 2 * math.prod(self.shape) * self.dtype.itemsize
 
     # ---- from block to block ---------------------------------------------------------------------
 
@@ -196,8 +226,8 @@ class KVCache:
             InputError: they differ, or one is empty.
         """
         checks.stacked(caches)
-        k, v = (jnp.concatenate([getattr(c, name) for c in caches], 1) for name in "kv")
-        rows = [jnp.broadcast_to(c.frame, (c.k.shape[1],)) for c in caches]
+        k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *((c.k, c.v) for c in caches))
+        rows = [jnp.broadcast_to(c.frame, (c.shape[1],)) for c in caches]
         both = replace(caches[0], k=k, v=v, frame=jnp.concatenate(rows))
         if is_tracer(both.frame):
             stages = {c.stage for c in caches}
@@ -273,7 +303,7 @@ class KVCache:
         checks.append(self, other)
         slots = self.layout.frames + other.layout.frames
         layout = replace(self.layout, frames=slots)
-        k, v = (self._joined(getattr(self, name), getattr(other, name)) for name in "kv")
+        k, v = jax.tree.map(self._joined, (self.k, self.v), (other.k, other.v))
         return replace(self, k=k, v=v, frame=self.frame + other.frame, layout=layout)
 
     def _joined(self, a: Array, b: Array) -> Array:
@@ -288,8 +318,10 @@ class KVCache:
         known = isinstance(self.frame, jax.Array) and not is_tracer(self.frame)
         frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
         # jax maps over caches, and puts shardings, axes or None in place of arrays.
-        shape = ",".join(map(str, getattr(self.k, "shape", ("?",))))
-        dtype = getattr(self.k, "dtype", type(self.k).__name__)
+        first = self.k[0] if self.is_per_layer else self.k
+        has_arrays = hasattr(first, "shape")
+        shape = ",".join(map(str, self.shape)) if has_arrays else "?"
+        dtype = self.dtype if has_arrays else type(first).__name__
         mode = "" if self.mode == "stream" else f", {self.mode}"
         of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"
         return f"KVCache({dtype}[{shape}], {of})"
@@ -305,6 +337,22 @@ class CacheLayer(NamedTuple):
 
     cache: KVCache
     index: Any
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Int[Array, ""]]:
+        """The keys and values that hold the layer, [L, B, S, K, H], and its index in them."""
+        k, v = self.cache.k, self.cache.v
+        if isinstance(k, tuple) or isinstance(v, tuple):
+            return k[self.index], v[self.index], jnp.zeros((), jnp.int32)
+        return k, v, jnp.asarray(self.index, jnp.int32)
+
+    def changed(self, k: Array, v: Array) -> KVCache:
+        """Return the cache with what `arrays` gave, changed."""
+        cache, i = self
+        if not cache.is_per_layer:
+            return replace(cache, k=k, v=v)
+        both = [(*old[:i], new, *old[i + 1 :]) for old, new in ((cache.k, k), (cache.v, v))]
+        return replace(cache, k=both[0], v=both[1])
 
 
 def _ends(frame: Array) -> tuple[int, int]:

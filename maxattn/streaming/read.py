@@ -56,7 +56,7 @@ def read(
             a constant to their gradient.
         mask: over the kept keys of a full cache and then the own ones; default everything.
     """
-    cache, index = layer
+    cache = layer.cache
     layout, spread = cache.layout, q.shape[1] % cache.layout.token_ways == 0
     rows, old = layout.spec("B" if cache.frame.ndim else ""), layout.spec(".BFK.")
     fresh = jax.tree.map(lambda _: layout.spec("BFK."), own)
@@ -65,8 +65,9 @@ def read(
     out_spec = layout.spec("BFN." if spread else "B.N.")
     f = partial(_read_on_device, _Reading(layout, cache.own, cache.stage, how, spread, mask))
     attend = over_shards(f, how.mesh, layout.mesh, in_specs, out_spec)
-    k, v = (x if own is None else jax.lax.stop_gradient(x) for x in (cache.k, cache.v))
-    return attend(k, v, cache.frame, jnp.asarray(index, jnp.int32), q, own, table)
+    *kept, index = layer.arrays
+    k, v = (x if own is None else jax.lax.stop_gradient(x) for x in kept)
+    return attend(k, v, cache.frame, index, q, own, table)
 
 
 class _Reading(NamedTuple):
@@ -99,7 +100,7 @@ def _read_on_device(
 ) -> Float[Array, "B T N H"]:
     layout, how = reading.layout, reading.how
     end = frame if own is not None else frame + reading.frames
-    k, v = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (k, v))
+    k, v = (_of_layer(x, index) for x in (k, v))
     k = k if table is None else apply_rotary(k, turned_by_place(layout, table, end))
     filled, mask = layout.frames_after(end) * layout.tokens, reading.mask
     if own is not None:
@@ -116,6 +117,11 @@ def _read_on_device(
         return attention(q, k, v, mask, **given)
     out, lse = attention(q, k, v, mask, **given, return_lse=True)
     return _merged(out, lse, reading.spread)
+
+
+def _of_layer(x: Float[Array, "L B S K H"], index: Int[Array, ""]) -> Float[Array, "B S K H"]:
+    """Take a layer: of arrays of one layer all, which is no copy."""
+    return x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
 def _merged(

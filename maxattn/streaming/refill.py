@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from maxattn.errors import InputError
@@ -38,7 +39,7 @@ def end_refill(cache: Cache, stream: Stream, frame: int) -> Cache:
     whole = replace(cache, layout=layout, frame=jnp.full_like(cache.frame, frame))
     if not behind:
         return whole
-    k, v = (_turned(whole, x, behind) for x in (cache.k, cache.v))
+    k, v = jax.tree.map(lambda x: _turned(whole, x, behind), (cache.k, cache.v))
     return replace(whole, k=k, v=v)
 
 

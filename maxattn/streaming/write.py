@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,15 +42,15 @@ def write(
         k, v: of the block that the cache is at.
         mesh: that the cache lies on.
     """
-    cache, index = layer
+    cache = layer.cache
     layout, frames = cache.layout, cache.own
     new = [x.reshape(x.shape[0], frames, -1, *x.shape[2:]) for x in (k, v)]
     rows, old = layout.spec("B" if cache.frame.ndim else ""), layout.spec(".BFK.")
     in_specs = (old, old, layout.spec("B.FK."), layout.spec("B.FK."), rows, layout.spec(""))
     f = partial(_put_both, layout, tuple(slabs(cache)))
     put = over_shards(f, mesh, layout.mesh, in_specs, (old, old))
-    k, v = put(cache.k, cache.v, *new, cache.frame, jnp.asarray(index, jnp.int32))
-    return replace(cache, k=k, v=v)
+    old_k, old_v, index = layer.arrays
+    return layer.changed(*put(old_k, old_v, *new, cache.frame, index))
 
 
 def slabs(cache: KVCache) -> Iterator[Slab]:

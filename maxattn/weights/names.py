@@ -3,8 +3,8 @@
 A path of attributes joined by dots is diffusers' name already, but for the parameter at its end
 (`kernel` is `weight`, and lies the other way round) and for what a class says in `diffusers_names`.
 A class that stacks its layers along a leading axis (`nnx.scan`, `nnx.vmap`) names them in
-`diffusers_stacked`: diffusers numbers them. What its files hold beside that, and no version of the
-model reads, a class names in `diffusers_ignored`.
+`diffusers_stacked`: diffusers numbers them, as it does those of an `nnx.List`. What its files hold
+beside that, and no version of the model reads, a class names in `diffusers_ignored`.
 
 A tensor that holds the rows of several layers one after the other stands in `diffusers_fused`, with
 diffusers' names of those layers: it is read and written so. What files may hold in this way, and is
@@ -91,7 +91,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     while len(rest) > 1:
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
-        stacked = len(names) if name in getattr(type(owner), "diffusers_stacked", ()) else stacked
+        stacked = len(names) if _stacks(owner, rest[0], name) else stacked
         names.append(name)
         for part in rest[:taken]:
             owner = owner[part] if isinstance(part, int) else getattr(owner, part)
@@ -104,6 +104,12 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
             full, theirs = [*full[: stacked + 1], str(layer), *full[stacked + 1 :]], shape[1:]
         fused = tuple(_places(owners, names, full, prefix))
         yield Entry(prefix + ".".join(full), path, _theirs(theirs, axes), axes, layer, fused)
+
+
+def _stacks(owner: Any, part: Any, name: str) -> bool:
+    """Tell whether layers of diffusers' name are one module; a list of them numbers itself."""
+    named = name in getattr(type(owner), "diffusers_stacked", ())
+    return named and not isinstance(getattr(owner, str(part), None), nnx.List)
 
 
 def _places(

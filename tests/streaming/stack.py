@@ -80,16 +80,18 @@ class Stack(NamedTuple):
 
     def jitted(self, *args: Any) -> Any:
         """Run `step` as a program that every stack of this graph shares; the cache is donated."""
-        return _step(self.graph, self.state, *args)
+        return _step(type(self), self.graph, self.state, *args)
 
     def cache(self, stream: ma.Stream, batch: int = 1, kv_heads: int = HEADS, **how: Any) -> Any:
         sizes = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "dim_head": DIM_HEAD}
         return stream.cache(**sizes, **{"dtype": "float32", **how})
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=5)
-def _step(graph: Any, state: Any, x: Any, times: Any, rotary: Any, cache: Any) -> Any:
-    return Stack(graph, state).step(x, times, rotary, cache)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
+def _step(
+    kind: type[Stack], graph: Any, state: Any, x: Any, times: Any, rotary: Any, cache: Any
+) -> Any:
+    return kind(graph, state).step(x, times, rotary, cache)
 
 
 def clips(stream: ma.Stream, frames: int, batch: int = 1) -> np.ndarray:

@@ -60,7 +60,7 @@ def empty(stream: ma.Stream, frames: int, batch: int = 1, **how: Any) -> ma.KVCa
     """Make a cache for the model and so many frames."""
     sizes = {"layers": 2, "batch": batch, "kv_heads": 2, "dim_head": 12, "dtype": "float32"}
     slots = None if stream.window else frames
-    return stream.cache(**sizes, frames=slots, **how)
+    return stream.cache(**{**sizes, "frames": slots, **how})
 
 
 def blocks(

@@ -61,7 +61,8 @@ def rolled_out(
     def run(parameters: Any, x: Any, t: Any, kv: Any, cache: Any) -> Any:
         return nnx.merge(graph, parameters)(x, t, kv=kv, cache=cache)
 
-    step, kv, found, alive = jax.jit(run, donate_argnums=4), model.encode(text()), [], []
+    step: Any = jax.jit(run, donate_argnums=4)
+    kv, found, alive = model.encode(text()), [], []
     cache, t = empty(stream, 0, dtype="bfloat16"), times(clean.shape[1])
     for number, (start, stop) in enumerate(stream.blocks(clean.shape[1])):
         own = slice(start, stop)
