@@ -111,21 +111,24 @@ def stretches(
     return Stretches(row[some], start[some], end[some], pairs[some])
 
 
-def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
-    """Count the blocks that a bound mask leaves EMPTY, FULL and MIXED."""
-    rows, columns = _grid(block_q, block_kv, q_len, kv_len).shape
-    if mask.is_full:
-        return 0, rows * columns, 0
-    found = stretches(mask, block_q, block_kv, q_len, kv_len)
-    sure = (
-        found
-        if mask.has_exact_intervals
-        else stretches(mask, block_q, block_kv, q_len, kv_len, data=False)
-    )
+def whole_stretches(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Stretches:
+    """List the blocks that a bound mask leaves FULL, side by side; the last of a row is alone."""
+    of_data = {} if mask.has_exact_intervals else {"data": False}
+    sure = stretches(mask, block_q, block_kv, q_len, kv_len, **of_data)
     long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
     # Blocks side by side that hold as many pairs are as wide, but for a last one that is alone.
     full = sure.pairs == long[sure.row] * wide[sure.start]
-    some, whole = int((found.end - found.start).sum()), int((sure.end - sure.start)[full].sum())
+    return Stretches(*(x[full] for x in sure))
+
+
+def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
+    """Count the blocks that a bound mask leaves EMPTY, FULL and MIXED."""
+    sizes = block_q, block_kv, q_len, kv_len
+    rows, columns = _grid(*sizes).shape
+    if mask.is_full:
+        return 0, rows * columns, 0
+    found, sure = stretches(mask, *sizes), whole_stretches(mask, *sizes)
+    some, whole = (int((x.end - x.start).sum()) for x in (found, sure))
     return rows * columns - some, whole, some - whole
 
 

@@ -1,5 +1,5 @@
 """The compile matrix: every chip, kernel and model of the field at full length, with the presets
-that ship.
+that ship, or the tiles that a plan takes without any.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ KERNELS = {
     "flash fused": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=true"]),
     "flash separate": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=false"]),
     "tokamax_flash": ("tokamax_flash", []),
+    "tpu_flash": ("tpu_flash", []),
 }
+NO_PRESET = ("tpu_flash",)  # its tiles are its own: those of a preset are for other kernels
 FOUR_CHIPS = {"context": 4}
 
 
@@ -87,6 +89,7 @@ def _case(
 ) -> dict[str, Any]:
     chip = kind.removeprefix("TPU ")
     overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]
+    preset = {"preset": f"configs/block_sizes/{chip}_{shape.preset}.yml"}
     return {
         "topology": topology,
         "kind": kind,
@@ -100,8 +103,8 @@ def _case(
         "role": shape.role,
         "mask": shape.mask,
         "training": training,
-        "preset": f"configs/block_sizes/{chip}_{shape.preset}.yml",
         "config": overrides,
+        **({} if kernel in NO_PRESET else preset),
     }
 
 

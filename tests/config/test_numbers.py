@@ -37,7 +37,7 @@ def test_whole_numbers_are_bounded(value: int, least: int, most: int):
 def test_text_is_a_number_where_it_is_digits_alone(text: str):
     got = numbers.whole_in(text, least=0)
     is_digits = text.strip().isascii() and text.strip().isdigit()
-    assert got == (int(text) if is_digits else None)
+    assert got == (int(text.strip()) if is_digits else None)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), nan, inf, -inf, True, "1.0", None, 1j])

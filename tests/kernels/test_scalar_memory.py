@@ -29,7 +29,7 @@ def test_bytes_are_those_that_the_compiler_counts() -> None:
 
 
 def test_lengths_whose_lists_do_not_fit_are_refused_by_name() -> None:
-    assert _plan(2**18, M.Causal()).kernel.blocks.block_q == 512
+    assert _plan(2**18, M.Causal()).kernel.blocks.block_q >= 512
     with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
         _plan(10_000_000, M.Causal())
     assert _plan(10_000_000, M.Full()).kernel.name == "flash"  # no lists

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepGrid, Tile
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
-from maxattn.masks import EMPTY, FULL
+from maxattn.masks import Mask, blocks
 
 WORD = 32  # bits, in which a kernel is handed both ends of a query's keys
 
@@ -57,41 +59,76 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
         share = evaluates(call, tile) / columns
         sides = (columns, rows) if by_key else (rows, columns)
         return StepGrid(heads, *sides, share)
-    visited, whole = _tiles(call, tile)
-    if by_key:
-        visited, whole = visited.T, whole.T
-    steps = _steps_of_a_row(visited, kernel, kind)
-    every = visited.shape[0] * steps
-    masked, idle = (visited & ~whole).sum() / every, 1.0 - visited.sum() / every
-    return StepGrid(heads, visited.shape[0], steps, float(masked), float(idle))
+    tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
+    per_row = tiles.by_key if by_key else tiles.by_row
+    steps = _steps_of_a_row(per_row, columns=rows if by_key else columns, kernel=kernel, kind=kind)
+    every = per_row.size * steps
+    masked, idle = (tiles.count - tiles.whole) / every, 1.0 - tiles.count / every
+    return StepGrid(heads, per_row.size, steps, float(masked), float(idle))
 
 
 def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
     """Return which shares of a call's tiles are computed without and with the mask."""
-    visited, whole = _tiles(call, tile)
-    return float(whole.mean()), float((visited & ~whole).mean())
+    tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
+    every = tiles.by_row.size * tiles.by_key.size
+    return tiles.whole / every, (tiles.count - tiles.whole) / every
 
 
-def _tiles(call: Call, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles are visited, and which of them without the mask."""
-    kinds = call.mask.block_map(tile[0], tile[1], call.q_len, call.kv_len)
-    whole = kinds == FULL
-    if call.kv_len % tile[1]:
-        whole[:, -1] = False  # the last keys are padding
-    return kinds != EMPTY, whole
+class _Visited(NamedTuple):
+    """Hold how many tiles a mask leaves to visit.
+
+    Attributes:
+        by_row: of each row of tiles.
+        by_key: of each column of tiles.
+        whole: how many of all are computed without the mask.
+    """
+
+    by_row: Int[np.ndarray, " rows"]
+    by_key: Int[np.ndarray, " columns"]
+    whole: int
+
+    @property
+    def count(self) -> int:
+        """How many tiles are visited."""
+        return int(self.by_row.sum())
 
 
-def _steps_of_a_row(visited: np.ndarray, kernel: KernelKind, kind: Kind) -> float:
+@lru_cache(maxsize=1024)
+def _visited(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> _Visited:
+    """Count the tiles that a mask leaves, from its stretches: quick at any length."""
+    sizes = block_q, block_kv, q_len, kv_len
+    rows, columns = -(-q_len // block_q), -(-kv_len // block_kv)
+    found = blocks.stretches(mask, *sizes)
+    by_row = np.zeros(rows, np.int64)
+    np.add.at(by_row, found.row, found.end - found.start)
+    ends = np.zeros(columns + 1, np.int64)
+    np.add.at(ends, found.start, 1)
+    np.add.at(ends, found.end, -1)
+    whole = blocks.whole_stretches(mask, *sizes)
+    padded = columns - 1 if kv_len % block_kv else columns  # the last keys are padding
+    counts = (whole.end - whole.start)[whole.start < padded]
+    return _Visited(by_row, np.cumsum(ends)[:-1], int(counts.sum()))
+
+
+def _steps_of_a_row(
+    per_row: Int[np.ndarray, " rows"], columns: int, kernel: KernelKind, kind: Kind
+) -> float:
     """Return the steps of a row of tiles.
 
     tokamax lists the visited tiles alone. Other grids end with the longest row; the fused backward
     of JAX's kernel writes a part of dQ at every step, and keeps all of them.
+
+    Args:
+        per_row: tiles that are visited.
+        columns: tiles of a whole row.
+        kernel: that runs.
+        kind: of the pass.
     """
     if kernel == "tokamax_flash":
-        return max(1.0, float(visited.sum())) / visited.shape[0]
+        return max(1.0, float(per_row.sum())) / per_row.size
     if kernel == "flash" and kind == "fused":
-        return float(visited.shape[1])
-    return float(max(1, visited.sum(axis=1).max()))
+        return float(columns)
+    return float(max(1, per_row.max()))
 
 
 def is_one_interval(call: Call) -> bool:

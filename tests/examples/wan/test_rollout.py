@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from common.forcing import Forcing
 from rollout import Denoising, Reel, Rollout
+from rollout.denoising import noised
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, small, text
@@ -169,17 +170,21 @@ def test_a_switch_to_the_same_prompt_in_an_unrolled_window_changes_nothing() -> 
 
 @pytest.mark.parametrize("name", only_fast("sink", "alone"))
 def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
-    """The block after it is that of one forward over the kept frames and the block."""
-    stream = SINKS[name]
-    run = rollout(stream, replace(HOW, denoising_steps=(1000,), sampler="flow_euler"))
+    """The block after it is that of one forward over the kept frames, noised as they were before,
+    and the block.
+    """
+    stream, sigma = SINKS[name], {"alone": 0.1}.get(name, 0.0)
+    how = replace(HOW, denoising_steps=(1000,), sampler="flow_euler", context_noise=sigma)
+    run = rollout(stream, how)
     _, reel = made(run, run.begin(told(0)), 7)
     kept, frame = stream.kept(reel.frame), reel.frame
-    clean = reel.frames(kept)
+    clean = noised(reel.frames(kept), sigma, run._noise(jnp.asarray(kept), 1, len(how.sigmas)))
     assert len(kept) < frame
     x, after = run.block(run.switch(reel, told(1)))
     numbers = jnp.asarray((*kept, *range(frame, after.frame)))
     noise = run._noise(numbers[len(kept) :], 1, 0)
-    t = jnp.concatenate([jnp.zeros((1, len(kept))), jnp.full((1, x.shape[1]), 1000.0)], axis=1)
+    of_kept = jnp.full((1, len(kept)), 1000 * sigma)
+    t = jnp.concatenate([of_kept, jnp.full((1, x.shape[1]), 1000.0)], axis=1)
     mask = Forcing(replace(stream, first_frame_alone=False))
     clip = jnp.concatenate([clean, noise], axis=1)
     v = plain()(clip, t, kv=told(1), forcing=mask, positions=numbers)
