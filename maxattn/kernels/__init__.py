@@ -91,7 +91,7 @@ def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Ke
         return first
     from maxattn.kernels.composed.pair import Pair
 
-    return Pair(first, *second)
+    return Pair.of(first, *second)
 
 
 def _build_one(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:

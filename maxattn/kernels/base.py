@@ -7,7 +7,7 @@ everything that was decided about it (scale, chunk sizes, flags); its methods co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 from jaxtyping import Array, Float
@@ -24,6 +24,7 @@ from maxattn.target import Target
 Offset = int | jax.Array
 """The position of the first local token: a number, or traced inside `shard_map`."""
 Bias = Float[Array, "#B #N #T #S"] | None
+Pass = Literal["forward", "backward"]
 
 
 @jax.tree_util.register_dataclass
@@ -153,6 +154,10 @@ class Kernel:
         """Return the kernel of a forward that is not differentiated."""
         return self
 
+    def for_forward_alone(self) -> Kernel:
+        """Return the kernel of a forward whose backward another kernel computes."""
+        return self
+
     def without_dbias(self) -> Kernel:
         """Return the kernel of a backward whose bias is not differentiated.
 
@@ -182,6 +187,12 @@ class Kernel:
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Return what else the user should know, of what `build` made of the same arguments."""
         return ()
+
+    def notes_of(
+        self, what: Pass, call: Call, config: AttentionConfig, target: Target
+    ) -> tuple[str, ...]:
+        """Return the notes of a kernel that computes one pass, where another has the other."""
+        return self.notes(call, config, target)
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:

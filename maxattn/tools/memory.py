@@ -106,7 +106,7 @@ def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
     blocks = plan.kernel.blocks
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
         return [Part("log-sum-exp", rows * FLOAT), *_padded_heads(plan, local, training)]
-    name = plan.kernel.name
+    name = plan.kernel.name.rpartition("/")[2]  # a backward holds most of it
     return list(of_tiles(name, computed_call(name, local), blocks, training))
 
 

@@ -186,7 +186,9 @@ def test_auto_takes_another_kernel_only_beyond_doubt(monkeypatch, name, tokamax,
 OWN = {"tpu_flash": own_costs(700, 1000), "large_scores": own_costs(700, 1500)}
 
 
-@pytest.mark.parametrize(("name", "runs"), [("tpu_flash", "tpu_flash"), ("large_scores", "flash")])
+@pytest.mark.parametrize(
+    ("name", "runs"), [("tpu_flash", "tpu_flash"), ("large_scores", "flash/tpu_flash")]
+)
 def test_auto_takes_tpu_flash_where_neither_softmax_is_slower(monkeypatch, name, runs):
     with shipping(monkeypatch, flash=costs(100, 350, waits=10), tpu_flash=OWN[name]):
         plan = ma.plan(CALL, AUTO, None, V6E)
@@ -199,11 +201,13 @@ def test_auto_takes_tpu_flash_where_neither_softmax_is_slower(monkeypatch, name,
 
 
 def test_auto_takes_the_fastest_of_several_kernels(monkeypatch):
-    fastest = {"tpu_flash": own_costs(700, 1000), "tokamax_flash": costs(1, 2, fused=True)}
+    tokamax = costs(1, 2, fused=True)  # the parts of dQ that its backward writes bind it
+    fastest = {"tpu_flash": own_costs(700, 1000), "tokamax_flash": tokamax}
     with shipping(monkeypatch, flash=costs(100, 350), **fastest):
         plan = ma.plan(CALL, AUTO, None, TOKAMAX)
         alone = ma.plan(CALL, AUTO, None, V6E)
-    assert (plan.kernel.name, alone.kernel.name) == ("tokamax_flash", "tpu_flash")
+    assert (plan.kernel.name, alone.kernel.name) == ("tokamax_flash/tpu_flash", "tpu_flash")
+    assert {reason.who for reason in alone.refused} == {"tokamax_flash"}
 
 
 def test_tiles_of_estimates_run_in_both_passes(monkeypatch):
@@ -242,4 +246,4 @@ def test_a_faster_kernel_whose_parts_fill_the_memory_is_not_taken(monkeypatch):
     large = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
     with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
         plan = ma.plan(large, AUTO, None, TOKAMAX)
-    assert plan.kernel.name == "flash" and "too much memory" in plan.because
+    assert plan.kernel.name == "tokamax_flash/flash" and "too much memory" in plan.because

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from maxattn import tuned
 from maxattn.block_sizes.estimated.choose import (
@@ -11,6 +11,7 @@ from maxattn.block_sizes.estimated.choose import (
     Costs,
     Estimate,
     padded_pairs,
+    price,
     ranked,
     seconds_of,
 )
@@ -32,12 +33,14 @@ class EstimatedSizes(NamedTuple):
         seconds: how long a call takes with them.
         default: how long it takes with the sizes of the rules; None where that is not known.
         online: how long it takes where scores need a running maximum; None: as long.
+        backward: how long the backward's share of it takes; None: there is none.
     """
 
     sizes: BlockSizes
     seconds: Seconds
     default: Seconds | None
     online: Seconds | None = None
+    backward: Seconds | None = None
 
     @property
     def longest(self) -> Seconds:
@@ -99,7 +102,19 @@ def choose(
     if known and best.seconds.slow > (1 - TIE) * known.slow:
         best = Estimate(default, known)
     online = seconds_of(costs, best.sizes, call, kernel, target, "online")
-    return EstimatedSizes(*best, known, online)
+    found = EstimatedSizes(*best, known, online)
+    return _with_backward(found, costs, kernel, call, target) if training else found
+
+
+def _with_backward(
+    found: EstimatedSizes, costs: Costs, kernel: KernelKind, call: Call, target: Target
+) -> EstimatedSizes:
+    """Add the backward's share of both passes."""
+    sizes = found.sizes
+    tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
+    forward = price(costs, "fwd", tile, call, target, kernel)
+    assert forward is not None, sizes  # it is a part of what was priced
+    return found._replace(backward=found.seconds.plus(-forward.fast, -forward.slow))
 
 
 def _pads_as_little(sizes: BlockSizes, default: BlockSizes, call: Call) -> bool:
@@ -119,14 +134,23 @@ def in_ms(seconds: Seconds) -> str:
     return low if low == high else f"{low.removesuffix(' ms')} to {high}"
 
 
-def estimate_note(kernel: KernelKind, call: Call, target: Target) -> tuple[str, ...]:
-    """Say how long the tiles of both passes take, beside those of the rules."""
+def estimate_note(
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    what: Literal["forward", "backward"] | None = None,
+) -> tuple[str, ...]:
+    """Say how long the tiles of both passes take, beside those of the rules; or of one pass."""
     forward, training = (estimated_sizes(kernel, call, target, t) for t in (False, True))
-    if forward is None or training is None:
+    if forward is None or training is None or training.backward is None:
         return ()
-    texts = f"{_beside(forward, 'inference')}, {_beside(training, 'training')}"
-    tiles = _tiles_text(call, forward.sizes)
-    return (f"block sizes {how_estimated()}: a device's call takes {texts}{tiles}",)
+    tiles = "" if what == "backward" else _tiles_text(call, forward.sizes)
+    texts = {
+        None: f"{_beside(forward, 'inference')}, {_beside(training, 'training')}",
+        "forward": _beside(forward, "the forward"),
+        "backward": f"{in_ms(training.backward)} in the backward",
+    }
+    return (f"block sizes {how_estimated()}: a device's call takes {texts[what]}{tiles}",)
 
 
 def _tiles_text(call: Call, sizes: BlockSizes) -> str:

@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from maxattn.block_sizes.estimated.defaults import EstimatedSizes, estimated_sizes, how_estimated
+from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
+from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
@@ -62,8 +63,8 @@ def hop_times(
     local, rate = _hop_call(ranks, call), machine_of(target).neighbour
     transfers = kv_bytes(local, itemsize(local.dtype)) / rate, kv_bytes(local, FLOAT) / rate
     if call.mask.is_full and (found := _estimated(local, config, target)) is not None:
-        forward, both = (np.full(ranks.ring_size - 1, one.seconds.slow) for one in found)
-        return HopTimes(forward, both - forward, *transfers, how_estimated())
+        forward, backward = (np.full(ranks.ring_size - 1, seconds.slow) for seconds in found)
+        return HopTimes(forward, backward, *transfers, how_estimated())
     work = _pairs(layout, call) * seconds_a_pair(ranks, call, machine_of(target))
     kernels = work / TRAINING, work * (TRAINING - 1) / TRAINING
     return HopTimes(*kernels, *transfers, "kernels by arithmetic")
@@ -84,13 +85,17 @@ def _hop_call(ranks: Ranks, call: Call) -> Call:
 
 def _estimated(
     local: Call, config: AttentionConfig, target: Target
-) -> tuple[EstimatedSizes, EstimatedSizes] | None:
-    """Return the estimates of the forward and of both passes, of the kernel that takes least."""
+) -> tuple[Seconds, Seconds] | None:
+    """Return the estimates of a forward and of a backward, each of the kernel that takes least."""
     named = config.kernel_for("self")
     names = ESTIMATED if named == "auto" else (cast(KernelKind, named),)
     every = ([estimated_sizes(name, local, target, t) for t in (False, True)] for name in names)
-    found = [(forward, both) for forward, both in every if forward and both]
-    return min(found, key=lambda pair: pair[1].seconds.slow, default=None)
+    known = [(forward.seconds, both.backward) for forward, both in every if forward and both]
+    found = [(forward, backward) for forward, backward in known if backward]
+    if not found:
+        return None
+    forward, backward = (min(times, key=lambda one: one.slow) for times in zip(*found, strict=True))
+    return forward, backward
 
 
 def _pairs(layout: ChunkLayout, call: Call) -> np.ndarray:

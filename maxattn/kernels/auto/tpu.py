@@ -1,8 +1,8 @@
 """Which of the tiled TPU kernels comes first: another than `flash` only where it is surely faster.
 
 Their times are intervals, of schedules and not of runs. Where two intervals overlap they do not say
-which kernel is faster. `tpu_flash` has two softmaxes: it must be faster with that of small scores,
-and not surely slower with the other.
+which kernel is faster. `tpu_flash` has two softmaxes forward: it must be faster with that of small
+scores, and not surely slower with the other. Its backward starts from an exact LSE and has one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from maxattn.block_sizes.estimated.defaults import (
     in_ms,
     not_estimated,
 )
+from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.devices import memory_of
@@ -29,60 +30,110 @@ MOST_PARTS = 0.1
 
 
 class _Passes(NamedTuple):
-    """Hold the estimates of a kernel: forward, and forward and backward."""
+    """Hold the estimates of a kernel: of a forward alone, and of both passes."""
 
     name: KernelKind
     forward: EstimatedSizes
     training: EstimatedSizes
 
-    def is_below(self, other: _Passes) -> bool:
-        """Tell whether both passes are faster beyond doubt, and not slower where scores are large.
+    @property
+    def backward(self) -> Seconds:
+        """How long its backward takes."""
+        assert self.training.backward is not None, self.name
+        return self.training.backward
+
+    def leads_forward(self, other: _Passes) -> bool:
+        """Tell whether its forward is faster beyond doubt, and not slower where scores are large.
 
         Queries and keys of most diffusion transformers are normalised, and their scores small.
         """
-        pairs = (self.forward, other.forward), (self.training, other.training)
-        faster = all(mine.seconds.is_below(theirs.seconds) for mine, theirs in pairs)
-        return faster and not any(theirs.seconds.is_below(mine.longest) for mine, theirs in pairs)
+        mine, theirs = self.forward, other.forward.seconds
+        return mine.seconds.is_below(theirs) and not theirs.is_below(mine.longest)
 
     def __str__(self) -> str:
-        times = f"{_time(self.forward)} in inference, {_time(self.training)} in training"
-        return f"{self.name} {times}"
-
-
-def _time(chosen: EstimatedSizes) -> str:
-    """Write an interval, and the one of scores that need a running maximum where it is another."""
-    usual, online = in_ms(chosen.seconds), in_ms(chosen.longest)
-    return usual if usual == online else f"{usual} ({online} where scores may be large)"
+        usual, online = in_ms(self.forward.seconds), in_ms(self.forward.longest)
+        also = "" if usual == online else f" ({online} where scores may be large)"
+        return f"{self.name} {usual} forward{also}, {in_ms(self.backward)} backward"
 
 
 def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return the tiled kernels of a TPU to try in order, and what is estimated of them."""
+    """Return the tiled kernels of a TPU to try in order, and what is estimated of them.
+
+    Forward and backward are chosen apart: "a/b" is the forward of a and the backward of b.
+    """
     flash = _passes("flash", call, target)
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
     if flash is None or not others:
         why = _why_not(OTHERS[0] if flash else "flash", call, target)
         return ("flash",), f"flash by a rule, since no estimates compare: {why}"
-    below = (one for one in others if one.is_below(flash))
-    faster = sorted(below, key=lambda one: one.training.longest.slow)
-    fit = [one.name for one in faster if not _is_large(one, call, target)]
-    first = f"{fit[0]} is faster" if fit else f"flash, since {_doubts(flash, others, faster)}"
-    runs = fit[0] if fit else "flash"
-    ordered = sorted((*others, flash), key=lambda one: one.name != runs)
+    choices = [_choose(flash, left, call, target) for left in _left_over(others)]
+    forward, backward = choices[0]
+    ordered = dict.fromkeys((forward, backward, flash, *others))
     every = "; ".join(map(str, ordered))
-    return (*fit, "flash"), f"{first}: {every} ({how_estimated()})"
+    names = dict.fromkeys("/".join(dict.fromkeys(one.name for one in both)) for both in choices)
+    return tuple(names), f"{_said(flash, others, forward, backward)}: {every} ({how_estimated()})"
 
 
-def _doubts(flash: _Passes, others: list[_Passes], faster: list[_Passes]) -> str:
-    """Say why `flash` keeps its place before the others."""
-    said = []
-    for one in others:
-        if one in faster:
-            said.append(f"{one.name}'s dQ in parts takes too much memory")
-        elif flash.is_below(one):
-            said.append(f"{one.name} is slower")
-        else:
-            said.append(f"{one.name} is not surely faster")
-    return ", ".join(said)
+def _left_over(others: list[_Passes]) -> list[list[_Passes]]:
+    """List what is left where kernels cannot run: all, then without each, at last none."""
+    without = ([one for one in others if one is not gone] for gone in reversed(others))
+    return [others, *without, []]
+
+
+def _choose(
+    flash: _Passes, others: list[_Passes], call: Call, target: Target
+) -> tuple[_Passes, _Passes]:
+    """Return the kernels of the forward and of the backward."""
+    return _fastest_forward(flash, others), _fastest_backward(flash, others, call, target)
+
+
+def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
+    """Return the kernel of the forward: `flash` unless another is faster beyond doubt."""
+    faster = (one for one in others if one.leads_forward(flash))
+    return min(faster, key=lambda one: one.forward.longest.slow, default=flash)
+
+
+def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target: Target) -> _Passes:
+    """Return the kernel of the backward: `flash` unless another is surely faster, and fits."""
+    faster = (one for one in others if one.backward.is_below(flash.backward))
+    fit = (one for one in faster if not _is_large(one, call, target))
+    return min(fit, key=lambda one: one.backward.slow, default=flash)
+
+
+def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Passes) -> str:
+    """Say which kernel runs which pass, and why `flash` keeps those that it does."""
+    doubts = _forward_doubts(flash, others), _backward_doubts(flash, others)
+    if forward is backward is flash:
+        apart = f"forward {doubts[0]}; backward {doubts[1]}"
+        return f"flash, since {doubts[0] if doubts[0] == doubts[1] else apart}"
+    if forward is backward:
+        return f"{forward.name} is faster"
+    if forward is flash:
+        return f"{backward.name}'s backward is faster; flash forward, since {doubts[0]}"
+    if backward is flash:
+        return f"{forward.name}'s forward is faster; flash backward, since {doubts[1]}"
+    return f"{forward.name} is faster forward, {backward.name} backward"
+
+
+def _forward_doubts(flash: _Passes, others: list[_Passes]) -> str:
+    """Say why `flash` keeps the forward."""
+    slower = {one.name: flash.forward.seconds.is_below(one.forward.seconds) for one in others}
+    return _doubts(slower)
+
+
+def _backward_doubts(flash: _Passes, others: list[_Passes]) -> str:
+    """Say why `flash` keeps the backward."""
+    too_large = [one.name for one in others if one.backward.is_below(flash.backward)]
+    slower = {one.name: flash.backward.is_below(one.backward) for one in others}
+    rest = {name: sure for name, sure in slower.items() if name not in too_large}
+    said = [f"{name}'s dQ in parts takes too much memory" for name in too_large]
+    return ", ".join([*said, *([_doubts(rest)] if rest else [])])
+
+
+def _doubts(slower: dict[KernelKind, bool]) -> str:
+    return ", ".join(
+        f"{name} is {'slower' if sure else 'not surely faster'}" for name, sure in slower.items()
+    )
 
 
 def _passes(kernel: KernelKind, call: Call, target: Target) -> _Passes | None:

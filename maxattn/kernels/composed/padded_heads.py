@@ -14,7 +14,7 @@ from jaxtyping import Array
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Pass, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, widened
 from maxattn.target import Target
@@ -69,6 +69,10 @@ class PaddedHeads(Kernel):
         """Return the kernel of a forward that is not differentiated, padded as this one."""
         return replace(self, inner=self.inner.for_inference())
 
+    def for_forward_alone(self) -> PaddedHeads:
+        """Return the kernel of a forward whose backward is another's, padded as this one."""
+        return replace(self, inner=self.inner.for_forward_alone())
+
     def without_dbias(self) -> PaddedHeads:
         """Return the kernel whose backward leaves the bias's gradient out."""
         return replace(self, inner=self.inner.without_dbias())
@@ -105,6 +109,12 @@ class PaddedHeads(Kernel):
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say what there is to know of the kernel that runs."""
         return self.inner.notes(with_one_head_dim(call), config, target)
+
+    def notes_of(
+        self, what: Pass, call: Call, config: AttentionConfig, target: Target
+    ) -> tuple[str, ...]:
+        """Say what there is to know of one pass of the kernel that runs."""
+        return self.inner.notes_of(what, with_one_head_dim(call), config, target)
 
     def _inputs(self, inputs: Inputs) -> Inputs:
         q, k, v = map(self._padded, (inputs.q, inputs.k, inputs.v))

@@ -6,9 +6,10 @@ the same softmax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from maxattn.block_sizes import FORWARD, BlockSizes, Change
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
@@ -30,14 +31,40 @@ class Pair(Kernel):
     first: Kernel
     second: Kernel
 
+    @staticmethod
+    def of(first: Kernel, second: Kernel) -> Pair:
+        """Pair kernels that were built for both passes: only its own rules bind the forward."""
+        return Pair(first.for_forward_alone(), second)
+
     @property
     def name(self) -> str:
         """Name both."""
         return f"{self.first.name}/{self.second.name}"
 
-    def for_inference(self) -> Pair:
-        """Return the pair of what both run where nothing is differentiated."""
-        return Pair(self.first.for_inference(), self.second.for_inference())
+    @property
+    def is_pallas(self) -> bool:
+        """Ask both."""
+        return self.first.is_pallas or self.second.is_pallas
+
+    @property
+    def blocks(self) -> BlockSizes | None:
+        """The tile sizes of the first's forward and of the second's backward."""
+        first, second = self.first.blocks, self.second.blocks
+        if first is None or second is None:
+            return None
+        q, kv, compute = (getattr(first, key) for key in FORWARD)
+        return replace(second, block_q=q, block_kv=kv, block_kv_compute=compute)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """How they differ from those that were asked for."""
+        forward = (change for change in self.first.changes if change.key in FORWARD)
+        backward = (change for change in self.second.changes if change.key not in FORWARD)
+        return (*forward, *backward)
+
+    def for_inference(self) -> Kernel:
+        """Return what the first runs where nothing is differentiated."""
+        return self.first.for_inference()
 
     def without_dbias(self) -> Pair:
         """Return the pair whose second leaves the bias's gradient out."""
@@ -65,12 +92,20 @@ class Pair(Kernel):
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say what there is to know of either."""
-        both = self.first.notes(call, config, target), self.second.notes(call, config, target)
+        what = call, config, target
+        both = self.first.notes_of("forward", *what), self.second.notes_of("backward", *what)
         return tuple(dict.fromkeys(note for notes in both for note in notes))
 
     def lines(self, call: Call) -> Lines:
         """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)
         runs = f"forward {first.runs}, backward {second.runs}"
+        if isinstance(self.blocks, BlockSizes):  # each has sizes of both passes
+            return Lines(runs, str(self.blocks))
         backward = second.backward or second.blocks
         return Lines(runs, first.blocks, backward if backward != first.blocks else "")
+
+
+def kernels_of(kernel: Kernel) -> tuple[Kernel, Kernel]:
+    """Return the kernels of the forward and of the backward."""
+    return (kernel.first, kernel.second) if isinstance(kernel, Pair) else (kernel, kernel)

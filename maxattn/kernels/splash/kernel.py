@@ -25,7 +25,7 @@ from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.kernels import mask_split
-from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem, Stats
@@ -94,13 +94,21 @@ class Splash(Kernel):
         """Say what the sizes pad, and where measured or estimated ones are from."""
         return (*padding_notes(call, self.blocks), *self._source(call, config, target))
 
-    def _source(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+    def notes_of(
+        self, what: Pass, call: Call, config: AttentionConfig, target: Target
+    ) -> tuple[str, ...]:
+        """Say it of one pass: how long the other takes does not count."""
+        return (*padding_notes(call, self.blocks), *self._source(call, config, target, what))
+
+    def _source(
+        self, call: Call, config: AttentionConfig, target: Target, what: Pass | None = None
+    ) -> tuple[str, ...]:
         """Say where sizes are from that the config leaves open."""
         if measured := tuned_note(config, self.name, call, target):
             return measured
         if self.float32_qk_product or not leaves_open(config, self.name):
             return ()
-        return estimate_note(cast(KernelKind, self.name), call, target)
+        return estimate_note(cast(KernelKind, self.name), call, target, what)
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""
@@ -108,6 +116,10 @@ class Splash(Kernel):
             return self
         own = {"blocks": self.inference, "changes": self.inference_changes}
         return replace(self, **own, inference=None, inference_changes=())
+
+    def for_forward_alone(self) -> Self:
+        """Return the kernel with the tiles of inference: rules of its backward bind it not."""
+        return self.for_inference()
 
     @property
     def library(self) -> Library:

@@ -111,9 +111,10 @@ def _tune_sizes(
     target: Target,
 ) -> None:
     made = plan(shape.call(), config, mesh, replace(target, tuned=()))
-    local = computed_call(made.kernel.name, made.strategy.local_call(made.padded_call))
-    print(f"{shape.name}: {made.kernel.name}, one device's {_local(local)}", flush=True)
-    _tune(args, Tuning(config, made.kernel.name, local, target))
+    for kernel in made.kernel.name.split("/"):
+        local = computed_call(kernel, made.strategy.local_call(made.padded_call))
+        print(f"{shape.name}: {kernel}, one device's {_local(local)}", flush=True)
+        _tune(args, Tuning(config, kernel, local, target))
 
 
 @dataclass(frozen=True)

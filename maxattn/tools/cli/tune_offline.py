@@ -7,7 +7,7 @@ command that was stopped goes on where it was. What is kept for plans says that 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from maxattn.decide import kernel_call
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError, Unsupported
 from maxattn.kernels import computed_call
-from maxattn.plan import plan
+from maxattn.plan import Plan, plan
 from maxattn.target import Target
 from maxattn.tools.cli.machine import mesh_of
 from maxattn.tools.cli.progress import say
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace, source: Source) -> int:
             say(f"{cache_path()} cannot be written, so nothing is kept: {problem}")
         for number, shape in enumerate(shapes_of(args, source)):
             print("\n" if number else "", end="")
-            tuning = _tuning(args, source, shape, Target.named(kind, packages))
-            _tune(tuning, compiler, log, folder, args.limit, not problem)
+            for tuning in _tunings(args, source, shape, Target.named(kind, packages)):
+                _tune(tuning, compiler, log, folder, args.limit, not problem)
     return 0
 
 
@@ -143,11 +143,18 @@ class OfflineTuning:
         }
 
 
-def _tuning(
+def _tunings(
     args: argparse.Namespace, source: Source, shape: Shape, target: Target
-) -> OfflineTuning:
+) -> Iterator[OfflineTuning]:
+    """Yield what is ranked for each kernel that a shape's plan runs: one, or one a pass."""
     made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
-    kernel = made.kernel.name
+    for kernel in made.kernel.name.split("/"):
+        yield _tuning(args, source, shape, made, kernel)
+
+
+def _tuning(
+    args: argparse.Namespace, source: Source, shape: Shape, made: Plan, kernel: str
+) -> OfflineTuning:
     local = computed_call(kernel, made.strategy.local_call(made.padded_call))
     if kernel not in BLOCKS:
         rule = f"{kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
@@ -157,7 +164,8 @@ def _tuning(
         raise Unsupported("--offline", f"mask {local.mask}", rule, "leave the mask out")
     if source.config.float32_qk_product:
         local = local.derived(dtype="float32")
-    return OfflineTuning(shape.name, cast(KernelKind, kernel), local, target, not args.forward)
+    what = cast(KernelKind, kernel), local, made.target, not args.forward
+    return OfflineTuning(shape.name, *what)
 
 
 def _tune(

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from importlib import metadata
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from maxattn.block_sizes.estimated.choose import seconds_of
 from maxattn.block_sizes.estimated.defaults import how_estimated
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
-from maxattn.block_sizes.sizes import FORWARD, BlockSizes
+from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.decide import kernel_call
 from maxattn.devices import Device
 from maxattn.errors import Unsupported
-from maxattn.kernels import computed_call
+from maxattn.kernels import Kernel, computed_call
+from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.plan import Plan
 from maxattn.sharding import ways
+from maxattn.target import Target
 from maxattn.tools.estimate.program import xla_of
 
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
@@ -76,25 +78,34 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
         Unsupported: none hold.
     """
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
-    local, kernel = computed_call(plan.kernel.name, local), plan.kernel.computes
-    if not isinstance(kernel, Splash):
+    forward, backward = (
+        _priced(kernel, computed_call(kernel.name, local), target, training)
+        for kernel in kernels_of(plan.kernel)
+    )
+    hops = _calls_of_a_pass(plan, local)
+    if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
         raise _not_priced(plan)
-    kernel = kernel if training else kernel.for_inference()
-    sizes, name = kernel.blocks, kernel.name
+    runs = 1 + (training and policy in RECOMPUTED)
+    found = PricedPass("forward", hops * runs, forward[0])
+    return (found, PricedPass("backward", hops, backward[1])) if training else (found,)
+
+
+def _priced(
+    kernel: Kernel, local: Call, target: Target, training: bool
+) -> tuple[Seconds, Seconds] | None:
+    """Price a forward and a backward, the latter of no time in inference; None where none hold."""
+    kernel = kernel.computes if training else kernel.computes.for_inference()
+    if not isinstance(kernel, Splash):
+        return None
+    sizes, name = kernel.blocks, cast(KernelKind, kernel.name)
     costs = shipped_costs(target.device_kind, name, local.head_dim, local.dtype)
     part = sizes.part(FORWARD)
     assert part is not None, sizes
-    what = local, name, target
-    forward = seconds_of(costs, BlockSizes(*part), *what)  # type: ignore[arg-type]
-    both = seconds_of(costs, sizes, *what) if training else forward  # type: ignore[arg-type]
-    hops = _calls_of_a_pass(plan, local)
-    if forward is None or both is None or (hops > 1 and not plan.call.mask.is_full):
-        raise _not_priced(plan)
-    runs = 1 + (training and policy in RECOMPUTED)
-    found = PricedPass("forward", hops * runs, forward)
-    if not training:
-        return (found,)
-    return found, PricedPass("backward", hops, both.plus(-forward.fast, -forward.slow))
+    forward = seconds_of(costs, BlockSizes(*part), local, name, target)
+    both = seconds_of(costs, sizes, local, name, target)
+    if forward is None or both is None:
+        return None
+    return forward, both.plus(-forward.fast, -forward.slow)
 
 
 def _calls_of_a_pass(plan: Plan, local: Call) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.call import Call
 from maxattn.kernels import computed_call, mask_split
+from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
@@ -54,12 +55,13 @@ class KernelTiles(NamedTuple):
 
 def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
     """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
-    if not isinstance(plan.kernel.computes, Splash):
+    if not all(isinstance(kernel.computes, Splash) for kernel in kernels_of(plan.kernel)):
         return {}
-    kernel = plan.kernel.computes if training else plan.kernel.computes.for_inference()
+    blocks = (plan.kernel if training else plan.kernel.for_inference()).blocks
+    assert blocks is not None, plan.kernel
     phases: list[Phase] = ["fwd", "dkv", "dq"] if training else ["fwd"]
-    runs: list[Phase] = [phase for phase in phases if kernel.blocks.part(_KEYS[phase]) is not None]
-    return {phase: _tiles(plan, kernel.blocks, phase) for phase in runs}
+    runs: list[Phase] = [phase for phase in phases if blocks.part(_KEYS[phase]) is not None]
+    return {phase: _tiles(plan, blocks, phase) for phase in runs}
 
 
 def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:

@@ -6,6 +6,7 @@ python -m maxattn.tools.tune.estimates_table
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from maxattn.block_sizes.estimated.defaults import EstimatedSizes, estimated_sizes, in_ms
 from maxattn.block_sizes.sizes import KernelKind
@@ -33,12 +34,24 @@ def table() -> str:
 
 def _rows(kind: str, name: str) -> Iterator[str]:
     target, call = Target.named(kind), SHAPES[name].call()
-    (takes, *_), _ = tiled_kernels(call, target)
+    (chosen, *_), _ = tiled_kernels(call, target)
     for training in (False, True):
-        found = [estimated_sizes(kernel, call, target, training) for kernel in KERNELS]
+        every = {kernel: estimated_sizes(kernel, call, target, training) for kernel in KERNELS}
         what = "forward and backward" if training else "forward"
-        cells = *map(_time, found), _rate(found[0], call, training), takes
+        takes = chosen if training else chosen.split("/")[0]
+        paired = f", {_both(takes, call, target)}" if training and "/" in takes else ""
+        rate = _rate(every["tpu_flash"], call, training)
+        cells = *map(_time, every.values()), rate, f"{takes}{paired}"
         yield f"| {kind.removeprefix('TPU ')} | {name} | {what} | {' | '.join(cells)} |"
+
+
+def _both(pair: str, call: Call, target: Target) -> str:
+    """Write how long the forward of one kernel and the backward of another take together."""
+    first, second = (cast(KernelKind, name) for name in pair.split("/"))
+    forward = estimated_sizes(first, call, target, False)
+    backward = estimated_sizes(second, call, target, True)
+    assert forward and backward and backward.backward, pair
+    return in_ms(forward.seconds.plus(*backward.backward))
 
 
 def _time(found: EstimatedSizes | None) -> str:

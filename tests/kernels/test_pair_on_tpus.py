@@ -1,0 +1,114 @@
+"""Pairs of TPU kernels: the forward of one and the backward of another are one attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.attention import run
+from maxattn.block_sizes import DKV, FORWARD, BlockSizes
+from maxattn.kernels import build
+from maxattn.kernels.composed.pair import Pair, kernels_of
+from maxattn.plan import Plan
+from maxattn.target import Target
+from maxattn.tools.memory import estimate
+from tests.reference import attention64, error
+
+SMALL = {"block_q": 128, "block_kv": 128}
+CONFIG = ma.AttentionConfig(attention="flash", flash_block_sizes=SMALL)
+FAST = {"xla_backend_optimization_level": 0}  # the interpreter's long programs compile sooner
+B, T, N, K, H = 2, 260, 4, 2, 32
+MASKS = {
+    "full": M.Full(),
+    "window": M.LocalWindow(60, 20),
+    "causal & lengths": M.Causal() & M.KeyPadding(np.array([150, 260], np.int32)),
+    "segments": M.Segments.of_lengths((100, 30, 130)),
+}
+
+
+def paired(plan: Plan, name: str) -> Plan:
+    """Put a pair of kernels in the place of a plan's."""
+    local = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
+    return replace(plan, kernel=build(name, local, CONFIG, plan.target))
+
+
+def errors_of(name: str, mask: M.Mask, mesh: Any = None, head_dim_v: int = H) -> list[float]:
+    """Run both passes of a pair, with a gradient of the LSE, and compare them with float64."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, head_dim_v)
+    dout, dlse = normal(B, T, N, head_dim_v), normal(B, N, T)
+    bound = mask.bind(T, T, B, N)
+    call = ma.Call(B, T, T, N, K, H, "float32", bound.form(), value_head_dim=head_dim_v % H)
+    config = CONFIG.replace(context_parallel="ring", fallback="error") if mesh else CONFIG
+    made = ma.plan(call, config, dict(mesh.shape) if mesh else None, Target.named("cpu"))
+    attend = partial(run, paired(made, name), bias=None, mask=bound, mesh=mesh)
+
+    @partial(jax.jit, compiler_options=FAST)
+    def both(q: Any, k: Any, v: Any) -> Any:
+        (out, lse), pull = jax.vjp(attend, q, k, v)
+        return out, lse, *pull((jnp.asarray(dout), jnp.asarray(dlse)))
+
+    allowed = np.asarray(bound.allowed(np.arange(T), np.arange(T)))
+    want = attention64(q, k, v, allowed, dout=dout, dlse=dlse)
+    return [error(x, y) for x, y in zip(both(q, k, v), want, strict=False)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["flash/tpu_flash", "tpu_flash/flash"])
+def test_a_pair_is_exact(name: str, mask: str) -> None:
+    assert max(errors_of(name, MASKS[mask])) < 2e-5
+
+
+def test_values_of_another_head_dim() -> None:
+    assert max(errors_of("flash/tpu_flash", M.Causal(), head_dim_v=16)) < 2e-5
+
+
+@pytest.mark.parametrize("mask", ["full", pytest.param("window", marks=pytest.mark.slow)])
+def test_a_pair_goes_round_a_ring(mask: str) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",))
+    assert max(errors_of("flash/tpu_flash", MASKS[mask], mesh)) < 2e-5
+
+
+# ---- what plans say of it ------------------------------------------------------------------------
+
+V5P = Target.named("TPU v5p")
+WAN = ma.Call(1, 75_600, 75_600, 40, 40, 128, "bfloat16")
+
+
+def test_a_forward_is_bound_by_its_own_rules_alone() -> None:
+    pair = ma.plan(WAN, ma.AttentionConfig(), None, V5P).kernel
+    assert isinstance(pair, Pair) and pair.name == "flash/tpu_flash" and pair.is_pallas
+    flash, own = (build(n, WAN, ma.AttentionConfig(), V5P) for n in ("flash", "tpu_flash"))
+    assert pair.for_inference() == flash.for_inference()
+    for kernel, keys in ((flash.for_inference(), FORWARD), (own, DKV)):
+        assert isinstance(pair.blocks, BlockSizes) and isinstance(kernel.blocks, BlockSizes)
+        assert pair.blocks.part(keys) == kernel.blocks.part(keys)
+    assert [kernel.name for kernel in kernels_of(pair)] == ["flash", "tpu_flash"]
+
+
+def test_its_changes_are_of_sizes_that_run() -> None:
+    asked = {"block_q": 1000, "block_q_dkv": 1000, "block_kv_dkv": 1000}
+    config = ma.AttentionConfig(flash_block_sizes=asked)
+    pair = build("flash/tpu_flash", WAN, config, V5P)
+    first, second = kernels_of(pair)
+    keys = {change.key for change in pair.changes}
+    assert keys == {c.key for c in first.changes if c.key in FORWARD} | {
+        c.key for c in second.changes if c.key not in FORWARD
+    }
+    assert "block_q_dkv" in keys
+
+
+def test_its_memory_is_that_of_its_backward() -> None:
+    plan = ma.plan(WAN, ma.AttentionConfig(), None, V5P)
+    own = ma.plan(WAN, ma.AttentionConfig(attention="tpu_flash"), None, V5P)
+    named = [part.what for part in estimate(plan, True)]
+    assert named == [part.what for part in estimate(own, True)]
