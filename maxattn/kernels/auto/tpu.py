@@ -117,20 +117,22 @@ def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Pa
 
 def _forward_doubts(flash: _Passes, others: list[_Passes]) -> str:
     """Say why `flash` keeps the forward."""
-    slower = {one.name: flash.forward.seconds.is_below(one.forward.seconds) for one in others}
+    slower: dict[str, bool] = {
+        one.name: flash.forward.seconds.is_below(one.forward.seconds) for one in others
+    }
     return _doubts(slower)
 
 
 def _backward_doubts(flash: _Passes, others: list[_Passes]) -> str:
     """Say why `flash` keeps the backward."""
     too_large = [one.name for one in others if one.backward.is_below(flash.backward)]
-    slower = {one.name: flash.backward.is_below(one.backward) for one in others}
+    slower: dict[str, bool] = {one.name: flash.backward.is_below(one.backward) for one in others}
     rest = {name: sure for name, sure in slower.items() if name not in too_large}
     said = [f"{name}'s dQ in parts takes too much memory" for name in too_large]
     return ", ".join([*said, *([_doubts(rest)] if rest else [])])
 
 
-def _doubts(slower: dict[KernelKind, bool]) -> str:
+def _doubts(slower: dict[str, bool]) -> str:
     return ", ".join(
         f"{name} is {'slower' if sure else 'not surely faster'}" for name, sure in slower.items()
     )

@@ -101,7 +101,8 @@ def _priced(
     costs = shipped_costs(target.device_kind, name, local.head_dim, local.dtype)
     part = sizes.part(FORWARD)
     assert part is not None, sizes
-    forward = seconds_of(costs, BlockSizes(*part), local, name, target)
+    q, kv, compute = part
+    forward = seconds_of(costs, BlockSizes(q, kv, compute), local, name, target)
     both = seconds_of(costs, sizes, local, name, target)
     if forward is None or both is None:
         return None
