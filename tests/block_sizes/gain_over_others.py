@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from maxattn.block_sizes import BlockSizes, adjust
 from maxattn.block_sizes.estimated.choose import Costs, seconds_of, tiles_of
-from maxattn.block_sizes.estimated.defaults import estimated_sizes, in_ms
+from maxattn.block_sizes.estimated.defaults import in_ms
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.kernels.auto.tpu import tiled_kernels
+from maxattn.kernels.auto.tpu import seconds_taken, tiled_kernels
 from maxattn.target import Target
 from maxattn.tools.model_shapes import SHAPES
 from maxattn.tools.tune.kernel_job import KernelJob
@@ -115,15 +115,16 @@ def _line(row: Row, found: Found) -> str:
     call, target = row.call, Target.named(row.kind)
     theirs = seconds_of(_with_known(row, found), row.theirs, call, "flash", target)
     (takes, *_), _ = tiled_kernels(call, target)
-    flash, own = (estimated_sizes(name, call, target, row.training) for name in ("flash", takes))
+    takes = takes if row.training else takes.split("/")[0]
+    flash, own = (seconds_taken(name, call, target, row.training) for name in ("flash", takes))
     assert flash and own, row
     chip, what = row.kind.removeprefix("TPU "), "training" if row.training else "forward"
     cells = (
         f"{in_ms(theirs)}: {row.theirs}" if theirs else f"not estimated: {row.theirs}",
-        in_ms(flash.seconds),
-        f"{takes}, {in_ms(own.seconds)}",
-        _gain(theirs, flash.seconds),
-        _gain(theirs, own.seconds),
+        in_ms(flash),
+        f"{takes}, {in_ms(own)}",
+        _gain(theirs, flash),
+        _gain(theirs, own),
     )
     return f"| {chip} | {row.preset} | {row.name} | {what} | {' | '.join(cells)} |"
 

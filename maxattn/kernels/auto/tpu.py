@@ -7,7 +7,7 @@ scores, and not surely slower with the other. Its backward starts from an exact 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from maxattn.block_sizes import fused_partials_bytes
 from maxattn.block_sizes.estimated.defaults import (
@@ -72,6 +72,24 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     every = "; ".join(map(str, ordered))
     names = dict.fromkeys("/".join(dict.fromkeys(one.name for one in both)) for both in choices)
     return tuple(names), f"{_said(flash, others, forward, backward)}: {every} ({how_estimated()})"
+
+
+def seconds_taken(names: str, call: Call, target: Target, training: bool) -> Seconds | None:
+    """Return how long what `auto` takes runs; None where no estimate holds.
+
+    Args:
+        names: a kernel, or "a/b".
+        call: the local call, in the dtype that the kernels compute in.
+        target: a TPU.
+        training: forward and backward; else forward alone.
+    """
+    first, *second = (cast(KernelKind, name) for name in names.split("/"))
+    if not (second and training):
+        alone = estimated_sizes(first, call, target, training)
+        return alone and alone.seconds
+    forward = estimated_sizes(first, call, target, False)
+    both = estimated_sizes(second[0], call, target, True)
+    return forward.seconds.plus(*both.backward) if forward and both and both.backward else None
 
 
 def _left_over(others: list[_Passes]) -> list[list[_Passes]]:

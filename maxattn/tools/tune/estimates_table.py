@@ -6,13 +6,12 @@ python -m maxattn.tools.tune.estimates_table
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from maxattn.block_sizes.estimated.defaults import EstimatedSizes, estimated_sizes, in_ms
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.devices import DEVICES
-from maxattn.kernels.auto.tpu import tiled_kernels
+from maxattn.kernels.auto.tpu import seconds_taken, tiled_kernels
 from maxattn.target import Target
 from maxattn.tools.model_shapes import SHAPES
 
@@ -39,19 +38,11 @@ def _rows(kind: str, name: str) -> Iterator[str]:
         every = {kernel: estimated_sizes(kernel, call, target, training) for kernel in KERNELS}
         what = "forward and backward" if training else "forward"
         takes = chosen if training else chosen.split("/")[0]
-        paired = f", {_both(takes, call, target)}" if training and "/" in takes else ""
+        taken = seconds_taken(takes, call, target, training)
+        paired = f", {in_ms(taken)}" if taken and "/" in takes else ""
         rate = _rate(every["tpu_flash"], call, training)
         cells = *map(_time, every.values()), rate, f"{takes}{paired}"
         yield f"| {kind.removeprefix('TPU ')} | {name} | {what} | {' | '.join(cells)} |"
-
-
-def _both(pair: str, call: Call, target: Target) -> str:
-    """Write how long the forward of one kernel and the backward of another take together."""
-    first, second = (cast(KernelKind, name) for name in pair.split("/"))
-    forward = estimated_sizes(first, call, target, False)
-    backward = estimated_sizes(second, call, target, True)
-    assert forward and backward and backward.backward, pair
-    return in_ms(forward.seconds.plus(*backward.backward))
 
 
 def _time(found: EstimatedSizes | None) -> str:
