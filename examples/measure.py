@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     told = "compile each block, or one for all; default as model.scan_layers: null has it"
     add("--scan-layers", action=argparse.BooleanOptionalAction, help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
-    told = "of XLA's compiler; on a GPU denoising has those of sampling before them"
+    told = "of XLA's compiler; on a GPU denoising and streaming have those of sampling before"
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=told)
     _add_blocks(found)
     _add_timing(found)
