@@ -1,4 +1,6 @@
-"""Measure a denoising step or a training step of Wan, SDXL or Flux.1 at real size, random weights.
+"""Measure a step of denoising or of training of Wan, SDXL or Flux.1 at real size, random weights.
+
+A block of a video that Wan streams is measured as well.
 
     python examples/measure.py wan denoise
     python examples/measure.py wan train remat_policy=SAVE_ATTENTION --profile out/profile
@@ -6,9 +8,11 @@
     python examples/measure.py flux denoise --layers 5 10
     python examples/measure.py wan train --size wan-2.2-ti2v-5b --height 704 --width 1280 \
         --frames 121 --lora 32 remat_policy=SAVE_ATTENTION
+    python examples/measure.py wan stream --window 12 --sink 3
+    python examples/measure.py wan stream --first
 
-Prints milliseconds a step, the peak of the device's memory, the share of the device's peak rate
-(MFU), and with --profile how long attention, matrix products and the rest took.
+Prints milliseconds a step or a block, the peak of the device's memory, the share of the device's
+peak rate (MFU), and with --profile how long attention, matrix products and the rest took.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ from common.scan import scan_here
 from common.xla_options import sampling_options, xla_options
 from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
+from measuring.blocks import Blocks, passes
 from measuring.steps import Step, denoising, training
 from wan.sizes import SIZES
 
 import maxattn as ma
 from maxattn.devices import peak_flops
-from maxattn.errors import MaxattnError
+from maxattn.errors import ConfigError, MaxattnError
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -42,30 +47,57 @@ DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 def main(said: argparse.Namespace) -> None:
     """Compile, wait where that was asked for, run, and say what was seen."""
     config = ma.AttentionConfig.from_overrides(said.overrides)
-    work = workload(said, config)
+    work, blocks = workload(said, config), None
+    if said.what == "stream":
+        blocks = blocks_of(said, work)
+        work = blocks.work
     began = time.perf_counter()
-    read = xla_options if said.what == "train" else sampling_options
-    options = read(said.option)
-    dtype = DTYPES[said.dtype]
-    if said.what == "train":
-        step = training(work, dtype, options, said.lora)
-    else:
-        step = denoising(work, dtype, options)
+    step = step_of(said, work, blocks)
     compiled = time.perf_counter() - began
     needs = f"compiled in {compiled:.0f} s, needs {compiler_bytes(step) / 2**30:.1f} GiB"
     print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
     if said.hlo:
         Path(said.hlo).write_text(step.compiled.as_text())
     if not said.compile_only:
-        run(said, work, step, compiled)
+        run(said, work, blocks, step, compiled)
 
 
-def run(said: argparse.Namespace, work: workloads.Workload, step: Step, compile_s: float) -> None:
+def step_of(said: argparse.Namespace, work: workloads.Workload, blocks: Blocks | None) -> Step:
+    """Compile the step."""
+    read = xla_options if said.what == "train" else sampling_options
+    options, dtype = read(said.option), DTYPES[said.dtype]
+    if blocks is not None:
+        return blocks.compiled(dtype, options)
+    if said.what == "train":
+        return training(work, dtype, options, said.lora)
+    return denoising(work, dtype, options)
+
+
+def blocks_of(said: argparse.Namespace, work: workloads.Workload) -> Blocks:
+    """Return which blocks of a streamed video the command line asks for."""
+    if said.model != "wan":
+        rule = "Wan's transformer alone makes a video block by block"
+        raise ConfigError("stream", said.model, rule, "write wan stream")
+    if (sizes := SIZES[said.size]).in_channels != sizes.out_channels:
+        rule = "a model with an image's channels beside the noise streams nothing here"
+        raise ConfigError("--size", said.size, rule, "write a text-to-video model's")
+    seen = (said.window, said.sink, said.frames_per_block)
+    return Blocks.of(work, *seen, passes(said.denoising_steps, said.clean_pass), said.first)
+
+
+def run(
+    said: argparse.Namespace,
+    work: workloads.Workload,
+    blocks: Blocks | None,
+    step: Step,
+    compile_s: float,
+) -> None:
     """Time a compiled step, print what was seen, and write it where that was asked for."""
     count = flops.count(step.forward, *step.shapes)
     wait_for(said.start_when)
     times = clock.measure(step, said.rounds, said.steps, said.profile)
     facts = facts_of(said, work, step, times, count) | {"compile_s": round(compile_s, 1)}
+    facts |= {} if blocks is None else blocks.facts(step, times.median)
     print("\n".join(lines(facts)), flush=True)
     if said.json:
         Path(said.json).write_text(json.dumps(facts, indent=1) + "\n")
@@ -73,7 +105,7 @@ def run(said: argparse.Namespace, work: workloads.Workload, step: Step, compile_
 
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:
     """Return what the command line asks for."""
-    scan = scan_here(said.scan_layers) if said.what == "denoise" else said.scan_layers is not False
+    scan = said.scan_layers is not False if said.what == "train" else scan_here(said.scan_layers)
     how: dict[str, Any] = {"scan_layers": scan}
     if said.model == "wan":
         size = (said.height or 480, said.width or 832, said.frames)
@@ -112,6 +144,7 @@ def facts_of(
     """Collect what was measured, for people and for files."""
     device = jax.local_devices()[0].device_kind
     total, peak = count.total(said.what == "train", frozen=said.lora > 0), peak_flops(device)
+    kinds = breakdown.by_kind(times.kernels)
     return {
         "model": work.name,
         "step": said.what,
@@ -131,9 +164,15 @@ def facts_of(
         "flop_attention_forward": count.attention,
         "flop_matmul_forward": count.matmul,
         "mfu": total / (times.median / 1e3) / peak if peak else None,
-        "breakdown_ms": breakdown.by_kind(times.kernels),
+        "breakdown_ms": kinds,
+        "attention_tflops": attention_rate(said.what, count.attention, kinds["attention"]),
         "kernels": [asdict(k) for k in times.kernels[:60]],
     }
+
+
+def attention_rate(what: str, flop: int, ms: float) -> float | None:
+    """Return attention's TFLOP/s; None without a profile, and where a backward runs as well."""
+    return None if what == "train" or not ms else flop / ms / 1e9
 
 
 def compiler_bytes(step: Step) -> int:
@@ -153,8 +192,18 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"step    {facts['ms']:.1f} ms ({spread}), {facts['tokens_per_s']:,.0f} tokens/s",
         f"work    {facts['flop'] / 1e12:.1f} TFLOP without recomputation, {rate:.0f} TFLOP/s{mfu}",
         f"memory  {memory / 2**30:.1f} GiB{account}",
+        *block_lines(facts),
         *kernel_lines(facts),
     ]
+
+
+def block_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Write what only a block of a streamed video has."""
+    if facts["step"] == "stream":
+        video = (
+            f"{facts['video_frames']} frames of video, {facts['video_frames_per_s']:.1f} a second"
+        )
+        yield f"block   {video}; cache of {facts['cache_bytes'] / 2**30:.2f} GiB"
 
 
 def kernel_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -163,6 +212,8 @@ def kernel_lines(facts: dict[str, Any]) -> Iterator[str]:
     if not any(times.values()):
         return
     yield f"time    {', '.join(f'{kind} {ms:.1f} ms' for kind, ms in times.items())}"
+    if facts["attention_tflops"]:
+        yield f"        attention at {facts['attention_tflops']:.0f} TFLOP/s"
     for kernel in facts["kernels"][:20]:
         took = f"{kernel['ms']:8.2f} ms  {kernel['calls']:6.1f} x"
         yield f"        {took}  {kernel['kind']:9}  {kernel['name'][:90]}"
@@ -174,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = found.add_argument
     add("model", choices=("wan", "sdxl", "flux"))
-    add("what", choices=("denoise", "train"))
+    add("what", choices=("denoise", "train", "stream"))
     told = "attention's settings: attention=dot_product"
     add("overrides", nargs="*", default=[], metavar="key=value", help=told)
     default = "default 1 video of 832x480, 8 pictures of 1024x1024 by SDXL, 1 by Flux.1"
@@ -193,16 +244,37 @@ def parser() -> argparse.ArgumentParser:
     told = "compile each block, or one for all; default as model.scan_layers: null has it"
     add("--scan-layers", action=argparse.BooleanOptionalAction, help=told)
     add("--dtype", choices=DTYPES, default="bf16", help="of the computation; default bf16")
-    told = "of XLA's compiler; on a GPU denoising has those of sampling before them"
+    told = "of XLA's compiler; on a GPU denoising and streaming have those of sampling before"
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=told)
+    _add_blocks(found)
     _add_timing(found)
     return found
+
+
+def _add_blocks(found: argparse.ArgumentParser) -> None:
+    add = found.add_argument_group("of stream", "lengths are latent frames").add_argument
+    told = "that a block sees, its own included, or all: those of --frames; default 21"
+    add("--window", type=frames_or_all, default=21, metavar="N", help=told)
+    told = "first frames that stay visible, of these; default 0"
+    add("--sink", type=int, default=0, metavar="N", help=told)
+    add("--frames-per-block", type=int, default=3, metavar="N", help="default 3")
+    told = "passes from noise, before the clean one; default 4"
+    add("--denoising-steps", type=int, default=4, metavar="N", help=told)
+    told = "a last pass, which keeps the clean block; default yes"
+    add("--clean-pass", action=argparse.BooleanOptionalAction, default=True, help=told)
+    told = "the first block, instead of one that finds the cache full"
+    add("--first", action="store_true", help=told)
+
+
+def frames_or_all(text: str) -> int | None:
+    """Read a number of frames, or None for all."""
+    return None if text == "all" else int(text)
 
 
 def _add_timing(found: argparse.ArgumentParser) -> None:
     add = found.add_argument
     add("--rounds", type=int, default=5, help="that are timed; default 5")
-    add("--steps", type=int, default=3, help="in a round; default 3")
+    add("--steps", type=int, default=3, help="or blocks in a round; default 3")
     add("--profile", metavar="FOLDER", help="record a round, and say where its time went")
     add("--hlo", metavar="FILE", help="write the compiled program")
     add("--json", metavar="FILE", help="write every figure")

@@ -159,6 +159,22 @@ class Rollout:
             done = own.stop
         return replace(reel, cache=cache.refilled(self.stream, reel.frame))
 
+    def lower(self, reel: Reel) -> Any:
+        """Lower the program that makes the next block, to compile it before there are weights.
+
+        Args:
+            reel: with a cache; shapes in place of arrays will do, here and in the model.
+
+        Returns:
+            jax's `Lowered`. Once it is compiled, `block` finds the program.
+        """
+        given = reel.cache, reel.told, np.int32(reel.frame)
+        return self._make.lower(self._parameters, *given, reel.batch)
+
+    def update(self, model: Any) -> None:
+        """Take the weights of another model of the same sizes; what is compiled stays so."""
+        self._parameters = nnx.split(model)[1]
+
     @property
     def programs(self) -> int:
         """How many programs blocks were compiled to."""

@@ -1,0 +1,110 @@
+"""What is measured of a streamed video: the program that streams, at a size that can be counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+import pytest
+from common import flops
+from measuring import workloads
+from measuring.blocks import Blocks, passes
+from measuring.steps import Step
+from wan.sizes import Sizes
+
+import maxattn as ma
+from maxattn.errors import ConfigError, InputError
+from tests.examples.wan.streamed import SMALL
+
+CONFIG = ma.AttentionConfig(attention="dot_product", cross_attention="dot_product")
+TOKENS, TEXT, WIDTH, LAYERS = 2, 3, 24, 2
+ROW = {"window": 6, "sink": 0, "size": 3, "first": False}
+
+
+def blocks(scan: bool = True, steps: int = 2, clean_pass: bool = True, **how: Any) -> Blocks:
+    work = workloads.wan(CONFIG, 1, 16, 32, 21, Sizes(**SMALL), TEXT, scan)
+    return Blocks.of(work, how=passes(steps, clean_pass), **ROW | how)
+
+
+KINDS = {
+    "rolling": {"scan": False},
+    "sink": {"window": 9, "sink": 4},
+    "all": {"window": None},
+    "first": {"first": True, "clean_pass": False},
+}
+SEEN = {"rolling": 6, "sink": 9, "all": 6, "first": 3}  # latent frames
+
+
+@pytest.mark.parametrize(
+    "kind", ["rolling", *(pytest.param(k, marks=pytest.mark.slow) for k in SEEN if k != "rolling")]
+)
+def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    block = blocks(**KINDS[kind])
+    step = block.compiled(jnp.float32)
+    cache, told = step.start()
+    stage, frame = cache.stage, int(cache.frame)
+    with jax.log_compiles():
+        for _ in range(3):
+            before, cache = cache, step.run(cache, told)
+            assert all(x.is_deleted() for x in jax.tree.leaves(before.k)), "it is changed in place"
+            assert cache.stage == stage == ("empty" if block.first else "full")
+    assert not [line for line in caplog.messages if "compilation of jit(_make_block)" in line]
+    assert int(cache.frame) == frame + (9 if kind in ("rolling", "sink") else 0)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache))
+    check_sizes(block, step, SEEN[kind])
+
+
+def check_sizes(block: Blocks, step: Step, seen: int) -> None:
+    """Compare what is counted with the sizes of the model."""
+    runs, own, facts = 2 + block.how.clean_pass, 3 * TOKENS, block.facts(step, 500.0)
+    count = flops.count(step.forward, *step.shapes)
+    assert count.attention == runs * LAYERS * 4 * own * (seen * TOKENS + TEXT) * WIDTH
+    slots = 6 if block.first else seen
+    assert facts["cache_bytes"] == 2 * LAYERS * slots * TOKENS * WIDTH * 4
+    frames = 9 if block.first else 12
+    assert (facts["video_frames"], facts["video_frames_per_s"]) == (frames, 2.0 * frames)
+    assert block.work.tokens == own and facts["cache_frames"] == slots
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "setting"),
+    [
+        ({"window": 7}, ConfigError, "--window 7"),
+        ({"window": 2}, ConfigError, "--window 2"),
+        ({"window": 0}, InputError, "Stream.window"),
+        ({"window": None, "sink": 3}, InputError, "Stream.sink"),
+        ({"sink": 4}, InputError, "Stream.sink"),
+        ({"size": 0}, InputError, "Stream.frames_per_block"),
+        ({"window": None, "size": 4}, InputError, "--frames"),
+        ({"steps": 0}, InputError, "denoising_steps"),
+    ],
+)
+def test_what_is_no_stream_is_refused_by_name(how: Any, error: type, setting: str) -> None:
+    with pytest.raises(error) as refused:
+        blocks(**how)
+    assert setting in str(refused.value).replace(":", "").replace("=", " ")
+
+
+@pytest.mark.parametrize("words", ["flux stream", "wan stream --size wan-2.2-i2v-a14b"])
+def test_only_text_to_video_streams(words: str) -> None:
+    with pytest.raises(ConfigError, match="stream"):
+        measure.main(measure.parser().parse_args(words.split()))
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> None:
+    small = blocks().work
+    work = workloads.wan(CONFIG, 1, 16, 32, 21, Sizes(**SMALL), TEXT)
+    monkeypatch.setattr(workloads, "wan", lambda *a, **how: work)
+    written = tmp_path / "f.json"
+    words = ["wan", "stream", "--window", "all", "--denoising-steps", "1", "--rounds", "1"]
+    words += ["--steps", "1", "--json", str(written), "--profile", str(tmp_path / "profile")]
+    measure.main(measure.parser().parse_args(words))
+    out, facts = capsys.readouterr().out, json.loads(written.read_text())
+    assert "9 frames" not in out and "12 frames of video" in out and "GiB" in out
+    assert facts["window"] is None and facts["attention_tflops"] > 0
+    assert facts["tokens_per_s"] == pytest.approx(1e3 * small.tokens / facts["ms"])
