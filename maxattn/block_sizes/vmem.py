@@ -80,6 +80,7 @@ ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
 # was seen to.
 DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
+RAGGED_FLOAT = 1.3  # the same below 128 in float32: 1.28 was seen (v6e, head dim 40)
 
 
 # Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses
@@ -164,10 +165,19 @@ def _proven_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
     return max((q for q, *keys in tiles if keys == [kv, compute]), default=0)
 
 
+def _ragged(facts: Facts) -> float:
+    """Return what the spill grows by where heads leave lanes empty."""
+    if facts.head_dim % LANES == 0:
+        return 1.0
+    if facts.head_dim > LANES:
+        return RAGGED
+    return RAGGED_FLOAT if facts.itemsize == FLOAT else 1.0
+
+
 def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> tuple[float, float]:
     """Return bytes per query token, the scores' spill among them, and per key token."""
     cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
-    share = RAGGED if facts.head_dim > LANES and facts.head_dim % LANES else 1.0
+    share = _ragged(facts)
     key: tuple[Family, Part, int] = (family, part, facts.itemsize)
     one_block = facts.kv_len <= kv
     fetched = ONE_BLOCK.get(key, spill.fetched) if one_block else spill.fetched
