@@ -20,6 +20,7 @@ from maxattn import masks as M
 from maxattn.errors import MeshError
 from maxattn.sharding import mesh_shape, partition_spec
 from maxattn.tools.compile.hlo import transfers
+from tests import waiting
 from tests.cases import BIASES, allowed, arrays, judge
 from tests.pairwise import pairwise, plainly
 from tests.reference import attention64, error
@@ -80,7 +81,9 @@ def name(case: dict) -> str:
     return "-".join(map(str, case.values()))
 
 
-@pytest.mark.parametrize("case", few(), ids=name)
+@pytest.mark.parametrize(
+    "case", waiting.few(few(), ("strategy", "axes"), ("strategy", "mesh")), ids=name
+)
 def test_pairs(case: dict) -> None:
     check(case)
 

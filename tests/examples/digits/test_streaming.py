@@ -129,6 +129,8 @@ def test_sinks_are_taught_from_whole_turns_away():
     assert moved.any()
 
 
+# tests/examples/wan/test_rollout.py has rows that are videos of their own, and switches.
+@pytest.mark.slow
 def test_a_video_is_the_same_however_many_stand_beside_it_and_changes_at_a_switch():
     settings = described(sampling={"guidance_scale": 2.0})
     built = model(settings)
@@ -175,6 +177,8 @@ class Stopped(Exception):
     """Ends a run in its middle."""
 
 
+# Wan by forcing does, in test_wan_forcing.py, and digits do in test_training.py: one loop.
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

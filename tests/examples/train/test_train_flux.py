@@ -93,6 +93,8 @@ def test_what_is_exported_is_a_folder_of_diffusers(whole: Path, data: str) -> No
     assert said["_class_name"] == "FlowMatchEulerDiscreteScheduler" and said["use_dynamic_shifting"]
 
 
+# Wan 2.2 adapts and merges through the same code, in test_experts.py.
+@pytest.mark.slow
 def test_lora_learns_alone_and_merges_to_the_same_model(data: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     settings = flux(path, FLUX, data, steps=6, learning_rate=2e-2, export=True, **LORA)
