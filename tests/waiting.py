@@ -19,17 +19,22 @@ def but(cases: Iterable[Any], kept: Callable[[Any], bool] | Sequence[Any]) -> li
     return [case if keep(case) else _slow(case) for case in cases]
 
 
-def few(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[Any]:
-    """Mark cases slow, greedily the same ones every time, such that every value of each axis stays
-    in a case that runs, and every pair of values of the named pairs of axes that any case has.
+def enough(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    """Choose cases, greedily the same ones every time, such that every value of each axis stays in
+    one of them, and every pair of values of the named pairs of axes that any case has.
     """
     wanted = [_found(case, pairs) for case in cases]
-    left, kept = set[Hashable]().union(*wanted), set[int]()
+    left, kept = set[Hashable]().union(*wanted), []
     while left:
         best = max(range(len(cases)), key=lambda i: len(wanted[i] & left))
-        kept.add(best)
+        kept.append(cases[best])
         left -= wanted[best]
-    return [case if i in kept else _slow(case) for i, case in enumerate(cases)]
+    return kept
+
+
+def few(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[Any]:
+    """Mark every case slow but those that are enough."""
+    return but(cases, enough(cases, *pairs))
 
 
 def _slow(case: Any) -> Any:

@@ -81,7 +81,7 @@ def test_every_mask_beside_every_bias(case: dict) -> None:
 # A strategy cuts masks and biases each by its axes; each other they meet above.
 @pytest.mark.parametrize(
     "case",
-    few(pairwise(SHARDED, lambda case: True, core=("strategy", "length")), ("strategy", "mask")),
+    few(pairwise(SHARDED, lambda case: True, core=("strategy", "length"))),
     ids=name,
 )
 def test_strategies(case: dict) -> None:

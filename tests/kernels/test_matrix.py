@@ -58,9 +58,7 @@ PAIRS += pairwise(AXES | REST | PLAIN, legal, core=("kernel", "dtype"))
 
 
 # A mask is cut by chunks, and a bias added, alike in every dtype: those pairs are test_all_pairs'.
-@pytest.mark.parametrize(
-    "case", few(PAIRS, ("kernel", "dtype"), ("kernel", "bias"), ("kernel", "length")), ids=name
-)
+@pytest.mark.parametrize("case", few(PAIRS, ("kernel", "dtype"), ("kernel", "bias")), ids=name)
 def test_pairs(case: dict) -> None:
     judge_xla(case)
 

@@ -54,7 +54,7 @@ def test_the_loss_goes_down(whole: Path) -> None:
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
-# Wan goes on through the same loop, in test_train_models.py.
+# Wan goes on through the same loop, in test_wan_forcing.py.
 @pytest.mark.slow
 def test_a_run_that_stopped_ends_with_the_same_bits(whole: Path, data: str, tmp_path: Path) -> None:
     for steps in (3, STEPS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ STREAMS = {
 
 def rollout(stream: ma.Stream = STREAMS["sink"], **how: Any) -> Rollout:
     return Rollout(how.pop("model", None) or plain(), stream, (*SIDES, 4), HOW, **how)
+
+
+@cache
+def usual() -> Rollout:
+    """Make the rollout that refusals share with its programs."""
+    return rollout()
 
 
 def told(seed: int = 0) -> Any:
@@ -114,7 +121,7 @@ def test_a_folder_holds_the_last_reel_alone(tmp_path: Path) -> None:
 
 
 def used_up(folder: Path) -> None:
-    run = rollout()
+    run = usual()
     reel = run.begin(told())
     run.block(reel)
     save(run, reel, folder)
@@ -203,7 +210,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rollout.reel_file.secrets.token_hex", lambda _: "00000000")
-    run, folder = rollout(), Path("kept")
+    run, folder = usual(), Path("kept")
     save(run, run.block(run.begin(told()))[1], folder)
     with pytest.raises(MaxattnError) as caught:
         BAD[name](folder)
