@@ -120,8 +120,8 @@ for strategy, mask, length in (
     FEW += product(PAIRS | OWN | just, legal)
 
 
-# Every strategy meets every kernel, but ulysses_ring, which is the others' code in one, flash alone;
-# a mask meets each kernel in tests/kernels.
+# Every strategy meets every kernel, but ulysses_ring flash alone: it is the others' code in one. A
+# mask meets each kernel in tests/kernels.
 QUICK = [case for case in FEW if case["strategy"] != "ulysses_ring" or case["kernel"] == "flash"]
 
 

@@ -159,7 +159,11 @@ SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, 
 def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     training = SHORT | {"output_dir": str(tmp_path)}
     more = {"long_blocks": 4, "switch_block": 1, "contrast_steps": 1, "blocks": 2}
-    settings = described(training=training, rollout=more, sampling={"num_inference_steps": 1})
+    once = {"denoising_steps": [1000]}
+    settings = described(
+        training=training, rollout=more | once, sampling={"num_inference_steps": 1},
+        model={"layers": 1},
+    )  # fmt: skip
     trained, losses = train(settings)
     assert len(losses) == 3 and np.isfinite(losses).all()
     found = Demo(trained, settings).run()

@@ -70,7 +70,7 @@ def test_the_whole_model_is_diffusers_live(case: str) -> None:
     compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call_of(case))
 
 
-# Times of each frame meet meshes in test_wan_forcing_meshes.py, whole runs in tests/examples/sample.
+# Times of each frame meet meshes in test_wan_forcing_meshes.py, whole runs in examples/sample.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["wan_t2v", "wan_ti2v"])
 def test_on_a_mesh_it_is_the_same(case: str) -> None:
