@@ -57,7 +57,8 @@ PAIRS = pairwise(AXES | {"mask": KINDS, "bias": KINDS_OF_BIAS}, legal, core=CORE
 PAIRS += pairwise(AXES | REST | PLAIN, legal, core=("kernel", "dtype"))
 
 
-# A mask is cut by chunks, and a bias added, alike in every dtype: those pairs are test_all_pairs'.
+# Every mask once: a mask is applied alike in every dtype and beside every bias. The pairs of masks
+# with kernels, dtypes and biases are test_all_pairs', which make test-all runs.
 @pytest.mark.parametrize("case", few(PAIRS, ("kernel", "dtype"), ("kernel", "bias")), ids=name)
 def test_pairs(case: dict) -> None:
     judge_xla(case)

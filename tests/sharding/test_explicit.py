@@ -83,7 +83,7 @@ def name(case: dict) -> str:
 
 FEW = few()
 # Chunks in rings, which compile for seconds, wait: what lies how is the same with them. Each
-# strategy meets each kind of axes in what its program moves, below.
+# strategy meets Explicit and Auto axes in what its program moves, below.
 QUICK = [case for case in FEW if not (case["chunks"] and "ring" in case["strategy"])]
 
 
