@@ -13,6 +13,7 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn import masks as M
+from tests.waiting import but
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "all"])
@@ -39,11 +40,11 @@ def test_gradients_reach_a_variable() -> None:
     np.testing.assert_allclose(got.q[...], want, atol=1e-6)
 
 
-# Hops, exchanges of heads, and both.
-LONGER = [pytest.param(s, marks=pytest.mark.slow) for s in ("ulysses", "all_gather")]
+# Hops and exchanges of heads at once.
+STRATEGIES = ["none", "ring", "ulysses_ring", "ulysses", "all_gather"]
 
 
-@pytest.mark.parametrize("strategy", ["none", "ring", "ulysses_ring", *LONGER])
+@pytest.mark.parametrize("strategy", but(STRATEGIES, ["none", "ulysses_ring"]))
 def test_dense_has_second_derivatives(strategy: str) -> None:
     spread: dict[str, Any] = {"context_parallel": strategy, "ici_context_parallelism": 4}
     spread = {} if strategy == "none" else spread
@@ -81,9 +82,7 @@ def of_plain_softmax() -> Any:
 
 # A mapped key makes the LSE mapped, as a mapped query does.
 @pytest.mark.parametrize("kernel", ["dot_product", "memory_efficient", "flash"])
-@pytest.mark.parametrize(
-    "mapped", ["q", pytest.param("k", marks=pytest.mark.slow), "v", "kv", "bias"]
-)
+@pytest.mark.parametrize("mapped", but(["q", "k", "v", "kv", "bias"], ["q", "v", "bias"]))
 def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) -> None:
     """Where v alone is mapped the LSE is not, and jax would count its gradient for each example."""
     chunks = kernel == "memory_efficient"

@@ -125,7 +125,7 @@ def reason(t: Transfer, axes: set[str], largest: int) -> str | None:
 
 # Its exchanges and hops are counted in test_ulysses.py, and what is outside of attention here.
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "ulysses_ring" else n for n in CASES]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n != "ring" else n for n in CASES]
 )
 def test_every_transfer_is_named(name: str) -> None:
     settings = Settings(**({"ici_data_parallelism": 1} | CASES[name]), model={"layers": LAYERS})

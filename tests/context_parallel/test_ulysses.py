@@ -70,7 +70,13 @@ def test_the_plan_names_every_transfer(name: str) -> None:
 
 
 # The groups of heads stand inside the groups of devices; a plain ring has its own tests.
-LONGER = ("4 x 2", "8 x 1, a plain ring", "ulysses, more groups asked than heads allow")
+LONGER = (
+    "4 x 2",
+    "2 x 4",
+    "2 x 2 beside data",
+    "8 x 1, a plain ring",
+    "ulysses, more groups asked than heads allow",
+)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_groups_on_a_mesh_of_the_users_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [0, pytest.param(2, marks=pytest.mark.slow), (0, None, 1)], ids=str
+    "axes", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, (0, None, 1)))], ids=str
 )
 def test_vmap_over_groups(axes: Any) -> None:
     """Two maps, one in the other: each moves its axis to the front of what is exchanged."""

@@ -25,6 +25,7 @@ import maxattn as ma
 from maxattn import weights
 from tests.examples.wan.streamed import SIZES as WAN
 from tests.fixtures import make_diffusers as made
+from tests.waiting import but
 
 PLAIN = ma.AttentionConfig()
 REMAT = PLAIN.replace(remat_policy="SAVE_ATTENTION")
@@ -119,7 +120,8 @@ def test_new_layers_have_the_same_weights() -> None:
         np.testing.assert_allclose(other[name], value, rtol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Flux and SDXL compile for a minute. What they compute is held to diffusers' numbers.
+@pytest.mark.parametrize("name", but(CASES, ["wan"]))
 def test_outputs_and_gradients_are_those_of_scanned_layers(name: str) -> None:
     make, call = CASES[name]
     scanned, alone = both(make, REMAT)

@@ -24,6 +24,7 @@ from tests.cases import KINDS, MASKS, arrays, judge, run_case
 from tests.gpu.dense import DenseLibrary
 from tests.pairwise import pairwise
 from tests.reference import attention64, error
+from tests.waiting import few
 
 AXES = {
     "mask": list(MASKS),
@@ -65,7 +66,8 @@ FEW = pairwise(AXES | WRITTEN | {"mask": KINDS}, lambda case: True, core=CORE)
 FEW += pairwise(AXES | REST, lambda case: True)
 
 
-@pytest.mark.parametrize("case", FEW, ids=name)
+# Every mask, and every bias for all heads; each mask beside each bias is in make test-all, below.
+@pytest.mark.parametrize("case", few(FEW, ("dtype", "bias"), ("heads", "bias")), ids=name)
 def test_pairs_of_masks_and_biases(case: dict) -> None:
     judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
 
@@ -78,7 +80,9 @@ def test_every_mask_beside_every_bias(case: dict) -> None:
 
 # A strategy cuts masks and biases each by its axes; each other they meet above.
 @pytest.mark.parametrize(
-    "case", pairwise(SHARDED, lambda case: True, core=("strategy", "length")), ids=name
+    "case",
+    few(pairwise(SHARDED, lambda case: True, core=("strategy", "length"))),
+    ids=name,
 )
 def test_strategies(case: dict) -> None:
     config = ma.AttentionConfig(

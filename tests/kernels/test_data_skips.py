@@ -126,7 +126,7 @@ def test_of_sorted_ids_and_of_lengths_nothing_empty_is_visited(name: str) -> Non
 def with_and_without_a_bias() -> list[Any]:
     """Let every mask meet a bias or a call without, and one of each kind of array both."""
     plain = ("shared", "largest ids", "not segments", "not lengths", "table & segments")
-    both = ("sorted", "lengths", "flags", "table | lengths")
+    both = ("sorted", "lengths")
     run = {(name, name not in plain) for name in MASKS} | set(product(both, (True, False)))
     return [
         pytest.param(*x, marks=[] if x in run else pytest.mark.slow)

@@ -22,6 +22,7 @@ from maxattn.kernels.composed.pair import Pair
 from maxattn.masks import Full
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of
+from tests.waiting import but
 
 CPU, V6E = ma.Target.named("cpu"), ma.Target.named("TPU v6e")
 SIZES = {
@@ -129,7 +130,10 @@ def said(
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("Modified")]
 
 
-@pytest.mark.parametrize("name", RUNS)
+FEW = ("forward", "jit", "scan", "vmap", "jit of grad", "scan of layers")
+
+
+@pytest.mark.parametrize("name", but(RUNS, FEW))
 def test_the_changes_of_what_runs_are_logged_once(name: str, said: Callable[[], list[str]]) -> None:
     # What was compiled before is not compiled, and not said, again: a shape for each test.
     x = jnp.ones((1, 144, 2 + list(RUNS).index(name), 64))

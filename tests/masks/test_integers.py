@@ -14,6 +14,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
+from tests import waiting
 from tests.cases import XLA_KERNELS
 from tests.pairwise import pairwise, product
 
@@ -68,7 +69,9 @@ def few(case: dict) -> bool:
     return case["xp"] != "jax x64" or case["name"] in ("int8", "int32", "uint32", "int64", "uint64")
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, few), ids=lambda c: "-".join(c.values()))
+@pytest.mark.parametrize(
+    "case", waiting.few(pairwise(AXES, few), ("name", "xp")), ids=lambda c: "-".join(c.values())
+)
 def test_lengths_and_ids_of_every_dtype(case: dict) -> None:
     check_dtype(**case)
 

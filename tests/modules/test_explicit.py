@@ -57,9 +57,8 @@ def one_device() -> list[Any]:
 
 
 WAYS = ("passed", "ambient", "none")
-# Every way, and every kind of mesh; tests/sharding/test_explicit.py meets them in pairs.
-FEW = {("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none"),
-       ("auto", "passed")}  # fmt: skip
+# Every way; tests/sharding/test_explicit.py meets them in pairs with every kind of mesh.
+FEW = {("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none")}
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def float32(tree: Any) -> Any:
 
 
 # Of two that norm each head and have tables of each example, the smaller.
-LONGER = {"head-half-1536": pytest.mark.slow}
+LONGER = dict.fromkeys(("head-half-1536", "across-interleaved-1536"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import maxattn as ma
 from maxattn.rope import Rotary
 from tests.streaming.stack import LAYERS, NOISY, Stack, clips, close, table, teacher_forward
 from tests.streaming.test_meshes import mesh_of
+from tests.waiting import but
 
 STREAMS = {
     "no window": ma.Stream(2, 2),
@@ -114,7 +115,7 @@ def test_the_gradient_of_a_rollout_is_that_of_one_forward(name: str) -> None:
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-2
 
 
-@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("layout", but(["heads", "tokens"], ["heads"]))
 def test_reading_is_differentiated_on_a_mesh(layout: str) -> None:
     stream = ma.Stream(4, 2)
     clean, noisy = clips(stream, 4)

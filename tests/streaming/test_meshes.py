@@ -13,6 +13,7 @@ import maxattn as ma
 from maxattn.sharding import batch_sharding
 from maxattn.streaming.read import _merged
 from tests.streaming.stack import HEADS, Stack, clips, close, rollout, table, teacher_forward
+from tests.waiting import but
 
 STREAM = ma.Stream(4, 3, 3, sink=2)
 MESHES = {
@@ -42,12 +43,12 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
 
 
 # Meshes of few axes are what these are made of.
-FEW = ("context 4", "data 2, context 2, tensor 2")
+FEW = [("context 4", "tokens"), ("data 2, context 2, tensor 2", "heads")]
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [pytest.param(*x, marks=[] if x[0] in FEW else pytest.mark.slow) for x in CASES],
+    but(CASES, FEW),
 )
 def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
     mesh, batch, frames = mesh_of(name), 2, 15

@@ -17,6 +17,8 @@ from tests.streaming.stack import WIDTH, Stack, clips, close, programs, rollout,
 STREAM = ma.Stream(2, 3, 3, sink=2)
 
 
+# Forty blocks of a model are, in tests/examples/wan/test_rollout.py.
+@pytest.mark.slow
 def test_a_thousand_blocks_are_three_programs_and_one_cache() -> None:
     stream, stack = ma.Stream(1, 1, 4, sink=1), Stack.make()
     step, cache = jax.jit(stack.step, donate_argnums=3), stack.cache(stream)

@@ -129,6 +129,8 @@ def test_sinks_are_taught_from_whole_turns_away():
     assert moved.any()
 
 
+# tests/examples/wan/test_rollout.py has rows that are videos of their own, and switches.
+@pytest.mark.slow
 def test_a_video_is_the_same_however_many_stand_beside_it_and_changes_at_a_switch():
     settings = described(sampling={"guidance_scale": 2.0})
     built = model(settings)
@@ -157,7 +159,11 @@ SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, 
 def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     training = SHORT | {"output_dir": str(tmp_path)}
     more = {"long_blocks": 4, "switch_block": 1, "contrast_steps": 1, "blocks": 2}
-    settings = described(training=training, rollout=more, sampling={"num_inference_steps": 1})
+    once = {"denoising_steps": [1000]}
+    settings = described(
+        training=training, rollout=more | once, sampling={"num_inference_steps": 1},
+        model={"layers": 1},
+    )  # fmt: skip
     trained, losses = train(settings)
     assert len(losses) == 3 and np.isfinite(losses).all()
     found = Demo(trained, settings).run()
@@ -175,6 +181,8 @@ class Stopped(Exception):
     """Ends a run in its middle."""
 
 
+# Wan by forcing does, in test_wan_forcing.py, and digits do in test_training.py: one loop.
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -78,6 +78,8 @@ def test_a_run_offers_it_only_where_prompts_change():
     assert set(DigitsTask(settings).source()[3]) == {"video", "tokens", "before"}
 
 
+# tests/examples/wan/test_rollout.py has it of Wan.
+@pytest.mark.slow
 def test_a_rollout_sees_after_a_switch_what_training_showed():
     """Blocks after it are one forward of clean clips of the old frames, under the new prompt."""
     how = {"window": 3, "sink": 2, "denoising_steps": [1000], "warp_steps": False}

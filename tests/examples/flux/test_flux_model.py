@@ -55,7 +55,9 @@ def test_the_whole_model_is_diffusers_live(case: str) -> None:
     compare(loaded(case, theirs, PLAIN), theirs, call)
 
 
-@pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.slow)])
+# tests/examples/test_scan_layers.py has it on eight devices.
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [2, 1])
 def test_on_eight_devices_it_is_the_same(tensor: int) -> None:
     config = PLAIN.replace(
         ici_data_parallelism=1,

@@ -55,6 +55,22 @@ def test_the_whole_unet_is_diffusers(config: ma.AttentionConfig) -> None:
     compare(loaded(theirs, config), theirs, call)
 
 
+def test_every_parameter_of_a_smaller_one_has_a_gradient() -> None:
+    """One level without attention and one with; make test-all compares those of more."""
+    levels = {
+        "block_out_channels": (4, 8), "transformer_layers_per_block": (1, 1),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (1, 2),
+    }  # fmt: skip
+    model = UNet(Sizes(**made.UNET | levels), REMAT, rngs=nnx.Rngs(0))
+    given = {"text": jnp.ones((2, 3, 6)), "pooled": jnp.ones((2, model.sizes.pooled_dim))}
+    x = jax.random.normal(jax.random.key(1), (2, 4, 4, model.sizes.in_channels))
+    graph, state = nnx.split(model)
+    found = jax.jit(jax.grad(lambda s: (call(nnx.merge(graph, s), x, given) ** 2).sum()))(state)
+    for path, leaf in nnx.to_flat_state(found):
+        value = np.asarray(leaf.get_value())
+        assert np.isfinite(value).all() and value.any(), path
+
+
 def test_the_whole_unet_is_diffusers_live() -> None:
     theirs = live("sdxl_unet")
     compare(loaded(theirs, ma.AttentionConfig()), theirs, call)

@@ -172,6 +172,8 @@ def test_the_other_transformer_would_learn_something_else(
     assert abs(found[0][0] / found[1][0] - 1) > 1e-3, found
 
 
+# Runs resume in one loop, whatever they train, and on other devices in test_training.py.
+@pytest.mark.slow
 def test_an_expert_resumes_on_a_mesh_with_the_same_numbers(
     tmp_path: Path, pipeline: Path, data: str
 ):

@@ -20,9 +20,9 @@ from maxattn import sharding
 from .conftest import Ran
 
 
-@pytest.mark.parametrize(
-    "how", ["ambient", *(pytest.param(x, marks=pytest.mark.slow) for x in ("passed", "both"))]
-)
+# make test has the loss and the gradients below.
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ambient", "passed", "both"])
 def test_the_losses_are_those_of_one_device(how: str, small: Settings, ran: Ran) -> None:
     mesh = jax.make_mesh((2, 2), ("fsdp", "context"), devices=jax.devices()[:4])
     with nullcontext() if how == "passed" else jax.set_mesh(mesh):

@@ -54,7 +54,7 @@ def test_the_loss_goes_down(whole: Path) -> None:
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
-# Wan goes on through the same loop, in test_train_models.py.
+# Wan goes on through the same loop, in test_wan_forcing.py.
 @pytest.mark.slow
 def test_a_run_that_stopped_ends_with_the_same_bits(whole: Path, data: str, tmp_path: Path) -> None:
     for steps in (3, STEPS):
@@ -93,6 +93,8 @@ def test_what_is_exported_is_a_folder_of_diffusers(whole: Path, data: str) -> No
     assert said["_class_name"] == "FlowMatchEulerDiscreteScheduler" and said["use_dynamic_shifting"]
 
 
+# Wan 2.2 adapts and merges through the same code, in test_experts.py.
+@pytest.mark.slow
 def test_lora_learns_alone_and_merges_to_the_same_model(data: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     settings = flux(path, FLUX, data, steps=6, learning_rate=2e-2, export=True, **LORA)

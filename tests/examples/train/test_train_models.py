@@ -84,6 +84,8 @@ def test_the_loss_goes_down(whole: Path):
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
+# test_wan_forcing.py has it, and test_training.py a change of attention: one loop.
+@pytest.mark.slow
 def test_a_run_that_stopped_ends_with_the_same_bits(
     whole: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

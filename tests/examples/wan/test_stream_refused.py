@@ -105,6 +105,8 @@ def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
     check_golden(f"wan_stream/{name}", str(caught.value))
 
 
+# tests/streaming/test_gradient.py has the same of layers that compile sooner.
+@pytest.mark.slow
 def test_a_gradient_through_kept_keys_is_taken_as_teacher_forcing_takes_it() -> None:
     """Self-forcing: the clean clip is run into a cache, and its keys and values are constants."""
     model, t = plain(), T

@@ -107,6 +107,8 @@ def test_guidance_and_scenes_from_a_file(config: str, folder: Path, tmp_path: Pa
     assert made.shape[2] == 6 and np.isfinite(made).all()
 
 
+# test_reel_file.py makes a video of every frame too.
+@pytest.mark.slow
 def test_without_a_window_the_cache_has_a_slot_for_every_frame(config: str, tmp_path: Path) -> None:
     more = ("rollout.window=null", "rollout.sink=0", "rollout.first_frame_alone=true")
     made = stream(config, *more, "--prompt", "any", "--blocks", 3, "--latents", tmp_path / "out")

@@ -70,8 +70,9 @@ def test_the_whole_model_is_diffusers_live(case: str) -> None:
     compare(loaded(case, theirs, CONFIGS["plain"]), theirs, call_of(case))
 
 
-# With a time for each frame; whole runs of the other model meet a mesh in tests/examples/sample.
-@pytest.mark.parametrize("case", [pytest.param("wan_t2v", marks=pytest.mark.slow), "wan_ti2v"])
+# Times of each frame meet meshes in test_wan_forcing_meshes.py, whole runs in examples/sample.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["wan_t2v", "wan_ti2v"])
 def test_on_a_mesh_it_is_the_same(case: str) -> None:
     config = ma.AttentionConfig(
         ici_data_parallelism=1,

@@ -24,6 +24,7 @@ from maxattn.errors import ConfigError
 from maxattn.masks import Full, TeacherForcing, VideoMask
 from tests.examples.train.made import I2V, WAN, drawn, folder, wan
 from tests.golden_text import check_golden
+from tests.waiting import but
 
 FRAMES = 4
 ROLLOUT = {"frames_per_block": 2, "window": 2}
@@ -75,7 +76,8 @@ def test_plans_are_those_of_both_clips(tmp_path: Path):
     assert WanTask.of(wan(tmp_path, WAN)).plans(shapes, None)["self"].call.mask == Full()
 
 
-@pytest.mark.parametrize("how", ["teacher", "diffusion"])
+# A step by diffusion forcing is a teacher's without the clean clip: digits have its loss.
+@pytest.mark.parametrize("how", but(["teacher", "diffusion"], ["teacher"]))
 def test_a_run_learns_and_goes_on_bit_for_bit(how: str, tmp_path: Path):
     data = folder(tmp_path / "data", "wan", latents=(4, FRAMES, 4, 4))
 
