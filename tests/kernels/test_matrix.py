@@ -57,9 +57,11 @@ PAIRS = pairwise(AXES | {"mask": KINDS, "bias": KINDS_OF_BIAS}, legal, core=CORE
 PAIRS += pairwise(AXES | REST | PLAIN, legal, core=("kernel", "dtype"))
 
 
-# Every mask once: a mask is applied alike in every dtype and beside every bias. The pairs of masks
-# with kernels, dtypes and biases are test_all_pairs', which make test-all runs.
-@pytest.mark.parametrize("case", few(PAIRS, ("kernel", "dtype"), ("kernel", "bias")), ids=name)
+# A mask is applied alike in every dtype and beside every bias: those pairs are test_all_pairs',
+# which make test-all runs.
+@pytest.mark.parametrize(
+    "case", few(PAIRS, ("kernel", "dtype"), ("kernel", "bias"), ("kernel", "mask")), ids=name
+)
 def test_pairs(case: dict) -> None:
     judge_xla(case)
 
@@ -145,7 +147,9 @@ FLASH_PAIRS += pairwise(FLASH_AXES | FLASH_REST, legal, core=("kernel", "dtype")
 
 
 # Every mask and size, and every dtype in every kernel; masks are lists before a kernel sees them.
-@pytest.mark.parametrize("case", few(FLASH_PAIRS, ("kernel", "dtype")), ids=name)
+@pytest.mark.parametrize(
+    "case", few(FLASH_PAIRS, ("kernel", "dtype"), ("kernel", "mask")), ids=name
+)
 def test_flash_pairs(case: dict) -> None:
     judge_splash(case)
 
