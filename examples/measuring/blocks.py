@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.split import split
 from flax import nnx
 from rollout import Denoising, Reel, Rollout
 
@@ -101,31 +102,32 @@ class Blocks:
         """
         work, stream = self.work, self.stream
         model: Any = nnx.eval_shape(lambda: work.make(dtype, dtype))
-        graph, params = nnx.split(model)
+        structure, params = split(model)
         text = jax.ShapeDtypeStruct(work.shapes["text"], dtype)
         frames = None if stream.window else self.slots
         empty = jax.eval_shape(lambda: model.cache(stream, self.batch, frames))
         run = self._rollout(model, options)
 
         def once(params: Any, text: Any) -> Any:
-            return work.once(nnx.merge(graph, params), {"text": text})["kv"]
+            return work.once(structure.merge(params), {"text": text})["kv"]
 
         def step(cache: ma.KVCache, told: Any) -> ma.KVCache:
             return self._again(run.block(self._reel(told, cache))[1].cache)
 
         def forward(cache: ma.KVCache, fixed: tuple[Any, Any]) -> Any:
             params, told = fixed
-            return self._rollout(nnx.merge(graph, params)).block(self._reel(told, cache))[0]
+            return self._rollout(structure.merge(params)).block(self._reel(told, cache))[0]
 
         told, cache = jax.eval_shape(once, params, text), self._at(empty)
         program = run.lower(self._reel(told, cache)).compile()
-        draw = drawing((params, text, (empty.k, empty.v)))
+        draw = drawing((nnx.state(model), text, (empty.k, empty.v)))
         before = jax.jit(once).lower(params, text).compile()
 
         def start() -> tuple[Any, Any]:
             held, given, (k, v) = draw()
-            run.update(nnx.merge(graph, held))
-            return self._at(replace(cache, k=k, v=v), self.frame), before(held, given)
+            leaves = tuple(jax.tree.leaves(held))
+            run.update(structure.merge(leaves))
+            return self._at(replace(cache, k=k, v=v), self.frame), before(leaves, given)
 
         return Step(step, start, forward, (cache, (params, told)), program)
 

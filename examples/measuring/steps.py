@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from common.split import split
 from flax import nnx
 from jaxtyping import Array
 from train import lora
@@ -45,25 +46,28 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
     Parameters are in `dtype`. Keys and values of the text, where the model has them, are computed
     once before the steps.
     """
-    graph, params = nnx.split(nnx.eval_shape(lambda: work.make(dtype, dtype)))
+    model: Any = nnx.eval_shape(lambda: work.make(dtype, dtype))
+    structure, params = split(model)
     inputs = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in work.shapes.items()}
     latents = jax.ShapeDtypeStruct(inputs["latents"].shape, jnp.float32)
 
     def once(params: Any, inputs: Any) -> Any:
-        return work.once(nnx.merge(graph, params), inputs)
+        return work.once(structure.merge(params), inputs)
 
     def forward(x: Array, fixed: tuple[Any, Any]) -> Array:
-        return work.predict(nnx.merge(graph, fixed[0]), x, jnp.full(x.shape[0], 500.0), fixed[1])
+        return work.predict(structure.merge(fixed[0]), x, jnp.full(x.shape[0], 500.0), fixed[1])
 
     def step(x: Array, fixed: tuple[Any, Any]) -> Array:
         # The latents keep unit variance: those of a random model would grow to NaN.
         return 0.98 * x - 0.02 * forward(x, fixed).astype(x.dtype)
 
-    draw, before = drawing((latents, params, inputs)), jax.jit(once).lower(params, inputs).compile()
+    draw = drawing((latents, nnx.state(model), inputs))
+    before = jax.jit(once).lower(params, inputs).compile()
 
     def start() -> tuple[Any, Any]:
         x, held, given = draw()
-        return x, (held, before(held, given))
+        leaves = tuple(jax.tree.leaves(held))
+        return x, (leaves, before(leaves, given))
 
     fixed = (params, jax.eval_shape(once, params, inputs))
     compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile(dict(options or {}))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from common.split import split
 
 import maxattn as ma
 
@@ -70,7 +70,7 @@ class Rollout:
         self.stream, self.sides, self.how = stream, sides, how or Denoising()
         self.call, self.time_scale = call or _call, time_scale
         self.re_prefill, self._choose = bool(re_prefill), _choice(re_prefill, stream)
-        self._graph, self._parameters = nnx.split(model)
+        self._structure, self._parameters = split(model)
         self.seed, self._empty, self._key = seed, model.cache, jax.random.key(seed)
         own: Any = partial(jax.jit, static_argnums=4, compiler_options=dict(options or {}))
         self._make = own(self._make_block, donate_argnums=1)
@@ -173,7 +173,7 @@ class Rollout:
 
     def update(self, model: Any) -> None:
         """Take the weights of another model of the same sizes; what is compiled stays so."""
-        self._parameters = nnx.split(model)[1]
+        self._parameters = split(model)[1]
 
     @property
     def programs(self) -> int:
@@ -264,7 +264,7 @@ class Rollout:
         self, parameters: Any, x: Latents, sigma: Any, told: Any, cache: Any, **seen: Any
     ) -> tuple[Latents, Any]:
         """Call the model on every row of a block."""
-        model = nnx.merge(self._graph, parameters)
+        model = self._structure.merge(parameters)
         rows = jnp.concatenate([x] * self.how.rows)
         t = jnp.full(rows.shape[:2], sigma * self.time_scale, jnp.float32)
         if cache is None:

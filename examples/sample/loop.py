@@ -1,4 +1,7 @@
-"""The loop: one compiled step, called once for each time, with a bar that says how fast."""
+"""The loop: one compiled step, called once for each time, with a bar that says how fast.
+
+A step is queued while the one before it runs, so that the device never waits for the host.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from common.split import Leaves, Structure, split
 from flax import nnx
 from jaxtyping import Array, Float
 from rich.console import Console
@@ -46,9 +50,9 @@ class Walk(AbstractContextManager["Walk"]):
         self.task, self.told, self.schedule = task, told, schedule
         self.state: State = jax.jit(start)(schedule, noise)
         self.bar = Bar(len(schedule.times), console)
-        self._graph: Any = None
+        self._structure: Structure | None = None
         self._once: Callable[..., Any]
-        self._step: Callable[..., State] | None = None
+        self._step: Callable[..., tuple[State, Array]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -58,39 +62,54 @@ class Walk(AbstractContextManager["Walk"]):
 
     def take(self, model: nnx.Module, expert: Expert) -> None:
         """Take an expert's steps with its model."""
-        graph, parameters = nnx.split(model)
-        if graph != self._graph:
-            self._graph, self._step = graph, None
-            self._once = jax.jit(lambda p, told: self.task.told(nnx.merge(graph, p), told))
+        structure, parameters = split(model)
+        if structure != self._structure:
+            self._structure, self._step = structure, None
+            self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known, scale = (
             tuple(self._once(parameters, what) for what in self.told),
             jnp.float32(expert.guidance_scale),
         )
         if self._step is None:
             first = parameters, self.schedule, jnp.int32(0), self.state, known, scale
-            self._step = _compiled(self.task, graph, first)
+            self._step = _compiled(self.task, structure, first)
         self.bar.begin()
+        queued: list[Array] = []
         for i in range(self.bar.done, self.bar.done + expert.steps):
-            now = jnp.int32(i)
-            self.state = self._step(parameters, self.schedule, now, self.state, known, scale)
-            jax.block_until_ready(self.state)
-            self.bar.advance()
+            given = parameters, self.schedule, jnp.int32(i), self.state, known, scale
+            self.state, done = self._step(*given)
+            queued.append(done)
+            if len(queued) > 1:
+                self._wait(queued.pop(0))
+        for done in queued:
+            self._wait(done)
+
+    def _wait(self, done: Array) -> None:
+        """Wait for a step, and count it."""
+        jax.block_until_ready(done)
+        self.bar.advance()
 
 
-def _compiled(task: SamplingTask, graph: Any, args: tuple[Any, ...]) -> Callable[..., State]:
-    """Compile a step for these arguments, and print how long that took."""
+def _compiled(
+    task: SamplingTask, structure: Structure, args: tuple[Any, ...]
+) -> Callable[..., tuple[State, Array]]:
+    """Compile a step for these arguments, and print how long that took.
+
+    Its second result is what to wait for: the state is given up to the step after it.
+    """
     guides = task.settings.sampling.cfg_scale != 1
 
     def one(
-        parameters: Any, schedule: Schedule, i: Array, state: State, known: Any, scale: Array
-    ) -> State:
-        model = nnx.merge(graph, parameters)
+        parameters: Leaves, schedule: Schedule, i: Array, state: State, known: Any, scale: Array
+    ) -> tuple[State, Array]:
+        model = structure.merge(parameters)
         call = lambda x, t, what: task.predict(model, x, t, what)  # noqa: E731
-        return step(schedule, i, state, guided(call, known, scale if guides else 1))
+        state = step(schedule, i, state, guided(call, known, scale if guides else 1))
+        return state, i + 1  # i itself jax would hand back before the step has run
 
     shardings = jax.tree.map(lambda x: x.sharding, args[3])
     began = time.perf_counter()
-    jitted = jax.jit(one, donate_argnums=3, out_shardings=shardings)
+    jitted = jax.jit(one, donate_argnums=3, out_shardings=(shardings, None))
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
