@@ -165,6 +165,7 @@ def facts_of(
         "flop_matmul_forward": count.matmul,
         "mfu": total / (times.median / 1e3) / peak if peak else None,
         "breakdown_ms": kinds,
+        "idle_ms": times.idle,
         "attention_tflops": attention_rate(said.what, count.attention, kinds["attention"]),
         "kernels": [asdict(k) for k in times.kernels[:60]],
     }
@@ -211,7 +212,8 @@ def kernel_lines(facts: dict[str, Any]) -> Iterator[str]:
     times = facts["breakdown_ms"]
     if not any(times.values()):
         return
-    yield f"time    {', '.join(f'{kind} {ms:.1f} ms' for kind, ms in times.items())}"
+    idle = f"; the device had nothing to do for {facts['idle_ms']:.1f} ms"
+    yield f"time    {', '.join(f'{kind} {ms:.1f} ms' for kind, ms in times.items())}{idle}"
     if facts["attention_tflops"]:
         yield f"        attention at {facts['attention_tflops']:.0f} TFLOP/s"
     for kernel in facts["kernels"][:20]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -95,6 +96,28 @@ def gated(
 ) -> Float[Array, "B T D"]:
     """Compute x + gate * y in float32; keep the dtype of x."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
+
+
+def project_parts(
+    linear: nnx.Linear, parts: Sequence[Float[Array, "B T C"]]
+) -> Float[Array, "B T D"]:
+    """Compute linear(concatenate(parts)) and write no such array: a product for each part.
+
+    The result is float32, since the bias is added last: before it, XLA for GPUs reads each part's
+    rows of the kernel where they lie.
+
+    Args:
+        linear: of all channels.
+        parts: with the channels of the linear layer's input, in order.
+    """
+    kernel, dtype = linear.kernel[...].astype(linear.dtype), linear.dtype
+    y, first = jnp.zeros((), dtype), 0
+    for part in parts:
+        last = first + part.shape[-1]
+        y = y + part.astype(dtype) @ kernel[first:last]
+        first = last
+    bias = 0.0 if linear.bias is None else linear.bias[...].astype(jnp.float32)
+    return y.astype(jnp.float32) + bias
 
 
 def sinusoids(

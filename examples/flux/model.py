@@ -114,7 +114,7 @@ class FluxTransformer2D(nnx.Module):
             lambda rngs: FluxBlock(*build, rngs=rngs, **how), sizes.num_layers, rngs, scan_layers
         )
         self.single_transformer_blocks = make_layers(
-            lambda rngs: FluxSingleBlock(*build, rngs=rngs, **how),
+            lambda rngs: FluxSingleBlock(*build, apart=not scan_layers, rngs=rngs, **how),
             sizes.num_single_layers,
             rngs,
             scan_layers,

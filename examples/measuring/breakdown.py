@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from .profile import events_of
+from .profile import Event
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
 # Names of kernels of which the program says nothing.
 KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")
 OP_NAME = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.MULTILINE)
+OURS = re.compile(r"maxattnmodules")  # norm and rotary embedding
 PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul|ynn")  # ynn: a CPU's
 
 
@@ -38,18 +39,18 @@ class Kernel:
     calls: float
 
 
-def breakdown(folder: str | Path, steps: int, program: str = "") -> tuple[Kernel, ...]:
-    """Read a profile: every kernel with its time, the longest first.
+def breakdown(events: Iterable[Event], steps: int, program: str = "") -> tuple[Kernel, ...]:
+    """Add a profile up: every kernel with its time, the longest first.
 
     Args:
-        folder: that `jax.profiler.start_trace` was given.
+        events: from `profile.events_of`.
         steps: that the profile covers.
         program: text of the compiled program.
     """
     origins = dict(OP_NAME.findall(program))
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
-    for event in events_of(folder):
+    for event in events:
         key = (_bare(event.name), kind_of(event.name, origins.get(event.op, "")))
         seconds[key] += (event.end - event.start) / 1e9
         calls[key] += 1
@@ -66,7 +67,7 @@ def kind_of(name: str, origin: str = "") -> str:
     """
     if INSIDE.search(origin) or KERNEL.search(name):
         return ATTENTION
-    return MATMUL if PRODUCT.search(name) else REST
+    return MATMUL if PRODUCT.search(name) and not OURS.search(name) else REST
 
 
 def by_kind(kernels: tuple[Kernel, ...]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from time import perf_counter
 import jax
 
 from .breakdown import Kernel, breakdown
+from .profile import events_of, idle_ns
 from .steps import Step
 
 
@@ -21,11 +22,13 @@ class Times:
         ms: a step, one number a round.
         peak: bytes of the device's memory in use at most, or 0 where the device does not say.
         kernels: of a step, by the profiler, where one was asked for.
+        idle: milliseconds of a step in which the device ran none of them.
     """
 
     ms: tuple[float, ...]
     peak: int
     kernels: tuple[Kernel, ...] = ()
+    idle: float = 0.0
 
     @property
     def median(self) -> float:
@@ -59,4 +62,6 @@ def measure(step: Step, rounds: int, steps: int, profile: str | Path | None = No
         return Times(times, peak)
     with jax.profiler.trace(str(profile)):
         run_round()
-    return Times(times, peak, breakdown(profile, steps, step.compiled.as_text()))
+    events = list(events_of(profile))
+    found = breakdown(events, steps, step.compiled.as_text())
+    return Times(times, peak, found, idle_ns(events) / 1e6 / steps)

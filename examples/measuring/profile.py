@@ -6,7 +6,7 @@ On a CPU these are XLA's operations; on a GPU and a TPU they are kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,15 @@ def events_of(folder: str | Path) -> Iterator[Event]:
     devices = [plane for name, plane in sorted(planes.items()) if DEVICE.match(name)]
     for plane in devices[:1] or planes.values():
         yield from _events(plane, on_device=bool(devices))
+
+
+def idle_ns(events: Iterable[Event]) -> float:
+    """Return how long a device ran nothing, from the first kernel's start to the last one's end."""
+    idle, done = 0.0, None
+    for event in sorted(events, key=lambda e: e.start):
+        idle += 0.0 if done is None else max(0.0, event.start - done)
+        done = event.end if done is None else max(done, event.end)
+    return idle
 
 
 def _events(plane: Any, on_device: bool) -> Iterator[Event]:

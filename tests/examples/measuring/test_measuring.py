@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from common import flops
 from flux.sizes import Sizes as FluxSizes
-from measuring import breakdown, clock, steps, workloads
+from measuring import breakdown, clock, profile, steps, workloads
 from sdxl.sizes import Sizes as UNetSizes
 from wan.sizes import Sizes
 
@@ -99,6 +99,14 @@ def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     assert breakdown.kind_of("nvjet_tst_128", "jit(step)/jit(_run)/dot_general") == "attention"
     assert breakdown.kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
     assert breakdown.kind_of("loop_convert_fusion") == "rest"
+    assert breakdown.kind_of("kernel_cutlass_kernel_maxattnmodulesnorm_ropecute") == "rest"
+
+
+def test_a_device_idles_between_kernels_of_all_its_lines():
+    spans = [(60.0, 70.0), (0.0, 10.0), (5.0, 30.0), (20.0, 25.0), (45.0, 60.0)]
+    events = [profile.Event("k", "k", *span) for span in spans]
+    assert profile.idle_ns(events) == 15.0
+    assert profile.idle_ns([]) == 0.0
 
 
 @pytest.mark.slow
