@@ -93,8 +93,12 @@ def _output(parser: argparse.ArgumentParser) -> None:
     table = "measure the table that auto reads, and write it to PATH"
     add("--write-table", nargs="?", const="", metavar="PATH", help=table)
     add("--fit", nargs="+", type=Path, default=[], metavar="FILE", help="fit costs to these rows")
-    drawn = "measure 60 drawn calls: what auto takes over the best"
-    add("--grid", type=int, metavar="SEED", help=drawn)
+    drawn = "measure 60 drawn calls a seed: what auto takes over the best"
+    add("--grid", type=int, nargs="+", metavar="SEED", help=drawn)
+    limit = f"of a grid, in all; what is measured by then counts (default {bench_grid.LIMIT:.0f})"
+    add("--limit", type=float, metavar="SECONDS", help=limit)
+    held = "measure nothing: what auto takes over the best of what --grid measured"
+    add("--against", nargs="+", type=Path, default=[], metavar="FILE", help=held)
     seconds = f"for one measurement, about (default 0.5; of a grid {bench_grid.SECONDS})"
     add("--seconds", type=float, help=seconds)
 

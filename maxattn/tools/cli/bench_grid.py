@@ -1,4 +1,4 @@
-"""`maxattn bench --grid`, `--fit` and `--write-table`: a drawn grid of calls, and auto's costs."""
+"""`maxattn bench --grid`, `--against`, `--fit` and `--write-table`: drawn calls, auto's costs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,52 @@ if TYPE_CHECKING:
     from maxattn.tools.bench.grid.rows import GridRow
 
 SECONDS = 0.05  # for one measurement: a grid has thousands
+LIMIT = 3600.0  # for all of them
 DRAWN = 60
 
 
 def is_asked_for(args: argparse.Namespace) -> bool:
     """Tell whether the command is about a grid."""
-    return args.grid is not None or bool(args.fit) or args.write_table is not None
+    reads = bool(args.fit or args.against)
+    return reads or args.grid is not None or args.write_table is not None
 
 
 def run(args: argparse.Namespace, target: Target) -> int:
     """Measure a grid or read one; print what `auto` makes of it; write the table."""
-    if args.grid is not None:
-        from maxattn.tools.bench.grid.draw import draw
-        from maxattn.tools.bench.grid.report import against_best
-
-        print(against_best(_measured(args, target, draw(args.grid, DRAWN)), target))
+    if args.grid is not None or args.against:
+        _hold(args, target)
         return 0
-    rows = _read(args.fit) if args.fit else _measured(args, target, _calls())
+    rows = _read("--fit", args.fit) if args.fit else _measured(args, target, _calls())
     _fit(args, target, rows)
     return 0
+
+
+def _hold(args: argparse.Namespace, target: Target) -> None:
+    """Print what `auto` takes over the best: of drawn calls, or of what was measured before."""
+    from maxattn.tools.bench.grid.draw import draw
+    from maxattn.tools.bench.grid.report import against_best
+
+    if args.against:
+        rows, target = _read("--against", args.against), _machine(args.against)
+    else:
+        rows = _measured(args, target, [call for seed in args.grid for call in draw(seed, DRAWN)])
+    print(against_best(rows, target))
+
+
+def _machine(files: list[Path]) -> Target:
+    """Return the machine that rows were measured on.
+
+    Raises:
+        InputError: no file says which packages it had: `auto` takes of those alone.
+    """
+    from maxattn.tools.bench.grid.rows import target_of
+
+    found = target_of(files)
+    if found is None:
+        rule = "a file says on which machine its rows were measured, with which packages"
+        named = " ".join(map(str, files))
+        raise InputError("--against", named, rule, "name a file that bench --json wrote")
+    return found
 
 
 def _calls() -> list[GridCall]:
@@ -45,8 +72,12 @@ def _calls() -> list[GridCall]:
     return fitting_calls()
 
 
-def _read(files: list[Path]) -> list[GridRow]:
+def _read(option: str, files: list[Path]) -> list[GridRow]:
     """Read rows of one kind of device.
+
+    Args:
+        option: that names the files.
+        files: of rows.
 
     Raises:
         InputError: a file holds none, or the files' rows are of several devices.
@@ -58,11 +89,11 @@ def _read(files: list[Path]) -> list[GridRow]:
         rows = read_rows(files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"it reads what bench measured, and found {type(error).__name__}: {error}"
-        raise InputError("--fit", named, why, "name files of --json, or rows-*.jsonl") from None
+        raise InputError(option, named, why, "name files of --json, or rows-*.jsonl") from None
     devices = sorted({row.device for row in rows if row.device})
     if len(devices) != 1:
         rule = f"costs are of one kind of device, and these are of {', '.join(devices) or 'none'}"
-        raise InputError("--fit", named, rule, "name files of one device")
+        raise InputError(option, named, rule, "name files of one device")
     return rows
 
 
@@ -73,7 +104,8 @@ def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -
 
     say_where(f"{len(calls)} calls", target)
     with progress():
-        rows = run_grid(calls, args.seconds, kernels=args.kernel, peers=int(args.peers))
+        limit = args.limit or LIMIT
+        rows = run_grid(calls, args.seconds, limit, kernels=args.kernel, peers=int(args.peers))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         machine = {"device": target.device_kind, "packages": dict(target.packages)}

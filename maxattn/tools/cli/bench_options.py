@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def check(args: argparse.Namespace) -> None:
     from maxattn.tools.bench.jobs import check_kernels
 
     _check_together(args)
+    _check_against(args)
     _check_grid(args)
     if not 0 < args.seconds < float("inf"):
         rule = "a measurement takes some time"
@@ -73,12 +75,28 @@ def _check_grid(args: argparse.Namespace) -> None:
         return
     if args.fit or args.write_table is not None:
         rule = "a drawn grid is held against auto, and takes no part in its table"
-        raise InputError("--grid", args.grid, rule, "leave out --fit and --write-table")
-    if args.grid < 0:
-        raise InputError("--grid", args.grid, "a seed is a number from 0", "write --grid 1")
+        raise InputError("--grid", _said(args.grid), rule, "leave out --fit and --write-table")
+    if min(args.grid) < 0:
+        raise InputError("--grid", _said(args.grid), "a seed is a number from 0", "write --grid 1")
     if (target := Target.here()).device.vendor != "NVIDIA":
         rule = "the grid is of the kernels of NVIDIA GPUs"
         raise InputError("--grid", target.device_kind, rule, "run it on one")
+
+
+def _said(words: Sequence[Any]) -> str:
+    return " ".join(map(str, words))
+
+
+def _check_against(args: argparse.Namespace) -> None:
+    """Refuse what is not read where nothing is measured, and a limit of what has none."""
+    measures = args.grid is not None or (args.write_table is not None and not args.fit)
+    _check_read("--limit", args.limit, measures, "--grid, or --write-table without --fit")
+    if args.limit is not None and not 0 < args.limit < float("inf"):
+        raise InputError("--limit", args.limit, "it is seconds above 0", "write --limit 600")
+    if args.against and (args.grid is not None or args.fit or args.write_table is not None):
+        rule = "it reads what was measured, and measures and fits nothing"
+        remedy = "leave out --grid, --fit and --write-table"
+        raise InputError("--against", _said(args.against), rule, remedy)
 
 
 def _check_table(path: str | None, is_read: bool) -> None:

@@ -26,7 +26,7 @@ from maxattn.tools.bench.grid import left_out as judging
 from maxattn.tools.bench.grid import run as running
 from maxattn.tools.bench.grid.calls import KINDS, LENGTHS, SEGMENTS, GridCall
 from maxattn.tools.bench.grid.job import GridJob
-from maxattn.tools.bench.grid.report import against_best
+from maxattn.tools.bench.grid.report import Times, against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
 from maxattn.tools.bench.grid.run import run_grid
 from tests.tools.cli.command import run
@@ -229,6 +229,11 @@ def test_auto_is_held_against_the_best_of_all() -> None:
     assert against_best([], TARGET) == "nothing was measured that auto takes"
 
 
+def test_differences_up_to_three_microseconds_count_as_none() -> None:
+    assert Times(0.0129, 0.01).beyond_none == 1.0 < Times(0.0129, 0.01).ratio
+    assert Times(0.0131, 0.01).beyond_none == pytest.approx(1.31)
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -242,6 +247,19 @@ def test_the_command_fits_rows_and_writes_the_table(tmp_path, capsys) -> None:
     assert head_class(72) == 96
 
 
+def test_the_command_holds_auto_against_rows_of_a_file(tmp_path, capsys) -> None:
+    rows = tmp_path / "rows.json"
+    made = made_rows({"flash": 1.0, "cudnn": 2.0})[:7]
+    machine = {"device": "NVIDIA H200", "packages": dict(PACKAGES)}
+    rows.write_text(to_file(made, machine))
+    ran = run(capsys, "bench", "--against", str(rows))
+    assert ran.status == 0 and ran.out.splitlines()[0].split()[-1] == "B,T,S,N,H"
+    assert " of 7 calls" in ran.out and " flash " in ran.out
+    without = {"device": "NVIDIA H200", "packages": {}}
+    rows.write_text(to_file(made, without))
+    assert " flash " not in run(capsys, "bench", "--against", str(rows)).out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -250,10 +268,18 @@ def test_the_command_fits_rows_and_writes_the_table(tmp_path, capsys) -> None:
         ("--grid 1 --write-table t.json", "takes no part in its table"),
         ("--fit {here}/none.json", "it reads what bench measured"),
         ("--fit {here}/no.json", "these are of none"),
+        ("--grid 1 -2", "a seed is a number from 0"),
+        ("--grid 1 --limit 0", "it is seconds above 0"),
+        ("--limit 60", "it is read with --grid"),
+        ("--against {here}/no.json --grid 1", "measures and fits nothing"),
+        ("--against {here}/none.json", "it reads what bench measured"),
+        ("--against {here}/rows-0.jsonl", "on which machine its rows were measured"),
     ],
 )
 def test_what_is_refused(words: str, said: str, tmp_path, capsys) -> None:
     (tmp_path / "no.json").write_text('{"rows": []}')
+    row = GridRow(SMALL, {FORWARD: {"flash": 1.0}, BACKWARD: {"flash": 1.0}}).to_json()
+    (tmp_path / "rows-0.jsonl").write_text(json.dumps(row | {"device": "NVIDIA H200"}))
     ran = run(capsys, "bench", *words.format(here=tmp_path).split())
     assert ran.status == 1 and said in ran.err and ran.out == ""
 

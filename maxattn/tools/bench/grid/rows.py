@@ -11,6 +11,7 @@ from typing import Any
 
 from maxattn.kernels import KERNELS
 from maxattn.kernels.auto.cost_terms import FEW_SCORES, PLAIN
+from maxattn.target import Target
 from maxattn.tools.bench.grid.calls import GridCall, of_shape
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD
 from maxattn.tools.model_shapes import read
@@ -97,6 +98,17 @@ def read_rows(files: Iterable[Path]) -> list[GridRow]:
         else:
             found += [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
     return merged(found)
+
+
+def target_of(files: Iterable[Path]) -> Target | None:
+    """Return the machine that rows were measured on: that of the first file that says it."""
+    whole = (path for path in files if path.suffix != ".jsonl")
+    runs = [run for path in whole for run in _runs(json.loads(path.read_text()))]
+    machine = next((run["machine"] for run in runs if "machine" in run), None)
+    if machine is None:
+        return None
+    packages = machine.get("packages", {k: v for k, v in machine.items() if k != "device"})
+    return Target("gpu", machine["device"], tuple(packages.items()))
 
 
 def _runs(document: Any) -> list[dict[str, Any]]:
