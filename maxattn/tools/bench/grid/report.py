@@ -10,7 +10,7 @@ import numpy as np
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.target import Target
 from maxattn.tools.bench.grid.fit import call_of
-from maxattn.tools.bench.grid.left_out import Regret
+from maxattn.tools.bench.grid.left_out import Regret, over
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 from maxattn.tools.bench.row import BOTH
 
@@ -57,5 +57,5 @@ def _of(row: GridRow, target: Target) -> Chosen | None:
     forward, backward = row.forward[first], row.backward[second]
     ours = min(ms for who, ms in row.forward.items() if is_ours(who)) + min(row.backward.values())
     best = min(ours, *row.times.get(BOTH, {}).values(), float("inf"))
-    ratio = forward / min(row.forward.values())
-    return Chosen(name, row.call.name, ratio, (forward + backward) / best)
+    ratio = over(forward, min(row.forward.values()))
+    return Chosen(name, row.call.name, ratio, over(forward + backward, best))
