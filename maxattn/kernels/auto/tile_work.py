@@ -127,7 +127,7 @@ def seen_by_tokamax_backward(call: Call) -> Seen:
 
 
 def seen_by_cudnn_backward(call: Call, seen: Seen) -> Seen:
-    """Return what cuDNN's backward visits: of a window with two sides it skips one (as measured)."""
+    """Return what cuDNN's backward visits: of two sides of a window it skips one (seen)."""
     band = seen.mask.band()
     if band is None or band.left is None or not band.right:
         return seen
