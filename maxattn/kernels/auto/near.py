@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from maxattn.call import Call
-from maxattn.kernels.auto.cost_terms import positions_of
+from maxattn.kernels.auto.tile_work import positions_of
 
 APART = 1.5  # doublings that masks of two kinds, and the head dim's own, count as
 Shares = Mapping[tuple[str, str], np.ndarray]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxattn.call import SHORT_DTYPE
+from maxattn.kernels.auto.tile_work import UNKNOWN, Known
 from maxattn.masks import (
     BlockSlidingWindow,
     Causal,
@@ -58,6 +59,15 @@ class GridCall:
         """Pairs of queries and keys of all heads, those that the mask forbids included."""
         b, t, s, n, _, _ = self.sizes
         return float(b * t * s * n)
+
+    @property
+    def known(self) -> Known:
+        """What the lengths or the ids of the mask leave."""
+        if self.kind == LENGTHS:
+            return Known(sum(self.numbers) / len(self.numbers) / self.sizes[2])
+        if self.kind == SEGMENTS:
+            return Known(ids=Segments.of_lengths(self.numbers).bind(*self.sizes[1:3]))
+        return UNKNOWN
 
     @property
     def bytes(self) -> float:

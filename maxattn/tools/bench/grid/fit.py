@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,8 @@ from scipy.optimize import nnls
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.kernels.auto import near as near_calls
-from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, has_ids, terms
+from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, terms
+from maxattn.kernels.auto.memory_terms import COPIES
 from maxattn.kernels.auto.near import NearCalls
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
@@ -21,11 +21,18 @@ from maxattn.tools.bench.grid.rows import GridRow, is_ours
 OTHER_CLASSES = 0.1  # the say of other head dims, where few calls have one's own
 ROUNDS, LEAST_ERROR = 6, 0.02
 FLOOR = 0.7  # of the shortest measured time: no call is predicted to take less
-SHORT = 0.1  # ms, up to which what is made of ids shows
 
 
 class Sample(NamedTuple):
-    """Hold one measured time: whose, of which call, its terms, ms, and which row's."""
+    """Hold one measured time.
+
+    Attributes:
+        kernel, what, call: whose it is.
+        terms: as a plan knows them.
+        ms: what was measured.
+        row: of the grid.
+        real: the terms of the lengths or ids that were measured, which no plan knows.
+    """
 
     kernel: str
     what: str
@@ -33,6 +40,7 @@ class Sample(NamedTuple):
     terms: Terms
     ms: float
     row: int
+    real: Terms
 
     @property
     def key(self) -> Key:
@@ -44,6 +52,10 @@ class Sample(NamedTuple):
         if self.key not in costs.weights:
             return None
         return costs.weigh_all({self.kernel: self.terms}, self.what, self.call)[self.kernel]
+
+    def explained(self, costs: FittedCosts) -> float:
+        """Return ms by costs that have weights of it, of what was measured."""
+        return costs.weigh_all({self.kernel: self.real}, self.what, self.call)[self.kernel]
 
 
 class NearSettings(NamedTuple):
@@ -62,14 +74,21 @@ def samples(rows: Sequence[GridRow], device: Device) -> list[Sample]:
     """
     found = []
     for at, row in enumerate(rows):
-        call = call_of(row)
+        call, known = call_of(row), row.call.known
         found += [
-            Sample(name, what, call, terms(name, what, call, device), ms, at)
-            for what in (FORWARD, BACKWARD)
-            for name, ms in row.times[what].items()
-            if is_ours(name)
+            Sample(*of, call, terms(*of, call, device), ms, at, terms(*of, call, device, known))
+            for of, ms in _times(row)
         ]
     return found
+
+
+def _times(row: GridRow) -> list[tuple[tuple[str, str], float]]:
+    return [
+        ((name, what), ms)
+        for what in (FORWARD, BACKWARD)
+        for name, ms in row.times[what].items()
+        if is_ours(name)
+    ]
 
 
 def call_of(row: GridRow) -> Call:
@@ -79,16 +98,11 @@ def call_of(row: GridRow) -> Call:
 
 def fitted(found: Sequence[Sample], near: NearSettings | None = None) -> FittedCosts:
     """Fit weights that are not negative, by relative error, and what near calls leave over."""
-    known = [s for s in found if not has_ids(s.call)]  # what ids allow is not known to a plan
-    passes = _by_pass(known)
+    passes = _by_pass(found)
     weights = {
         (*key, heads): _fit(its, heads) for key, its in passes.items() for heads in HEAD_CLASSES
     }
     costs = FittedCosts(weights)
-    for key, its in _by_pass([s for s in found if has_ids(s.call)]).items():
-        lists = _lists(its, costs)
-        for heads in HEAD_CLASSES:
-            weights.get((*key, heads), {})["lists"] = lists
     return costs if near is None else replace(costs, near=_near(passes, costs, near))
 
 
@@ -97,18 +111,6 @@ def _by_pass(found: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
     for sample in found:
         passes.setdefault((sample.kernel, sample.what), []).append(sample)
     return passes
-
-
-def _lists(found: list[Sample], costs: FittedCosts) -> float:
-    """Return the weight of lists that are made of ids: the median of what short calls leave over.
-
-    Args:
-        found: samples of one pass, all with ids.
-        costs: fitted on other calls.
-    """
-    times = [(s.ms, s.predicted(costs)) for s in found]
-    left_over = [ms - known for ms, known in times if known is not None and known < SHORT]
-    return max(0.0, median(left_over)) / LAUNCH if left_over else 0.0
 
 
 def _near(
@@ -121,7 +123,7 @@ def _near(
     shares = {}
     for key, its in passes.items():
         mine = [at[s.row] for s in its]
-        left_over = np.array([np.log(s.ms / (s.predicted(costs) or s.ms)) for s in its])
+        left_over = np.array([np.log(s.ms / s.explained(costs)) for s in its])
         shares[key] = np.zeros(len(points))
         shares[key][mine] = near_calls.fitted(*settings, points[mine], left_over)
     return NearCalls(settings.reach, points, shares)
@@ -129,15 +131,16 @@ def _near(
 
 def _fit(found: list[Sample], heads: int) -> Terms:
     """Fit one class: its own samples, and the others' with less weight."""
-    names = sorted({name for sample in found for name in sample.terms})
-    matrix = np.array([[s.terms.get(n, 0.0) / s.ms for n in names] for s in found])
+    names = sorted({name for sample in found for name in sample.real} - {COPIES})
+    matrix = np.array([[s.real.get(n, 0.0) / s.ms for n in names] for s in found])
     say = np.array([1.0 if s.key[2] == heads else OTHER_CLASSES for s in found])
     scale = np.maximum(matrix.max(axis=0), 1e-12)
     least = FLOOR * min(s.ms for s in found)
-    shares = np.array([1 - least / s.ms for s in found])
+    shares = np.array([1 - (least + s.real.get(COPIES, 0.0)) / s.ms for s in found])
+    copied = {COPIES: 1.0} if any(COPIES in s.real for s in found) else {}
     weight = say
     for _ in range(ROUNDS):  # towards the least absolute error: some calls stay unlike the rest
         x, _ = nnls(matrix / scale * weight[:, None], shares * weight)
         weight = say / np.sqrt(np.maximum(np.abs(matrix / scale @ x - shares), LEAST_ERROR))
     weights = {n: float(value) for n, value in zip(names, x / scale, strict=True) if value > 0}
-    return weights | {"launch": weights.get("launch", 0.0) + least / LAUNCH}
+    return weights | {"launch": weights.get("launch", 0.0) + least / LAUNCH} | copied

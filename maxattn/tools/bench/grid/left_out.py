@@ -17,6 +17,7 @@ from maxattn.tools.bench.grid.fit import NearSettings, Sample, call_of, fitted, 
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 FOLDS = 10
+SAME = 3e-3  # ms, up to which two times are the same
 # Of near calls: none, then how far they reach and how much of one call's time is chance.
 NEAR = (None, *(NearSettings(*each) for each in ((1, 0.1), (2, 0.05), (2, 0.1), (4, 0.1))))
 MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
@@ -107,9 +108,14 @@ def regret(rows: Sequence[GridRow], choose: Chooser) -> Regret:
             continue
         taken = [times[what][choose(row, what)] for what in times]
         best = [min(times[what].values()) for what in times]
-        forward.append(taken[0] / best[0])
-        both.append(sum(taken) / sum(best))
+        forward.append(over(taken[0], best[0]))
+        both.append(over(sum(taken), sum(best)))
     return Regret(np.sort(forward), np.sort(both))
+
+
+def over(taken: float, best: float) -> float:
+    """Return a time over the best, in ms; 1 where they differ by less than two runs may."""
+    return taken / best if taken - best > SAME else 1.0
 
 
 def _ours(times: dict[str, float]) -> dict[str, float]:

@@ -10,48 +10,25 @@ import numpy as np
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.target import Target
 from maxattn.tools.bench.grid.fit import call_of
-from maxattn.tools.bench.grid.left_out import Regret
+from maxattn.tools.bench.grid.left_out import SAME, Regret, over
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 from maxattn.tools.bench.row import BOTH
 
 SHOWN = 10
-NONE_MS = 3e-3  # a difference up to which nobody could tell, and measurements cannot either
-
-
-class Times(NamedTuple):
-    """Hold milliseconds of what was taken, and of the best."""
-
-    taken: float
-    best: float
-
-    @property
-    def ratio(self) -> float:
-        """What is taken over the best."""
-        return self.taken / self.best
-
-    @property
-    def beyond_none(self) -> float:
-        """The same, and 1 where the difference is as good as none."""
-        return 1.0 if self.taken - self.best <= NONE_MS else self.ratio
 
 
 class Chosen(NamedTuple):
-    """Hold what `auto` takes on one call, and its times: of forward and of both."""
+    """Hold what `auto` takes on one call: its time over the best, of forward and of both."""
 
     name: str
     call: str
-    forward: Times
-    both: Times
+    forward: float
+    both: float
 
     @property
     def line(self) -> str:
         """Print it."""
-        return f"  {self.forward.ratio:7.3f} {self.both.ratio:7.3f}  {self.name:28} {self.call}"
-
-    @property
-    def worst(self) -> float:
-        """The larger ratio."""
-        return max(self.forward.ratio, self.both.ratio)
+        return f"  {self.forward:7.3f} {self.both:7.3f}  {self.name:28} {self.call}"
 
 
 def against_best(rows: Sequence[GridRow], target: Target) -> str:
@@ -64,17 +41,12 @@ def against_best(rows: Sequence[GridRow], target: Target) -> str:
     chosen = [each for row in rows if (each := _of(row, target)) is not None]
     if not chosen:
         return "nothing was measured that auto takes"
-    worst = sorted(chosen, key=lambda each: -each.worst)[:SHOWN]
+    worst = sorted(chosen, key=lambda each: -max(each.forward, each.both))[:SHOWN]
+    found = Regret(*(np.sort([each[i] for each in chosen]) for i in (2, 3)))
     head = "  forward    both  auto takes                   B,T,S,N,H"
     of = f"auto over the best, {len(chosen)} of {len(rows)} calls"
-    none = f"the same, differences up to {1e3 * NONE_MS:.0f} us counted as none"
-    found = [_regret(chosen, "ratio").line(of), _regret(chosen, "beyond_none").line(none)]
-    return "\n".join([head, *(each.line for each in worst), *found])
-
-
-def _regret(chosen: Sequence[Chosen], kind: str) -> Regret:
-    passes = ([each.forward for each in chosen], [each.both for each in chosen])
-    return Regret(*(np.sort([getattr(times, kind) for times in its]) for its in passes))
+    same = f"differences up to {1e3 * SAME:.0f} us count as none"
+    return "\n".join([head, *(each.line for each in worst), found.line(of), same])
 
 
 def _of(row: GridRow, target: Target) -> Chosen | None:
@@ -86,5 +58,5 @@ def _of(row: GridRow, target: Target) -> Chosen | None:
     forward, backward = row.forward[first], row.backward[second]
     ours = min(ms for who, ms in row.forward.items() if is_ours(who)) + min(row.backward.values())
     best = min(ours, *row.times.get(BOTH, {}).values(), float("inf"))
-    alone = Times(forward, min(row.forward.values()))
-    return Chosen(name, row.call.name, alone, Times(forward + backward, best))
+    ratio = over(forward, min(row.forward.values()))
+    return Chosen(name, row.call.name, ratio, over(forward + backward, best))

@@ -1,0 +1,112 @@
+"""What a kernel's pass moves through a GPU's memory, in ms at the memory's own rate.
+
+A backward of float32 sums, FlashAttention-4's and cuDNN's, is three launches: the first reads out
+and dout and writes zeros, the second adds dQ to them, and the last reads the sums. tokamax writes
+each gradient once, and reads out and dout before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from maxattn.call import Call
+from maxattn.devices import DEVICES, SMS, Device
+from maxattn.kernels.auto.copies import copies, entries, seen_shares
+from maxattn.kernels.auto.tile_work import has_ids, has_lengths_alone
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
+
+FORWARD, BACKWARD = "forward", "backward"
+NAMED = DEVICES["NVIDIA H200"]
+LAUNCH = 1e-3  # ms
+# XLA's copies are the same beside every kernel: their term is taken as it is, and not fitted.
+COPIES = "copies"
+COPY = 1.2e-3  # ms, of a short one
+REACHED = 1.2  # of the memory's rate: much is still in the cache
+ROUND = 32  # entries of a head, that float32 sums are padded to
+Terms = dict[str, float]
+
+
+class Moved(NamedTuple):
+    """Count bytes of a pass.
+
+    Attributes:
+        beside: of the launches before and after the main one.
+        main: of the main one.
+        added: of float32 gradients of keys, to which several query heads add.
+    """
+
+    beside: float
+    main: float
+    added: float = 0.0
+
+
+def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: float) -> Terms:
+    """Return the terms of memory; arguments as for `cost_terms.terms`.
+
+    Args:
+        kernel, what, call, device: whose pass it is.
+        tiles: ms of the products, beside which the main launch reads and writes.
+    """
+    made = _forward if what == FORWARD else _tokamax if kernel == "tokamax_flash" else _summed
+    moved, rate = made(kernel, call), bandwidth(device)
+    copied = copies(kernel, what, call, device.sms or SMS)
+    return {
+        "passes": moved.beside / rate,
+        "roof": max(moved.main / rate, tiles),
+        "bytes": moved.main / rate,
+        "shared": moved.added / rate,
+        "grouped": LAUNCH * (call.heads != call.kv_heads),
+        COPIES: len(copied) * COPY + sum(copied) / (REACHED * rate),
+        "masked": LAUNCH * (not call.mask.is_full),
+        "lists": LAUNCH * has_ids(call),
+        "lengths": LAUNCH * has_lengths_alone(call),
+    }
+
+
+def _forward(kernel: str, call: Call) -> Moved:
+    queries, keys = _seen(kernel, FORWARD, call)
+    shared = 2 * keys * call.heads / call.kv_heads * (call.heads != call.kv_heads)
+    return Moved(0.0, 2 * queries + 2 * keys, shared)
+
+
+def _tokamax(kernel: str, call: Call) -> Moved:
+    queries, keys = entries(call)
+    return Moved(2 * queries, 5 * queries + 6 * keys)
+
+
+def _summed(kernel: str, call: Call) -> Moved:
+    (queries, keys), seen = _seen(kernel, BACKWARD, call), seen_shares(kernel, BACKWARD, call)
+    of_queries, of_keys = (x * share for x, share in zip(_sums(kernel, call), seen, strict=True))
+    beside, main = 3 * queries + 2 * of_queries, 2 * (queries + of_queries) + 4 * keys
+    if call.heads == call.kv_heads:
+        return Moved(beside, main)
+    each = of_keys * call.kv_heads / call.heads
+    return Moved(beside + 2 * each + 2 * keys, main, 2 * of_keys)
+
+
+def _seen(kernel: str, what: str, call: Call) -> tuple[float, float]:
+    """Return the bytes of Q and of K that a kernel is given."""
+    both = zip(entries(call), seen_shares(kernel, what, call), strict=True)
+    queries, keys = (each * share for each, share in both)
+    return queries, keys
+
+
+def _sums(kernel: str, call: Call) -> tuple[float, float]:
+    """Return the bytes of float32 gradients of queries, and of keys of each query head.
+
+    FlashAttention-4 pads both to whole tiles.
+    """
+    tile = backward_tile(call.head_dim) if kernel == "flash" else Tile(1, 1)
+    wide, lanes = -(-call.head_dim // ROUND) * ROUND, call.batch * call.heads
+    queries, keys = (
+        4.0 * lanes * wide * -(-length // size) * size
+        for length, size in zip((call.q_len, call.kv_len), tile, strict=True)
+    )
+    return queries, 2 * keys
+
+
+def bandwidth(device: Device) -> float:
+    """Return bytes a ms."""
+    machine = device.machine or NAMED.machine
+    assert machine is not None
+    return machine.hbm / 1e3
