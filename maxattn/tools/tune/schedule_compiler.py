@@ -118,11 +118,16 @@ def _started(words: list[str], writing: int) -> subprocess.Popen[bytes]:
     Raises:
         ConfigError: its python cannot be run.
     """
-    quiet, variables = subprocess.DEVNULL, os.environ | {"PYTHONPATH": python_path()}
-    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": quiet, "stderr": quiet}
+    variables = os.environ | {"PYTHONPATH": python_path()}
     try:
         return subprocess.Popen(
-            words, **how, env=variables, pass_fds=(writing,), start_new_session=True
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=variables,
+            pass_fds=(writing,),
+            start_new_session=True,
         )
     except OSError as error:
         raise cannot_be_run(words[0], error) from None
