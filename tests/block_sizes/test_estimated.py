@@ -8,7 +8,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.estimated.choose import price, ranked, seconds_of
 from maxattn.block_sizes.estimated.defaults import choose, estimated_sizes
 from maxattn.block_sizes.estimated.step_cost import Seconds, StepCost, StepGrid
@@ -115,6 +115,19 @@ def test_the_fused_backward_pays_for_its_parts():
     assert whole is not None and machine is not None
     own = sum(one.slow for one in kernels if one)
     assert whole.slow == pytest.approx(own + parts / machine.hbm)
+
+
+EITHER = {**costs(60, 200, fused=True), **costs(100, 350)}  # the fused backward is faster
+LARGE = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
+
+
+def test_flash_takes_the_faster_backward_whose_parts_fit():
+    small, large = (choose(EITHER, "flash", call, V6E, True) for call in (CALL, LARGE))
+    assert small is not None and small.sizes.use_fused_bwd_kernel
+    assert large is not None and not large.sizes.use_fused_bwd_kernel
+    assert fused_partials_bytes(LARGE, small.sizes) > 0.1 * 31.25 * 2**30
+    forward = choose(EITHER, "flash", CALL, V6E, False)
+    assert forward is not None and forward.sizes == BlockSizes(1024, 1024, 1024)
 
 
 def test_intervals():
@@ -243,7 +256,22 @@ def test_auto_falls_back_where_the_faster_kernel_is_not_installed(monkeypatch):
 
 
 def test_a_faster_kernel_whose_parts_fill_the_memory_is_not_taken(monkeypatch):
-    large = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
     with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
-        plan = ma.plan(large, AUTO, None, TOKAMAX)
+        plan = ma.plan(LARGE, AUTO, None, TOKAMAX)
     assert plan.kernel.name == "tokamax_flash/flash" and "too much memory" in plan.because
+
+
+# Bundles of tpu_flash's forward and online softmax; its backward takes twice as many as the first.
+TIES = {
+    "both": ((970, 1270), "tpu_flash", "and its backward is as fast, with no parts of dQ"),
+    "forward": ((970, 1700), "flash/tpu_flash", "tpu_flash's backward is as fast, with no parts"),
+    "slower": ((1100, 1300), "tpu_flash/flash", "tpu_flash's forward is faster"),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_tie_spares_the_parts_of_dq(monkeypatch, name):
+    bundles, runs, because = TIES[name]
+    with shipping(monkeypatch, flash=EITHER, tpu_flash=own_costs(*bundles)):
+        plan = ma.plan(CALL, AUTO, None, V6E)
+    assert plan.kernel.name == runs and because in plan.because

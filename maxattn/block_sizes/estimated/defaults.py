@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from maxattn.block_sizes.estimated.grids import hides_by_interval, not_priced, t
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds
 from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
 from maxattn.block_sizes.for_kernel import sizes_for
+from maxattn.block_sizes.hbm import are_parts_small
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -54,7 +56,8 @@ def estimated_sizes(
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by the schedules that ship; None where they do not say.
 
-    Their backward is the separate one of JAX's kernel, whose dQ needs no parts in HBM.
+    The backward of JAX's kernel is the fused one where it is faster and the parts of its dQ take
+    little of the device's memory.
 
     Args:
         kernel: its name.
@@ -92,7 +95,7 @@ def choose(
         return None
     default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
-    found = ranked(costs, call, kernel, target, training, kernel != "flash")
+    found = tuple(_ranked(costs, kernel, call, target, training))
     if known is None:
         found = tuple(one for one in found if _pads_as_little(one.sizes, default, call))
     every = (*found, *([Estimate(default, known)] if known else []))
@@ -104,6 +107,17 @@ def choose(
     online = seconds_of(costs, best.sizes, call, kernel, target, "online")
     found = EstimatedSizes(*best, known, online)
     return _with_backward(found, costs, kernel, call, target) if training else found
+
+
+def _ranked(
+    costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
+) -> Iterator[Estimate]:
+    """Yield what the rules take, of `flash` with either backward, where dQ's parts are small."""
+    is_flash = kernel == "flash"
+    ways = (False, True) if is_flash and training else (not is_flash,)
+    for one in (one for way in ways for one in ranked(costs, call, kernel, target, training, way)):
+        if not is_flash or are_parts_small(call, one.sizes, kernel, target.device_kind):
+            yield one
 
 
 def _with_backward(
