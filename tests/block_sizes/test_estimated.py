@@ -171,6 +171,26 @@ def test_what_the_config_sets_is_not_estimated(monkeypatch):
         assert not any("estimated" in note for note in in_float32.notes)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_that_is_named_takes_its_fastest_tiles(monkeypatch, fused):
+    named = FLASH.replace(flash_block_sizes={"use_fused_bwd_kernel": fused})
+    with shipping(monkeypatch, flash=EITHER):
+        plan = ma.plan(LARGE, named, None, V6E)  # whatever the parts of dQ take
+    sizes = blocks_of(plan.kernel)
+    assert sizes.part(FORWARD) == sizes.part(DKV) == (1024, 1024, 1024)
+    assert sizes.use_fused_bwd_kernel == fused
+    assert blocks_of(plan.kernel.for_inference()) == BlockSizes(1024, 1024, 1024)
+    assert any("estimated" in note for note in plan.notes)
+
+
+def test_a_backward_that_a_kernel_lacks_is_said():
+    named = FLASH.replace(
+        attention="tokamax_flash", flash_block_sizes={"use_fused_bwd_kernel": False}
+    )
+    plan = ma.plan(CALL, named, None, TOKAMAX)
+    assert "use_fused_bwd_kernel: False → True" in plan.explain()
+
+
 def test_measured_sizes_win_over_the_shipped_estimates(monkeypatch):
     sizes = (("block_q", 256), ("block_kv", 256), ("block_kv_compute", 256))
     measured = Tuned("flash", key_of(CALL), sizes, 9.0, True, "tuned.json")

@@ -52,7 +52,7 @@ class EstimatedSizes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def estimated_sizes(
-    kernel: KernelKind, call: Call, target: Target, training: bool
+    kernel: KernelKind, call: Call, target: Target, training: bool, fused: bool | None = None
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by the schedules that ship; None where they do not say.
 
@@ -64,11 +64,12 @@ def estimated_sizes(
         call: the local call, in the dtype that the kernel computes in.
         target: the machine.
         training: forward and backward; else forward alone.
+        fused: the backward of `flash` that was asked for, whatever its parts take; None: either.
     """
     if not_estimated(kernel, call, target):
         return None
     costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
-    return choose(costs, kernel, call, target, training)
+    return choose(costs, kernel, call, target, training, fused)
 
 
 def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
@@ -88,14 +89,20 @@ def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
 
 
 def choose(
-    costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
+    costs: Costs,
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    training: bool,
+    fused: bool | None = None,
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by some costs, or those of the rules where these are as fast."""
     if not costs:
         return None
-    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
+    asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
+    default, _ = sizes_for(asked, call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
-    found = tuple(_ranked(costs, kernel, call, target, training))
+    found = tuple(_ranked(costs, kernel, call, target, training, fused))
     if known is None:
         found = tuple(one for one in found if _pads_as_little(one.sizes, default, call))
     every = (*found, *([Estimate(default, known)] if known else []))
@@ -110,14 +117,22 @@ def choose(
 
 
 def _ranked(
-    costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
+    costs: Costs,
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    training: bool,
+    fused: bool | None,
 ) -> Iterator[Estimate]:
-    """Yield what the rules take, of `flash` with either backward, where dQ's parts are small."""
-    is_flash = kernel == "flash"
-    ways = (False, True) if is_flash and training else (not is_flash,)
-    for one in (one for way in ways for one in ranked(costs, call, kernel, target, training, way)):
-        if not is_flash or are_parts_small(call, one.sizes, kernel, target.device_kind):
-            yield one
+    """Yield what the rules take: of `flash` with the backward that was asked for, else with either
+    where dQ's parts are small.
+    """
+    is_open = kernel == "flash" and fused is None
+    way = kernel != "flash" or bool(fused)
+    for each in (False, True) if is_open and training else (way,):
+        for one in ranked(costs, call, kernel, target, training, each):
+            if not is_open or are_parts_small(call, one.sizes, kernel, target.device_kind):
+                yield one
 
 
 def _with_backward(
@@ -153,9 +168,10 @@ def estimate_note(
     call: Call,
     target: Target,
     what: Literal["forward", "backward"] | None = None,
+    fused: bool | None = None,
 ) -> tuple[str, ...]:
     """Say how long the tiles of both passes take, beside those of the rules; or of one pass."""
-    forward, training = (estimated_sizes(kernel, call, target, t) for t in (False, True))
+    forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
     if forward is None or training is None or training.backward is None:
         return ()
     tiles = "" if what == "backward" else _tiles_text(call, forward.sizes)
