@@ -10,6 +10,7 @@ A block of a video that Wan streams is measured as well.
         --frames 121 --lora 32 remat_policy=SAVE_ATTENTION
     python examples/measure.py wan stream --window 12 --sink 3
     python examples/measure.py wan stream --first
+    python examples/measure.py wan stream --target v6e
 
 Prints milliseconds a step or a block, the peak of the device's memory, the share of the device's
 peak rate (MFU), and with --profile how long attention, matrix products and the rest took.
@@ -35,6 +36,7 @@ from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
 from measuring.blocks import Blocks, passes
 from measuring.steps import Step, denoising, training
+from measuring.topology import Absent
 from wan.sizes import SIZES
 
 import maxattn as ma
@@ -47,6 +49,8 @@ DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 def main(said: argparse.Namespace) -> None:
     """Compile, wait where that was asked for, run, and say what was seen."""
     config = ma.AttentionConfig.from_overrides(said.overrides)
+    if said.target:
+        return compile_for(said, config)
     work, blocks = workload(said, config), None
     if said.what == "stream":
         blocks = blocks_of(said, work)
@@ -54,12 +58,33 @@ def main(said: argparse.Namespace) -> None:
     began = time.perf_counter()
     step = step_of(said, work, blocks)
     compiled = time.perf_counter() - began
-    needs = f"compiled in {compiled:.0f} s, needs {compiler_bytes(step) / 2**30:.1f} GiB"
-    print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
-    if said.hlo:
-        Path(said.hlo).write_text(step.compiled.as_text())
+    say_compiled(said, work, step.compiled, f"{compiled:.0f} s")
     if not said.compile_only:
         run(said, work, blocks, step, compiled)
+
+
+def compile_for(said: argparse.Namespace, config: ma.AttentionConfig) -> None:
+    """Compile a block of a streamed video for a TPU that is not here."""
+    if said.what != "stream" or said.option:
+        rule = "a block of stream is compiled for a TPU that is not here, without --option"
+        raise ConfigError("--target", said.target, rule, "write wan stream --target v6e")
+    there = Absent.named(said.target)
+    with there.target.assumed():
+        blocks = blocks_of(said, workload(said, config))
+        began = time.perf_counter()
+        compiled = there.compiled(blocks.lowered(DTYPES[said.dtype], there.put))
+    took = f"{time.perf_counter() - began:.0f} s for a {there.target.device_kind}"
+    say_compiled(said, blocks.work, compiled, took)
+
+
+def say_compiled(
+    said: argparse.Namespace, work: workloads.Workload, compiled: Any, took: str
+) -> None:
+    """Say what memory a program needs, and write it where that was asked for."""
+    needs = f"compiled in {took}, needs {compiler_bytes(compiled) / 2**30:.1f} GiB"
+    print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
+    if said.hlo:
+        Path(said.hlo).write_text(compiled.as_text())
 
 
 def step_of(said: argparse.Namespace, work: workloads.Workload, blocks: Blocks | None) -> Step:
@@ -158,7 +183,7 @@ def facts_of(
         "ms": times.median,
         "rounds_ms": times.ms,
         "peak_bytes": times.peak,
-        "compiler_bytes": compiler_bytes(step),
+        "compiler_bytes": compiler_bytes(step.compiled),
         "tokens_per_s": 1e3 * work.tokens / times.median,
         "flop": total,
         "flop_attention_forward": count.attention,
@@ -176,9 +201,9 @@ def attention_rate(what: str, flop: int, ms: float) -> float | None:
     return None if what == "train" or not ms else flop / ms / 1e9
 
 
-def compiler_bytes(step: Step) -> int:
+def compiler_bytes(compiled: Any) -> int:
     """Return the bytes of arguments and temporaries, as the compiler counts them."""
-    memory = step.compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else 0
 
 
@@ -282,6 +307,8 @@ def _add_timing(found: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write every figure")
     told = "run nothing: fills JAX_COMPILATION_CACHE_DIR"
     add("--compile-only", action="store_true", help=told)
+    told = "of stream: compile for a TPU that is not here (v5e, v5p, v6e), and say its memory"
+    add("--target", metavar="TPU", help=told)
     told = "compile, touch FILE.ready, and run once FILE is there"
     add("--start-when", metavar="FILE", help=told)
 

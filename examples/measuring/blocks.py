@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common.split import split
+from common.split import Structure, split
 from flax import nnx
 from rollout import Denoising, Reel, Rollout
 
@@ -100,16 +101,9 @@ class Blocks:
             dtype: of the computation, the parameters and the cache.
             options: of XLA's compiler.
         """
-        work, stream = self.work, self.stream
-        model: Any = nnx.eval_shape(lambda: work.make(dtype, dtype))
+        model, text, empty, told = self._shapes(dtype)
         structure, params = split(model)
-        text = jax.ShapeDtypeStruct(work.shapes["text"], dtype)
-        frames = None if stream.window else self.slots
-        empty = jax.eval_shape(lambda: model.cache(stream, self.batch, frames))
         run = self._rollout(model, options)
-
-        def once(params: Any, text: Any) -> Any:
-            return work.once(structure.merge(params), {"text": text})["kv"]
 
         def step(cache: ma.KVCache, told: Any) -> ma.KVCache:
             return self._again(run.block(self._reel(told, cache))[1].cache)
@@ -118,10 +112,10 @@ class Blocks:
             params, told = fixed
             return self._rollout(structure.merge(params)).block(self._reel(told, cache))[0]
 
-        told, cache = jax.eval_shape(once, params, text), self._at(empty)
+        cache = self._at(empty)
         program = run.lower(self._reel(told, cache)).compile()
         draw = drawing((nnx.state(model), text, (empty.k, empty.v)))
-        before = jax.jit(once).lower(params, text).compile()
+        before = jax.jit(partial(self._once, structure)).lower(params, text).compile()
 
         def start() -> tuple[Any, Any]:
             held, given, (k, v) = draw()
@@ -130,6 +124,30 @@ class Blocks:
             return self._at(replace(cache, k=k, v=v), self.frame), before(leaves, given)
 
         return Step(step, start, forward, (cache, (params, told)), program)
+
+    def lowered(self, dtype: Any, put: Callable[[Any], Any]) -> Any:
+        """Lower the program that makes the block for another machine.
+
+        Args:
+            dtype: as above.
+            put: says of shapes where their arrays would be.
+        """
+        model, _, empty, told = self._shapes(dtype)
+        structure, params = split(model)
+        run = self._rollout(structure.merge(put(params)))
+        return run.lower(self._reel(put(told), put(self._at(empty))))
+
+    def _shapes(self, dtype: Any) -> tuple[Any, Any, ma.KVCache, Any]:
+        """Return the model, its text, an empty cache, and what the model is told of the text."""
+        model: Any = nnx.eval_shape(lambda: self.work.make(dtype, dtype))
+        structure, params = split(model)
+        text = jax.ShapeDtypeStruct(self.work.shapes["text"], dtype)
+        frames = None if self.stream.window else self.slots
+        empty = jax.eval_shape(lambda: model.cache(self.stream, self.batch, frames))
+        return model, text, empty, jax.eval_shape(partial(self._once, structure), params, text)
+
+    def _once(self, structure: Structure, params: Any, text: Any) -> Any:
+        return self.work.once(structure.merge(params), {"text": text})["kv"]
 
     def _rollout(self, model: Any, options: Mapping[str, Any] | None = None) -> Rollout:
         _, _, *sides, channels = self.work.shapes["latents"]

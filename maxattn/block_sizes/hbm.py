@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind, round_up
 from maxattn.call import Call
+from maxattn.devices import memory_of
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
+MOST_PARTS = 0.1
+"""The share of HBM that the parts of dQ may take where nobody asked for them."""
 FEW_PARTS = 4  # up to these tokamax keeps the queries' dtype, beyond them float32
 
 
@@ -33,3 +34,14 @@ def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "fl
     padded = round_up(call.q_len, sizes.block_q_dkv)
     size = ITEMSIZE["float32" if kernel == "tokamax_flash" and parts > FEW_PARTS else call.dtype]
     return parts * call.batch * call.heads * padded * call.head_dim * size
+
+
+def are_parts_small(call: Call, sizes: BlockSizes, kernel: KernelKind, device_kind: str) -> bool:
+    """Tell whether the parts of dQ take little of a device's memory.
+
+    Args:
+        call, sizes, kernel: as above.
+        device_kind: of the device.
+    """
+    most = MOST_PARTS * (memory_of(device_kind) or float("inf"))
+    return fused_partials_bytes(call, sizes, kernel) <= most

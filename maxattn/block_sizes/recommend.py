@@ -8,10 +8,12 @@ from typing import NamedTuple
 from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.chips import chip_of
 from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
+from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.padding import padding
 from maxattn.block_sizes.sizes import LANES, BlockSizes, Change
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
+from maxattn.devices import GIB
 from maxattn.target import Target
 
 ELEMENT = 2  # bytes, of bfloat16
@@ -100,7 +102,8 @@ def _estimated_row(call: Call, target: Target, training: bool) -> list[Recommend
         return []
     what = "forward and backward" if training else "forward"
     gain = f"{found.default.slow / found.seconds.slow:.2f} times as fast as the default"
-    sizes = found.sizes
+    sizes, parts = found.sizes, fused_partials_bytes(call, found.sizes)
+    gain += f"; its parts of dQ take {parts / GIB:.2f} GiB a head" if parts else ""
     return [
         _row(f"fastest {what}, {how_estimated()}", sizes.block_q, sizes.block_kv, call.q_len, True,
              f"{sizes}; {gain}"),

@@ -54,7 +54,7 @@ class FlashBlockSizes(Section):
     block_kv_dq: Positive | None = None
     """Key tokens per tile in the separate backward of Q; divides block_kv."""
     use_fused_bwd_kernel: bool | None = None
-    """Compute dQ, dK and dV in one kernel: usually faster, for a little more memory."""
+    """Compute dQ, dK and dV in one kernel: usually faster, with a part of dQ for each KV block."""
 
     __hash__ = Section.__hash__  # A type checker takes no inherited one of a pydantic model.
 

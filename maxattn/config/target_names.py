@@ -96,9 +96,16 @@ def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
 
 def _unknown(text: str, name: str) -> ConfigError:
     close = did_you_mean(_bare(name), _SPELLINGS)
-    guess = f"did you mean '{_SPELLINGS[close.split(chr(39))[1]]}'?" if close else ""
+    spelling = close.split("'")[1] if close else ""
+    is_meant = spelling and not _is_another_number(_bare(name), spelling)
+    guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
     rule = f"it must be one of {', '.join(DEVICES)}"
     return ConfigError("target", text, rule, guess or "take a name from that list")
+
+
+def _is_another_number(written: str, name: str) -> bool:
+    """Tell whether names differ in digits alone: TPU v3 is a machine, and not TPU v4 misspelt."""
+    return re.sub(r"\d", "#", written) == re.sub(r"\d", "#", name)
 
 
 def _bare(name: str) -> str:

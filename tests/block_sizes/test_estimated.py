@@ -8,7 +8,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.estimated.choose import price, ranked, seconds_of
 from maxattn.block_sizes.estimated.defaults import choose, estimated_sizes
 from maxattn.block_sizes.estimated.step_cost import Seconds, StepCost, StepGrid
@@ -117,6 +117,19 @@ def test_the_fused_backward_pays_for_its_parts():
     assert whole.slow == pytest.approx(own + parts / machine.hbm)
 
 
+EITHER = {**costs(60, 200, fused=True), **costs(100, 350)}  # the fused backward is faster
+LARGE = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
+
+
+def test_flash_takes_the_faster_backward_whose_parts_fit():
+    small, large = (choose(EITHER, "flash", call, V6E, True) for call in (CALL, LARGE))
+    assert small is not None and small.sizes.use_fused_bwd_kernel
+    assert large is not None and not large.sizes.use_fused_bwd_kernel
+    assert fused_partials_bytes(LARGE, small.sizes) > 0.1 * 31.25 * 2**30
+    forward = choose(EITHER, "flash", CALL, V6E, False)
+    assert forward is not None and forward.sizes == BlockSizes(1024, 1024, 1024)
+
+
 def test_intervals():
     assert Seconds(1.0, 2.0).is_below(Seconds(2.1, 3.0))
     assert not Seconds(1.0, 2.2).is_below(Seconds(2.1, 3.0))
@@ -156,6 +169,26 @@ def test_what_the_config_sets_is_not_estimated(monkeypatch):
         assert not any("estimated" in note for note in plan.notes)
         in_float32 = ma.plan(CALL, FLASH.replace(float32_qk_product=True), None, V6E)
         assert not any("estimated" in note for note in in_float32.notes)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_that_is_named_takes_its_fastest_tiles(monkeypatch, fused):
+    named = FLASH.replace(flash_block_sizes={"use_fused_bwd_kernel": fused})
+    with shipping(monkeypatch, flash=EITHER):
+        plan = ma.plan(LARGE, named, None, V6E)  # whatever the parts of dQ take
+    sizes = blocks_of(plan.kernel)
+    assert sizes.part(FORWARD) == sizes.part(DKV) == (1024, 1024, 1024)
+    assert sizes.use_fused_bwd_kernel == fused
+    assert blocks_of(plan.kernel.for_inference()) == BlockSizes(1024, 1024, 1024)
+    assert any("estimated" in note for note in plan.notes)
+
+
+def test_a_backward_that_a_kernel_lacks_is_said():
+    named = FLASH.replace(
+        attention="tokamax_flash", flash_block_sizes={"use_fused_bwd_kernel": False}
+    )
+    plan = ma.plan(CALL, named, None, TOKAMAX)
+    assert "use_fused_bwd_kernel: False → True" in plan.explain()
 
 
 def test_measured_sizes_win_over_the_shipped_estimates(monkeypatch):
@@ -243,7 +276,22 @@ def test_auto_falls_back_where_the_faster_kernel_is_not_installed(monkeypatch):
 
 
 def test_a_faster_kernel_whose_parts_fill_the_memory_is_not_taken(monkeypatch):
-    large = replace(CALL, heads=40, kv_heads=40, q_len=65536, kv_len=65536)
     with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
-        plan = ma.plan(large, AUTO, None, TOKAMAX)
+        plan = ma.plan(LARGE, AUTO, None, TOKAMAX)
     assert plan.kernel.name == "tokamax_flash/flash" and "too much memory" in plan.because
+
+
+# Bundles of tpu_flash's forward and online softmax; its backward takes twice as many as the first.
+TIES = {
+    "both": ((970, 1270), "tpu_flash", "and its backward is as fast, with no parts of dQ"),
+    "forward": ((970, 1700), "flash/tpu_flash", "tpu_flash's backward is as fast, with no parts"),
+    "slower": ((1100, 1300), "tpu_flash/flash", "tpu_flash's forward is faster"),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_tie_spares_the_parts_of_dq(monkeypatch, name):
+    bundles, runs, because = TIES[name]
+    with shipping(monkeypatch, flash=EITHER, tpu_flash=own_costs(*bundles)):
+        plan = ma.plan(CALL, AUTO, None, V6E)
+    assert plan.kernel.name == runs and because in plan.because

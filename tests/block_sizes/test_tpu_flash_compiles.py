@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes import DKV, FORWARD, BlockSizes
 from maxattn.block_sizes.transposed import sizes_of
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
 )
 MASKS = ("full", "padding", "window", "both", "blocks")
-COUNT, TRAINING = 60, 0.4
+COUNT, TRAINING = 300, 0.4
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +59,25 @@ def test_each_chip_compiles(compiler: Compiler, kind: str, mask: str, training: 
     assert found["message"] == ""
 
 
-def drawn(count: int) -> Iterator[dict[str, Any]]:
+def drawn(seed: str, count: int) -> Iterator[dict[str, Any]]:
     """Draw requests of any size, length, head dim, dtype and mask; the chips take turns."""
-    draw = random.Random("tpu_flash")
+    draw = random.Random(seed)
     for i in range(count):
-        kind = tuple(TOPOLOGIES)[i % len(TOPOLOGIES)]
         q_len = draw.choice(LENGTHS)
         kv_len = draw.choice((q_len, q_len, draw.choice(TEXTS)))
         dtype = draw.choice(("bfloat16", "bfloat16", "float32"))
         local = Call(1, q_len, kv_len, 2, 2, draw.choice(HEAD_DIMS), dtype)
-        sizes = [draw.choice((None, draw.choice(PRESETS))) for _ in range(3)]
-        keys = ("block_q", "block_kv", "block_kv_compute")
-        asked = FlashBlockSizes(**dict(zip(keys, sizes, strict=True)))
-        mask = draw.choice(MASKS[:4])  # block windows need T <= S
-        yield case(kind, asked, local, mask, training=draw.random() < TRAINING)
+        keys = (*FORWARD, *(DKV if draw.random() < TRAINING else ()))
+        asked = FlashBlockSizes(**{key: draw.choice((None, draw.choice(PRESETS))) for key in keys})
+        mask = draw.choice(MASKS if q_len == kv_len else MASKS[:4])  # block windows need T <= S
+        training = draw.random() < TRAINING
+        yield case(tuple(TOPOLOGIES)[i % len(TOPOLOGIES)], asked, local, mask, training)
 
 
 @pytest.mark.slow
 def test_drawn_requests_compile(compiler: Compiler) -> None:
     failed = []
-    for one in drawn(COUNT):
+    for one in drawn("tpu_flash", COUNT):
         found = compiler.compile(one)
         if not found["ok"]:
             failed.append((one, found["message"]))

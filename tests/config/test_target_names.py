@@ -41,8 +41,8 @@ TOPOLOGIES = {
     "v4": ("TPU v4", "v4:2x2x1", None),
     "v5e": ("TPU v5e", "v5e:2x2", None),
 }
-WRONG = ("TPU v5q", "H2000", "nonsense", "", "v5p:", "v5p:2x", "v5p:0x2", "v5p:8", "H200:2x2",
-         "v5q:2x2", "v6e-8")  # fmt: skip
+WRONG = ("TPU v5q", "TPU v3", "H2000", "nonsense", "", "v5p:", "v5p:2x", "v5p:0x2", "v5p:8",
+         "H200:2x2", "v5q:2x2", "v6e-8")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DEVICES)

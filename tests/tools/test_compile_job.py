@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from maxattn import masks
 from maxattn.config import AttentionConfig
 from maxattn.errors import ConfigError, Unsupported
 from maxattn.tools.cli.masks import read_mask
+from maxattn.tools.compile.child import outcome_of
 from maxattn.tools.compile.job import (
     PYTHON_VARIABLE,
     CompileJob,
@@ -49,6 +52,15 @@ def test_a_python_that_cannot_be_run_is_refused(kind, tmp_path, monkeypatch):
     assert error.value.setting == PYTHON_VARIABLE
     if kind == "missing":
         check_golden("cli/compile/no_python", str(error.value))
+
+
+def test_a_python_without_libtpu_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    outcome = outcome_of(JOB, tmp_path)
+    assert outcome.ending == "refused"
+    assert outcome.message.startswith("compile: libtpu is not installed\n")
+    assert f"and {sys.executable} has none" in outcome.message
+    assert PYTHON_VARIABLE in outcome.message
 
 
 @pytest.mark.parametrize("limit", ["nan", "inf", "-inf", "0", "-1", "1e300"])

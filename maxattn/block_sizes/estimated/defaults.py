@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from maxattn.block_sizes.estimated.grids import hides_by_interval, not_priced, t
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds
 from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
 from maxattn.block_sizes.for_kernel import sizes_for
+from maxattn.block_sizes.hbm import are_parts_small
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -50,22 +52,24 @@ class EstimatedSizes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def estimated_sizes(
-    kernel: KernelKind, call: Call, target: Target, training: bool
+    kernel: KernelKind, call: Call, target: Target, training: bool, fused: bool | None = None
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by the schedules that ship; None where they do not say.
 
-    Their backward is the separate one of JAX's kernel, whose dQ needs no parts in HBM.
+    The backward of JAX's kernel is the fused one where it is faster and the parts of its dQ take
+    little of the device's memory.
 
     Args:
         kernel: its name.
         call: the local call, in the dtype that the kernel computes in.
         target: the machine.
         training: forward and backward; else forward alone.
+        fused: the backward of `flash` that was asked for, whatever its parts take; None: either.
     """
     if not_estimated(kernel, call, target):
         return None
     costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
-    return choose(costs, kernel, call, target, training)
+    return choose(costs, kernel, call, target, training, fused)
 
 
 def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
@@ -85,14 +89,20 @@ def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
 
 
 def choose(
-    costs: Costs, kernel: KernelKind, call: Call, target: Target, training: bool
+    costs: Costs,
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    training: bool,
+    fused: bool | None = None,
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by some costs, or those of the rules where these are as fast."""
     if not costs:
         return None
-    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)
+    asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
+    default, _ = sizes_for(asked, call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
-    found = ranked(costs, call, kernel, target, training, kernel != "flash")
+    found = tuple(_ranked(costs, kernel, call, target, training, fused))
     if known is None:
         found = tuple(one for one in found if _pads_as_little(one.sizes, default, call))
     every = (*found, *([Estimate(default, known)] if known else []))
@@ -104,6 +114,25 @@ def choose(
     online = seconds_of(costs, best.sizes, call, kernel, target, "online")
     found = EstimatedSizes(*best, known, online)
     return _with_backward(found, costs, kernel, call, target) if training else found
+
+
+def _ranked(
+    costs: Costs,
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    training: bool,
+    fused: bool | None,
+) -> Iterator[Estimate]:
+    """Yield what the rules take: of `flash` with the backward that was asked for, else with either
+    where dQ's parts are small.
+    """
+    is_open = kernel == "flash" and fused is None
+    way = kernel != "flash" or bool(fused)
+    for each in (False, True) if is_open and training else (way,):
+        for one in ranked(costs, call, kernel, target, training, each):
+            if not is_open or are_parts_small(call, one.sizes, kernel, target.device_kind):
+                yield one
 
 
 def _with_backward(
@@ -139,9 +168,10 @@ def estimate_note(
     call: Call,
     target: Target,
     what: Literal["forward", "backward"] | None = None,
+    fused: bool | None = None,
 ) -> tuple[str, ...]:
     """Say how long the tiles of both passes take, beside those of the rules; or of one pass."""
-    forward, training = (estimated_sizes(kernel, call, target, t) for t in (False, True))
+    forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
     if forward is None or training is None or training.backward is None:
         return ()
     tiles = "" if what == "backward" else _tiles_text(call, forward.sizes)

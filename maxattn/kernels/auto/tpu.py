@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-from maxattn.block_sizes import fused_partials_bytes
+from maxattn.block_sizes.estimated.choose import TIE
 from maxattn.block_sizes.estimated.defaults import (
     EstimatedSizes,
     estimated_sizes,
@@ -18,15 +18,13 @@ from maxattn.block_sizes.estimated.defaults import (
     not_estimated,
 )
 from maxattn.block_sizes.estimated.step_cost import Seconds
+from maxattn.block_sizes.hbm import are_parts_small, fused_partials_bytes
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
-from maxattn.devices import memory_of
 from maxattn.target import Target
 
 OTHERS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash")
 """What may take the place of `flash`."""
-MOST_PARTS = 0.1
-"""The share of HBM that the parts of dQ of a kernel may take which nobody named."""
 
 
 class _Passes(NamedTuple):
@@ -112,10 +110,19 @@ def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
 
 
 def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target: Target) -> _Passes:
-    """Return the kernel of the backward: `flash` unless another is surely faster, and fits."""
-    faster = (one for one in others if one.backward.is_below(flash.backward))
-    fit = (one for one in faster if not _is_large(one, call, target))
+    """Return the kernel of the backward: `flash` unless another leads, and fits."""
+    leading = (one for one in others if _leads(one, flash, call))
+    fit = (one for one in leading if not _is_large(one, call, target))
     return min(fit, key=lambda one: one.backward.slow, default=flash)
+
+
+def _leads(one: _Passes, flash: _Passes, call: Call) -> bool:
+    """Tell whether a backward is surely faster, or a tie that spares the parts of dQ."""
+    if one.backward.is_below(flash.backward):
+        return True
+    parts = (fused_partials_bytes(call, p.training.sizes, p.name) for p in (one, flash))
+    is_tie = one.backward.slow <= (1 + TIE) * flash.backward.slow
+    return [size > 0 for size in parts] == [False, True] and is_tie
 
 
 def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Passes) -> str:
@@ -124,12 +131,17 @@ def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Pa
     if forward is backward is flash:
         apart = f"forward {doubts[0]}; backward {doubts[1]}"
         return f"flash, since {doubts[0] if doubts[0] == doubts[1] else apart}"
-    if forward is backward:
-        return f"{forward.name} is faster"
-    if forward is flash:
-        return f"{backward.name}'s backward is faster; flash forward, since {doubts[0]}"
     if backward is flash:
         return f"{forward.name}'s forward is faster; flash backward, since {doubts[1]}"
+    is_faster = backward.backward.is_below(flash.backward)
+    lead = "is faster" if is_faster else "is as fast, with no parts of dQ"
+    if forward is flash:
+        return f"{backward.name}'s backward {lead}; flash forward, since {doubts[0]}"
+    if not is_faster:
+        whose = "its" if forward is backward else f"{backward.name}'s"
+        return f"{forward.name} is faster forward, and {whose} backward {lead}"
+    if forward is backward:
+        return f"{forward.name} is faster"
     return f"{forward.name} is faster forward, {backward.name} backward"
 
 
@@ -169,5 +181,5 @@ def _why_not(kernel: KernelKind, call: Call, target: Target) -> str:
 
 def _is_large(passes: _Passes, call: Call, target: Target) -> bool:
     """Tell whether the parts of dQ take much of the device's memory."""
-    parts = fused_partials_bytes(call, passes.training.sizes, passes.name)
-    return parts > MOST_PARTS * (memory_of(target.device_kind) or float("inf"))
+    sizes, kind = passes.training.sizes, target.device_kind
+    return not are_parts_small(call, sizes, passes.name, kind)

@@ -106,9 +106,10 @@ class Splash(Kernel):
         """Say where sizes are from that the config leaves open."""
         if measured := tuned_note(config, self.name, call, target):
             return measured
-        if self.float32_qk_product or not leaves_open(config, self.name):
+        kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
+        if self.float32_qk_product or not _leaves_tiles_open(config, kind):
             return ()
-        return estimate_note(cast(KernelKind, self.name), call, target, what)
+        return estimate_note(kind, call, target, what, fused)
 
     def for_inference(self) -> Self:
         """Return the kernel of a forward that is not differentiated."""
@@ -194,10 +195,18 @@ def asked_sizes(
     config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
 ) -> FlashBlockSizes:
     """Return the sizes that a config asks for; where it sets none, the fastest by estimates."""
-    if not leaves_open(config, kind):
-        return config.flash_block_sizes
-    found = estimated_sizes(kind, local, target, training)
-    return found.sizes.asked() if found else config.flash_block_sizes
+    asked = config.flash_block_sizes
+    if not _leaves_tiles_open(config, kind):
+        return asked
+    found = estimated_sizes(kind, local, target, training, asked.use_fused_bwd_kernel)
+    return found.sizes.asked() if found else asked
+
+
+def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
+    """Tell whether a config sets no tile; of `flash` it may say which backward runs."""
+    asked = config.flash_block_sizes
+    names_backward = asked == FlashBlockSizes(use_fused_bwd_kernel=asked.use_fused_bwd_kernel)
+    return leaves_open(config, kind) or (kind == "flash" and names_backward)
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:

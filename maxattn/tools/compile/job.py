@@ -184,9 +184,14 @@ def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]
             words, stdin=pipe, stdout=log, stderr=log, env=variables, start_new_session=True
         )
     except OSError as error:
-        rule = f"it names a python that can be run, and the system says: {error.strerror or error}"
-        remedy = "name one that has libtpu and maxattn, or unset the variable"
-        raise ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy) from None
+        raise cannot_be_run(python, error) from None
+
+
+def cannot_be_run(python: str, error: OSError) -> ConfigError:
+    """Refuse a python that does not start."""
+    rule = f"it names a python that can be run, and the system says: {error.strerror or error}"
+    remedy = "name one that has libtpu and maxattn, or unset the variable"
+    return ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy)
 
 
 def python_path() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from functools import lru_cache
 from math import prod
 from typing import Any
 
-from maxattn.errors import ConfigError, MeshError
-from maxattn.tools.compile.job import CompileJob
+from maxattn.config.errors import plain
+from maxattn.errors import ConfigError, MeshError, Unsupported
+from maxattn.tools.compile.job import PYTHON_VARIABLE, CompileJob
 
 CHIPS_OF_A_HOST = 4
 
@@ -18,6 +21,7 @@ def devices_of(job: CompileJob) -> list[Any]:
     Raises:
         ConfigError: libtpu knows no such topology.
         MeshError: it has fewer devices.
+        Unsupported: this python has no libtpu.
     """
     devices = _all_devices(job)
     if job.devices is not None and not 1 <= job.devices <= len(devices):
@@ -33,6 +37,7 @@ def one_device(topology: str) -> Any:
 
     Raises:
         ConfigError: libtpu knows no such topology.
+        Unsupported: this python has no libtpu.
     """
     return _described(topology, 1)[0]
 
@@ -44,6 +49,10 @@ def _all_devices(job: CompileJob) -> list[Any]:
 def _described(topology: str, slices: int) -> list[Any]:
     from jax.experimental import topologies
 
+    if importlib.util.find_spec("libtpu") is None:
+        rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
+        remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
+        raise Unsupported("compile", "libtpu is not installed", rule, remedy)
     options = _options(topology) | ({"num_slices": slices} if slices > 1 else {})
     try:
         return list(topologies.get_topology_desc(topology, "tpu", **options).devices)

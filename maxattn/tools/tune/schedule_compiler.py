@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from maxattn.errors import Unsupported
-from maxattn.tools.compile.job import PYTHON_VARIABLE, python_path, tpu_python
+from maxattn.tools.compile.job import (
+    PYTHON_VARIABLE,
+    cannot_be_run,
+    python_path,
+    tpu_python,
+)
 from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
 MOST_ANSWER = 2**16  # bytes of an answer
-NICE = 10
 
 
 class ScheduleCompiler:
@@ -51,7 +55,8 @@ class ScheduleCompiler:
         """The versions of libtpu, jax and tokamax in the child.
 
         Raises:
-            Unsupported: it has no libtpu, or does not start.
+            Unsupported: it has no libtpu.
+            ConfigError: its python cannot be run.
         """
         if self._versions is None:
             self._versions = self._start()
@@ -72,17 +77,7 @@ class ScheduleCompiler:
         reading, writing = os.pipe()
         words = [self._python, "-m", "maxattn.tools.tune.schedule_child"]
         words += [str(Path(self._folder.name) / "schedules"), str(writing)]
-        quiet = subprocess.DEVNULL
-        variables = os.environ | {"PYTHONPATH": python_path()}
-        self._child = subprocess.Popen(
-            ["nice", "-n", str(NICE), *words],
-            stdin=subprocess.PIPE,
-            stdout=quiet,
-            stderr=quiet,
-            env=variables,
-            pass_fds=(writing,),
-            start_new_session=True,
-        )
+        self._child = _started(words, writing)
         os.close(writing)
         self._answers = os.fdopen(reading, "rb", buffering=0)
         found = self._read(START_SECONDS)
@@ -115,6 +110,27 @@ class ScheduleCompiler:
             if end is not None:
                 end.close() if not isinstance(end, tempfile.TemporaryDirectory) else end.cleanup()
         self._child = self._answers = self._folder = None
+
+
+def _started(words: list[str], writing: int) -> subprocess.Popen[bytes]:
+    """Start the child, which writes its answers to a file descriptor.
+
+    Raises:
+        ConfigError: its python cannot be run.
+    """
+    variables = os.environ | {"PYTHONPATH": python_path()}
+    try:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=variables,
+            pass_fds=(writing,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise cannot_be_run(words[0], error) from None
 
 
 def _python() -> str:

@@ -180,17 +180,14 @@ def test_a_good_plan_has_no_advice():
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
 def test_more_devices_need_less_memory_each(strategy):
+    """But for the parts of dQ of a fused backward, which runs where they take a tenth at most."""
     config = AttentionConfig(attention="flash", context_parallel=strategy)
-    sums = [
-        total(
-            estimate(
-                plan(read("wan-14b-720p").call(), config, {"context": n}, Target.named("TPU v5p")),
-                True,
-            )
-        )
-        for n in (1, 2, 4, 8)
-    ]
+    call, v5p = read("wan-14b-720p").call(), Target.named("TPU v5p")
+    each = [estimate(plan(call, config, {"context": n}, v5p), True) for n in (1, 2, 4, 8)]
+    parts = [sum(part.bytes for part in one if "dq in parts" in part.what) for one in each]
+    sums = [total(one) - size for one, size in zip(each, parts, strict=True)]
     assert sums[1:] == sorted(sums[1:], reverse=True) and sums[3] < sums[0]
+    assert max(parts) <= 0.1 * (v5p.device.memory or 0)
 
 
 def test_memory_of_an_unknown_device_is_not_judged():

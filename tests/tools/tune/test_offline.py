@@ -342,6 +342,11 @@ def test_a_python_without_libtpu_is_named(tmp_path, monkeypatch):
         _ = compiler.versions
 
 
+def test_a_python_that_cannot_be_run_is_refused(capsys, cache, monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, "/nope/python")
+    check_golden("cli/tune/offline_no_python", run(capsys, "tune", *WORDS, "--target", "v6e").text)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(tpu_python() is None, reason="libtpu is not installed")
 def test_a_real_ranking(capsys, cache):
