@@ -122,6 +122,36 @@ def test_a_new_model_of_such_sizes_is_refused_too(case: str) -> None:
         settings(**named, **changed)
 
 
+UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {"action_dim": 30}) for family in FAMILIES},
+    "misspelt": ("wan", {"num_layer": 2}),
+    "lcm": ("sdxl", {"time_cond_proj_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_setting_that_is_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    family, more = UNKNOWN[case]
+    with pytest.raises(WeightsError) as error:
+        said = FAMILIES[family]().config() | more
+        said.pop("num_layers" if case == "misspelt" else "", None)
+        FAMILIES[family].of_folder(write(tmp_path, said))
+    check_golden(f"generate/unknown_{case}", str(error.value))
+
+
+def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
+    """Versions, settings of training, defaults that change nothing, and our own."""
+    said = {"_diffusers_version": "0.33.0", "_name_or_path": "x"}
+    for family, more in {
+        "wan": {"rope_max_seq_len": 512, "frames_per_block": 3, "pos_embed_seq_len": None},
+        "flux": {"out_channels": None},
+        "sdxl": sdxl.sizes.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
+        | {"upcast_attention": None, "class_embeddings_concat": None, "only_cross_attention": None},
+    }.items():  # fmt: skip
+        kind = FAMILIES[family]
+        assert kind.of_folder(write(tmp_path, kind().config() | said | more)) == kind()
+
+
 # ---- the folder that is given, and the model that is named ---------------------------------------
 
 
