@@ -95,7 +95,8 @@ def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
         remedy = error.remedy
         if "strict=" in remedy:
             remedy = "give weights of these sizes, or fetch the folder again: config.json says them"
-        raise ConfigError(setting, f"{path}: {error.value}", error.rule, remedy) from None
+        value = error.value if error.value == path else f"{path}: {error.value}"
+        raise ConfigError(setting, value, error.rule, remedy) from None
 
 
 def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:

@@ -13,6 +13,7 @@ import sdxl.settings
 import sdxl.sizes
 import wan.settings
 import wan.sizes
+from common.trained_blocks import frames_per_block
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.golden_text import check_golden
@@ -137,6 +138,13 @@ def test_a_setting_that_is_not_known_is_refused_by_name(case: str, tmp_path: Pat
         said.pop("num_layers" if case == "misspelt" else "", None)
         FAMILIES[family].of_folder(write(tmp_path, said))
     check_golden(f"generate/unknown_{case}", str(error.value))
+
+
+@pytest.mark.parametrize("value", ["3", 0, True, 2.0, [3]])
+def test_a_length_of_blocks_is_a_whole_number(value: Any, tmp_path: Path) -> None:
+    write(tmp_path, {"frames_per_block": value})
+    with pytest.raises(WeightsError, match=r"frames_per_block: .*\n.*a whole number from 1"):
+        frames_per_block(tmp_path)
 
 
 def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
