@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import wan.torch_parts
 from common.command import user_errors
-from common.pipeline_folder import absent, config_of
+from common.pipeline_folder import absent, config_of, continues_images, index_of
 from common.writable import unwritable
 from sample import files, media, torch_pictures
 from sample.checks import Needs, without_torch
@@ -36,7 +36,8 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("latents", type=Path, help="a file that --latents wrote")
     told = "where videos or pictures go"
     add("--out", type=Path, required=True, metavar="DIR", help=told)
-    add("--fps", type=int, default=16, metavar="N", help="frames a second; default 16")
+    told = "frames a second; default 24 for Wan 2.2 TI2V, else 16"
+    add("--fps", type=int, metavar="N", help=told)
     add("--torch-device", default="cpu", help="cpu or cuda; default cpu")
     return parser.parse_args(arguments)
 
@@ -65,9 +66,10 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
 def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Iterator[Path]:
     """Decode and write, one after the other."""
     if video:
+        fps = found.fps or (24 if continues_images(index_of(found.folder)) else 16)
         videos = wan.torch_parts.decode(found.folder, latents, found.torch_device)
         for i, frames in enumerate(videos):
-            yield media.video(frames, found.out / f"{i:03}", found.fps)
+            yield media.video(frames, found.out / f"{i:03}", fps)
         return
     pictures = torch_pictures.decode(found.folder, latents, found.torch_device)
     for i, picture in enumerate(pictures):

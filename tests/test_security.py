@@ -67,6 +67,12 @@ class Runs:
         return Path.touch, (self.made,)
 
 
+LOADS = [
+    *(weights.load_diffusers, weights.check_diffusers),
+    *(weights.merge_lora, weights.check_lora),
+]
+
+
 def layer() -> nnx.Linear:
     return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
@@ -74,7 +80,7 @@ def layer() -> nnx.Linear:
 @pytest.mark.parametrize(
     "name", ["m.bin", "m.pt", "m.pth", "m.ckpt", "m.safetensors", "m.json", "m"]
 )
-@pytest.mark.parametrize("load", [weights.load_diffusers, weights.merge_lora, weights.check_lora])
+@pytest.mark.parametrize("load", LOADS)
 def test_no_pickle_is_read_whatever_its_name(load: Any, name: str, tmp_path: Path):
     made = tmp_path / "made"
     (tmp_path / "model").mkdir()

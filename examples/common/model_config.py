@@ -16,7 +16,7 @@ def read_config(
     folder: str | Path,
     family: Family,
     only: Mapping[str, Any],
-    known: Collection[str] = (),
+    known: Collection[str],
     needs: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read the settings of a model.
@@ -26,7 +26,7 @@ def read_config(
         family: that it should belong to.
         only: settings that all models of the family share; a file may leave out those that are
             diffusers' defaults.
-        known: what else a file may set; default anything.
+        known: what else a file may set.
         needs: which of `only` are no defaults.
 
     Raises:
@@ -41,14 +41,22 @@ def read_config(
     config, name = read_mapping(path), NAMES[family]
     remedy = "give the folder of one"
     for key, value in only.items():
-        if (held := config.get(key, None if key in needs else value)) != value:
-            rule = f"the {name} models that can be run here have {value}"
+        held = config.get(key, None if key in needs else value)
+        if held != value and not (_is_off(held) and _is_off(value)):
+            wanted = "none" if value is None else value
+            rule = f"the {name} models that can be run here have {wanted}"
             raise WeightsError(key, "not set" if held is None else held, rule, remedy)
-    for key in config if known else ():
+    for key in config:
         if not key.startswith("_") and key not in {*only, *known}:
             rule = f"no {name} model here knows this setting, and it may change the numbers"
-            raise WeightsError(key, config[key], rule, did_you_mean(key, known) or remedy)
+            close = did_you_mean(key, sorted(set(known) - config.keys()))
+            raise WeightsError(key, config[key], rule, close or remedy)
     return config
+
+
+def _is_off(value: Any) -> bool:
+    """Tell null and false, which mean one thing to diffusers."""
+    return value is None or value is False
 
 
 def _no_file(path: Path, family: Family) -> WeightsError:

@@ -24,6 +24,7 @@ REPOSITORIES: Mapping[Family, str] = {
 NAMES: Mapping[str, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
 # The parts of Wan 2.2's A14B: the second takes the steps with less noise.
 FIRST, SECOND = "transformer", "transformer_2"
+EXPANDS = "expand_timesteps"
 
 
 def absent(
@@ -50,6 +51,16 @@ def part_of(folder: str | Path, part: str) -> Path:
     return inside if inside.is_dir() else Path(folder)
 
 
+def part_error(folder: str | Path, part: str) -> ConfigError | None:
+    """Return that a pipeline's folder lacks a part that its `model_index.json` speaks of."""
+    folder = Path(folder)
+    if part not in index_of(folder) or (folder / part).is_dir():
+        return None
+    rule = "model_index.json says that this part is there, and it holds the model"
+    remedy = "fetch the whole folder"
+    return ConfigError("model.folder", f"{folder}: without {part}", rule, remedy)
+
+
 def config_of(folder: Path, part: str) -> dict[str, Any]:
     """Read the `config.json` of a part; empty where there is none."""
     return _json(folder / part / "config.json")
@@ -62,7 +73,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 def continues_images(index: Mapping[str, Any]) -> bool:
     """Tell whether the first frame of a video can be an image, by `model_index.json`."""
-    return bool(index.get("expand_timesteps"))
+    return bool(index.get(EXPANDS))
 
 
 def boundary_of(folder: Path) -> float | None:
@@ -103,6 +114,22 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
         yield _error(folder, f"boundary_ratio {boundary!r}", rule)
     if has_two and not (folder / SECOND).is_dir():
         yield _error(folder, f"without {SECOND}", "the pipeline has two transformers")
+    if type(index.get(EXPANDS)) not in (bool, type(None)):
+        rule = "it is true where the first frame has a time of its own, else false"
+        yield _error(folder, f"{EXPANDS} {index[EXPANDS]!r}", rule)
+
+
+def boundary_error(folder: Path) -> ConfigError | None:
+    """Return that no `model_index.json` says which of two transformers takes which steps.
+
+    None where there is one transformer, and where the file speaks of the second.
+    """
+    if not (folder / SECOND).is_dir() or SECOND in index_of(folder):
+        return None
+    value = f"{folder}: {SECOND}, of which no model_index.json says anything"
+    rule = f"its boundary_ratio says at which time {SECOND} takes over from {FIRST}"
+    remedy = "fetch model_index.json too, or give the folder of one transformer"
+    return ConfigError("model.folder", value, rule, remedy)
 
 
 def class_error(folder: Path, family: Family) -> ConfigError | None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
 
-from .pipeline_folder import absent, part_of
+from .pipeline_folder import absent, part_error, part_of
 from .settings import Dtype
 
 
@@ -65,7 +65,7 @@ class SizedModel(Section):
             part: of a pipeline's folder.
 
         Raises:
-            ConfigError: there is no such folder.
+            ConfigError: there is no such folder, or it is a pipeline's without this part.
             WeightsError: the folder says no sizes, or those of another model.
             ConfigErrors: the folder's sizes are not those that are asked for.
         """
@@ -74,6 +74,8 @@ class SizedModel(Section):
         if self.repository is not None:
             for problem in absent(self.folder, repository=self.repository):
                 raise problem
+        if (problem := part_error(self.folder, part)) is not None:
+            raise problem
         found = kind.of_folder(part_of(self.folder, part))
         if problems := list(self.differences(found)):
             raise ConfigErrors(problems)

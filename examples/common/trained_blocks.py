@@ -9,6 +9,7 @@ from typing import Any
 from maxattn.errors import ConfigError
 
 from .json_file import read_mapping
+from .size_types import size_of
 
 KEY = "frames_per_block"
 
@@ -18,9 +19,13 @@ def frames_per_block(folder: Path) -> int | None:
 
     Args:
         folder: of the model, with its `config.json`.
+
+    Raises:
+        WeightsError: what the file says is no number of frames.
     """
     path = folder / "config.json"
-    return read_mapping(path).get(KEY) if path.is_file() else None
+    config = read_mapping(path) if path.is_file() else {}
+    return size_of(config, KEY, int | None, None)
 
 
 def saying(config: Mapping[str, Any], frames: int | None) -> dict[str, Any]:

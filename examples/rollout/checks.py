@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+from common.split import Structure
+
 import maxattn as ma
 from maxattn.errors import InputError
 
 from .reel import Reel
 
 
+def used_up(reel: Reel) -> None:
+    """Refuse a reel that was gone on from."""
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(reel.cache)):
+        rule = "a cache is changed in place, so a reel is gone on from once"
+        remedy = "go on from the reel that was returned last; `save` keeps one"
+        raise InputError("reel", f"frame {reel.frame}", rule, remedy)
+
+
 def prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
     """Refuse clean frames of other sizes, and those behind frames that are made."""
+    used_up(reel)
     if reel.frame:
         rule = f"a prefix is the first of a video, and {reel.frame} frames are made"
         raise InputError("prefix", f"{latents.shape[1]} frames", rule, "give it after begin()")
@@ -32,3 +44,11 @@ def chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> None:
         raise InputError("re_prefill", f"frame {lost[0]}", rule, remedy)
     if frames:
         stream.check_frames("re_prefill", len(frames))
+
+
+def same_model(structure: Structure, own: Structure) -> None:
+    """Refuse a model whose arrays would be taken for others."""
+    if structure != own:
+        rule = "what is compiled is of one model: its classes, layers and settings"
+        remedy = "build it as the first one, or make another Rollout"
+        raise InputError("model", "of another structure", rule, remedy)

@@ -122,7 +122,11 @@ class Rollout:
 
         Returns:
             The latents, and what the block after it is made from.
+
+        Raises:
+            InputError: it was gone on from already.
         """
+        checks.used_up(reel)
         frame = np.int32(reel.frame)
         if reel.cache is None:
             x = self._block_anew(reel)
@@ -145,7 +149,11 @@ class Rollout:
         Args:
             reel: what the next block is made from; its cache is used up.
             told: as for `begin`.
+
+        Raises:
+            InputError: the reel was gone on from already.
         """
+        checks.used_up(reel)
         reel = replace(reel, told=told)
         if reel.cache is None or not reel.frame:
             return reel
@@ -172,8 +180,14 @@ class Rollout:
         return self._make.lower(self._parameters, *given, reel.batch)
 
     def update(self, model: Any) -> None:
-        """Take the weights of another model of the same sizes; what is compiled stays so."""
-        self._parameters = split(model)[1]
+        """Take the weights of another model of the same sizes; what is compiled stays so.
+
+        Raises:
+            InputError: it is built otherwise.
+        """
+        structure, parameters = split(model)
+        checks.same_model(structure, self._structure)
+        self._parameters = parameters
 
     @property
     def programs(self) -> int:

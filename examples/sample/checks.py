@@ -66,7 +66,7 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
         lambda: options(task),
     ]
     if paths.weights is None or paths.weights.exists():
-        parts = _parts(task, paths)
+        parts = parts_of(task, paths)
         opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
     else:
         rule = "it names a folder of weights, and there is none"
@@ -79,16 +79,16 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
             yield error
 
 
-def _parts(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
+def parts_of(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
     """Name the parts of the folder whose weights are read, of those that are there."""
-    has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).is_dir()
+    has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).name == SECOND
     return (task.part, SECOND) if has_two else (task.part,)
 
 
 def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     """Yield weights of models that make a video block by block."""
     setting = "model.folder" if paths.weights is None else "--weights"
-    for part in _parts(task, paths):
+    for part in parts_of(task, paths):
         yield from whole_errors(setting, paths.weights_of(part))
 
 

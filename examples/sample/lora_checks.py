@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.pipeline_folder import NAMES
+from flax import nnx
 
 from maxattn import weights
-from maxattn.errors import ConfigError, MaxattnError
+from maxattn.errors import ConfigError, MaxattnError, WeightsError
 
 from .paths import Paths
 from .task import SamplingTask
@@ -19,9 +20,11 @@ from .task import SamplingTask
 # underscores for dots. The first that fits counts: SDXL's blocks hold blocks named as others' are.
 LAYERS = {
     "sdxl": r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)_",
-    "flux": r"((single_transformer|double|single)_blocks|transformer_blocks_\d+_(attn|ff))_",
+    "flux": r"((single_transformer|double|single)blocks|transformerblocks_\d+_(attn|ff))_",
     "wan": r"blocks_\d+_(attn1|attn2|self_attn|cross_attn|ffn)_",
 }
+# One word: Wan's "blocks" may stand behind the name of its part of the pipeline, "transformer".
+JOINED = re.compile(r"(single_transformer|double|single|(?<!lora_)transformer)_blocks")
 
 
 def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
@@ -40,10 +43,28 @@ def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
         yield ConfigError("--lora-scale", scale, rule, "give --lora FILE, or leave it out")
 
 
+def check_lora(task: SamplingTask, model: nnx.Module, option: str, path: Path) -> None:
+    """Refuse LoRA weights that do not fit the task's model.
+
+    Raises:
+        ConfigError: naming the option that gave them.
+    """
+    try:
+        weights.check_lora(model, path, prefix=weights.lora_prefix(model, path))
+    except WeightsError as error:
+        remedy, name = error.remedy, NAMES[task.family]
+        if family_of(sorted(weights.SafeTensors(path))) is None:
+            by = "diffusers, ComfyUI or kohya's programs name them"
+            remedy = f"give LoRA weights of {name}, with its layers as {by}"
+        elif "prefix=" in remedy:
+            remedy = f"give LoRA weights of this very {name} model"
+        raise ConfigError(option, f"{path}: {error.value}", error.rule, remedy) from None
+
+
 def family_of(names: Iterable[str]) -> tuple[str, str] | None:
     """Return the family whose layers are named so, and the first such name; None where none is."""
     for name in names:
-        spelt = name.replace(".", "_")
+        spelt = JOINED.sub(r"\1blocks", name).replace(".", "_")
         for family, layers in LAYERS.items():
             if re.search(f"(^|_){layers}", spelt):
                 return family, name

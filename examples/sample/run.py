@@ -15,11 +15,12 @@ from flax import nnx
 from samplers.read import Sampler
 
 from maxattn import sharding, weights
-from maxattn.errors import ConfigError, InputError
+from maxattn.errors import ConfigError, InputError, WeightsError
 
 from . import files
-from .checks import check
+from .checks import check, parts_of
 from .loop import Walk
+from .lora_checks import check_lora
 from .paths import Paths
 from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
@@ -53,11 +54,11 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     Raises:
         ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
             prompt is encoded or a weight is read.
-        WeightsError: LoRA weights are of another model, before these too.
+        ConfigError: weights are of another model, before these too.
     """
     mesh = sharding.program_mesh(mesh)
     check(task, paths)
-    _check_lora(task, paths)
+    check_weights(task, paths)
     sampler = task.sampler()
     start = _start(task, paths, mesh)
     for line in _opening(task, start, sampler, mesh):
@@ -69,11 +70,33 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     return latents
 
 
-def _check_lora(task: SamplingTask, paths: Paths) -> None:
-    """Refuse LoRA weights of another model before prompts are encoded, which can take minutes."""
-    for lora in filter(None, (paths.lora, paths.lora_2)):
-        model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
-        weights.check_lora(model, lora, prefix=weights.lora_prefix(model, lora))
+def check_weights(task: SamplingTask, paths: Paths) -> None:
+    """Refuse weights that are not the model's before prompts are encoded, which can take minutes.
+
+    Those of every transformer, and LoRA's.
+
+    Raises:
+        ConfigError: names, shapes or dtypes differ.
+    """
+    model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
+    for part in parts_of(task, paths):
+        _check_part(model, paths, part)
+    for option, lora in (("--lora", paths.lora), ("--lora-2", paths.lora_2)):
+        if lora is not None:
+            check_lora(task, model, option, lora)
+
+
+def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
+    path = paths.weights_of(part)
+    try:
+        weights.check_diffusers(model, path)
+    except WeightsError as error:
+        setting = "model.folder" if paths.weights is None else "--weights"
+        remedy = error.remedy
+        if "strict=" in remedy:
+            remedy = "give weights of these sizes, or fetch the folder again: config.json says them"
+        value = error.value if error.value == path else f"{path}: {error.value}"
+        raise ConfigError(setting, value, error.rule, remedy) from None
 
 
 def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:
@@ -89,8 +112,6 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
     model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
     lora = paths.lora_of(part or task.part)
     prefix = weights.lora_prefix(model, lora) if lora else ""
-    if lora is not None:
-        weights.check_lora(model, lora, prefix=prefix)
     weights.load_diffusers(model, paths.weights_of(part or task.part), mesh=mesh)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,7 +83,8 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes a model that this UNet is not.
         """
-        config = read_config(folder, "sdxl", ONLY, needs=NEEDED)
+        known = {*FREE, *(field.name for field in fields(cls))}
+        config = read_config(folder, "sdxl", ONLY | USUAL_ALONE, known, needs=NEEDED)
         found = checked(cls, config, USUAL)
         if (up := config.get("up_block_types", found.up_block_types)) != found.up_block_types:
             rule = f"they mirror down_block_types: {found.up_block_types}"
@@ -141,6 +142,19 @@ ONLY = {
     "flip_sin_to_cos": True,
     "freq_shift": 0,
 }
+# The same, of which a file that is written here says nothing: diffusers' defaults.
+USUAL_ALONE = {
+    "addition_embed_type_num_heads": 64, "attention_type": "default", "center_input_sample": False,
+    "class_embeddings_concat": False, "conv_in_kernel": 3, "conv_out_kernel": 3,
+    "cross_attention_norm": None, "downsample_padding": 1, "encoder_hid_dim_type": None,
+    "mid_block_only_cross_attention": None, "mid_block_scale_factor": 1,
+    "num_attention_heads": None, "num_class_embeds": None, "resnet_out_scale_factor": 1.0,
+    "resnet_skip_time_act": False, "reverse_transformer_layers_per_block": None,
+    "time_cond_proj_dim": None, "time_embedding_act_fn": None, "time_embedding_dim": None,
+    "time_embedding_type": "positional", "timestep_post_act": None,
+}  # fmt: skip
+# What a file may say as it likes: what is computed here is the same.
+FREE = ("up_block_types", "sample_size", "dropout", "upcast_attention")
 # Of these, what diffusers' default is another's: a file of SDXL says it.
 NEEDED = ("addition_embed_type", "use_linear_projection")
 # Sizes that are diffusers' defaults: what is meant where a file leaves them out.

@@ -15,6 +15,7 @@ from common.pipeline_folder import (
     REPOSITORIES,
     SECOND,
     absent,
+    boundary_error,
     boundary_of,
     index_of,
     pipeline_errors,
@@ -74,15 +75,16 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
 
 def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
     """Yield an expert that is not named or not there, and a boundary that is not the folder's."""
-    training, at = settings.training, boundary(settings)
+    training, at, folder = settings.training, boundary(settings), settings.model.folder
     if training.expert is None and at is not None:
         rule = "the model has two transformers, and each learns its own times"
         remedy = f"use high_noise, for times from {at:g} on, or low_noise, for those below"
         yield ConfigError("training.expert", "null", rule, remedy)
+    elif training.expert is None and folder and (problem := boundary_error(Path(folder))):
+        yield problem
     if training.expert is not None and (why := _one_transformer(settings)):
         rule, remedy = f"it names one of two transformers, and {why[0]}", why[1]
         yield ConfigError("training.expert", training.expert, rule, remedy)
-    folder = settings.model.folder
     said = boundary_of(Path(folder)) if folder is not None else None
     if None not in (said, training.boundary_ratio) and said != training.boundary_ratio:
         remedy = "set it to null to take the folder's"

@@ -16,7 +16,14 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.pipeline_folder import SECOND, boundary_of, config_of, continues_images, index_of
+from common.pipeline_folder import (
+    SECOND,
+    boundary_error,
+    boundary_of,
+    config_of,
+    continues_images,
+    index_of,
+)
 from common.scan import scan_here
 from common.shapes import Form
 from common.size_types import size_of
@@ -141,6 +148,8 @@ class WanSamplingTask:
         boundary, second = self.boundary, self.folder / SECOND
         scale = self.settings.sampling.guidance_scale_2
         yield from experts.name_errors(self.settings.model.sizes, self.folder)
+        if (problem := boundary_error(self.folder)) is not None:
+            yield problem
         if boundary is None and scale is not None and not second.is_dir():
             rule = "it is the second transformer's, and this pipeline has one"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")

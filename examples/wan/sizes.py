@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from common.model_config import read_config
 from common.size_types import checked
+from common.trained_blocks import KEY
 
 from maxattn.errors import ConfigError
 
@@ -76,7 +77,9 @@ class Sizes:
             ConfigError: there is no such folder.
             WeightsError: there is none, or it describes another kind of model.
         """
-        return checked(cls, read_config(folder, "wan", ONLY), vars(_14B))
+        own = {field.name for field in fields(cls)}
+        config = read_config(folder, "wan", ONLY, {*own, KEY, "rope_max_seq_len"})
+        return checked(cls, config, vars(_14B))
 
     def misfits(self) -> Iterator[ConfigError]:
         """Yield sizes that do not fit each other."""

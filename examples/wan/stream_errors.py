@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.pipeline_folder import boundary_of
+from common.pipeline_folder import boundary_of, pipeline_errors
 from common.trained_blocks import block_errors
 from common.writable import unwritable
 from rollout.scenes import scene_errors
@@ -32,6 +32,8 @@ def stream_errors(run: StreamRun) -> Iterator[ConfigError]:
 def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
     sizes, sampling = run.task.sizes, run.settings.sampling
     of_whole_videos = ("sampling.frames", "rollout")
+    if run.folder is not None:
+        yield from pipeline_errors(run.folder, "wan")
     yield from (e for e in run.task.size_errors() if e.setting not in of_whole_videos)
     if sizes.in_channels > sizes.out_channels or sizes.image_dim is not None:
         rule = "a block is made of noise alone; an image is the first block of a video"

@@ -20,7 +20,7 @@ from rollout.scenes import Scene
 from sample import files
 from sample.checks import options
 from sample.paths import Paths
-from sample.run import load
+from sample.run import check_weights, load
 from sample.task import Arrays
 
 import maxattn as ma
@@ -114,6 +114,8 @@ class StreamRun:
         """
         if problems := list(stream_errors(self)):
             raise ConfigErrors(problems)
+        if self.folder is not None:
+            check_weights(self.task, Paths(self.folder, self.weights))
         self.latents.mkdir(parents=True, exist_ok=True)
         texts, model = self._texts(), self._model(mesh)
         how = {"seed": self._seed, "options": options(self.task)}

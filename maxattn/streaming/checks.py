@@ -53,6 +53,13 @@ def frames_from_zero(frame: Any) -> Any:
     raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
 
 
+def count(end: Any) -> int:
+    """Return a number of frames, and refuse what is none."""
+    if (number := whole(end, least=0)) is not None:
+        return number
+    raise InputError("end", repr(end), "it is a number of frames", "give 0 or a positive integer")
+
+
 def dtype(value: Any) -> str:
     """Return the name of a dtype, and refuse one that no kernel reads."""
     try:
@@ -140,6 +147,11 @@ def advance(cache: KVCache) -> None:
         raise InputError("advance", repr(cache), rule, "advance the cache that is written")
     if cache.is_done:
         _refuse_more(cache)
+    if cache.is_begun:
+        count = cache.own
+        rule = f"no pass has written to this cache, and {count} frames would be skipped"
+        remedy = "advance the cache that attention returned, once a block"
+        raise InputError("advance", repr(cache), rule, remedy)
 
 
 def _refuse_more(cache: KVCache) -> None:
@@ -260,9 +272,25 @@ def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
     if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
         rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
         raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
+    _arrays(cache)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
     _call_tokens(cache, tokens)
+
+
+def _arrays(cache: KVCache) -> None:
+    """Refuse arrays that differ from each other or from the slots, and those that are used up."""
+    kept = [x for each in (cache.k, cache.v) for x in (each if cache.is_per_layer else (each,))]
+    first, tokens = kept[0], cache.layout.frames * cache.layout.stream.tokens_per_frame
+    if first.shape[2] != tokens or any(
+        (x.shape, x.dtype) != (first.shape, first.dtype) for x in kept
+    ):
+        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
+        rule = f"keys and values have one shape and dtype, and S is {tokens}: that of all slots"
+        raise InputError("cache", shapes, rule, FRESH)
+    if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
+        rule = "a cache that was donated to a program is used up, and what it returned goes on"
+        raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
 
 
 def _mesh_text(mesh: MeshShape) -> str:

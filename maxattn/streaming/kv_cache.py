@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,7 @@ class KVCache:
     stage: Stage = field(default="empty", metadata=STATIC)
     mode: Mode = field(default="stream", metadata=STATIC)
     start: int = field(default=0, metadata=STATIC)
+    is_begun: ClassVar[bool] = False
 
     @classmethod
     def empty(
@@ -127,7 +128,7 @@ class KVCache:
             for _ in "kv"
         )
         frame = zeros_on_mesh((), "int32", mesh, layout.spec(""))
-        return cls(k, v, frame, layout, stream.first_block)
+        return cls(k, v, frame, layout, stream.first_block)._begun()
 
     # ---- what attention takes --------------------------------------------------------------------
 
@@ -184,22 +185,34 @@ class KVCache:
         Raises:
             InputError: frames are made already, or these are no whole blocks.
         """
-        return replace(self, own=checks.prefix(self, frames))
+        return replace(self, own=checks.prefix(self, frames))._begun(self)
 
     def advance(self) -> Self:
         """Go on to the next block, after the pass that wrote this one's clean keys and values.
 
-        It counts frames, and cannot know whether a pass wrote them. While the cache fills it reads
-        `frame` from the device, to know the stage. Under `jit` it cannot: a cache that fills keeps
-        the stage "filling", which is right for every frame.
+        It counts frames. What `advance`, `empty` and `refill` return no pass has written to, and a
+        second `advance` of it would skip frames. While the cache fills it reads `frame` from the
+        device, to know the stage. Under `jit` it cannot: a cache that fills keeps the stage
+        "filling", which is right for every frame.
 
         Raises:
-            InputError: the cache is read alone, or has no slots for the block.
+            InputError: the cache is read alone, no pass has written to it, or it has no slots for
+                the block.
         """
         checks.advance(self)
         frame, size = self.frame + self.own, self.layout.stream.frames_per_block
         stage = self._next_stage(frame)
-        return replace(self, frame=frame, own=size, stage=stage, mode="stream", start=0)
+        after = replace(self, frame=frame, own=size, stage=stage, mode="stream", start=0)
+        return after._begun()
+
+    def _begun(self, of: KVCache | None = None) -> Self:
+        """Mark that no pass has written to this cache; what a pass or a program returns is not.
+
+        Args:
+            of: the cache that it is made of, which says whether; default none has.
+        """
+        object.__setattr__(self, "is_begun", of is None or of.is_begun)
+        return self
 
     def _next_stage(self, frame: Any) -> Stage:
         if self.stage == "empty":
@@ -246,7 +259,7 @@ class KVCache:
         Raises:
             InputError: nothing is kept, or it is no stream's.
         """
-        return begin_refill(self)
+        return begin_refill(self)._begun()
 
     def refilled(self, stream: Stream, frame: int) -> Self:
         """Take the frames that were cached anew as the last ones before `frame`.
@@ -261,7 +274,7 @@ class KVCache:
         Raises:
             InputError: not all of the kept frames are cached.
         """
-        return end_refill(self, stream, frame)
+        return end_refill(self, stream, frame)._begun()
 
     # ---- what never changes ----------------------------------------------------------------------
 
@@ -277,7 +290,7 @@ class KVCache:
         Raises:
             InputError: the cache holds frames already.
         """
-        return replace(self, mode="extract", start=checks.extract(self, start))
+        return replace(self, mode="extract", start=checks.extract(self, start))._begun(self)
 
     def cached(self) -> Self:
         """Let passes read and not write: queries see what is kept, and their own tokens.

@@ -223,9 +223,13 @@ class Stream:
         Args:
             end: a number of frames.
 
+        Raises:
+            InputError: it is none.
+
         >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
         (0, 5, 6)
         """
+        end = checks.count(end)
         if self.budget is None or end <= self.budget:
             return tuple(range(end))
         return (*range(self.sink), *range(end - self.budget + self.sink, end))

@@ -2,7 +2,7 @@
 
 from maxattn.weights.files import SafeTensors
 from maxattn.weights.fit import Loaded
-from maxattn.weights.load import load_diffusers, save_diffusers, to_diffusers
+from maxattn.weights.load import check_diffusers, load_diffusers, save_diffusers, to_diffusers
 from maxattn.weights.lora import check_lora, lora_prefix, merge_lora
 from maxattn.weights.lora_fused import fuse_lora
 from maxattn.weights.names import entries
@@ -10,6 +10,7 @@ from maxattn.weights.names import entries
 __all__ = [
     "Loaded",
     "SafeTensors",
+    "check_diffusers",
     "check_lora",
     "entries",
     "fuse_lora",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -70,8 +70,51 @@ def load_diffusers(
         >>> model.to_q.kernel[...].tolist()
         [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     """
-    checks.prefix(prefix)
     checks.mesh(mesh)
+    result, held, parameters = _fitting(module, tensors, strict, prefix)
+    # Every array is made before the first is put in: what cannot be read changes nothing.
+    arrays = {path: _made(module, path, parts, held, mesh) for path, parts in parameters.items()}
+    for path, array in arrays.items():
+        variable_at(module, path).set_value(array)
+    return result
+
+
+def check_diffusers(
+    module: nnx.Module,
+    tensors: Mapping[str, Any] | str | Path,
+    strict: bool = True,
+    *,
+    prefix: str = "",
+) -> Loaded:
+    """Check weights against a module: names, shapes and dtypes. No number is read.
+
+    Args:
+        module: with arrays or, from `nnx.eval_shape`, without.
+        tensors, strict, prefix: as for `load_diffusers`.
+
+    Raises:
+        WeightsError: as `load_diffusers` would, but for what numbers show.
+    """
+    return _fitting(module, tensors, strict, prefix).result
+
+
+class _Fitting(NamedTuple):
+    """Hold tensors that fit a module.
+
+    Args:
+        result: what a load leaves out.
+        held: tensors by the module's names.
+        parameters: the tensors of each parameter, by its path.
+    """
+
+    result: Loaded
+    held: Mapping[str, Any]
+    parameters: dict[Any, list[Entry]]
+
+
+def _fitting(module: nnx.Module, tensors: Any, strict: bool, prefix: str) -> _Fitting:
+    """Find a module's tensors, and refuse those that do not fit."""
+    checks.prefix(prefix)
     wanted = entries(module, prefix)
     held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
     found = _meant(module, held, prefix)
@@ -81,11 +124,7 @@ def load_diffusers(
     check_names(wanted, held, result, strict, prefix)
     parameters = _by_parameter(wanted, held)
     check_numbers(module, parameters, held)
-    # Every array is made before the first is put in: what cannot be read changes nothing.
-    arrays = {path: _made(module, path, parts, held, mesh) for path, parts in parameters.items()}
-    for path, array in arrays.items():
-        variable_at(module, path).set_value(array)
-    return result
+    return _Fitting(result, held, parameters)
 
 
 def _meant(module: nnx.Module, held: Mapping[str, Any], prefix: str) -> set[str]:

@@ -156,7 +156,9 @@ def _check_layers(
     if unknown and (strict or not found.written):
         not_there = f"{len(unknown)} of {count} are not"
         rule = f"each name is a Linear or Conv layer of the module, and {not_there}"
-        raise WeightsError("LoRA", listed, rule, lora_prefix.remedy(unknown, prefix, names, known))
+        few = bool(found.written) or count == 1
+        remedy = lora_prefix.remedy(unknown, prefix, names, known, few)
+        raise WeightsError("LoRA", listed, rule, remedy)
     if unknown:
         log.warning("LoRA: %d of %d layers are left out: %s", len(unknown), count, listed)
 

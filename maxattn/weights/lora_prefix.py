@@ -76,7 +76,9 @@ def say_which(prefix: str, held: Mapping[str, Any]) -> None:
         log.warning(f"LoRA: {told}", prefix, len(held) - len(others), len(held), others[0])
 
 
-def remedy(unknown: list[str], prefix: str, names: list[str], module: ModuleNames) -> str:
+def remedy(
+    unknown: list[str], prefix: str, names: list[str], module: ModuleNames, few: bool = True
+) -> str:
     """Say what would help where a file names layers that the module does not have.
 
     Args:
@@ -84,6 +86,7 @@ def remedy(unknown: list[str], prefix: str, names: list[str], module: ModuleName
         prefix: that was taken.
         names: of all tensors of the file.
         module: whose layers are meant.
+        few: whether one layer is unknown, or others are not: then its name may be misspelt.
     """
     others = [layer for layer in unknown if not layer.startswith(TEXT)]
     if not others:
@@ -98,6 +101,8 @@ def remedy(unknown: list[str], prefix: str, names: list[str], module: ModuleName
         return close or "give the LoRA of this model: this one has other numbers of layers"
     if _FOREIGN.search(prefix + others[0]):
         return _CONVERT
+    if not few:
+        return "give the LoRA of this model: it has none of these layers, whatever they begin with"
     other = "pass prefix= where all begin alike, or the module they are for"
     return _close(others[0], module) or other
 
@@ -121,8 +126,11 @@ def _close(layer: str, module: ModuleNames) -> str:
 
 
 def _ends(layer: str) -> list[int]:
-    """Return where a name goes on after a dot or an underscore; of very long ones none."""
-    return [found.end() for found in re.finditer(r"[._]", layer)] if len(layer) < LONGEST else []
+    """Return where a name goes on after a dot, or after an underscore where no dot follows; of very
+    long ones none.
+    """
+    ends = [found.end() for found in re.finditer(r"[._]", layer)] if len(layer) < LONGEST else []
+    return [end for end in ends if layer[end - 1] == "." or "." not in layer[end:]]
 
 
 def _numberless(layer: str) -> str:

@@ -13,6 +13,7 @@ import sdxl.settings
 import sdxl.sizes
 import wan.settings
 import wan.sizes
+from common.trained_blocks import frames_per_block
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.golden_text import check_golden
@@ -120,6 +121,43 @@ def test_a_new_model_of_such_sizes_is_refused_too(case: str) -> None:
         pytest.skip("a YAML file does not set it")
     with pytest.raises(ConfigError, match=next(iter(changed))):
         settings(**named, **changed)
+
+
+UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {"action_dim": 30}) for family in FAMILIES},
+    "misspelt": ("wan", {"num_layer": 2}),
+    "lcm": ("sdxl", {"time_cond_proj_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_setting_that_is_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    family, more = UNKNOWN[case]
+    with pytest.raises(WeightsError) as error:
+        said = FAMILIES[family]().config() | more
+        said.pop("num_layers" if case == "misspelt" else "", None)
+        FAMILIES[family].of_folder(write(tmp_path, said))
+    check_golden(f"generate/unknown_{case}", str(error.value))
+
+
+@pytest.mark.parametrize("value", ["3", 0, True, 2.0, [3]])
+def test_a_length_of_blocks_is_a_whole_number(value: Any, tmp_path: Path) -> None:
+    write(tmp_path, {"frames_per_block": value})
+    with pytest.raises(WeightsError, match=r"frames_per_block: .*\n.*a whole number from 1"):
+        frames_per_block(tmp_path)
+
+
+def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
+    """Versions, settings of training, defaults that change nothing, and our own."""
+    said = {"_diffusers_version": "0.33.0", "_name_or_path": "x"}
+    for family, more in {
+        "wan": {"rope_max_seq_len": 512, "frames_per_block": 3, "pos_embed_seq_len": None},
+        "flux": {"out_channels": None},
+        "sdxl": sdxl.sizes.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
+        | {"upcast_attention": None, "class_embeddings_concat": None, "only_cross_attention": None},
+    }.items():  # fmt: skip
+        kind = FAMILIES[family]
+        assert kind.of_folder(write(tmp_path, kind().config() | said | more)) == kind()
 
 
 # ---- the folder that is given, and the model that is named ---------------------------------------

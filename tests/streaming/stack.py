@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -171,6 +172,11 @@ def rollout(
         outs.append((np.asarray(y_clean), np.asarray(y_noisy)))
     both = (np.concatenate(y, axis=1) for y in zip(*outs, strict=True))
     return Rollout(*both, cache, programs(_step) - before)
+
+
+def skipped(cache: ma.KVCache) -> ma.KVCache:
+    """Go on without a pass, which a user cannot: for the stage alone."""
+    return replace(cache).advance()
 
 
 def programs(step: Any) -> int:

@@ -68,6 +68,17 @@ def not_whole() -> ma.KVCache:
     return made(ENDLESS, frames=6)
 
 
+def filled() -> ma.KVCache:
+    """Make a cache whose slots all hold a frame."""
+    return attn()(X, cache=not_whole().layer(0))[1].advance()
+
+
+def used_up() -> Any:
+    cache = made()
+    cache.k.delete()
+    return call(cache)
+
+
 def kept_on(mesh: str, context: str) -> ma.KVCache:
     cache = empty(ma.Stream(4, 1), mesh=mesh_of(mesh), context=context, frames=1)
     return replace(cache, stage="full", mode="cached")
@@ -121,8 +132,14 @@ BAD: dict[str, Callable[[], Any]] = {
     "prefix_later": lambda: made().prefix(3),
     "prefix_beyond_slots": lambda: empty(ENDLESS, frames=6).prefix(9),
     "advance_cached": lambda: made().cached().advance(),
-    "no_slot_left": lambda: call(not_whole().advance()),
-    "advance_without_slot": lambda: not_whole().advance().advance(),
+    "no_slot_left": lambda: call(filled()),
+    "advance_without_slot": lambda: filled().advance(),
+    "frames_that_skip": lambda: made().advance(),
+    "frames_that_skip_at_first": lambda: empty().advance(),
+    "frames_that_skip_in_a_prefix": lambda: empty().prefix(6).advance(),
+    "frames_that_skip_under_jit": lambda: jax.jit(lambda c: c.advance().advance())(made()),
+    "kept_before_no_frame": lambda: STREAM.kept(-3),
+    "kept_before_half_a_frame": lambda: STREAM.kept(4.5),  # pyright: ignore
     "stacked_empty": lambda: ma.KVCache.stacked([made(), empty()]),
     "stacked_of_two_dtypes": lambda: ma.KVCache.stacked([made(), bfloat16_made()]),
     "stacked_nothing": lambda: ma.KVCache.stacked([]),
@@ -174,6 +191,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "other_heads": lambda: call(empty(kv_heads=1)),
     "another_width": lambda: call(empty(dim_head=16)),
     "another_dtype": lambda: call(empty(dtype="bfloat16")),
+    "values_of_another_dtype": lambda: call(replace(empty(), v=empty(dtype="bfloat16").v)),
+    "values_of_another_shape": lambda: call(replace(empty(), v=empty(dim_head=4).v)),
+    "fewer_tokens_than_slots": lambda: call(
+        replace(empty(), k=empty().k[:, :, :20], v=empty().v[:, :, :20])
+    ),
+    "used_up": used_up,
     "another_block_length": lambda: call(empty(), jnp.zeros((1, 24, 16))),
     "a_frame_instead_of_a_block": lambda: call(made(), X[:, :4]),
     "under_a_gradient": gradient,

@@ -109,6 +109,10 @@ def test_patterns_of_metadata_name_layers_as_the_file_does(tmp_path) -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 FLUX = pair("diffusion_model.double_blocks.0.img_attn.qkv")
+# Of a model whose blocks have another name: each is close to a layer here.
+OTHERS = pair("transformer.transformer_blocks.0.attn1.to_q") | pair(
+    "transformer.transformer_blocks.0.attn1.to_k"
+)
 Q = "blocks.0.attn1.to_q"
 WRONG: dict[str, tuple[Any, str | None]] = {
     "given_prefix": (file("transformer."), ""),
@@ -118,6 +122,7 @@ WRONG: dict[str, tuple[Any, str | None]] = {
     "another_code": (FLUX, None),
     "another_code_flat": (pair("lora_unet_double_blocks_0_img_attn_qkv", "lora_down"), None),
     "another_size": (pair("diffusion_model.blocks.7.self_attn.q"), None),
+    "another_model": (OTHERS, None),
     "text_encoder_alone": (pair("lora_te1_text_model_encoder_layers_0_mlp_fc1"), None),
     "one_layer_twice": (file("", LAYERS) | file("", WAN), None),
     "loha": ({f"lora_unet_{FLAT[Q]}.hada_w1_a": np.ones((16, 2))}, None),

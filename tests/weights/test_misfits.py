@@ -28,11 +28,27 @@ def test_everything_that_does_not_fit_is_said_at_once_and_nothing_changes():
         "blocks.2.attn1.to_q.weight": np.zeros((16, 16)),
         "patch.weight": np.zeros((16, 3, 2, 2, 4), np.float32),
     }
-    with pytest.raises(WeightsError) as error:
-        weights.load_diffusers(model, state)
-    check_golden("weights/does_not_fit", str(error.value))
+    for read in (weights.check_diffusers, weights.load_diffusers):
+        with pytest.raises(WeightsError) as error:
+            read(model, state)
+        check_golden("weights/does_not_fit", str(error.value))
     for name, array in values(model).items():
         np.testing.assert_array_equal(array, before[name])
+
+
+def test_weights_are_checked_without_reading_a_number():
+    """A model of shapes alone is enough, and stays so."""
+    shapes, state = nnx.eval_shape(lambda: model_of(0)), weights.to_diffusers(model_of(5))
+    assert weights.check_diffusers(shapes, state) == weights.Loaded()
+    kept = jax.tree.leaves(nnx.state(shapes))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in kept)
+    some = {name: x for name, x in state.items() if name != "norm.bias"}
+    assert weights.check_diffusers(shapes, some, strict=False).missing == ("norm.bias",)
+    behind = {f"a.{name}": x for name, x in state.items()}
+    assert weights.check_diffusers(shapes, behind, prefix="a.") == weights.Loaded()
+    integers = state | {"norm.bias": state["norm.bias"].astype(np.int8)}
+    with pytest.raises(WeightsError, match="another dtype"):
+        weights.check_diffusers(shapes, integers)
 
 
 def test_a_prefix_is_suggested_and_taken():

@@ -378,7 +378,7 @@ def test_models_that_are_others_are_refused(
     ones = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
     layer = "transformer.blocks.9.attn1.to_q"
     save_file({f"{layer}.lora_{side}.weight": x for side, x in ones.items()}, "lora.safetensors")
-    with pytest.raises(WeightsError, match=r"blocks\.9\.attn1\.to_q"):
+    with pytest.raises(ConfigError, match=r"blocks\.9\.attn1\.to_q"):
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT, "--lora", "lora.safetensors")
     shutil.rmtree("transformer")
     with pytest.raises(WeightsError, match=r"config\.json"):
@@ -446,7 +446,7 @@ def test_lora_of_another_family_is_refused_before_a_prompt_is_encoded(
         draw("flux", *words)
     check_golden("generate/flux_lora_of_wan", str(error.value))
     save_file({name.replace("blocks", "layers"): x for name, x in tensors.items()}, words[-1])
-    with pytest.raises(WeightsError, match=r"layers\.1\.attn1"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.attn1"):
         draw("flux", *words)
 
 

@@ -266,6 +266,11 @@ def named_of_one_transformer(path: Path, pipeline: Path, data: str) -> Any:
     return wan(path, WAN, data, expert="high_noise", boundary_ratio=0.9)
 
 
+def two_and_no_index(path: Path, pipeline: Path, data: str) -> Any:
+    (pipeline / "model_index.json").unlink()
+    return settings(path, pipeline, data, None)
+
+
 def no_folder(path: Path, pipeline: Path, data: str) -> Any:
     model = WAN | {"sizes": "wan-2.2-i2v-a14b", "folder": str(pipeline / "nowhere")}
     return wan(path, model, data, expert="low_noise")
@@ -289,6 +294,7 @@ REFUSALS = [
     named_and_no_expert,
     named_wan_2_1,
     named_of_one_transformer,
+    two_and_no_index,
     no_folder,
     folder_of_another_family,
 ]

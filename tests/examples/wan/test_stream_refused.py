@@ -14,7 +14,7 @@ from rollout import Denoising, Rollout
 
 import maxattn as ma
 from maxattn.errors import MaxattnError
-from tests.examples.wan.streamed import SIDES, TOKENS, clips, empty, plain, text, times
+from tests.examples.wan.streamed import SIDES, TOKENS, clips, empty, plain, small, text, times
 from tests.golden_text import check_golden
 
 STREAM = ma.Stream(TOKENS, 3, 2)
@@ -49,6 +49,15 @@ def rollout(**how: Any) -> Rollout:
 def begun() -> Any:
     run = rollout()
     return run, run.block(run.begin(plain().encode(text())))[1]
+
+
+def again(how: str) -> Any:
+    """Go on twice from one reel."""
+    run = rollout()
+    told = plain().encode(text())
+    reel = run.block(run.begin(told))[1]
+    run.block(reel)
+    return run.block(reel) if how == "block" else run.switch(reel, told)
 
 
 def chosen(frames: list[int]) -> Any:
@@ -94,6 +103,9 @@ BAD: dict[str, Callable[[], Any]] = {
         rollout().begin(plain().encode(text())), CLEAN[:, :2]
     ),
     "a_context_that_is_gone": lambda: chosen([0, 1, 9]),
+    "a_reel_twice": lambda: again("block"),
+    "a_switch_of_a_reel_that_is_used": lambda: again("switch"),
+    "weights_of_a_model_built_otherwise": lambda: rollout().update(small(scan_layers=False)),
     "a_context_not_whole": lambda: chosen([0, 1]),
 }
 
