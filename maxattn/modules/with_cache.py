@@ -58,6 +58,7 @@ def checked_cache(
         raise InputError("rotary_emb_k", "given", rule, "leave it out")
     shape = (*x.shape[:2], module.kv_heads, module.dim_head)
     refused.call(cache, shape, mesh_shape(mesh))
+    refused.same_devices(cache, mesh)
     return Given(x, layer, How(module.scale, module.config, mesh), mask, bias)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from maxattn.config.numbers import whole
 from maxattn.errors import InputError, MeshError
@@ -291,6 +292,23 @@ def _arrays(cache: KVCache) -> None:
     if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
         rule = "a cache that was donated to a program is used up, and what it returned goes on"
         raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
+
+
+def same_devices(cache: KVCache, mesh: Any) -> None:
+    """Refuse a cache that lies on other devices than a module's, where arrays say where they lie.
+
+    Args:
+        cache: whose mesh has the axes of the module's.
+        mesh: of the module; with devices, or none.
+    """
+    first = jax.tree.leaves(cache.k)[0]
+    if not isinstance(mesh, Mesh) or is_tracer(first) or not isinstance(first, jax.Array):
+        return
+    lies, runs = first.sharding.device_set, set(mesh.devices.flat)
+    if lies != runs:
+        found = f"devices {sorted(x.id for x in lies)}"
+        rule = f"the module runs on devices {sorted(x.id for x in runs)}"
+        raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
 
 
 def _mesh_text(mesh: MeshShape) -> str:

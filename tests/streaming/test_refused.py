@@ -64,6 +64,12 @@ def explicit() -> Any:
         return call(cache)
 
 
+def other_devices() -> Any:
+    config = ma.AttentionConfig(ici_data_parallelism=1, ici_tensor_parallelism=2)
+    elsewhere = config.make_mesh(jax.devices()[2:4])
+    return call(empty(mesh=elsewhere), module={"mesh": mesh_of("tensor 2")})
+
+
 def not_whole() -> ma.KVCache:
     return made(ENDLESS, frames=6)
 
@@ -186,6 +192,7 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     "rotary_of_another_block": lambda: call(empty(), rotary_emb=ma.rope_1d(8, 24)),
     "another_mesh": lambda: call(empty(mesh=mesh_of("tensor 2"))),
+    "a_mesh_of_other_devices": other_devices,
     "mesh_of_the_module_alone": lambda: call(empty(), module={"mesh": mesh_of("tensor 2")}),
     "another_batch": lambda: call(empty(batch=2)),
     "other_heads": lambda: call(empty(kv_heads=1)),
