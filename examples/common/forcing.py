@@ -138,6 +138,7 @@ def check_call(
     grid: tuple[int, int, int],
     cache: ma.KVCache | None,
     forcing: Forcing | None,
+    layers: int,
 ) -> None:
     """Refuse times, clips and caches that do not go together.
 
@@ -146,19 +147,35 @@ def check_call(
         t: its times.
         grid: frames, rows and columns of tokens.
         cache, forcing: as for `view_of`.
+        layers: of the model.
 
     Raises:
         InputError: naming what does not fit.
     """
     if cache is None and forcing is None:
         return
+    _check_type("cache", cache, ma.KVCache, "all layers of a KVCache are the model's")
+    _check_type("forcing", forcing, Forcing, "it says a stream and a clean clip")
     stream = cache.layout.stream if forcing is None and cache is not None else None
     _check_tokens(forcing.stream if forcing is not None else stream, grid)
     _check_times(t, grid[0], "cache" if forcing is None else "forcing")
     if cache is not None:
+        _check_layers(cache, layers)
         _check_cache(cache, forcing, grid[0])
     if forcing is not None:
         _check_clean(forcing, latents, grid[0])
+
+
+def _check_type(name: str, value: Any, kind: type, rule: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise InputError(name, type(value).__name__, rule, f"pass a {kind.__name__}")
+
+
+def _check_layers(cache: ma.KVCache, layers: int) -> None:
+    """Refuse a cache of another depth: in a scan the last layers would share what is kept."""
+    if (found := cache.shape[0]) != layers:
+        rule = f"each of the model's {layers} layers has keys and values of its own"
+        raise InputError("cache", f"{found} layers", rule, f"make the cache with layers={layers}")
 
 
 def _check_tokens(stream: Any, grid: tuple[int, int, int]) -> None:

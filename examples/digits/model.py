@@ -117,7 +117,7 @@ class WanTransformer(nnx.Module):
             The velocity; beside a cache a pair, with the cache that holds this block's too.
         """
         (frames, height, width), padding = self._grid(video), padding_mask(words)
-        check_call(video, t, (frames, height, width), cache, forcing)
+        check_call(video, t, (frames, height, width), cache, forcing, len(self.blocks))
         view = view_of(frames, self._rope, cache, forcing, self.mesh, positions)
         x, e, modulation = self._tokens(video, t, view, forcing)
         every = self.encode(words) if kv is None else kv

@@ -13,6 +13,7 @@ Source: Huang et al. 2025, Self Forcing, https://arxiv.org/abs/2506.08009
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -112,7 +113,7 @@ def _check(said: Denoising) -> None:
     if not times or not falls or not 0 < times[-1] <= times[0] <= TRAINING_TIMES:
         rule = "times fall from at most 1000, pure noise, and end above 0"
         raise InputError("denoising_steps", times, rule, "write such as 1000, 750, 500, 250")
-    if said.timestep_shift <= 0:
+    if not 0 < said.timestep_shift < math.inf:
         rule = "it multiplies the odds of noise: a positive number"
         raise InputError("timestep_shift", said.timestep_shift, rule, "write 1 for no shift")
     if said.sampler not in SAMPLERS:
@@ -123,3 +124,10 @@ def _check(said: Denoising) -> None:
         rule = "it is the share of noise in clean frames: at least 0, below 1"
         remedy = "write 0, or the share that the model was trained with"
         raise InputError("context_noise", said.context_noise, rule, remedy)
+    if said.context_noise and not said.clean_pass:
+        rule = "it is the noise of the clean pass, and clean_pass is false"
+        raise InputError("context_noise", said.context_noise, rule, "set it to 0, or clean_pass")
+    if not 0 <= said.guidance_scale < math.inf:
+        remedy = "write 1 for the model as it is"
+        rule = "it is a number of at least 0"
+        raise InputError("guidance_scale", said.guidance_scale, rule, remedy)

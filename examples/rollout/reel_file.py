@@ -24,6 +24,7 @@ from common.json_file import read_mapping
 from maxattn.errors import InputError
 from maxattn.weights import SafeTensors
 
+from . import checks
 from .reel import Reel
 from .reel_json import NAME, check_run, check_said, said_of
 from .rollout import Rollout
@@ -40,9 +41,8 @@ def save(run: Rollout, reel: Reel, folder: str | Path) -> Path:
     Raises:
         InputError: its cache is used up.
     """
-    if any(x.is_deleted() for x in jax.tree.leaves(reel.cache)):
-        rule = "a cache is changed in place, so a reel is saved before the next block is made of it"
-        raise InputError("reel", f"frame {reel.frame}", rule, "save what block() returned last")
+    before = "a reel is saved before the next block is made of it"
+    checks.used_up(reel, before, "save what block() returned last")
     folder, held = Path(folder), f"reel-{secrets.token_hex(4)}.safetensors"
     arrays = {name: hosts.whole(x) for name, x in _arrays(reel).items()}
     if hosts.is_first():

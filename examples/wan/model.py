@@ -191,7 +191,7 @@ class WanTransformer3D(nnx.Module):
         """
         _check_text(text, image, kv)
         grid = self._grid(latents)
-        check_call(latents, t, grid, cache, forcing)
+        check_call(latents, t, grid, cache, forcing, self.sizes.num_layers)
         kv = self.encode(text, image) if text is not None else kv
         rope = partial(self._rope, grid[1:])
         view = view_of(grid[0], rope, cache, forcing, self.mesh, positions)

@@ -30,6 +30,12 @@ def streaming() -> ma.KVCache:
     return empty(STREAM, 6)
 
 
+def of_layers(count: int) -> ma.KVCache:
+    _, batch, _, heads, width = streaming().shape
+    sizes = {"layers": count, "batch": batch, "kv_heads": heads, "dim_head": width}
+    return STREAM.cache(**sizes, dtype="float32")
+
+
 def forced(clean: Any = CLEAN, t_clean: Any = None, t: Any = T) -> Any:
     return call(NOISY, t, forcing=Forcing(STREAM, clean, t_clean))
 
@@ -93,7 +99,14 @@ BAD: dict[str, Callable[[], Any]] = {
     "no_steps": lambda: Denoising(()),
     "a_shift_of_nothing": lambda: Denoising(timestep_shift=0.0),
     "a_sampler_of_another_name": lambda: Denoising(sampler="euler"),
+    "a_shift_that_is_no_number": lambda: Denoising(timestep_shift=float("nan")),
+    "a_guidance_that_is_no_number": lambda: Denoising(guidance_scale=float("nan")),
+    "noise_of_no_clean_pass": lambda: Denoising(context_noise=0.1, clean_pass=False),
     "context_of_noise": lambda: Denoising(context_noise=1.0),
+    "a_cache_of_fewer_layers": lambda: call(cache=of_layers(1)),
+    "a_cache_of_more_layers": lambda: call(cache=of_layers(3)),
+    "a_layer_of_a_cache": lambda: call(cache=streaming().layer(0)),
+    "a_stream_for_forcing": lambda: call(NOISY, T, forcing=STREAM),
     # a rollout
     "a_prefix_later": lambda: begun()[0].prefix(begun()[1], CLEAN[:, :3]),
     "a_prefix_of_other_sides": lambda: rollout().prefix(
