@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .json_file import read_mapping
@@ -117,6 +118,20 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
     if type(index.get(EXPANDS)) not in (bool, type(None)):
         rule = "it is true where the first frame has a time of its own, else false"
         yield _error(folder, f"{EXPANDS} {index[EXPANDS]!r}", rule)
+
+
+def check_pipeline(folder: str | None, family: Family) -> None:
+    """Refuse a pipeline that the examples cannot run, before the sizes of its model are read.
+
+    Args:
+        folder: a pipeline's, or a model's alone; None for random weights.
+        family: that it should belong to.
+
+    Raises:
+        ConfigErrors: with all that `pipeline_errors` yields.
+    """
+    if folder is not None and (problems := list(pipeline_errors(Path(folder), family))):
+        raise ConfigErrors(problems)
 
 
 def boundary_error(folder: Path) -> ConfigError | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.pipeline_folder import check_pipeline
 from common.shapes import Form, Shapes
 from flax import nnx
 from jaxtyping import Array, Float
@@ -46,7 +47,12 @@ class FluxTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> FluxTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
+
+        Raises:
+            ConfigErrors: the folder is that of another pipeline.
+        """
+        check_pipeline(settings.model.folder, "flux")
         return cls(settings, sizes_of(settings.model))
 
     @property

@@ -12,12 +12,20 @@ from maxattn.errors import InputError
 
 from .reel import Reel
 
+TWICE = "a reel is gone on from once"
+LAST = "go on from the reel that was returned last; `save` keeps one"
 
-def used_up(reel: Reel) -> None:
-    """Refuse a reel that was gone on from."""
+
+def used_up(reel: Reel, what: str = TWICE, remedy: str = LAST) -> None:
+    """Refuse a reel that was gone on from.
+
+    Args:
+        reel: that is used again.
+        what: must be done before, in words.
+        remedy: as errors say it.
+    """
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(reel.cache)):
-        rule = "a cache is changed in place, so a reel is gone on from once"
-        remedy = "go on from the reel that was returned last; `save` keeps one"
+        rule = f"a cache is changed in place, so {what}"
         raise InputError("reel", f"frame {reel.frame}", rule, remedy)
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.pipeline_folder import FIRST, SECOND, boundary_of, lacking, pipeline_errors
+from common.pipeline_folder import boundary_of, lacking, pipeline_errors
 from common.trained_blocks import whole_errors
 from common.writable import unwritable
 from common.xla_options import sampling_options
@@ -22,6 +22,7 @@ from .lora_checks import lora_errors
 from .paths import Paths
 from .task import SamplingTask
 from .torch_device import device_errors
+from .weights_checks import parts_of, weights_errors
 
 INSTALL = 'pip install "maxattn[torch]"'
 
@@ -40,7 +41,8 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *_input_errors(task, paths, sizes_fit),
         *_output_errors(paths),
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
-        *_expert_errors(task, paths),
+        *_expert_errors(paths),
+        *weights_errors(task, paths),
         *_file_errors(task, paths),
         *_block_errors(task, paths),
         *lora_errors(task, paths),
@@ -68,21 +70,11 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     if paths.weights is None or paths.weights.exists():
         parts = parts_of(task, paths)
         opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
-    else:
-        rule = "it names a folder of weights, and there is none"
-        remedy = "name one, such as training.output_dir of a run"
-        yield ConfigError("--weights", paths.weights, rule, remedy)
     for read in opened:
         try:
             read()
         except MaxattnError as error:
             yield error
-
-
-def parts_of(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
-    """Name the parts of the folder whose weights are read, of those that are there."""
-    has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).name == SECOND
-    return (task.part, SECOND) if has_two else (task.part,)
 
 
 def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
@@ -92,17 +84,11 @@ def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
         yield from whole_errors(setting, paths.weights_of(part))
 
 
-def _expert_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    """Yield what is given for a second transformer that is not there, and what is not for both."""
-    both = boundary_of(paths.model) is not None
-    if paths.lora_2 is not None and not both:
+def _expert_errors(paths: Paths) -> Iterator[ConfigError]:
+    """Yield what is given for a second transformer that is not there."""
+    if paths.lora_2 is not None and boundary_of(paths.model) is None:
         rule = "it is merged into the second of two transformers, and this pipeline has one"
         yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
-    given = paths.weights if paths.weights is not None and paths.weights.exists() else None
-    if both and given is not None and len(lacking(given, (FIRST, SECOND))) == 2:
-        rule = f"a pipeline of two transformers takes a folder with {FIRST}, {SECOND} or both"
-        remedy = "give the folder above, such as training.output_dir of a run"
-        yield ConfigError("--weights", paths.weights, rule, remedy)
 
 
 def _device_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:

@@ -18,12 +18,13 @@ from maxattn import sharding, weights
 from maxattn.errors import ConfigError, InputError, WeightsError
 
 from . import files
-from .checks import check, parts_of
+from .checks import check
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
 from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
+from .weights_checks import parts_of
 
 Mesh = jax.sharding.Mesh
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.pipeline_folder import check_pipeline
 from common.shapes import Form, Shapes
 from flax import nnx
 from jaxtyping import Array, Float
@@ -43,7 +44,12 @@ class SdxlTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> SdxlTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
+
+        Raises:
+            ConfigErrors: the folder is that of another pipeline.
+        """
+        check_pipeline(settings.model.folder, "sdxl")
         return cls(settings, sizes_of(settings.model))
 
     @property

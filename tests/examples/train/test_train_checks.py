@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flux.task import FluxTask
 from sdxl.task import SdxlTask
 from train.loop import Training
 from wan.task import WanTask
@@ -16,7 +17,7 @@ import maxattn as ma
 from maxattn.errors import ConfigError, WeightsError
 from tests.golden_text import check_golden
 
-from .made import I2V, WAN, folder, sdxl, wan
+from .made import FLUX, I2V, WAN, flux, folder, sdxl, wan
 
 
 def begin(settings: Any, mesh: Any = None) -> Training:
@@ -73,9 +74,18 @@ def no_model_sdxl(path: Path) -> Any:
     return begin(sdxl(path, folder(path / "data", "sdxl"), model={"folder": str(path / "nowhere")}))
 
 
+def flux_of_another_pipeline(path: Path) -> Any:
+    model = path.parent / "FLUX.1-Kontext-dev"
+    model.mkdir()
+    (model / "model_index.json").write_text('{"_class_name": "FluxKontextPipeline"}')
+    given = FLUX | {"folder": str(model)}
+    return FluxTask.of(flux(path, given, folder(path / "data", "flux")))
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        flux_of_another_pipeline,
         no_folder,
         no_such_folder,
         missing_tensors,
