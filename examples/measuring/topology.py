@@ -10,9 +10,8 @@ import jax
 from jax.experimental import topologies
 
 import maxattn as ma
-from maxattn.config.target_names import read_target
+from maxattn.config import read_target
 from maxattn.errors import ConfigError
-from maxattn.target import installed
 
 OPTION = "--target"
 # Where there is no TPU, libtpu would ask a metadata server for minutes; others may have loaded it.
@@ -42,7 +41,7 @@ class Absent(NamedTuple):
             ConfigError: it is no TPU, or libtpu is not installed.
         """
         kind = read_target(name)
-        target = ma.Target.named(kind.kind, installed())
+        target = ma.Target.named(kind.kind, ma.Target.here().packages)
         if target.platform != "tpu":
             rule = "libtpu compiles for TPUs that are not here, and for nothing else"
             raise ConfigError(OPTION, name, rule, "write for example v6e")

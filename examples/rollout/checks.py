@@ -24,9 +24,14 @@ def used_up(reel: Reel, what: str = TWICE, remedy: str = LAST) -> None:
         what: must be done before, in words.
         remedy: as errors say it.
     """
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(reel.cache)):
+    if any(_is_deleted(x) for x in jax.tree.leaves(reel.cache)):
         rule = f"a cache is changed in place, so {what}"
         raise InputError("reel", f"frame {reel.frame}", rule, remedy)
+
+
+def _is_deleted(x: Any) -> bool:
+    """Tell whether an array was given up; what is being traced is none."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:

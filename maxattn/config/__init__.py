@@ -7,6 +7,7 @@ from maxattn.config.maxdiffusion import Imported
 from maxattn.config.section import Section
 from maxattn.config.self_forcing import load_rollout
 from maxattn.config.settings import AttentionConfig, FlashBlockSizes
+from maxattn.config.target_names import read_target
 
 __all__ = [
     "AttentionConfig",
@@ -15,4 +16,5 @@ __all__ = [
     "Imported",
     "Section",
     "load_rollout",
+    "read_target",
 ]
