@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from common.split import Structure
+from jax.core import Tracer
 
 import maxattn as ma
 from maxattn.errors import InputError
@@ -31,7 +32,7 @@ def used_up(reel: Reel, what: str = TWICE, remedy: str = LAST) -> None:
 
 def _is_deleted(x: Any) -> bool:
     """Tell whether an array was given up; what is being traced is none."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
