@@ -15,7 +15,7 @@ SEED = 19
 CASES = {
     "attention": 10, "meshes": 4, "transforms": 6, "modules": 4, "plans": 60, "commands": 60,
     "yaml": 80, "weights": 60, "lora": 60, "latents": 30,
-    "checkpoints": 6, "tuned": 10,
+    "checkpoints": 12, "tuned": 10,
 }  # fmt: skip
 PARTS = 2  # so that both cores have work
 COMPILE = ("attention", "meshes", "transforms", "modules")
