@@ -41,9 +41,10 @@ class JointAttention(FlaxAttention):
     The text comes first in the joint sequence: in rotary positions, masks and biases too.
 
     Args:
-        query_dim, heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim,
-        dim_head_v: as in `FlaxAttention`. The dropout is on the picture's output alone, as in
-            diffusers.
+        query_dim, heads, kv_heads, dim_head, dim_head_v, bias, out_bias, qk_norm, eps: as in
+            `FlaxAttention`.
+        scale, out_dim, dropout: as in `FlaxAttention`. The dropout is on the picture's output
+            alone, as in diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
         out_proj: whether there are output projections; default True. False leaves the heads of both

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Stage = Literal["empty", "filling", "full", "done", "complete"]
 Mode = Literal["stream", "extract", "cached"]
 
-Layers = Any  # Float[Array, "L B S K H"], or a tuple of Float[Array, "1 B S K H"]
 STATIC = {"static": True}  # parts of the structure, which compiled programs differ by
 
 
@@ -64,8 +63,8 @@ class KVCache:
     KVCache(float32[1,1,24,2,8], frame 9, 6 slots, full)
     """
 
-    k: Layers
-    v: Layers
+    k: Any  # Float[Array, "L B S K H"], or a tuple of Float[Array, "1 B S K H"]
+    v: Any
     frame: Int[Array, ""] | Int[Array, " B"]
     layout: CacheLayout = field(metadata=STATIC)
     own: int = field(default=1, metadata=STATIC)
