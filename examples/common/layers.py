@@ -81,30 +81,13 @@ def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm
     return nnx.LayerNorm(dim, epsilon=eps, dtype=jnp.float32, rngs=rngs, **how)
 
 
-def modulated(
-    x: Float[Array, "B T D"],
-    norm: nnx.LayerNorm,
-    scale: Float[Array, "B F D"],
-    shift: Float[Array, "B F D"],
-) -> Float[Array, "B T D"]:
-    """Compute norm(x) * (1 + scale) + shift in float32; keep the dtype of x."""
-    return (norm(x) * (1 + scale) + shift).astype(x.dtype)
-
-
-def gated(
-    x: Float[Array, "B T D"], y: Float[Array, "B T D"], gate: Float[Array, "B F D"]
-) -> Float[Array, "B T D"]:
-    """Compute x + gate * y in float32; keep the dtype of x."""
-    return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
-
-
 def project_parts(
     linear: nnx.Linear, parts: Sequence[Float[Array, "B T C"]]
 ) -> Float[Array, "B T D"]:
-    """Compute linear(concatenate(parts)) and write no such array: a product for each part.
+    """Multiply concatenate(parts) by a kernel and write no such array: a product for each part.
 
-    The result is float32, since the bias is added last: before it, XLA for GPUs reads each part's
-    rows of the kernel where they lie.
+    The bias is left out: before it, XLA for GPUs reads each part's rows of the kernel where they
+    lie.
 
     Args:
         linear: of all channels.
@@ -116,8 +99,7 @@ def project_parts(
         last = first + part.shape[-1]
         y = y + part.astype(dtype) @ kernel[first:last]
         first = last
-    bias = 0.0 if linear.bias is None else linear.bias[...].astype(jnp.float32)
-    return y.astype(jnp.float32) + bias
+    return y
 
 
 def sinusoids(

@@ -17,17 +17,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.layers import FeedForward, gated, modulated, norm32, on_mesh
+from common.layers import FeedForward, norm32, on_mesh
+from common.residual import Residual, residual, rows_of
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn import rope, sharding
+from maxattn.modules import GatedBranch, ModulationRow
 
 EPS = 1e-6
 AXES = (16, 56, 56)  # channels of a head for time, row and column
 Tokens = Float[Array, "B T D"]
-Parts = list[Float[Array, "B 1 D"]]
+Parts = list[ModulationRow]
 
 
 class Modulation(nnx.Module):
@@ -51,9 +54,9 @@ class Modulation(nnx.Module):
         self.norm = norm32(dim, EPS, False, rngs)
 
     def __call__(self, e: Float[Array, "B D"]) -> Parts:
-        """Return the vectors in the order of the file, in float32."""
+        """Return the vectors in the order of the file."""
         table = sharding.constrain(self.linear(nnx.silu(e)), self.mesh, "B.")
-        return jnp.split(table.astype(jnp.float32)[:, None], self.parts, axis=-1)
+        return list(rows_of(rearrange(table, "B (R D) -> B 1 R D", R=self.parts)))
 
 
 class FluxBlock(nnx.Module):
@@ -93,32 +96,55 @@ class FluxBlock(nnx.Module):
         self.ffn, self.ffn_context = (FeedForward(dim, 4 * dim, **how) for _ in range(2))
 
     def __call__(
-        self, x: Tokens, text: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary
-    ) -> tuple[Tokens, Tokens]:
+        self,
+        x: Tokens | Residual,
+        text: Tokens | Residual,
+        e: Float[Array, "B D"],
+        rotary: ma.Rotary,
+        add: bool = True,
+    ) -> tuple[Any, Any]:
         """Return the picture's and the text's new tokens.
 
         Args:
-            x: the picture's, [B, T, D].
-            text: the text's, [B, S, D].
+            x: the picture's, [B, T, D], with or without a branch that is to be added.
+            text: the text's, [B, S, D], likewise.
             e: embedding of time, guidance and pooled text.
             rotary: positions of S + T tokens, from `positions`.
+            add: False: the last branches are left for the next norms to add. Default True.
         """
         mine, theirs = self.norm1(e), self.norm1_context(e)
-        attended, text_attended = self.attn(
-            modulated(x, self.norm1.norm, mine[1], mine[0]),
-            modulated(text, self.norm1_context.norm, theirs[1], theirs[0]),
-            rotary_emb=rotary,
-        )
-        x = self._rest(x, attended, mine, self.norm2, self.ffn)
-        text = self._rest(text, text_attended, theirs, self.norm2_context, self.ffn_context)
-        return sharding.constrain(x, self.mesh, "BT."), sharding.constrain(text, self.mesh, "B..")
+        x, y = residual(x).normed(self.norm1.norm, mine[1], mine[0], self.mesh)
+        context = self.norm1_context.norm, theirs[1], theirs[0], self.mesh
+        text, text_y = residual(text).normed(*context)
+        attended = self._attend(y, text_y, rotary, add)
+        of_x = self._rest(x, attended[0], mine, self.norm2, self.ffn)
+        of_text = self._rest(text, attended[1], theirs, self.norm2_context, self.ffn_context)
+        if not add:
+            return of_x, of_text
+        whole = sharding.constrain(of_x.total, self.mesh, "BT.")
+        return whole, sharding.constrain(of_text.total, self.mesh, "B..")
+
+    def _attend(
+        self, x: Tokens, text: Tokens, rotary: ma.Rotary, add: bool
+    ) -> tuple[tuple[Tokens, Any], tuple[Tokens, Any]]:
+        """Return what picture and text attend to, each with a bias that is not in it yet."""
+        if not add:
+            return self.attn.without_out_bias(x, text, rotary)
+        y, text_y = self.attn(x, text, rotary_emb=rotary)
+        return (y, None), (text_y, None)
 
     def _rest(
-        self, x: Tokens, attended: Tokens, parts: Parts, norm: nnx.LayerNorm, ffn: FeedForward
-    ) -> Tokens:
-        _, _, gate1, shift2, scale2, gate2 = parts
-        x = gated(x, attended, gate1)
-        return gated(x, ffn(modulated(x, norm, scale2, shift2)), gate2)
+        self,
+        x: Tokens,
+        attended: tuple[Tokens, Any],
+        parts: Parts,
+        norm: nnx.LayerNorm,
+        ffn: FeedForward,
+    ) -> Residual:
+        (y, bias), (_, _, gate1, shift2, scale2, gate2) = attended, parts
+        before = Residual(x, GatedBranch(y, gate1, bias))
+        x, y = before.normed(norm, scale2, shift2, self.mesh)
+        return Residual(x, GatedBranch(ffn(y), gate2))
 
 
 def positions(

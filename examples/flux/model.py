@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from common.layers import Embedding, modulated, on_mesh, sinusoids
+from common.layers import Embedding, on_mesh, sinusoids
+from common.residual import left_open, residual
 from common.scan import make_layers, run_layers
 from einops import rearrange
 from flax import nnx
@@ -28,6 +29,7 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import InputError
+from maxattn.modules import adaptive_norm
 
 from .block import FluxBlock, Modulation, Tokens, positions
 from .single_block import FluxSingleBlock
@@ -149,7 +151,8 @@ class FluxTransformer2D(nnx.Module):
         x = sharding.constrain(self.x_embedder(x), self.mesh, "BT.")
         x = self._blocks(x, self.context_embedder(text.astype(self.dtype)), e, rotary)
         scale, shift = self.norm_out(e)
-        x = self.proj_out(modulated(x[:, s:], self.norm_out.norm, scale, shift))
+        _, x = adaptive_norm(x[:, s:], self.norm_out.norm, scale, shift, mesh=self.mesh)
+        x = self.proj_out(x)
         grid = {"H": rows, "W": columns, "h": PATCH, "w": PATCH}
         return rearrange(x, "B (H W) (C h w) -> B (H h) (W w) C", **grid)
 
@@ -158,15 +161,21 @@ class FluxTransformer2D(nnx.Module):
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 
-        def on_two(block: FluxBlock, both: tuple[Tokens, Tokens], *_: Any) -> Any:
-            return double(block, *both, e, rotary)
+        add, alone = (not left_open(b, self.config) for b in self._stacks)
 
-        def on_one(block: FluxSingleBlock, both: Tokens, *_: Any) -> Tokens:
-            return single(block, both, e, rotary)
+        def on_two(block: FluxBlock, both: tuple[Any, Any], *_: Any) -> Any:
+            return double(block, *both, e, rotary, add)
 
-        x, c = run_layers(on_two, self.transformer_blocks, (x, c), None)
+        def on_one(block: FluxSingleBlock, both: Any, *_: Any) -> Any:
+            return single(block, both, e, rotary, alone)
+
+        x, c = (residual(of).total for of in run_layers(on_two, self._stacks[0], (x, c), None))
         both = sharding.constrain(jnp.concatenate([c, x], axis=1), self.mesh, "BT.")
-        return run_layers(on_one, self.single_transformer_blocks, both, None)
+        return residual(run_layers(on_one, self._stacks[1], both, None)).total
+
+    @property
+    def _stacks(self) -> tuple[Any, Any]:
+        return self.transformer_blocks, self.single_transformer_blocks
 
     def _check(self, latents: Any, text: Any, pooled: Any, guidance: Any) -> None:
         sizes = self.sizes

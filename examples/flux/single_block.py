@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common.layers import gated, modulated, on_mesh, project_parts
+from common.layers import on_mesh, project_parts
+from common.residual import Residual, residual
 from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn import sharding
+from maxattn.modules import GatedBranch, ModulationRow
 
 from .block import EPS, Modulation, Tokens
 
@@ -59,23 +61,32 @@ class FluxSingleBlock(nnx.Module):
         self.proj_mlp = nnx.Linear(dim, 4 * dim, kernel_metadata=inner, **how)
         self.proj_out = nnx.Linear(5 * dim, dim, kernel_metadata=whole, **how)
 
-    def __call__(self, x: Tokens, e: Float[Array, "B D"], rotary: ma.Rotary) -> Tokens:
+    def __call__(
+        self,
+        x: Tokens | Residual,
+        e: Float[Array, "B D"],
+        rotary: ma.Rotary,
+        add: bool = True,
+    ) -> Any:
         """Return the new tokens.
 
         Args:
-            x: text and picture, [B, T, D].
+            x: text and picture, [B, T, D], with or without a branch that is to be added.
             e: embedding of time, guidance and pooled text.
             rotary: positions of the T tokens, from `positions`.
+            add: False: the branch is left for the next norm to add. Default True.
         """
         shift, scale, gate = self.norm(e)
-        y = modulated(x, self.norm.norm, scale, shift)
+        x, y = residual(x).normed(self.norm.norm, scale, shift, self.mesh)
         attended, inner = self.attn(y, rotary_emb=rotary), nnx.gelu(self.proj_mlp(y))
-        x = gated(x, self._projected([attended, inner]), gate)
-        return sharding.constrain(x, self.mesh, "BT.")
+        out = Residual(x, self._projected([attended, inner], gate))
+        return sharding.constrain(out.total, self.mesh, "BT.") if add else out
 
-    def _projected(self, parts: list[Tokens]) -> Tokens:
+    def _projected(self, parts: list[Tokens], gate: ModulationRow) -> GatedBranch:
         # Where the kernel's rows lie over devices, a part of them is no whole shards.
         shape = dict(sharding.mesh_shape(sharding.usable_mesh(self.mesh, parts[0])))
-        if self.apart and "tensor" not in shape:
-            return project_parts(self.proj_out, parts)
-        return self.proj_out(jnp.concatenate(parts, axis=-1))
+        if not self.apart or "tensor" in shape:
+            return GatedBranch(self.proj_out(jnp.concatenate(parts, axis=-1)), gate)
+        bias = self.proj_out.bias
+        y = project_parts(self.proj_out, parts)
+        return GatedBranch(y, gate, None if bias is None else bias[...])

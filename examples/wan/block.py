@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from common.layers import FeedForward, gated, modulated, norm32
+from common.layers import FeedForward, norm32
+from common.residual import Residual, residual, rows_of
 from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn import sharding
 from maxattn.masks import Mask
-from maxattn.modules import KV
+from maxattn.modules import KV, GatedBranch, adaptive_norm
 from maxattn.streaming import CacheLayer
 
 from .sizes import Sizes
@@ -44,34 +44,38 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Tokens,
+        x: Tokens | Residual,
         modulation: Float[Array, "B F 6 D"],
         rotary: ma.Rotary,
         kv: KV,
         mask: Mask | None = None,
         cache: CacheLayer | None = None,
+        add: bool = True,
     ) -> Any:
         """Run the three layers.
 
         Args:
-            x: the video's tokens.
+            x: the video's tokens, with or without a branch that is to be added.
             modulation: what the times of all frames, or of the video, say to all blocks; this
                 block's table is added.
             rotary: positions of the tokens.
             kv: keys and values of text and image, from `attn2.compute_kv`.
             mask: of self-attention; default everything.
             cache: a layer of a cache, which self-attention writes or reads.
+            add: False: the last branch is left for the next norm to add. Default True.
 
         Returns:
-            The tokens; beside a cache a pair, with the whole cache.
+            The tokens, or tokens and branch; beside a cache a pair, with the whole cache.
         """
-        parts = of_tokens(self.scale_shift_table[...] + modulation, x.shape[1])
-        shift1, scale1, gate1, shift2, scale2, gate2 = parts
-        y, kept = self._attend(modulated(x, self.norm1, scale1, shift1), rotary, mask, cache)
-        x = gated(x, y, gate1)
-        x = x + self.attn2(self.norm2(x).astype(x.dtype), kv=kv)
-        x = gated(x, self.ffn(modulated(x, self.norm3, scale2, shift2)), gate2)
-        x = sharding.constrain(x, self.mesh, "BT.")
+        rows = rows_of(modulation, self.scale_shift_table[...])
+        shift1, scale1, gate1, shift2, scale2, gate2 = rows
+        x, y = residual(x).normed(self.norm1, scale1, shift1, self.mesh)
+        y, kept = self._attend(y, rotary, mask, cache)
+        x, y = adaptive_norm(x, self.norm2, branch=GatedBranch(y, gate1), mesh=self.mesh)
+        x = x + self.attn2(y, kv=kv)
+        x, y = adaptive_norm(x, self.norm3, scale2, shift2, mesh=self.mesh)
+        out = Residual(x, GatedBranch(self.ffn(y), gate2))
+        x = out if not add else sharding.constrain(out.total, self.mesh, "BT.")
         return x if cache is None else (x, kept)
 
     def _attend(
@@ -80,18 +84,6 @@ class Block(nnx.Module):
         if cache is None:
             return self.attn1(x, rotary_emb=rotary, mask=mask), None
         return self.attn1(x, rotary_emb=rotary, mask=mask, cache=cache)
-
-
-def of_tokens(table: Float[Array, "B F rows D"], tokens: int) -> tuple[Float[Array, "B _ D"], ...]:
-    """Return the rows of a modulation for every token, or for all where F is 1."""
-    b, frames, rows, d = table.shape
-    # Row by row: XLA would write all rows of all tokens, and read them again in each layer.
-    each = tuple(table[:, :, row] for row in range(rows))
-    if frames == 1:
-        return each
-    spread = (b, frames, tokens // frames, d)
-    # [B, F, D] -> [B, F, T / F, D] -> [B, T, D]
-    return tuple(jnp.broadcast_to(x[:, :, None], spread).reshape(b, tokens, d) for x in each)
 
 
 def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:

@@ -26,7 +26,8 @@ from typing import Any, ClassVar, overload
 import jax
 import jax.numpy as jnp
 from common.forcing import Forcing, View, check_call, view_of
-from common.layers import modulated, norm32
+from common.layers import norm32
+from common.residual import left_open, residual, rows_of
 from common.scan import are_scanned, make_layers, map_layers, run_layers
 from einops import rearrange
 from flax import nnx
@@ -35,9 +36,9 @@ from jaxtyping import Array, Float, Int
 import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import InputError
-from maxattn.modules import KV
+from maxattn.modules import KV, adaptive_norm
 
-from .block import Block, Config, Tokens, of_tokens, table
+from .block import Block, Config, Tokens, table
 from .conditions import Conditions, Time
 from .sizes import Sizes
 
@@ -234,28 +235,29 @@ class WanTransformer3D(nnx.Module):
     ) -> tuple[Tokens, ma.KVCache | None]:
         """Run the blocks; a cache that is written is their carry, and one that is read is not."""
         cache = view.cache
-        seen = view.rotary, view.mask
+        seen, add = (view.rotary, view.mask), not left_open(self.blocks, self.config)
         if cache is not None and view.writes:
 
             def write(block: Block, carry: Any, kv: Any, number: Any) -> Any:
                 (x, cache), (rotary, mask) = carry, seen
-                return block(x, time.modulation, rotary, kv, mask, cache.layer(number))
+                return block(x, time.modulation, rotary, kv, mask, cache.layer(number), add)
 
-            return run_layers(write, self.blocks, (x, cache), kv)
+            x, cache = run_layers(write, self.blocks, (x, cache), kv)
+            return residual(x).total, cache
         run = ma.remat(Block.__call__, self.config)
 
-        def step(block: Block, x: Tokens, kv: Any, number: Any) -> Tokens:
+        def step(block: Block, x: Any, kv: Any, number: Any) -> Any:
             layer = None if cache is None else cache.layer(number)
             rotary, mask = seen
-            out = run(block, x, time.modulation, rotary, kv, mask, layer)
+            out = run(block, x, time.modulation, rotary, kv, mask, layer, add)
             return out if cache is None else out[0]
 
-        return run_layers(step, self.blocks, x, kv), cache
+        return residual(run_layers(step, self.blocks, x, kv)).total, cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
-        table = self.scale_shift_table[...] + e.astype(jnp.float32)[:, :, None]
-        shift, scale = of_tokens(table, x.shape[1])
-        x = self.proj_out(modulated(x, self.norm_out, scale, shift))
+        times = e.astype(jnp.float32)[:, :, None]
+        shift, scale = rows_of(jnp.repeat(times, 2, axis=2), self.scale_shift_table[...])
+        x = self.proj_out(adaptive_norm(x, self.norm_out, scale, shift, mesh=self.mesh)[1])
         counts = dict(zip("FHWfhw", (*grid, *self.sizes.patch_size), strict=True))
         return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **counts)
 

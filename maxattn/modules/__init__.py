@@ -1,6 +1,12 @@
 """Attention as Flax NNX modules, and inside modules of others."""
 
 from maxattn.modules.adapters import AttentionFn, attention_fn
+from maxattn.modules.adaptive_layer_norm import (
+    GatedBranch,
+    ModulationRow,
+    adaptive_norm,
+    gated_sum,
+)
 from maxattn.modules.cross_attention import KV, CrossAttention
 from maxattn.modules.heads import attention_flat, merge_heads, split_heads
 from maxattn.modules.joint_attention import JointAttention
@@ -12,11 +18,15 @@ __all__ = [
     "AttentionFn",
     "CrossAttention",
     "FlaxAttention",
+    "GatedBranch",
     "JointAttention",
+    "ModulationRow",
     "SwapTable",
     "Swapped",
+    "adaptive_norm",
     "attention_flat",
     "attention_fn",
+    "gated_sum",
     "merge_heads",
     "split_heads",
     "swap",

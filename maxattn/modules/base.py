@@ -20,7 +20,15 @@ from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
-from maxattn.modules.norm_rope import fused_row, norm_rotary, path_here
+from maxattn.modules.norm_rope import (
+    Sequence,
+    can_join,
+    can_pair,
+    fused_row,
+    norm_rotary,
+    norm_rotary_pair,
+    path_here,
+)
 from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 
@@ -211,11 +219,44 @@ class AttentionBase(nnx.Module):
         path = path_here(row, x, self.mesh, to.letters)
         if row is None or not path.is_kernel:
             return self._project(x, to, rotary)
-        with self._scope("to_qkv"):
-            y, bias = without_bias(to.linear, x)
-            y = checkpoint_name(y, to.name)
+        y, bias = self._without_bias(x, to)
         with self._scope("norm_rope"):
             return norm_rotary(row, y, bias, to.norm, rotary, self.mesh, to.letters, path.name)
+
+    def _project_pair(self, *both: tuple[Array, Projection, Rotary | None]) -> Any:
+        """Project to queries and keys, norm and rotate them in one launch.
+
+        Returns:
+            Both; None where no kernel here takes them together.
+        """
+        sequences = self._sequences(*both)
+        if not sequences:
+            return None
+        with self._scope("norm_rope"):
+            if can_pair(*sequences):
+                return norm_rotary_pair(*sequences)
+            return tuple(norm_rotary(*each, by="cute") for each in sequences)
+
+    def _sequences(self, *each: tuple[Array, Projection, Rotary | None]) -> list[Sequence]:
+        """Project, for a kernel that takes all in one go; nothing where none does."""
+        rows = [fused_row(self.qk_norm, to.norm, of, to.heads, self.dim_head) for _, to, of in each]
+        paths = [
+            path_here(row, x, self.mesh, to.letters)
+            for row, (x, to, _) in zip(rows, each, strict=True)
+        ]
+        if not can_join(paths, self.mesh):
+            return []
+        return [
+            Sequence(row, *self._without_bias(x, to), to.norm, of)
+            for row, (x, to, of) in zip(rows, each, strict=True)
+            if row is not None
+        ]
+
+    def _without_bias(self, x: Array, to: Projection) -> tuple[Array, Array | None]:
+        """Project, and leave the bias to the kernel that reads the result."""
+        with self._scope("to_qkv"):
+            y, bias = without_bias(to.linear, x)
+            return checkpoint_name(y, to.name), bias
 
     def _noted(self, prepared: Prepared, x: Array, rotary: Rotary | None) -> Prepared:
         """Let the plan say what norms and rotates the queries, where anything does."""

@@ -118,6 +118,14 @@ def like_both(
     return picture, text if module.out_proj else PartitionSpec(*text[:2], None)
 
 
+def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
+    """Place outputs as `like_both` does; biases that are left out are whole on each device."""
+    projected = module.out_proj and module.text_out
+    return tuple(
+        (spec, PartitionSpec() if projected else None) for spec in like_both(module, *states)
+    )
+
+
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
     """Place keys and values [B, S, K, H] as the states of their batch, whole beyond it."""
     batch = _spec(text)[0]

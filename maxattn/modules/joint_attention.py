@@ -24,11 +24,20 @@ from maxattn.modules.base import (
     Projection,
     linear_on_mesh,
     sum_grads_in_order,
+    without_bias,
 )
-from maxattn.modules.explicit import like_both, over_explicit_axes
+from maxattn.modules.explicit import (
+    like_both,
+    like_both_without_bias,
+    over_explicit_axes,
+)
 from maxattn.modules.heads import merge_heads
+from maxattn.modules.norm_rope import norm_rotary_joint
 from maxattn.modules.self_attention import FlaxAttention
 from maxattn.rope import Rotary
+
+Unbiased = tuple[Float[Array, "B T C"], Float[Array, " C"] | None]
+"""What a projection gives, and the bias that it has left out."""
 
 
 class JointAttention(FlaxAttention):
@@ -147,9 +156,41 @@ class JointAttention(FlaxAttention):
         Raises:
             InputError: for shapes or dtypes that do not fit, or dropout without rngs.
         """
-        checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         x, text = hidden_states, encoder_hidden_states
+        of_text, of_picture = self._attend(text, x, rotary_emb, mask, bias)
+        return self._output(of_picture, x, deterministic, rngs), self._text_output(of_text)
+
+    @over_explicit_axes(like_both_without_bias)
+    def without_out_bias(
+        self,
+        hidden_states: Float[Array, "B T query_dim"],
+        encoder_hidden_states: Float[Array, "B S added_kv_proj_dim"],
+        rotary_emb: Any = None,
+    ) -> tuple[Unbiased, Unbiased]:
+        """Attend as a call does, and leave the output projections' biases to the caller.
+
+        The caller adds them with what else it adds, such as in `adaptive_norm`: XLA for GPUs then
+        copies neither sequence out of the joint one. There is no dropout.
+
+        Args:
+            hidden_states, encoder_hidden_states, rotary_emb: as for a call.
+
+        Returns:
+            (y, bias) of the picture, then of the text; the bias is None where y has it already.
+        """
+        x, text = hidden_states, encoder_hidden_states
+        of_text, of_picture = self._attend(text, x, rotary_emb)
+        y, text_y = merge_heads(of_picture), merge_heads(of_text)
+        if not (self.out_proj and self.text_out):
+            return (y, None), (text_y, None)
+        return without_bias(self.to_out, y), without_bias(self.to_add_out, text_y)
+
+    def _attend(
+        self, text: Array, x: Array, rotary_emb: Any, mask: Any = None, bias: Any = None
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B T N H"]]:
+        """Return what the tokens of the text attend to, and those of the picture."""
+        checks.states("hidden_states", x, self.query_dim, "query_dim")
         b, t, _ = x.shape
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
         s = text.shape[1]
@@ -161,8 +202,7 @@ class JointAttention(FlaxAttention):
             for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
         )
         out = self._run_attention(prepared, q, k, v, bias)
-        picture = self._output(out[:, s:], x, deterministic, rngs)
-        return picture, self._text_output(out[:, :s])
+        return out[:, :s], out[:, s:]
 
     def _joint_heads(
         self, text: Array, x: Array, rotary: Rotary | None
@@ -185,11 +225,12 @@ class JointAttention(FlaxAttention):
     ) -> Float[Array, "B ST N H"]:
         """Project text and picture, each with its norm and its part of the rotary table."""
         of_text, of_picture = (None, None) if rotary is None else rotary.split(text.shape[1])
-        parts = (
-            self._project_norm_rope(text, added, of_text),
-            self._project_norm_rope(x, own, of_picture),
-        )
-        return jnp.concatenate(parts, axis=1)
+        both = (text, added, of_text), (x, own, of_picture)
+        sequences = self._sequences(*both)
+        if not sequences:
+            return jnp.concatenate([self._project_norm_rope(*each) for each in both], axis=1)
+        with self._scope("norm_rope"):
+            return norm_rotary_joint(sequences)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
         if not self.text_out:

@@ -176,13 +176,20 @@ class FlaxAttention(AttentionBase):
         of_keys = rotary_emb if rotary_emb_k is None else rotary_emb_k
         rotary_k = self._check_rotary(of_keys, b, t, "rotary_emb_k", self.kv_heads)
         prepared = self._noted(self._prepare(b, t, t, mask, bias), hidden_states, rotary_q)
-        k, v = self._keys_values(sum_grads_in_order(hidden_states), rotary_k)
-        q = self._queries(hidden_states, rotary_q)
+        q, k, v = self._heads(hidden_states, rotary_q, rotary_k)
         out = self._run_attention(prepared, q, k, v, bias)
         return self._output(out, hidden_states, deterministic, rngs)
 
-    def _keys_values(self, x: Array, rotary: Rotary | None) -> tuple[Array, Array]:
+    def _heads(
+        self, x: Array, rotary_q: Rotary | None, rotary_k: Rotary | None
+    ) -> tuple[Array, Array, Array]:
+        """Project to queries, keys and values."""
         to_k = Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k, "BSKH")
-        k = self._project_norm_rope(x, to_k, rotary)
-        v = self._project(x, Projection(self.to_v, "value_proj", self.kv_heads))
-        return self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")
+        to_q = Projection(self.to_q, "query_proj", self.heads, self.norm_q)
+        of_keys = sum_grads_in_order(x)
+        pair = self._project_pair((x, to_q, rotary_q), (of_keys, to_k, rotary_k))
+        if pair is None:
+            k = self._project_norm_rope(of_keys, to_k, rotary_k)
+        v = self._project(of_keys, Projection(self.to_v, "value_proj", self.kv_heads))
+        q, k = pair or (self._project_norm_rope(x, to_q, rotary_q), k)
+        return self._on_mesh(q, "BTNH"), self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")

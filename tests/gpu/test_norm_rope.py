@@ -96,3 +96,34 @@ def test_a_module_uses_it() -> None:
     np.testing.assert_allclose(
         float32(run(x)), float32(want), atol=2e-2 * float(jnp.max(jnp.abs(want)))
     )
+
+
+@pytest.mark.parametrize("qk_norm", ["rms_norm", "rms_norm_across_heads"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_joint_sequence_is_written_in_place(qk_norm: str, batch: int) -> None:
+    skip_unless_available("dot_product")
+    if Target.here().version("fa4-jax") is None:
+        pytest.skip("needs fa4-jax, which brings CuTe")
+    module = ma.JointAttention(
+        256, 192, 4, dim_head=64, bias=True, qk_norm=qk_norm, dtype=jnp.bfloat16,
+        config=ma.AttentionConfig(attention="dot_product"), rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, text = (
+        jax.random.normal(key, (batch, n, c), jnp.bfloat16)
+        for key, n, c in zip(keys, (301, 77), (256, 192), strict=True)
+    )
+    rotary = ma.rope_1d(64, 378)
+
+    def run(x: Any, text: Any) -> Any:
+        return module(x, text, rotary_emb=rotary)
+
+    def loss(x: Any, text: Any) -> Any:
+        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in run(x, text))
+
+    assert "norm_rotary_into" in jax.jit(run).lower(x, text).as_text()
+    got = *jax.jit(run)(x, text), *jax.jit(jax.grad(loss, (0, 1)))(x, text)
+    with ma.Target.named("cpu").assumed():
+        want = *jax.jit(run)(x, text), *jax.jit(jax.grad(loss, (0, 1)))(x, text)
+    for mine, theirs in zip(float32(got), float32(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=3e-2 * float(jnp.max(jnp.abs(theirs))))

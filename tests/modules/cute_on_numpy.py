@@ -1,4 +1,4 @@
-"""The few operations of CuTe that the kernels of norm and rotary embedding use, on numpy.
+"""The few operations of CuTe that the kernels of the norms use, on numpy.
 
 A value of a kernel is an array over the threads of one block, which go through the kernel in step;
 the blocks follow each other. Every load and store is checked: inside its array, at an address as
@@ -16,8 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-KERNELS = tuple(
-    f"maxattn.modules.norm_rope.cute_{name}" for name in ("memory", "stages", "kernels")
+KERNELS = (
+    *(f"maxattn.modules.norm_rope.cute_{name}" for name in ("memory", "stages", "kernels")),
+    *(f"maxattn.modules.adaptive_layer_norm.cute_{name}" for name in ("moments", "kernels")),
 )
 
 
@@ -87,15 +88,15 @@ class Registers:
 
 
 class Shared:
-    """Shared memory in which warps leave their sums: [2, warps]."""
+    """Shared memory in which warps leave their sums: [2, warps], or [2, 2, warps]."""
 
-    def __init__(self, shape: tuple[int, int], threads: int) -> None:
+    def __init__(self, shape: tuple[int, ...], threads: int) -> None:
         self.data, self.threads = np.full(shape, np.nan, np.float32), threads
 
-    def __getitem__(self, index: tuple[int, int]) -> np.ndarray:
+    def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
         return np.full(self.threads, self.data[index])
 
-    def __setitem__(self, index: tuple[int, np.ndarray], value: np.ndarray) -> None:
+    def __setitem__(self, index: tuple[Any, ...], value: np.ndarray) -> None:
         self.data[index] = value
         assert (self.data[index] == value).all(), "threads of a warp store different numbers"
 
@@ -159,12 +160,21 @@ class Machine:
     def butterfly(self, x: np.ndarray, offset: int) -> np.ndarray:
         return x.reshape(-1, 32)[:, np.arange(32) ^ offset].reshape(-1)
 
+    def of_lane(self, x: np.ndarray, lane: int) -> np.ndarray:
+        return np.repeat(x.reshape(-1, 32)[:, lane], 32)
+
 
 def _aligned(kind: Kind, pointer: Pointer, memory: Any, assumed_align: int) -> Pointer:
     address = np.asarray(pointer.offset) * pointer.numbers.itemsize
     assert (address % assumed_align == 0).all(), "an address that is less even than promised"
     assert pointer.numbers.dtype == kind.dtype
     return pointer
+
+
+def _select(which: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):  # the block's number chooses
+        return a if which else b
+    return np.where(which, a, b)
 
 
 def modules() -> dict[str, ModuleType]:
@@ -179,6 +189,7 @@ def modules() -> dict[str, ModuleType]:
         warp_idx=lambda: np.arange(machine.threads) // 32,
         sync_threads=lambda: None,
         shuffle_sync_bfly=machine.butterfly,
+        shuffle_sync=machine.of_lane,
         cp_async_commit_group=machine.commit,
         cp_async_wait_group=machine.wait,
     )
@@ -204,7 +215,7 @@ def modules() -> dict[str, ModuleType]:
     vars(utils).update(SmemAllocator=lambda: allocate)
     vars(cutlass).update(
         cute=cute, utils=utils, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
-        min=np.minimum, select_=lambda which, a, b: np.where(which, a, b),
+        min=np.minimum, max=np.maximum, select_=_select,
     )  # fmt: skip
     return {module.__name__: module for module in (cutlass, cute, utils, nvgpu, cpasync)}
 

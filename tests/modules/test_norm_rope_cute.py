@@ -109,6 +109,49 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
     assert all(error(sums[name], want_sums[name]) < 2e-6 for name in held)
 
 
+@pytest.mark.parametrize("blocks", [1, 4, 1000])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_queries_and_keys_in_one_launch(
+    case: tuple[Any, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CuteLaunch, "blocks", blocks)
+    row, rows, held, tables = drawn(case, np.float32)
+    vectors = held, {name: RNG.standard_normal(v.shape).astype(v.dtype) for name, v in held.items()}
+    found = [Memory(np.zeros_like(x)) for x in rows]
+    with H200.assumed():
+        launch = cute.launch_of(row, 1, rows[0], held)
+    with on_numpy():
+        kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
+        kernel = kernels.PairForward(launch, tuple(held))
+        pairs = [tuple(Memory(each[name]) for each in vectors) for name in held]
+        turns = [Memory(t) for t in tables]
+        cute.run_pair(None, kernel, [Memory(x) for x in rows], pairs, turns, *found)
+    for got, x, own in zip(found, rows, vectors, strict=True):
+        want, _ = wanted(row, [x, x], own, tables)
+        assert error(got.array, want[0]) < 1e-6
+
+
+@pytest.mark.parametrize("blocks", [2, 1000])
+def test_rows_of_a_longer_sequence(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences of two examples are stored one behind the other, and nowhere else."""
+    monkeypatch.setattr(CuteLaunch, "blocks", blocks)
+    case = CASES["head-interleaved-shared"]
+    both = [drawn((*case[:4], 2 * length, length, *case[6:]), np.float32) for length in (2, 3)]
+    row, out = both[0][0], Memory(np.full((2, 6, *case[:2]), np.nan, np.float32))
+    for first, (_, (x, _), held, tables) in zip((0, 2), both, strict=True):
+        with H200.assumed():
+            launch = cute.launch_of(row, 1, x, held)
+        with on_numpy():
+            kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
+            kernel = kernels.Forward(launch, tuple(held), first)
+            vectors, turns = [Memory(v) for v in held.values()], [Memory(t) for t in tables]
+            cute.run_into(None, kernel, Memory(x), vectors, turns, (), out)
+    for first, length, of in zip((0, 2), (2, 3), both, strict=True):
+        want = wanted(*of)[0][0].reshape(2, length, *case[:2])
+        assert error(out.array[:, first : first + length], want) < 1e-6
+    assert np.isnan(out.array[:, 5]).all()
+
+
 def test_bias_and_scale_that_shared_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuteLaunch, "holds_vectors", False)
     row, rows, held, tables = drawn(CASES["head-half-odd_lanes"], np.float32)

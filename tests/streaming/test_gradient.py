@@ -63,9 +63,8 @@ def one_pass(
     for index, slots in enumerate(kept):
         block = nnx.merge(stack.graph, jax.tree.map(lambda a, i=index: a[i], stack.state))
         scaled = x * (1 + time)
-        k, v = block.attn._keys_values(scaled, turn)
+        q, k, v = block.attn._heads(scaled, turn, turn)
         made.append((k, v))
-        q = block.attn._queries(scaled, turn)
         keys, values = (
             jnp.concatenate([*(slots[f][i] for f in seen), own], axis=1)
             for i, own in enumerate((k, v))

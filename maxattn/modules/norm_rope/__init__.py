@@ -6,7 +6,25 @@ the compute dtype in between.
 """
 
 from maxattn.modules.norm_rope.fused import norm_rotary
+from maxattn.modules.norm_rope.joint import (
+    Sequence,
+    can_join,
+    can_pair,
+    norm_rotary_joint,
+    norm_rotary_pair,
+)
 from maxattn.modules.norm_rope.path import NormRopePath, path_here
 from maxattn.modules.norm_rope.row import NormRopeRow, fused_row
 
-__all__ = ["NormRopePath", "NormRopeRow", "fused_row", "norm_rotary", "path_here"]
+__all__ = [
+    "NormRopePath",
+    "NormRopeRow",
+    "Sequence",
+    "can_join",
+    "can_pair",
+    "fused_row",
+    "norm_rotary",
+    "norm_rotary_joint",
+    "norm_rotary_pair",
+    "path_here",
+]

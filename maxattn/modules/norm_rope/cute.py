@@ -46,6 +46,43 @@ def forward(
     return y, (r[0] if r else None)
 
 
+def forward_into(
+    of: NormRopeRow,
+    x: Float[Array, "B T N H"],
+    vectors: Vectors,
+    tables: Tables,
+    first: int,
+    into: Float[Array, "B L N H"] | jax.ShapeDtypeStruct,
+) -> Float[Array, "B L N H"]:
+    """Run the forward kernel, and store its rows in a longer sequence.
+
+    Args:
+        of, vectors, tables: as for `forward`.
+        x: rows, example by example.
+        first: where those of an example begin in the longer sequence.
+        into: the sequence, whose memory is the result's; or its shape, the rest left as it is.
+    """
+    rows, fixed, table, _ = _specs()
+    flat, whole = x.reshape(-1, *x.shape[2:]), _spec_of_sequence()
+    given = () if isinstance(into, jax.ShapeDtypeStruct) else (into,)
+    leaves = 1 + len(vectors) + len(tables)
+    launch = launch_of(of, 1, flat, vectors)
+    return import_module("cutejax").call(
+        run_into,
+        jax.ShapeDtypeStruct(into.shape, into.dtype),
+        _launch("Forward", launch, tuple(vectors), first),
+        flat,
+        tuple(vectors.values()),
+        tables,
+        given,
+        in_specs=[rows, *[fixed] * len(vectors), *[table] * len(tables), *[whole] * len(given)],
+        out_specs=whole,
+        input_output_aliases={leaves: 0} if given else None,
+        name="norm_rotary_into",
+        vmap_method="sequential",
+    )
+
+
 def backward(
     of: NormRopeRow,
     dy: Float[Array, "M N H"],
@@ -77,10 +114,52 @@ def backward(
     return dx, {name: each.sum(0) for name, each in zip(vectors, sums, strict=True)}
 
 
+def forward_pair(
+    of: NormRopeRow,
+    both: tuple[Float[Array, "M N H"], Float[Array, "M N H"]],
+    vectors: tuple[Vectors, Vectors],
+    tables: Tables,
+) -> tuple[Float[Array, "M N H"], Float[Array, "M N H"]]:
+    """Run the forward kernel on queries and keys of the same tokens, in one launch.
+
+    Args:
+        of, tables: as for `forward`.
+        both: queries and keys.
+        vectors: of each, of the same names and shapes.
+    """
+    launch = launch_of(of, 1, both[0], vectors[0])
+    rows, fixed, table, _ = _specs()
+    pairs = tuple(zip(*(each.values() for each in vectors), strict=True))
+    return import_module("cutejax").call(
+        run_pair,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in both],
+        _launch("PairForward", launch, tuple(vectors[0])),
+        both,
+        pairs,
+        tables,
+        in_specs=[rows, rows, *[fixed] * (2 * len(pairs)), *[table] * len(tables)],
+        out_specs=[rows, rows],
+        name="norm_rotary_pair",
+        vmap_method="sequential",
+    )
+
+
 def run_forward(stream: Any, launch: Any, x: Any, vectors: Any, tables: Any, *results: Any) -> None:
     """Launch a forward while it is compiled; `results` are y and, where it is kept, r."""
     y, *r = results
     launch(x, vectors, tables, y, r, stream)
+
+
+def run_into(
+    stream: Any, launch: Any, x: Any, vectors: Any, tables: Any, given: Any, y: Any
+) -> None:
+    """Launch a forward while it is compiled; `given` is y before it, in its memory."""
+    launch(x, vectors, tables, y, [], stream)
+
+
+def run_pair(stream: Any, launch: Any, both: Any, vectors: Any, tables: Any, *results: Any) -> None:
+    """Launch a forward of queries and keys while it is compiled."""
+    launch(both, vectors, tables, results, stream)
 
 
 def run_backward(
@@ -99,10 +178,15 @@ def launch_of(of: NormRopeRow, arrays: int, x: Array, vectors: Vectors) -> CuteL
 
 
 @lru_cache(maxsize=256)
-def _launch(name: str, launch: CuteLaunch, vectors: tuple[str, ...]) -> Any:
+def _launch(name: str, launch: CuteLaunch, vectors: tuple[str, ...], *more: int) -> Any:
     import_cute()
     kernels = import_module("maxattn.modules.norm_rope.cute_kernels")
-    return getattr(kernels, name)(launch, vectors)
+    return getattr(kernels, name)(launch, vectors, *more)
+
+
+def _spec_of_sequence() -> Any:
+    import_cute()
+    return import_module("cutejax").ArraySpec(static_dims=(2, 3), assumed_align=16)
 
 
 def _specs() -> tuple[Any, Any, Any, Any]:

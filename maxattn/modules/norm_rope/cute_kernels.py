@@ -98,11 +98,22 @@ class Block(NamedTuple):
         return cutlass.min(self.token(i), self.tokens - 1)
 
 
-def begin(kernel: Forward | Backward, vectors: Any, tokens: Any, where: str) -> Block:
-    """Return what a thread keeps, before its block's first row; bias and scale stay `where`."""
+def begin(
+    kernel: Forward | Backward, vectors: Any, tokens: Any, where: str, shares: int = 1
+) -> Block:
+    """Return what a thread keeps, before its block's first row.
+
+    Args:
+        kernel: what runs.
+        vectors: bias and scale.
+        tokens: rows of all blocks.
+        where: bias and scale stay.
+        shares: of the launched blocks, each of which takes so many rows.
+    """
     threads, names = kernel.launch.threads, kernel.names
     place = Place(threads, cute.arch.thread_idx()[0])
-    first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    step = cute.arch.grid_dim()[0] // shares
+    first = cute.arch.block_idx()[0] % step
     held = {name: keep_vector(place, v, where) for name, v in zip(names, vectors, strict=True)}
     shared = None
     if threads.norm == "across" and threads.warps > 1:
@@ -129,10 +140,14 @@ class Forward:
     Args:
         launch: how rows are shared.
         names: of the vectors, "bias" and "scale".
+        first: where an example's rows begin in a longer sequence, to which they are stored:
+            [B, L, N, H]. Default: they are stored as they come, [M, N, H].
     """
 
-    def __init__(self, launch: CuteLaunch, names: tuple[str, ...]) -> None:
-        self.launch, self.names = launch, names
+    def __init__(
+        self, launch: CuteLaunch, names: tuple[str, ...], first: int | None = None
+    ) -> None:
+        self.launch, self.names, self.first = launch, names, first
 
     @cute.jit
     def __call__(self, x: Any, vectors: Any, tables: Any, y: Any, r: Any, stream: Any) -> None:
@@ -144,10 +159,23 @@ class Forward:
     def kernel(self, x: Any, vectors: Any, tables: Any, y: Any, r: Any) -> None:
         """Take the block's rows."""
         block = begin(self, vectors, x.shape[0], "registers")
+        self.rows(block, x, tables, y, r)
+
+    @cute.jit
+    def rows(self, block: Any, x: Any, tables: Any, y: Any, r: Any) -> None:
+        """Take the rows of a block."""
         turns = [of_angles(block.place, each) for each in tables]
         stages = block.start(self.stages(block.place, of_rows(block.place, x), turns))
         for i in cutlass.range(block.rounds):
             self.take(block, i, stages, y, r)
+
+    def place_of(self, block: Block, token: Any, y: Any) -> Any:
+        """Return the row of y in which a token's is stored."""
+        if self.first is None:
+            return token
+        batch, length, _, _ = y.shape
+        own = block.tokens // batch
+        return token // own * length + token % own + self.first
 
     def stages(self, place: Place, x: RowSource, turns: list[RowSource]) -> Stages:
         """Return how rows and angles arrive: these may do so while the block adds up a row."""
@@ -165,13 +193,57 @@ class Forward:
         for each in r:
             each[token] = roots[0]
         u = times(scaled(z, roots), block.vector("scale"))
-        angles = [parts[0] for parts in turns or arriving]
+        angles, into = [parts[0] for parts in turns or arriving], self.place_of(block, token, y)
         for step, pair in enumerate(rotated(u, *angles)):
-            store_head(block.place, y, token, step, pair)
+            store_head(block.place, y, into, step, pair)
+
+
+class PairForward(Forward):
+    """Norm and rotate the rows of queries and of keys: half of the blocks take each.
+
+    Args:
+        launch, names: as for `Forward`.
+    """
+
+    @cute.jit
+    def __call__(self, both: Any, vectors: Any, tables: Any, results: Any, stream: Any) -> None:
+        """Launch it; `both`, `results` and each of `vectors` are pairs."""
+        work = self.kernel(both, vectors, tables, results)
+        how = options(self.launch, both[0].shape[0], stream)
+        half = cutlass.min(both[0].shape[0], max(1, self.launch.blocks // 2))
+        work.launch(**(how | {"grid": [2 * half, 1, 1]}))
+
+    @cute.kernel
+    def kernel(self, both: Any, vectors: Any, tables: Any, results: Any) -> None:
+        """Take the block's rows, of one or the other."""
+        second = cute.arch.block_idx()[0] >= cute.arch.grid_dim()[0] // 2
+        x, y = _one_of(both, second), _one_of(results, second)
+        mine = [_one_of(each, second) for each in vectors]
+        block = begin(self, mine, x.shape[0], "registers", shares=2)
+        self.rows(block, x, tables, y, [])
+
+
+class Chosen(NamedTuple):
+    """Stand for one of two arrays of the same kind, which the block's number chooses."""
+
+    iterator: Any
+    element_type: Any
+    shape: Any
+
+
+def _one_of(pair: Any, second: Any) -> Chosen:
+    one, other = pair
+    start = cutlass.select_(second, other.iterator.toint(), one.iterator.toint())
+    memory, kind = cute.AddressSpace.gmem, one.element_type
+    return Chosen(cute.make_ptr(kind, start, memory, assumed_align=16), kind, one.shape)
 
 
 class Backward:
-    """Take gradients of rows back, and add up those of the vectors; arguments as for `Forward`."""
+    """Take gradients of rows back, and add up those of the vectors.
+
+    Args:
+        launch, names: as for `Forward`.
+    """
 
     def __init__(self, launch: CuteLaunch, names: tuple[str, ...]) -> None:
         self.launch, self.names = launch, names

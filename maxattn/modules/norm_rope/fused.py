@@ -53,15 +53,15 @@ def norm_rotary(
     """
     b, t, _ = x.shape
     shape = sharding.mesh_shape(mesh)
-    vectors = _vectors(row, bias, norm, summed=bool(shape))
-    tables = () if rotary is None else tuple(_table(a, t) for a in (rotary.cos, rotary.sin))
+    vectors = vectors_of(row, bias, norm, summed=bool(shape))
+    tables = () if rotary is None else tuple(table_of(a, t) for a in (rotary.cos, rotary.sin))
     specs = _specs(vectors, tables, shape, letters, b)
     run = partial(on_shard, Work(row.on_device(letters, shape), by))
     heads = jnp.reshape(x, (b, t, row.heads, row.head_dim))
     return sharding.over_shards(run, mesh, shape, specs, specs[0])(heads, vectors, tables)
 
 
-def _vectors(row: NormRopeRow, bias: Array | None, norm: QKNorm | None, summed: bool) -> Vectors:
+def vectors_of(row: NormRopeRow, bias: Array | None, norm: QKNorm | None, summed: bool) -> Vectors:
     """Return bias and scale by heads, those that there are.
 
     Args:
@@ -158,5 +158,5 @@ def _as_given(total: Float[Array, "N H"], v: Array) -> Array:
     return (total if len(v) > 1 else total.sum(0, keepdims=True)).astype(v.dtype)
 
 
-def _table(a: Any, length: int) -> Float[Array, "B T H/2"]:
+def table_of(a: Any, length: int) -> Float[Array, "B T H/2"]:
     return jnp.asarray(a, jnp.float32).reshape(-1, length, a.shape[-1])

@@ -81,9 +81,9 @@ def _no_kernel(row: NormRopeRow | None, x: Array, mesh: Any, letters: str) -> st
         return "the kernels take RMS norms, and angles that all heads share, of all channels"
     if x.dtype.name not in DTYPES:
         return f"the kernels take {', '.join(DTYPES)}, and this is {x.dtype.name}"
-    if _checked():
+    if checked():
         return "the surrounding shard_map checks what varies (check_vma)"
-    if mesh is None and _may_be_spread():
+    if mesh is None and may_be_spread():
         return "arrays may lie over several devices, and the module has no mesh="
     return _uneven(row, x, sharding.mesh_shape(mesh), letters)
 
@@ -125,7 +125,7 @@ def kernels_here(row: NormRopeRow, dtype: str) -> tuple[str, ...]:
         return ()
     takes = {
         "triton": triton_there() and TritonRow.of(row).fits(),
-        "cute": _cute_there() and cute_takes(row),
+        "cute": cute_there() and cute_takes(row),
     }
     named = _NAMED.get()
     names = _best_first(dtype) if named is None else named
@@ -153,7 +153,7 @@ def _kernel_for(row: NormRopeRow, dtype: str) -> NormRopePath:
     return NormRopePath("xla", f"no kernel here takes rows of {row.heads} x {row.head_dim}")
 
 
-def _cute_there() -> bool:
+def cute_there() -> bool:
     """Say whether fa4-jax is here, which brings CuTe, and the GPU takes such kernels."""
     here, gpu = Target.here(), jax.local_devices()[0]
     if not has_fa4(here) or untested("flash", "fa4-jax", here):
@@ -161,7 +161,7 @@ def _cute_there() -> bool:
     return takes_triton(getattr(gpu, "compute_capability", None))
 
 
-def _may_be_spread() -> bool:
+def may_be_spread() -> bool:
     """Say whether jax may lay out arrays over devices that nobody names.
 
     It would gather what the kernel reads.
@@ -178,7 +178,7 @@ def _devices() -> int:
     return jax.device_count()
 
 
-def _checked() -> bool:
+def checked() -> bool:
     """Say whether a surrounding `shard_map` checks what varies: the kernels do not say so."""
     ambient = ambient_mesh()
     return ambient is not None and bool(checked_axes(axis_names_of_type(ambient, AxisType.Manual)))
