@@ -43,7 +43,9 @@ def loss(built: list[Any], x: Any, text: Any) -> Any:
     y = own(x, ROTARY, mask=MASK)
     y = cross(y, kv=cross.compute_kv(text)) + cross(y, text)
     picture, words = joint(y, encoder_hidden_states=text)
-    return (picture**2).sum() + (words**2).sum(), (picture, words)
+    apart = joint.without_out_bias(y, text)
+    again = sum(jnp.sum((y if bias is None else y + bias) ** 2) for y, bias in apart)
+    return (picture**2).sum() + (words**2).sum() + again, (picture, words)
 
 
 def both(built: list[Any], x: Any, text: Any) -> Any:
@@ -83,6 +85,18 @@ def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) ->
     assert jax.typeof(words) == jax.typeof(text)
     for g, want in zip(jax.tree.leaves(got), one_device, strict=True):
         assert error(g, np.asarray(want)) < 2e-5
+
+
+def test_the_output_bias_may_be_left_to_the_caller() -> None:
+    joint = ma.JointAttention(32, 24, **HEADS, rngs=nnx.Rngs(2))
+    for linear in (joint.to_out, joint.to_add_out):
+        assert linear.bias is not None
+        linear.bias.set_value(jnp.arange(linear.bias.get_value().size, dtype=jnp.float32))
+    want, got = joint(X, TEXT), joint.without_out_bias(X, TEXT)
+    for whole, (y, bias) in zip(want, got, strict=True):
+        assert bias is not None and error(y + bias, np.asarray(whole)) < 1e-6
+    alone = ma.JointAttention(32, 24, **HEADS, out_proj=False, rngs=nnx.Rngs(2))
+    assert [bias for _, bias in alone.without_out_bias(X, TEXT)] == [None, None]
 
 
 def test_eager_modules_draw_new_dropout_each_time() -> None:

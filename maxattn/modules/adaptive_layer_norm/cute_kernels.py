@@ -26,7 +26,7 @@ Rows = list[list[Any]]
 """A thread's channels of a row in float32, pass by pass."""
 
 
-class Place:
+class Octets:
     """Say where a thread's channels are.
 
     Args:
@@ -65,7 +65,7 @@ class Place:
         return rounded
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Hold what a thread keeps from row to row.
 
     Args:
@@ -76,7 +76,7 @@ class Block(NamedTuple):
         first, last: rows of the block: from the first to before the last.
     """
 
-    place: Place
+    place: Octets
     moments: Any
     stages: Stages
     held: dict[str, list[Any]]
@@ -162,7 +162,7 @@ class AdaptiveNorm:
             for row in cutlass.range(first, last):
                 self.take(block, row, results)
 
-    def hold(self, block: Block, parts: Any, example: Any, frame: Any) -> None:
+    def hold(self, block: RowBlock, parts: Any, example: Any, frame: Any) -> None:
         """Load the vectors of a frame."""
         left = iter(parts)
         for name, each in self.launch.vectors:
@@ -174,10 +174,10 @@ class AdaptiveNorm:
                 found.append((array, line * height + row))
             block.hold(name, found, each.constant)
 
-    def begin(self, rows: Any) -> Block:
+    def begin(self, rows: Any) -> RowBlock:
         """Return what a thread keeps, before its block's first row."""
         threads = self.launch.threads
-        place: Any = Place(threads, cute.arch.thread_idx()[0])
+        place: Any = Octets(threads, cute.arch.thread_idx()[0])
         tokens = rows[0].shape[0] * rows[0].shape[1]
         number, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         each, more = tokens // blocks, tokens % blocks
@@ -193,9 +193,9 @@ class AdaptiveNorm:
             name: [new_registers(OCTET, cutlass.Float32) for _ in range(threads.passes)]
             for name, _ in self.launch.vectors
         }
-        return Block(place, moments, stages, held, first, last)
+        return RowBlock(place, moments, stages, held, first, last)
 
-    def take(self, block: Block, number: Any, results: Any) -> None:
+    def take(self, block: RowBlock, number: Any, results: Any) -> None:
         """Compute a row."""
         x, *branch = block.next(number)
         for y in branch:
@@ -212,7 +212,7 @@ class AdaptiveNorm:
         block.place.store(results[0], number, _sum(scaled, block.vector("shift")))
 
 
-def _source(place: Place, rows: Any) -> RowSource:
+def _source(place: Octets, rows: Any) -> RowSource:
     sizes = [OCTET] * place.threads.passes
     return RowSource(rows, sizes, lambda number: place.row(rows, number))
 

@@ -15,9 +15,9 @@ from maxattn.errors import InputError
 from maxattn.modules.adaptive_layer_norm import cute
 from maxattn.modules.adaptive_layer_norm.path import has_kernel
 from maxattn.modules.adaptive_layer_norm.steps import (
+    NormWork,
     Parts,
     Tokens,
-    Work,
     gated,
     in_steps,
     of_tokens,
@@ -79,7 +79,7 @@ def adaptive_norm(
     vectors = _of_norm(norm, scale, shift) | _of_branch(branch)
     rows = (x,) if branch is None else (x, branch.y)
     _check(rows, vectors)
-    work = Work(norm.epsilon, tuple((name, vector) for name, (vector, _) in vectors.items()))
+    work = NormWork(norm.epsilon, tuple((name, vector) for name, (vector, _) in vectors.items()))
     parts = tuple(part for _, each in vectors.values() for part in each)
     found = _run(work, rows, parts, mesh)
     return (x if branch is None else found[1]), found[0]
@@ -154,7 +154,7 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
 # ---- one device ----------------------------------------------------------------------------------
 
 
-def _run(work: Work, rows: tuple[Tokens, ...], parts: Parts, mesh: Any) -> tuple[Tokens, ...]:
+def _run(work: NormWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any) -> tuple[Tokens, ...]:
     shape = sharding.mesh_shape(mesh)
     if not has_kernel(work, rows, parts, mesh):
         return in_steps(work, rows, parts)
@@ -169,17 +169,17 @@ def _run(work: Work, rows: tuple[Tokens, ...], parts: Parts, mesh: Any) -> tuple
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(work: Work, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
+def _fused(work: NormWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
     launch = cute.launch_of(work.eps, rows, work.vectors)
     return tuple(cute.forward(launch, rows, parts))
 
 
-def _fused_fwd(work: Work, rows: tuple[Tokens, ...], parts: Parts) -> Any:
+def _fused_fwd(work: NormWork, rows: tuple[Tokens, ...], parts: Parts) -> Any:
     # A gradient needs what XLA's steps keep: they compute the forward too.
     return jax.vjp(partial(in_steps, work), rows, parts)
 
 
-def _fused_bwd(_: Work, pull: Any, gradients: tuple[Tokens, ...]) -> Any:
+def _fused_bwd(_: NormWork, pull: Any, gradients: tuple[Tokens, ...]) -> Any:
     return pull(gradients)
 
 

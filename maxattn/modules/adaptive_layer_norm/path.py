@@ -6,7 +6,7 @@ from typing import Any
 
 from maxattn import sharding
 from maxattn.modules.adaptive_layer_norm.cute import launch_of
-from maxattn.modules.adaptive_layer_norm.steps import Parts, Tokens, Work
+from maxattn.modules.adaptive_layer_norm.steps import NormWork, Parts, Tokens
 from maxattn.modules.norm_rope.path import checked, cute_there, may_be_spread
 from maxattn.target import Target
 
@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16")
 WIDE = ("float32", *DTYPES)
 
 
-def has_kernel(work: Work, rows: tuple[Tokens, ...], parts: Parts, mesh: Any) -> bool:
+def has_kernel(work: NormWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any) -> bool:
     """Tell whether the kernel takes such tokens here, each device its own.
 
     Args:

@@ -14,7 +14,7 @@ Tokens = Float[Array, "B T D"]
 Parts = tuple[Float[Array, "#B #F R D"], ...]
 
 
-class Work(NamedTuple):
+class NormWork(NamedTuple):
     """Say what is done to each token.
 
     Args:
@@ -27,7 +27,7 @@ class Work(NamedTuple):
     vectors: tuple[tuple[str, VectorParts], ...]
 
 
-def in_steps(work: Work, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
+def in_steps(work: NormWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
     """Compute what the kernel computes: the normed tokens and, after a branch, the sum.
 
     Args:
@@ -65,7 +65,7 @@ def of_tokens(vector: Float[Array, "#B #F D"], tokens: int) -> Float[Array, "#B 
     return jnp.broadcast_to(vector[:, :, None], spread).reshape(b, tokens, d)
 
 
-def _vectors(work: Work, parts: Parts, tokens: int) -> dict[str, Float[Array, "#B #T D"]]:
+def _vectors(work: NormWork, parts: Parts, tokens: int) -> dict[str, Float[Array, "#B #T D"]]:
     # Vector by vector: XLA would write all rows of all tokens, and read them again in each layer.
     found, first = {}, 0
     for name, vector in work.vectors:

@@ -223,7 +223,7 @@ class PairForward(Forward):
         self.rows(block, x, tables, y, [])
 
 
-class Chosen(NamedTuple):
+class OneOfPair(NamedTuple):
     """Stand for one of two arrays of the same kind, which the block's number chooses."""
 
     iterator: Any
@@ -231,11 +231,11 @@ class Chosen(NamedTuple):
     shape: Any
 
 
-def _one_of(pair: Any, second: Any) -> Chosen:
+def _one_of(pair: Any, second: Any) -> OneOfPair:
     one, other = pair
     start = cutlass.select_(second, other.iterator.toint(), one.iterator.toint())
     memory, kind = cute.AddressSpace.gmem, one.element_type
-    return Chosen(cute.make_ptr(kind, start, memory, assumed_align=16), kind, one.shape)
+    return OneOfPair(cute.make_ptr(kind, start, memory, assumed_align=16), kind, one.shape)
 
 
 class Backward:

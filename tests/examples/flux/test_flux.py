@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common.residual import residual
 from flax import nnx
 from flux.block import FluxBlock, positions
 
@@ -24,9 +25,11 @@ from tests.weights.test_diffusers import live
 DENSE = ma.AttentionConfig(attention="dot_product")
 
 
-def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> None:
+def compare(
+    theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None, add: bool = True
+) -> None:
     """Hold text and picture against theirs to 2e-5 of their scale, all gradients to 1e-4 of each
-    one's.
+    one's; with `add` False the last branches are added here.
     """
     given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
     block = nnx.eval_shape(lambda: FluxBlock(32, made.FLUX_HEADS, config, mesh, rngs=nnx.Rngs(0)))
@@ -36,7 +39,8 @@ def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> No
     @nnx.jit
     def both(block: FluxBlock, x: jax.Array) -> Any:
         def loss(block: FluxBlock, x: jax.Array) -> Any:
-            picture, text = block(x, given["text"], given["temb"], rotary)
+            found = block(x, given["text"], given["temb"], rotary, add)
+            picture, text = (residual(each).total for each in found)
             out = jnp.concatenate([text, picture], axis=1)
             return jnp.sum(out * theirs["dout"]), out
 
@@ -49,8 +53,9 @@ def compare(theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None) -> No
     hold("gradients", got, part(theirs, "grad."), 1e-4, least=1e-3)
 
 
-def test_the_block_is_diffusers() -> None:
-    compare(fixture("flux_block"), DENSE)
+@pytest.mark.parametrize("add", [True, False])
+def test_the_block_is_diffusers(add: bool) -> None:
+    compare(fixture("flux_block"), DENSE, add=add)
 
 
 @pytest.mark.parametrize(
