@@ -161,6 +161,8 @@ def drawn(said: Any, shape: tuple[int, ...], step: int, expert: str) -> tuple[An
     return t, jax.random.normal(for_noise, shape), dropped
 
 
+# That the named one's weights, times and folder are taken, the plain loop says to the digit.
+@pytest.mark.slow
 def test_the_other_transformer_would_learn_something_else(
     tmp_path: Path, pipeline: Path, data: str
 ):
