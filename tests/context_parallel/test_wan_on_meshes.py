@@ -69,7 +69,7 @@ def one_device(layers: int):
     return results(settings({}, layers), None)
 
 
-# One axis alone is what the others are made of; test_meshes.py has ulysses_ring, and its heads.
+# One axis alone is what the others are made of; test_meshes.py holds ulysses_ring to float64.
 FEW = {("tensor 2, context 2, fsdp 2", 1)}
 
 
