@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,22 @@ CASES: dict[str, Case] = {
 
 
 def both(make: Callable[..., Any], config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> Any:
-    """Make the scanned model, every parameter random, and one with its weights and no scan."""
+    """Make the scanned model, every parameter random, and one with its weights and no scan.
+
+    They are copies, which tests may change.
+    """
+    return tuple(map(nnx.clone, drawn(make, config, mesh)))
+
+
+@cache
+def drawn(make: Callable[..., Any], config: ma.AttentionConfig, mesh: Any) -> Any:
     scanned = make(True, config)
     rng = np.random.default_rng(0)
-    drawn = jax.tree.map(
+    parameters = jax.tree.map(
         lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype),
         nnx.state(scanned, nnx.Param),
     )
-    nnx.update(scanned, drawn)
+    nnx.update(scanned, parameters)
     alone = nnx.eval_shape(lambda: make(False, config, mesh))
     weights.load_diffusers(alone, weights.to_diffusers(scanned), mesh=mesh)
     return scanned, alone

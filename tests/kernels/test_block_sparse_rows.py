@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -41,10 +44,16 @@ def tile_table(table: np.ndarray, tile: tuple[int, int]) -> tuple[np.ndarray, np
     return some, np.array([[x.all() for x in row] for row in cut])
 
 
+@cache
+def tiling_of(name: str) -> Any:
+    """Make the lists of a mask, in one program, once."""
+    made = jax.jit(lambda m: row_tiling(m, (FORWARD, BACKWARD), (T, S)))(MASKS[name].bind(T, S))
+    return jax.tree.map(np.asarray, made)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_lists_hold_what_each_row_sees(name: str) -> None:
-    table = allowed(MASKS[name])
-    made = jax.jit(lambda m: row_tiling(m, (FORWARD, BACKWARD), (T, S)))(MASKS[name].bind(T, S))
+    table, made = allowed(MASKS[name]), tiling_of(name)
     assert made.forward.work.shape[:-1] == (() if len(table) == 1 else (len(table),))
     for b in range(len(table)):
         for lists, tile, turn in ((made.forward, FORWARD, False), (made.backward, BACKWARD, True)):
@@ -57,8 +66,7 @@ def test_lists_hold_what_each_row_sees(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sorted", "lengths", "causal & lengths"])
 def test_of_sorted_ids_and_of_lengths_no_row_visits_what_is_empty(name: str) -> None:
-    table = allowed(MASKS[name])
-    lists = row_tiling(MASKS[name].bind(T, S), (FORWARD, BACKWARD), (T, S)).forward
+    table, lists = allowed(MASKS[name]), tiling_of(name).forward
     for b in range(len(table)):
         some, every = tile_table(table[b], FORWARD)
         visited, untested = of_row(lists, b, some.shape[1])

@@ -215,7 +215,8 @@ def test_only_a_band_from_the_first_query_and_key_goes_over_lists() -> None:
 def tables(tiles: TilePass, shape: tuple[int, int], by_keys: bool) -> np.ndarray:
     """Go through the lists of a static mask as a kernel does: [splits, T, S]."""
     assert tiles.lists is not None and tiles.test is not None
-    lists, found = tiles.lists, np.zeros((tiles.splits, shape[0] + 256, shape[1] + 256), int)
+    lists = TileLists(*map(np.asarray, tiles.lists))
+    found = np.zeros((tiles.splits, shape[0] + 256, shape[1] + 256), np.int8)
     counts = np.reshape(lists.work, (tiles.splits, -1))
     for p, row in np.ndindex(*counts.shape):
         at = (p, row) if lists.mixed_count.ndim > 1 else (row,)
@@ -238,16 +239,19 @@ def run_backward(scale: float, seen: list[int], _: Any, given: Any, tiles: TileP
     """Run a backward in jnp: dq as sums; dk and dv of each split, or sums of heads that share."""
     q, k, v, dout = (x.astype(jnp.float32) for x in given[:4])
     seen.append(tiles.splits)
-    heads, group, dq, found = k.shape[2], q.shape[2] // k.shape[2], jnp.zeros(q.shape), []
-    for ok in tables(tiles, (q.shape[1], k.shape[1]), by_keys=True):
+    heads, group = k.shape[2], q.shape[2] // k.shape[2]
+
+    def of_split(ok: Any) -> Any:
         p = jnp.where(ok, jnp.exp(scores(q, k, scale) - given.lse[..., None]), 0)
         ds = p * (scores(dout, v, 1.0) - given.delta[..., None])
-        dq += scale * jnp.einsum("bnts,bsnh->btnh", ds, jnp.repeat(k, group, 2))
+        dq = scale * jnp.einsum("bnts,bsnh->btnh", ds, jnp.repeat(k, group, 2))
         dk, dv = (jnp.einsum("bnts,btnh->bsnh", x, y) for x, y in ((scale * ds, q), (p, dout)))
-        found.append([x.reshape(*x.shape[:2], heads, group, -1).sum(3) for x in (dk, dv)])
+        return dq, *(x.reshape(*x.shape[:2], heads, group, -1).sum(3) for x in (dk, dv))
+
+    dq, *found = jax.lax.map(of_split, tables(tiles, (q.shape[1], k.shape[1]), by_keys=True))
     if group > 1:
-        return dq, *(sum(x) for x in zip(*found, strict=True))
-    return dq, *(jnp.concatenate(x).astype(given.k.dtype) for x in zip(*found, strict=True))
+        return dq.sum(0), *(x.sum(0) for x in found)
+    return dq.sum(0), *(jnp.concatenate(x).astype(given.k.dtype) for x in found)
 
 
 def before(_: Any, out: Any, lse: Any, dout: Any) -> Any:
@@ -259,17 +263,19 @@ def run_forward(scale: float, seen: list[int], q: Any, k: Any, v: Any, tiles: Ti
     """Run a forward in jnp: out and lse of each split, of whole tiles of queries."""
     seen.append(tiles.splits)
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    outs, lses, group = [], [], q.shape[2] // k.shape[2]
-    for ok in tables(tiles, (q.shape[1], k.shape[1]), by_keys=False):
+    group = q.shape[2] // k.shape[2]
+
+    def of_split(ok: Any) -> Any:
         x = jnp.where(ok, scores(q, k, scale), NEG_INF)
         lse = jax.nn.logsumexp(x, axis=-1)
         p = jnp.where(ok, jnp.exp(x - jnp.where(lse == NEG_INF, 0, lse)[..., None]), 0)
-        outs.append(jnp.einsum("bnts,bsnh->btnh", p, jnp.repeat(v, group, 2)))
-        lses.append(lse)
+        return jnp.einsum("bnts,bsnh->btnh", p, jnp.repeat(v, group, 2)), lse
+
+    outs, lses = jax.lax.map(of_split, tables(tiles, (q.shape[1], k.shape[1]), by_keys=False))
     more, wider = -q.shape[1] % tiles.tile.queries, wide(q.shape[3]) - q.shape[3]
     put = partial(jnp.pad, constant_values=jnp.nan)
-    outs = put(jnp.stack(outs), ((0, 0), (0, 0), (0, more), (0, 0), (0, wider)))
-    return outs, put(jnp.stack(lses), ((0, 0), (0, 0), (0, 0), (0, more)))
+    outs = put(outs, ((0, 0), (0, 0), (0, more), (0, 0), (0, wider)))
+    return outs, put(lses, ((0, 0), (0, 0), (0, 0), (0, more)))
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[int]:
@@ -295,10 +301,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[int]:
     return seen
 
 
-def drawn_inputs(sizes: tuple[int, ...], dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
+def drawn_inputs(sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> tuple[np.ndarray, ...]:
     b, t, s, n, kv, h = sizes
     shapes = (b, t, n, h), (b, s, kv, h), (b, s, kv, h), (b, t, n, h)
-    return tuple(jnp.asarray(RNG.normal(size=shape), dtype) for shape in shapes)
+    return tuple(RNG.normal(size=shape).astype(dtype) for shape in shapes)
 
 
 BACKWARDS = {
@@ -330,12 +336,12 @@ def test_a_backward_in_splits_is_exact(
         inputs = Inputs(q, k, v, mask=call.mask)
         return kernel.backward(inputs, Rows(out, lse, dout, jnp.zeros_like(lse)))[:3]
 
-    x = q, k, v, jnp.asarray(want.out, q.dtype), jnp.asarray(want.lse, jnp.float32), dout
+    x = q, k, v, want.out.astype(q.dtype), want.lse.astype(np.float32), dout
     if mapped:
-        both = jax.vmap(run)(*(jnp.stack([jnp.zeros_like(a), a]) for a in x))
-        got = [g[1] for g in both]
+        both = jax.jit(jax.vmap(run))(*(np.stack([np.zeros_like(a), a]) for a in x))
+        got = [np.asarray(g)[1] for g in both]
     else:
-        got = run(*x)
+        got = jax.jit(run)(*x)
     assert seen[-1] > 1
     errors = [error(g, w) for g, w in zip(got, (want.dq, want.dk, want.dv), strict=True)]
     assert max(errors) < 2e-2, errors
@@ -356,36 +362,47 @@ def test_a_forward_in_splits_is_exact(name: str, monkeypatch: pytest.MonkeyPatch
     kernel, seen = Fa4.build(call, CONFIG, H200), emulate(monkeypatch, sizes[-1] ** -0.5)
     ok = np.asarray(call.mask.allowed(np.arange(sizes[1]), np.arange(sizes[2])))
     want = attention64(q, k, v, ok)
-    got = kernel.forward(Inputs(q, k, v, mask=call.mask))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        found = kernel.forward(Inputs(q, k, v, mask=call.mask))
+        return found.out, found.lse
+
+    out, lse = jax.jit(run)(q, k, v)
     assert seen and seen[-1] > 1
-    assert error(got.out, want.out) < 2e-2 and error(got.lse, want.lse) < 2e-2
-    assert (np.isinf(got.lse) == np.isinf(want.lse)).all()
+    assert error(out, want.out) < 2e-2 and error(lse, want.lse) < 2e-2
+    assert (np.isinf(lse) == np.isinf(want.lse)).all()
 
 
 @pytest.mark.parametrize("splits", [2, 5])
 def test_ids_in_splits_allow_what_the_mask_does(splits: int) -> None:
     """Lists that are made on the device, of each batch row and of all."""
+    q, k, _, _ = drawn_inputs((2, 900, 300, 1, 1, 128))
+    passes: list[TilePass] = []
+
+    @jax.jit
+    def listed(mask: M.Mask) -> Any:
+        pairs = mask_inputs.listed(Inputs(jnp.asarray(q), jnp.asarray(k), k, mask=mask)).pairs
+        assert pairs is not None
+        passes.append(pairs.tiles.backward(pairs, 1.0, splits))
+        return passes[-1].lists, padded(passes[-1])
+
     for batch in (1, 2):
         ids, of_keys = (np.sort(RNG.integers(0, 4, (batch, n)), 1) for n in (900, 300))
         mask = (M.Segments(ids, of_keys) & M.Causal(0)).bind(900, 300)
-        q, k, _, _ = drawn_inputs((2, 900, 300, 1, 1, 128))
-        pairs = mask_inputs.listed(Inputs(q, k, k, mask=mask)).pairs
-        assert pairs is not None
-        found = pairs.tiles.backward(pairs, 1.0, splits)
-        counts, arrays = np.asarray(found.lists.mixed_count), padded(found)
+        lists, arrays = jax.tree.map(np.asarray, listed(mask))
+        found, counts = passes[-1], lists.mixed_count
+        assert found.test is not None
         assert counts.shape == (splits * batch, 3) and found.rows is None
         table = np.zeros((batch, 900 + 256, 300 + 256), int)
         for at in np.ndindex(*counts.shape):
-            for which, columns in enumerate(named(found.lists, at)):
+            for which, columns in enumerate(named(lists, at)):
                 for column in columns:
                     q_at, k_at = (
                         i * n + np.arange(n)
                         for i, n in zip((column, at[1]), found.tile, strict=True)
                     )
                     b = at[0] % batch
-                    passed = which == 1 or found.test(
-                        b, q_at[:, None], k_at[None], tuple(map(np.asarray, arrays)), np
-                    )
+                    passed = which == 1 or found.test(b, q_at[:, None], k_at[None], arrays, np)
                     table[b][np.ix_(q_at, k_at)] += passed
         want = np.asarray(mask.allowed(np.arange(900), np.arange(300)))[:, 0]
         assert (table[:, :900, :300] == want).all()

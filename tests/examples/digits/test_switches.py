@@ -60,7 +60,7 @@ def test_only_the_clean_clip_shows_what_was_before():
 def test_the_other_digit_is_on_the_same_path():
     source = DigitVideos(TORUS)
     scans, labels = load("train")
-    for index in range(0, len(source), len(source) // 40):
+    for index in range(0, len(source), len(source) // 10):
         digit, direction = all_prompts()[source.prompt(index)]
         lane, start = TORUS.paths[index % len(TORUS.paths)]
         found = source.before(index)

@@ -124,7 +124,9 @@ def plain_training(said: Any, weights_of: Path, data: str, expert: str) -> Any:
     weights.load_diffusers(model, weights_of)
     graph, trained = nnx.split(model)
     params, adamw, losses = nnx.to_pure_dict(trained), optimizer(said.training), []
-    moments, examples = adamw.init(params), batches(LatentFolder(data), 4, said.training.seed)
+    # As what a step returns, so that every step is one program.
+    params, moments = jax.device_put((params, adamw.init(params)), jax.devices()[0])
+    examples = batches(LatentFolder(data), 4, said.training.seed)
 
     def merged(params: Any) -> WanTransformer3D:
         nnx.replace_by_pure_dict(trained, params)
@@ -161,6 +163,8 @@ def drawn(said: Any, shape: tuple[int, ...], step: int, expert: str) -> tuple[An
     return t, jax.random.normal(for_noise, shape), dropped
 
 
+# That the named one's weights, times and folder are taken, the plain loop says to the digit.
+@pytest.mark.slow
 def test_the_other_transformer_would_learn_something_else(
     tmp_path: Path, pipeline: Path, data: str
 ):

@@ -45,10 +45,10 @@ def loss_and_gradients(settings: Settings, mesh: Any, roll: int = 0) -> Any:
     model = task.build(mesh, nnx.Rngs(0))
     graph, params = nnx.split(model)
     leaves, form = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
+    rng = np.random.default_rng(1)
     filled = [
-        jax.device_put(np.asarray(x) + np.asarray(jax.random.normal(k, x.shape)) / 4, everywhere)
-        for x, k in zip(leaves, keys, strict=True)
+        jax.device_put(np.asarray(x) + rng.normal(size=x.shape).astype("f") / 4, everywhere)
+        for x in leaves
     ]
     params = jax.tree.unflatten(form, filled)
     for path, kernel in nnx.to_flat_state(params):

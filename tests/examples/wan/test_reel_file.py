@@ -39,9 +39,9 @@ def rollout(stream: ma.Stream = STREAMS["sink"], **how: Any) -> Rollout:
 
 
 @cache
-def usual() -> Rollout:
-    """Make the rollout that refusals share with its programs."""
-    return rollout()
+def usual(name: str = "sink") -> Rollout:
+    """Make the rollout of a stream that tests share with its programs; a reel holds all else."""
+    return rollout(STREAMS[name])
 
 
 def told(seed: int = 0) -> Any:
@@ -66,16 +66,14 @@ GOES_ON = [("sink", 0), ("sink", 4), ("every frame", 1), ("alone", 1)]
 
 @pytest.mark.parametrize(("name", "blocks"), but(product(STREAMS, (0, 1, 4)), GOES_ON))
 def test_a_saved_video_goes_on_bit_for_bit(name: str, blocks: int, tmp_path: Path) -> None:
-    stream = STREAMS[name]
-    run = rollout(stream)
+    stream, run = STREAMS[name], usual(name)
     _, reel = made(run, run.begin(told(), **frames(stream)), blocks)
     save(run, reel, tmp_path)
-    other = rollout(stream)
-    again = load(other, tmp_path, jax.eval_shape(told))
+    again = load(rollout(stream), tmp_path, jax.eval_shape(told))
     assert (again.frame, again.batch) == (reel.frame, reel.batch)
     if blocks:  # with another prompt too, which takes the clean latents
-        again, reel = other.switch(again, told(1)), run.switch(reel, told(1))
-    for got, want in zip(made(other, again, 2)[0], made(run, reel, 2)[0], strict=True):
+        again, reel = run.switch(again, told(1)), run.switch(reel, told(1))
+    for got, want in zip(made(run, again, 2)[0], made(run, reel, 2)[0], strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -108,7 +106,7 @@ def test_a_cache_on_a_mesh_lies_as_it_did(tmp_path: Path) -> None:
 
 
 def test_a_folder_holds_the_last_reel_alone(tmp_path: Path) -> None:
-    run = rollout()
+    run = usual()
     reel = run.begin(told())
     for _ in range(3):
         _, reel = run.block(reel)

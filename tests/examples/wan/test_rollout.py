@@ -32,9 +32,9 @@ close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5)
 
 
 @cache
-def usual() -> Rollout:
+def usual(name: str = "sink", how: Denoising = HOW) -> Rollout:
     """Make the rollout that tests share with its programs; a reel holds all that changes."""
-    return rollout()
+    return rollout(SINKS[name], how)
 
 
 def rollout(stream: ma.Stream = STREAM, how: Denoising = HOW, **more: Any) -> Rollout:
@@ -55,22 +55,29 @@ def made(run: Rollout, reel: Reel, count: int) -> tuple[jax.Array, Reel]:
 
 
 def by_hand(run: Rollout, stream: ma.Stream, count: int, kv: Any) -> jax.Array:
-    """Make the same video without a cache: each step is a teacher-forced forward of all frames."""
+    """Make the same video without a cache: each step is a teacher-forced forward of all frames.
+
+    No block sees what comes after it, so one program does for them all.
+    """
     model, how = plain(), run.how
-    clean = jnp.zeros((1, 0, *FRAME))
     forced = jax.jit(lambda x, t, c: model(x, t, kv=kv, forcing=Forcing(stream, c)))
     last = stream.first_block + (count - 1) * stream.frames_per_block
+    clean = np.zeros((1, last, *FRAME), np.float32)
     for start, stop in stream.blocks(last):
-        numbers = jnp.arange(start, stop)
+        numbers, noisy = jnp.arange(start, stop), np.zeros_like(clean)
         x = run._noise(numbers, 1, 0)
         for i, (sigma, after) in enumerate(zip(how.sigmas, how.sigmas[1:], strict=False)):
-            noisy = jnp.concatenate([jnp.zeros_like(clean), x], axis=1)
-            both = jnp.concatenate([clean, jnp.zeros_like(x)], axis=1)
-            t = jnp.full((1, stop), 1000 * sigma)
-            v = forced(noisy, t, both)[:, start:]
+            noisy[:, start:stop] = x
+            t = np.full((1, last), 1000 * sigma, np.float32)
+            v = np.asarray(forced(noisy.copy(), t, clean.copy()))[:, start:stop]
             x = how.step(x, v, (sigma, after), run._noise(numbers, 1, i + 1))
-        clean = jnp.concatenate([clean, x], axis=1)
-    return clean
+        clean[:, start:stop] = x
+    return jnp.asarray(clean)
+
+
+def noisy_context(sigma: float) -> Denoising:
+    """One step, and a clean pass with noise: what prefixes and switches are tried with."""
+    return replace(HOW, denoising_steps=(1000,), sampler="flow_euler", context_noise=sigma)
 
 
 def only_fast(*kept: str) -> list[Any]:
@@ -83,7 +90,7 @@ def only_fast(*kept: str) -> list[Any]:
 # Other tests here sample by flow_euler too: guidance, and a switch in a rolled window.
 @pytest.mark.parametrize("sampler", but(["few_step", "flow_euler"], ["few_step"]))
 def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) -> None:
-    run, kv = rollout(SINKS[name], replace(HOW, sampler=sampler)), told()
+    run, kv = usual(name, replace(HOW, sampler=sampler)), told()
     got, _ = made(run, run.begin(kv), 5)
     close(got, by_hand(run, SINKS[name], 5, kv))
     assert run.programs <= 3
@@ -141,7 +148,7 @@ def test_rows_are_videos_of_their_own() -> None:
 def test_a_prefix_is_the_same_in_one_pass_or_in_many(name: str, noise: float) -> None:
     stream = SINKS[name]
     count = stream.first_block + 3
-    run, (clean, _) = rollout(stream, replace(HOW, context_noise=noise)), clips(count)
+    run, (clean, _) = usual(name, noisy_context(noise)), clips(count)
     many, _ = made(run, run.prefix(run.begin(told()), clean), 3)
     one, _ = made(run, run.prefix(run.begin(told()), clean, at_once=True), 3)
     close(one, many)
@@ -182,11 +189,10 @@ def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(n
     and the block.
     """
     stream, sigma = SINKS[name], {"alone": 0.1}.get(name, 0.0)
-    how = replace(HOW, denoising_steps=(1000,), sampler="flow_euler", context_noise=sigma)
-    run = rollout(stream, how)
+    run = usual(name, noisy_context(sigma))
     _, reel = made(run, run.begin(told(0)), 7)
     kept, frame = stream.kept(reel.frame), reel.frame
-    clean = noised(reel.frames(kept), sigma, run._noise(jnp.asarray(kept), 1, len(how.sigmas)))
+    clean = noised(reel.frames(kept), sigma, run._noise(jnp.asarray(kept), 1, len(run.how.sigmas)))
     assert len(kept) < frame
     x, after = run.block(run.switch(reel, told(1)))
     numbers = jnp.asarray((*kept, *range(frame, after.frame)))
@@ -195,7 +201,7 @@ def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(n
     t = jnp.concatenate([of_kept, jnp.full((1, x.shape[1]), 1000.0)], axis=1)
     mask = Forcing(replace(stream, first_frame_alone=False))
     clip = jnp.concatenate([clean, noise], axis=1)
-    v = plain()(clip, t, kv=told(1), forcing=mask, positions=numbers)
+    v = jax.jit(lambda *x: plain()(*x, kv=told(1), forcing=mask, positions=numbers))(clip, t)
     close(x, noise - v[:, len(kept) :])
 
 
@@ -242,7 +248,7 @@ def test_a_context_that_is_run_anew_is_a_masked_forward(name: str) -> None:
     t = jnp.concatenate([jnp.zeros((1, len(chosen))), jnp.full((1, size), 1000.0)], axis=1)
     clip = jnp.concatenate([context, noise], axis=1)
     forcing = Forcing(replace(stream, window=None, sink=0))
-    v = plain()(clip, t, kv=told(), forcing=forcing)
+    v = jax.jit(lambda *x: plain()(*x, kv=told(), forcing=forcing))(clip, t)
     close(x, noise - v[:, len(chosen) :])
     assert len(chosen) + size <= (stream.budget or 0)
 
