@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import stat
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +152,20 @@ def test_a_mask_that_a_child_cannot_know_is_refused():
         job = replace(JOB, shape=replace(JOB.shape, mask=mask))
         with pytest.raises(Unsupported, match="goes to the compiler's process by name"):
             text_of(job)
+
+
+def test_term_ends_the_compiler_too(tmp_path):
+    python = program(tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/started\nexec sleep 300\n")
+    words = ["--target", "v5e:1x1", "--devices", "1", "--shape", "1,64,64,1,64"]
+    command = [sys.executable, "-m", "maxattn", "compile", "attention=flash", *words]
+    env = os.environ | {PYTHON_VARIABLE: python}
+    parent = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    started = tmp_path / "started"
+    until = time.monotonic() + 60
+    while not (started.is_file() and started.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGTERM)
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode == 143 and said.endswith("stopped\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

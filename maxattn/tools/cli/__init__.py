@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +28,11 @@ COMMANDS = {
     "tune": "time kernels or block sizes on this machine and keep the fastest",
     "convert": "print the attention settings of a MaxDiffusion YAML as ours",
 }
-STOPPED = 130  # what shells report of a program that Ctrl-C ended
+STOPPED, TERMINATED = 130, 143  # what shells report of a program that Ctrl-C or TERM ended
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was sent TERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,18 +76,36 @@ def _run(name: str, words: Sequence[str]) -> int:
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        status = command.run(args)
+        with _term_interrupts():
+            status = command.run(args)
         sys.stdout.flush()
         return status
     except MaxattnError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
-        return STOPPED
+        return TERMINATED if isinstance(stop, Terminated) else STOPPED
     except BrokenPipeError:  # `maxattn ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _term_interrupts() -> Iterator[None]:
+    """Let TERM end a command as Ctrl-C does: what it started, such as a compiler, ends with it."""
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other set it
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
