@@ -128,3 +128,27 @@ def draw(name: str, *arguments: str) -> None:
     commands = {"sdxl": generate_sdxl, "flux": generate_flux, "flux_schnell": generate_flux}
     command = commands.get(name, generate_wan)
     command.main(arguments_of("", [str(ROOT / "configs" / config), *sizes, *map(str, arguments)]))
+
+
+def run(folder: Path, name: str, *arguments: object) -> np.ndarray:
+    """Draw from a folder, and return the latents that were written."""
+    file = folder / "latents.safetensors"
+    said = (*EXACT, *MORE.get(name, ()), *sizes_of(name))
+    draw(name, "--model", folder, *said, "--latents", file, *arguments)
+    return load_file(file)["latents"]
+
+
+def check(got: np.ndarray, want: np.ndarray) -> None:
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+def lora(path: Path, model: Path, part: str = "transformer") -> dict[str, np.ndarray]:
+    """Write LoRA weights for one layer of a Wan model and one of another part; return the model's
+    weights with them.
+    """
+    draw_numbers, layer = np.random.default_rng(0), "blocks.1.attn1.to_q"
+    down, up = (draw_numbers.standard_normal(shape, np.float32) for shape in ((2, 24), (24, 2)))
+    tensors = {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+    save_file(tensors | {"text_encoder.q.lora_A.weight": down}, path)
+    weights = load_file(model / part / "diffusion_pytorch_model.safetensors")
+    return weights | {f"{layer}.weight": weights[f"{layer}.weight"] + 0.5 * up @ down}
