@@ -30,13 +30,14 @@ def rollout_of(model: WanTransformer, settings: Settings, clean_pass: bool = Tru
     """
     said, sampling, stream = settings.rollout, settings.sampling, settings.stream
     assert said is not None and stream is not None, "the settings have a rollout"
+    clean_pass = said.clean_pass and clean_pass
     how = Denoising(
         said.denoising_steps,
         said.warp_steps,
         said.timestep_shift,
         "flow_euler",
-        said.context_noise / MOST,
-        said.clean_pass and clean_pass,
+        said.context_noise / MOST if clean_pass else 0.0,  # it is the noise of that pass
+        clean_pass,
         sampling.guidance_scale,
     )
     sides, seed = settings.video_shape[1:], sampling.seed

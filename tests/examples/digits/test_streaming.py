@@ -144,7 +144,7 @@ def test_a_video_is_the_same_however_many_stand_beside_it_and_changes_at_a_switc
 
 
 def test_without_a_clean_pass_the_first_block_is_the_same_and_later_ones_are_not():
-    settings = described()
+    settings = described(rollout={"context_noise": 50.0})
     built = model(settings)
     with_, without = (
         streaming.stream(built, PROMPTS, 3, settings, clean_pass=ok) for ok in (True, False)
@@ -159,7 +159,7 @@ SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, 
 def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     training = SHORT | {"output_dir": str(tmp_path)}
     more = {"long_blocks": 4, "switch_block": 1, "contrast_steps": 1, "blocks": 2}
-    once = {"denoising_steps": [1000]}
+    once = {"denoising_steps": [1000], "context_noise": 50.0}
     settings = described(
         training=training, rollout=more | once, sampling={"num_inference_steps": 1},
         model={"layers": 1},
