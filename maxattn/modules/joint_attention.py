@@ -184,7 +184,9 @@ class JointAttention(FlaxAttention):
         y, text_y = merge_heads(of_picture), merge_heads(of_text)
         if not (self.out_proj and self.text_out):
             return (y, None), (text_y, None)
-        return without_bias(self.to_out, y), without_bias(self.to_add_out, text_y)
+        y, bias = without_bias(self.to_out, y)
+        text_y, text_bias = without_bias(self.to_add_out, text_y)
+        return (self._on_mesh(y, "BT."), bias), (self._on_mesh(text_y, "B.."), text_bias)
 
     def _attend(
         self, text: Array, x: Array, rotary_emb: Any, mask: Any = None, bias: Any = None
