@@ -164,6 +164,12 @@ def test_float32_is_left_to_xla(kernel: Any, dtype: str) -> None:
     assert bool(kernel) == (dtype != "float32")
 
 
+def test_no_tokens_launch_nothing(kernel: Any) -> None:
+    x = jnp.zeros((2, 0, D), jnp.bfloat16)
+    total, n = adaptive_norm(x, norm(), row(1, 1), branch=GatedBranch(x, row(1, 2)))
+    assert total.shape == n.shape == x.shape and kernel == []
+
+
 def test_a_gradient_is_that_of_the_steps(kernel: Any) -> None:
     x, y, table, base = *(drawn(2, 12, D, dtype=jnp.bfloat16) for _ in range(2)), *(
         drawn(*of, 3, D) for of in ((2, 3), (1, 1))

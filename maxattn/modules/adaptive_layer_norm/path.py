@@ -24,7 +24,7 @@ def has_kernel(work: NormWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any
         mesh: the caller's.
     """
     gpu = Target.here().device
-    if not gpu.is_a("hopper") or rows[0].dtype.name not in DTYPES:
+    if not gpu.is_a("hopper") or rows[0].dtype.name not in DTYPES or not rows[0].size:
         return False
     if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
         return False
