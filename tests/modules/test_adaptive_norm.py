@@ -174,6 +174,17 @@ def test_float32_is_left_to_xla(kernel: Any, dtype: str) -> None:
     assert bool(kernel) == (dtype != "float32")
 
 
+@pytest.mark.parametrize(
+    ("of_norm", "of_gate", "runs"), [(4, 2, 0), (3, 4, 0), (4, 1, 1), (1, 4, 1)]
+)
+def test_vectors_of_other_frames_are_left_to_xla(
+    kernel: Any, of_norm: int, of_gate: int, runs: int
+) -> None:
+    x, y = (drawn(2, 12, D, dtype=jnp.bfloat16) for _ in range(2))
+    adaptive_norm(x, norm(), row(of_norm, 1), branch=GatedBranch(y, row(of_gate, 2)))
+    assert len(kernel) == runs
+
+
 def test_no_tokens_launch_nothing(kernel: Any) -> None:
     x = jnp.zeros((2, 0, D), jnp.bfloat16)
     total, n = adaptive_norm(x, norm(), row(1, 1), branch=GatedBranch(x, row(1, 2)))

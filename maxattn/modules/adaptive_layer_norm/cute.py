@@ -27,8 +27,8 @@ def forward(
     Args:
         launch: from `launch_of`.
         rows: x, and the branch that is added to it before the norm, where there is one.
-        parts: of the vectors, in the order of `launch.vectors`; F divides T, and neighbouring T / F
-            rows share theirs.
+        parts: of the vectors, in the order of `launch.vectors`; F is one number for all that have
+            frames, and divides T: neighbouring T / F rows share theirs.
     """
     out = jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype)
     of_rows, of_parts = _specs()

@@ -30,6 +30,9 @@ def has_kernel(work: NormWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any
         return False
     if checked() or (mesh is None and may_be_spread()) or not cute_there():
         return False
+    # A block of the kernel holds the vectors of one frame: all are cut alike, or not at all.
+    if len({part.shape[1] for part in parts} - {1}) > 1:
+        return False
     return _is_even(rows[0], parts, mesh) and launch_of(work.eps, rows, work.vectors).fits()
 
 
