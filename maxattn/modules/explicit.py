@@ -120,10 +120,9 @@ def like_both(
 
 def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
     """Place outputs as `like_both` does; biases that are left out are whole on each device."""
-    projected = module.out_proj and module.text_out
-    return tuple(
-        (spec, PartitionSpec() if projected else None) for spec in like_both(module, *states)
-    )
+    bias = PartitionSpec() if module.out_proj else None
+    picture, text = like_both(module, *states)
+    return (picture, bias), None if text is None else (text, bias)
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:

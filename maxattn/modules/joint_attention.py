@@ -167,7 +167,7 @@ class JointAttention(FlaxAttention):
         hidden_states: Float[Array, "B T query_dim"],
         encoder_hidden_states: Float[Array, "B S added_kv_proj_dim"],
         rotary_emb: Any = None,
-    ) -> tuple[Unbiased, Unbiased]:
+    ) -> tuple[Unbiased, Any]:
         """Attend as a call does, and leave the output projections' biases to the caller.
 
         The caller adds them with what else it adds, such as in `adaptive_norm`: XLA for GPUs then
@@ -177,16 +177,20 @@ class JointAttention(FlaxAttention):
             hidden_states, encoder_hidden_states, rotary_emb: as for a call.
 
         Returns:
-            (y, bias) of the picture, then of the text; the bias is None where y has it already.
+            (y, bias) of the picture, then of the text, None for a text without output; a bias is
+            None where there is none, or y has it already.
         """
         x, text = hidden_states, encoder_hidden_states
         of_text, of_picture = self._attend(text, x, rotary_emb)
-        y, text_y = merge_heads(of_picture), merge_heads(of_text)
-        if not (self.out_proj and self.text_out):
-            return (y, None), (text_y, None)
-        y, bias = without_bias(self.to_out, y)
-        text_y, text_bias = without_bias(self.to_add_out, text_y)
-        return (self._on_mesh(y, "BT."), bias), (self._on_mesh(text_y, "B.."), text_bias)
+        picture = self._unbiased(of_picture, "to_out", "BT")
+        return picture, self._unbiased(of_text, "to_add_out", "B.") if self.text_out else None
+
+    def _unbiased(self, out: Float[Array, "B T N H"], name: str, letters: str) -> Unbiased:
+        y, bias = merge_heads(out), None
+        if self.out_proj:
+            with self._scope(name):
+                y, bias = without_bias(getattr(self, name), y)
+        return self._on_mesh(y, letters + ("." if self.out_proj else "N")), bias
 
     def _attend(
         self, text: Array, x: Array, rotary_emb: Any, mask: Any = None, bias: Any = None
