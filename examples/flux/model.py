@@ -161,21 +161,18 @@ class FluxTransformer2D(nnx.Module):
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 
-        add, alone = (not left_open(b, self.config) for b in self._stacks)
+        add = not left_open(self.transformer_blocks, self.config)
 
         def on_two(block: FluxBlock, both: tuple[Any, Any], *_: Any) -> Any:
             return double(block, *both, e, rotary, add)
 
         def on_one(block: FluxSingleBlock, both: Any, *_: Any) -> Any:
-            return single(block, both, e, rotary, alone)
+            return single(block, both, e, rotary, add)
 
-        x, c = (residual(of).total for of in run_layers(on_two, self._stacks[0], (x, c), None))
+        x, c = run_layers(on_two, self.transformer_blocks, (x, c), None)
+        x, c = residual(x).total, residual(c).total
         both = sharding.constrain(jnp.concatenate([c, x], axis=1), self.mesh, "BT.")
-        return residual(run_layers(on_one, self._stacks[1], both, None)).total
-
-    @property
-    def _stacks(self) -> tuple[Any, Any]:
-        return self.transformer_blocks, self.single_transformer_blocks
+        return residual(run_layers(on_one, self.single_transformer_blocks, both, None)).total
 
     def _check(self, latents: Any, text: Any, pooled: Any, guidance: Any) -> None:
         sizes = self.sizes

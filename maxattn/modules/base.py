@@ -23,7 +23,6 @@ from maxattn.modules.heads import merge_heads, split_heads
 from maxattn.modules.norm_rope import (
     Sequence,
     can_join,
-    can_pair,
     fused_row,
     norm_rotary,
     norm_rotary_pair,
@@ -233,9 +232,8 @@ class AttentionBase(nnx.Module):
         if not sequences:
             return None
         with self._scope("norm_rope"):
-            if can_pair(*sequences):
-                return norm_rotary_pair(*sequences)
-            return tuple(norm_rotary(*each, by="cute") for each in sequences)
+            pair = norm_rotary_pair(*sequences)
+            return pair or tuple(norm_rotary(*each, by="cute") for each in sequences)
 
     def _sequences(self, *each: tuple[Array, Projection, Rotary | None]) -> list[Sequence]:
         """Project, for a kernel that takes all in one go; nothing where none does."""

@@ -311,3 +311,17 @@ def test_a_shard_map_that_checks_what_varies_goes_without(
     with ma.Target.named("cpu").assumed():
         want = nnx.merge(graph, jax.tree.map(lambda a: a[1], both))(X, rotary_emb=ROTARY)
     assert error(got[1], want) < 1e-5
+
+
+def test_queries_and_keys_of_other_kinds_are_no_pair() -> None:
+    x, row = jnp.zeros((1, 4, 64)), NormRopeRow(2, 32, "head", EPS, "interleaved")
+    norm, rotary = nnx.RMSNorm(32, rngs=nnx.Rngs(0)), ma.rope_1d(32, 4)
+    queries = norm_rope.Sequence(row, x, None, norm, rotary)
+    for other in (
+        queries._replace(rotary=ma.rope_1d(32, 4)),
+        queries._replace(bias=jnp.zeros(64)),
+        queries._replace(
+            row=NormRopeRow(1, 64, "head", EPS, "interleaved"), norm=None, rotary=None
+        ),
+    ):
+        assert norm_rope.norm_rotary_pair(queries, other) is None

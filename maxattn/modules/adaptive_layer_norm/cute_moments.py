@@ -30,13 +30,11 @@ class Moments(NamedTuple):
     @staticmethod
     def of(place: Any, row: list[list[Any]]) -> Moments:
         """Return the moments of a thread's channels, those that it repeats left out."""
-        threads = place.threads
         *before, last = [total(each) for each in row]
         count, own = _count(place)
         mean = total([*before, _where(own, last)]) * _inverse(count)
         squares = [[(x - mean) * (x - mean) for x in each] for each in row]
         *before, last = [total(each) for each in squares]
-        assert len(row) == threads.passes
         return Moments(count, mean, total([*before, _where(own, last)]))
 
     def with_lane(self, distance: int) -> Moments:

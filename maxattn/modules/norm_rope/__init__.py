@@ -9,7 +9,6 @@ from maxattn.modules.norm_rope.fused import norm_rotary
 from maxattn.modules.norm_rope.joint import (
     Sequence,
     can_join,
-    can_pair,
     norm_rotary_joint,
     norm_rotary_pair,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "NormRopeRow",
     "Sequence",
     "can_join",
-    "can_pair",
     "fused_row",
     "norm_rotary",
     "norm_rotary_joint",

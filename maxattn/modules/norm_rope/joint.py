@@ -22,6 +22,7 @@ from maxattn.modules.norm_rope.row import NormRopeRow
 from maxattn.modules.qk_norm import QKNorm
 from maxattn.rope import Rotary
 
+Both = tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]
 Operands = tuple[Float[Array, "B T N H"], Vectors, Tables]
 
 
@@ -65,33 +66,28 @@ def norm_rotary_joint(sequences: list[Sequence]) -> Float[Array, "B L N H"]:
     return _joint(rows, tuple(each.operands for each in sequences))
 
 
-def can_pair(queries: Sequence, keys: Sequence) -> bool:
-    """Tell whether queries and keys are rows of one kind, turned by the same angles."""
-    return _kind_of(queries) == _kind_of(keys)
-
-
-def _kind_of(sequence: Sequence) -> Any:
-    _, vectors, _ = sequence.operands
-    angles = None if sequence.rotary is None else (id(sequence.rotary.cos), id(sequence.rotary.sin))
-    shapes = {name: (v.shape, v.dtype) for name, v in vectors.items()}
-    return sequence.row, sequence.x.shape, sequence.x.dtype, shapes, angles
-
-
-def norm_rotary_pair(
-    queries: Sequence, keys: Sequence
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
+def norm_rotary_pair(queries: Sequence, keys: Sequence) -> Both | None:
     """Add biases, norm and rotate queries and keys, in one launch.
 
     Args:
-        queries, keys: of the same tokens, that `can_pair`.
+        queries, keys: of the same tokens.
+
+    Returns:
+        Both; None where they are rows of other kinds, or turned by other angles.
     """
     (q, vectors, tables), (k, of_keys, _) = queries.operands, keys.operands
+    if _kind_of(queries, q, vectors) != _kind_of(keys, k, of_keys):
+        return None
     return _pair(queries.row, (q, k), (vectors, of_keys), tables)
 
 
-# ---- a pair --------------------------------------------------------------------------------------
+def _kind_of(sequence: Sequence, x: Array, vectors: Vectors) -> Any:
+    angles = None if sequence.rotary is None else (id(sequence.rotary.cos), id(sequence.rotary.sin))
+    shapes = {name: (v.shape, v.dtype) for name, v in vectors.items()}
+    return sequence.row, x.shape, x.dtype, shapes, angles
 
-Both = tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]
+
+# ---- a pair --------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
