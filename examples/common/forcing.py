@@ -70,7 +70,7 @@ class View(NamedTuple):
     @property
     def writes(self) -> bool:
         """Whether layers change the cache, which is their carry then."""
-        return self.cache is not None and self.cache.mode != "cached"
+        return self.cache is not None and self.cache.is_written
 
 
 def view_of(

@@ -237,13 +237,22 @@ class Rollout:
         how, draw = self.how, partial(self._noise, numbers, batch)
         sigmas = jnp.asarray(how.sigmas)
 
-        def step(carry: Any, at: Any) -> tuple[Any, None]:
-            (x, cache), (sigma, after, number) = carry, at
+        def step(x: Any, cache: Any, at: Any) -> tuple[Any, Any]:
+            sigma, after, number = at
             v, cache = self._velocity(parameters, x, sigma, told, cache)
-            return (how.step(x, how.guided(v), (sigma, after), draw(number)), cache), None
+            return how.step(x, how.guided(v), (sigma, after), draw(number)), cache
 
-        each = sigmas[:-1], sigmas[1:], jnp.arange(1, len(sigmas))
-        return jax.lax.scan(step, (draw(0), cache), each)[0]
+        steps = [sigmas[:-1], sigmas[1:], jnp.arange(1, len(sigmas))]
+        return _scanned(step, draw(0), cache, steps, self._unread(cache))
+
+    def _unread(self, cache: Any) -> int:
+        """Count the first steps of which no one reads what is written.
+
+        The first block sees itself alone. Later ones see what its last pass writes.
+        """
+        if cache is None or cache.stage != "empty":
+            return 0
+        return len(self.how.denoising_steps) - (not self.how.clean_pass)
 
     def _clean_pass(
         self, parameters: Any, cache: ma.KVCache, told: Any, block: Any, batch: int
@@ -295,6 +304,21 @@ class Rollout:
 
         of_row = jax.vmap(of_frame, in_axes=(None, 0))
         return jax.vmap(of_row, in_axes=(0, None))(jnp.arange(batch), numbers)
+
+
+def _scanned(
+    step: Callable[..., Any], x: Any, cache: Any, each: list[Any], unread: int
+) -> tuple[Any, Any]:
+    """Scan over steps; the first `unread` ones leave the cache as it is."""
+    first, rest = (
+        [values[part] for values in each] for part in (slice(unread), slice(unread, None))
+    )
+    if unread:
+        alone = cache.unwritten()
+        x, _ = jax.lax.scan(lambda x, at: (step(x, alone, at)[0], None), x, first)
+    if not len(rest[0]):
+        return x, cache
+    return jax.lax.scan(lambda carry, at: (step(*carry, at), None), (x, cache), rest)[0]
 
 
 def _call(model: Any, latents: Any, t: Any, told: Any, **seen: Any) -> Any:

@@ -67,7 +67,7 @@ def attend_with_cache(
     if cache.stage == "empty":
         turned = k if table is None else apply_rotary(k, turned_own(cache, table))
         out = _attend(q, turned, v, how, _mask_of_prefix(cache))
-        return out, write(layer, k, v, how.mesh)
+        return out, write(layer, k, v, how.mesh) if cache.keeps else cache
     cache = write(layer, k, v, how.mesh)
     return read(CacheLayer(cache, layer.index), q, how, table), cache
 

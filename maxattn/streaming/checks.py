@@ -141,10 +141,18 @@ def prefix(cache: KVCache, frames: Any) -> int:
     return frames
 
 
+def unwritten(cache: KVCache) -> None:
+    """Refuse to leave out what a block reads from the cache, or what is to be kept."""
+    if cache.stage != "empty" or cache.mode != "stream":
+        rule = "the first block of a stream sees itself alone; others read their keys in the cache"
+        raise InputError("unwritten", repr(cache), rule, "pass the cache as it is")
+
+
 def advance(cache: KVCache) -> None:
     """Refuse to go on where nothing is written, or nothing can be."""
-    if cache.mode == "cached":
-        rule = "a pass over cache.cached() writes nothing, so no frames are made"
+    if not cache.is_written:
+        name = "cached" if cache.mode == "cached" else "unwritten"
+        rule = f"a pass over cache.{name}() writes nothing, so no frames are made"
         raise InputError("advance", repr(cache), rule, "advance the cache that is written")
     if cache.is_done:
         _refuse_more(cache)
@@ -178,7 +186,7 @@ def stacked(caches: Sequence[KVCache]) -> None:
 
 def extract(cache: KVCache, start: Any) -> int:
     """Return the first token, and refuse to keep tokens over frames that are kept already."""
-    if cache.stage != "empty":
+    if cache.stage != "empty" or not cache.keeps:
         rule = "what is extracted is the first that a cache keeps"
         raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
     if (first := whole(start, least=0)) is None:

@@ -49,6 +49,7 @@ class KVCache:
             and "done" where those that are left are too few for a block.
         mode: "stream", or what `extract` and `cached` set.
         start: the first token that `extract` keeps.
+        keeps: False where `unwritten` set it.
 
     >>> stream = ma.Stream(tokens_per_frame=4, frames_per_block=3, window=2)
     >>> sizes = dict(layers=1, batch=1, kv_heads=2, dim_head=8, dtype="float32")
@@ -71,6 +72,7 @@ class KVCache:
     stage: Stage = field(default="empty", metadata=STATIC)
     mode: Mode = field(default="stream", metadata=STATIC)
     start: int = field(default=0, metadata=STATIC)
+    keeps: bool = field(default=True, metadata=STATIC)
     is_begun: ClassVar[bool] = False
 
     @classmethod
@@ -169,6 +171,11 @@ class KVCache:
         return self.stage in ("done", "complete")
 
     @property
+    def is_written(self) -> bool:
+        """Whether a pass writes to it."""
+        return self.keeps and self.mode != "cached"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values, of all devices together."""
         return 2 * math.prod(self.shape) * self.dtype.itemsize
@@ -185,6 +192,18 @@ class KVCache:
             InputError: frames are made already, or these are no whole blocks.
         """
         return replace(self, own=checks.prefix(self, frames))._begun(self)
+
+    def unwritten(self) -> Self:
+        """Let passes over the first block leave the cache as it is: all of them but the last.
+
+        The first block sees itself alone, and what a noisy pass writes no one reads. A later block
+        reads its own keys from the cache.
+
+        Raises:
+            InputError: frames are made already, or the pass extracts.
+        """
+        checks.unwritten(self)
+        return replace(self, keeps=False)._begun(self)
 
     def advance(self) -> Self:
         """Go on to the next block, after the pass that wrote this one's clean keys and values.
@@ -335,6 +354,7 @@ class KVCache:
         shape = ",".join(map(str, self.shape)) if has_arrays else "?"
         dtype = self.dtype if has_arrays else type(first).__name__
         mode = "" if self.mode == "stream" else f", {self.mode}"
+        mode += "" if self.keeps else ", unwritten"
         of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"
         return f"KVCache({dtype}[{shape}], {of})"
 

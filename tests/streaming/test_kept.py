@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,23 @@ def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: in
     y, cache = stack.jitted(clean[:, tokens:], 0.0, angles, cache)
     close(y, one_by_one.clean[:, tokens:])
     close(cache.k, one_by_one.cache.k)
+
+
+@pytest.mark.parametrize("how", [{}, {"positions": "slots_with_sink"}, {"per_layer": True}])
+def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
+    """Its passes make what those that write make, and the one that writes goes on as ever."""
+    attn, x = ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0)), clips(STREAM, 3)
+    sizes = {"layers": 1, "batch": 1, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
+    cache = STREAM.cache(**sizes, **how)
+    angles = table(STREAM, cache.layout.frames if "positions" in how else 3)
+    step = jax.jit(lambda x, cache: attn(x, rotary_emb=angles, cache=cache.layer(0)))
+    noisy, left = step(x[1], cache.unwritten())
+    written, _ = step(x[1], cache)
+    np.testing.assert_array_equal(noisy, written)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(left))
+    assert repr(left) == repr(cache.unwritten()) and "empty, unwritten" in repr(left)
+    _, kept = step(x[0], cache)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves((kept.k, kept.v)))
 
 
 def test_rows_of_different_fill_are_each_alone() -> None:

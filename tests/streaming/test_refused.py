@@ -133,6 +133,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "batch_over_mesh": lambda: empty(mesh=mesh_of("data 2, context 2, tensor 2"), kv_heads=4),
     "layer": lambda: empty().layer(2),
     # from block to block
+    "unwritten_after_the_first_block": lambda: made().unwritten(),
+    "unwritten_advanced": lambda: call(empty().unwritten())[1].advance(),
+    "unwritten_extracted": lambda: empty(ENDLESS, frames=3).extract().unwritten(),
+    "extracted_unwritten": lambda: empty(ENDLESS, frames=3).unwritten().extract(),
     "prefix_not_whole": lambda: empty().prefix(4),
     "prefix_of_an_image": lambda: empty().prefix(1),
     "prefix_later": lambda: made().prefix(3),

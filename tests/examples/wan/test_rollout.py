@@ -130,6 +130,22 @@ def test_no_program_copies_the_cache(stage: str) -> None:
     assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
 
 
+@pytest.mark.parametrize("steps", [(1000, 500), (1000,)])
+def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
+    steps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps before it write nothing; the cache is as if each had."""
+    how, run = replace(HOW, denoising_steps=steps, clean_pass=False), partial(rollout, STREAM)
+    x, reel = made(run(how), run(how).begin(told()), 1)
+    monkeypatch.setattr(ma.KVCache, "unwritten", lambda cache: cache)
+    all_written, other = made(run(how), run(how).begin(told()), 1)
+    assert reel.cache is not None and other.cache is not None
+    close(x, all_written)
+    close(reel.cache.k, other.cache.k)
+    close(reel.cache.v, other.cache.v)
+    assert reel.cache.stage == other.cache.stage and bool(reel.cache.k.any())
+
+
 def test_rows_are_videos_of_their_own() -> None:
     run = usual()
     kv = plain().encode(jnp.concatenate([text(seed=1), text(seed=2)]))
