@@ -167,13 +167,13 @@ def test_splits_are_merged_as_in_float64(cuts: tuple[int, ...], level: float) ->
         for a, b in pairwise(bounds)
     ]
     outs = jnp.asarray(np.stack([part.out for part in parts]), jnp.float32)
-    lses = jnp.asarray(np.stack([part.lse for part in parts]), jnp.float32)
+    lses = jnp.asarray(np.stack([part.lse.swapaxes(1, 2) for part in parts]), jnp.float32)
     out, lse = jax.jit(merged)(outs, lses)
     assert error(out, want.out) < 1e-6 + level * 2e-8 and error(lse, want.lse) < 1e-6
 
 
 def test_what_sees_nothing_anywhere_stays_so() -> None:
-    out, lse = merged(jnp.ones((3, 1, 2, 1, 4)), jnp.full((3, 1, 1, 2), -jnp.inf))
+    out, lse = merged(jnp.ones((3, 1, 2, 1, 4)), jnp.full((3, 1, 2, 1), -jnp.inf))
     assert (out == 0).all() and (lse == -jnp.inf).all()
 
 
@@ -216,7 +216,7 @@ def written(q: Any, tile: Tile, grid: SplitGrid, out: Any, lse: Any) -> list[jax
     here = grid.split(at)[late], batch[late], row[late] - grid.first
     tail = tail.at[*here, :, head[late], :h].set(out[late])
     tail_lse = tail_lse.at[*here[:2], head[late], here[2]].set(lse[late])
-    made = [tail.reshape(splits.shape), tail_lse.reshape(*splits.shape[:2], n, -1)]
+    made = [tail.reshape(splits.shape), tail_lse.reshape(*splits.shape[:2], n, -1).swapaxes(2, 3)]
     if not whole:
         return made
     here = batch[: grid.whole], row[: grid.whole]

@@ -275,7 +275,7 @@ def run_forward(scale: float, seen: list[int], q: Any, k: Any, v: Any, tiles: Ti
     more, wider = -q.shape[1] % tiles.tile.queries, wide(q.shape[3]) - q.shape[3]
     put = partial(jnp.pad, constant_values=jnp.nan)
     outs = put(outs, ((0, 0), (0, 0), (0, more), (0, 0), (0, wider)))
-    return outs, put(lses, ((0, 0), (0, 0), (0, 0), (0, more)))
+    return outs, put(lses.swapaxes(2, 3), ((0, 0), (0, 0), (0, more), (0, 0)))
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, scale: float) -> list[int]:

@@ -1,6 +1,7 @@
 """FlashAttention-4's forward with the last queries split over the keys: launch and merge.
 
-    lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
+    share = sigmoid(lse_b - lse_a)        out = out_a + share (out_b - out_a)
+    lse = log(exp(lse_a) + exp(lse_b))    of splits a and b, and so on with the next one
 
 One launch computes whole tiles, in the dtype of the call, and splits of the last, in float32.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 from functools import reduce
 from importlib import import_module
-from operator import add
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def forward(inputs: PieceInputs, scale: float, tail: KeySplits) -> Result:
     # XLA (jax 0.11.2) would write one result of a call into another of it: split_queries.py.
     outs, lses, *whole = jax.lax.optimization_barrier(found)
     first = grid.first * tile.queries
-    lses = _seen(lses[..., : t - first], inputs.lengths, tile.keys)
+    lses = _seen(lses[:, :, : t - first], inputs.lengths, tile.keys)
     last = merged(outs[:, :, : t - first, :, :h], lses)
     return joined(whole, Result(last.out.astype(q.dtype), last.lse), first)
 
@@ -97,7 +97,7 @@ def _seen(lses: Array, lengths: Any, keys: int) -> Array:
 
 def _results(q: Array, tile: Tile, grid: SplitGrid) -> list[jax.ShapeDtypeStruct]:
     (b, t, n, h), rows = q.shape, grid.tail * tile.queries
-    splits = [(grid.splits, b, rows, n, wide(h)), (grid.splits, b, n, rows)]
+    splits = [(grid.splits, b, rows, n, wide(h)), (grid.splits, b, rows, n)]
     made = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in splits]
     if not grid.whole:
         return made
@@ -105,17 +105,20 @@ def _results(q: Array, tile: Tile, grid: SplitGrid) -> list[jax.ShapeDtypeStruct
     return [*made, jax.ShapeDtypeStruct(q.shape, q.dtype), lse]
 
 
-def merged(outs: Float[Array, "P B T N H"], lses: Float[Array, "P B N T"]) -> Result:
+def merged(outs: Float[Array, "P B T N H"], lses: Float[Array, "P B T N"]) -> Result:
     """Return (out, lse) over the keys of all splits; a split that has none has LSE -inf."""
-    # Unrolled, for XLA to fuse: it would take a sum over the first axis for a reduction.
-    top = reduce(jnp.maximum, lses)
-    safe = jnp.where(top == NEG_INF, 0.0, top)
-    weights = [jnp.exp(lse - safe) for lse in lses]
-    total = reduce(add, weights)
-    shares = ((w / jnp.where(total > 0, total, 1.0)).swapaxes(1, 2)[..., None] for w in weights)
     # What a split without keys computed may be anything.
-    out = reduce(add, (jnp.where(x == 0, 0.0, x * outs[p]) for p, x in enumerate(shares)))
-    return Result(out, jnp.where(total > 0, safe + jnp.log(total), NEG_INF))
+    outs = jnp.where((lses == NEG_INF)[..., None], 0.0, outs)
+    out, lse = reduce(_joint, zip(outs, lses, strict=True))
+    return Result(out, lse.swapaxes(1, 2))
+
+
+def _joint(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return (out, lse) over the keys of two splits."""
+    (out_a, lse_a), (out_b, lse_b) = one, other
+    # One share, used once: XLA then merges two splits in the kernel that writes them.
+    share = jax.nn.sigmoid(jnp.where(lse_b == NEG_INF, NEG_INF, lse_b - lse_a))
+    return out_a + share[..., None] * (out_b - out_a), jnp.logaddexp(lse_a, lse_b)
 
 
 def joined(whole: list[Array], last: Result, first: int) -> Result:

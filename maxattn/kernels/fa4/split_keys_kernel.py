@@ -96,7 +96,7 @@ class SplitGrid(NamedTuple):
 def split_keys_class(grid: SplitGrid) -> Any:
     """Make a forward whose thread blocks take what `grid` says.
 
-    The results of splits are its two auxiliary arrays: [splits,B,rows,N,H] and [splits,B,N,rows].
+    The results of splits are its two auxiliary arrays: [splits,B,rows,N,H] and [splits,B,rows,N].
     """
     ranges = import_module("fa4_jax.cute.block_info").BlockInfo
     arch, number = import_module("cutlass.cute").arch, import_module("cutlass").Int32
@@ -149,7 +149,7 @@ def write_split(kernel: Any, of: dict[str, Any], split: Any, tile: Any) -> None:
         tile: of queries, among those that are split.
     """
     (out, stats), row, head = kernel.results, of["batch_idx"], of["head_idx"]
-    rows = out[split, row, None, head, None], stats[split, row, head, None]
+    rows = out[split, row, None, head, None], stats[split, row, None, head]
     thread = of["tiled_mma"].get_slice(of["tidx"])
     _write()(of["acc_O"], of["lse"], *rows, thread, (kernel.tile_m, kernel.tile_hdimv), tile)
 

@@ -134,7 +134,7 @@ def _in_splits(q: Array, k: Array, v: Array, tiles: TilePass) -> Result:
     t, width = q.shape[1], q.shape[3]
     # XLA (jax 0.11.2) would write one result of a call into another of it: split_queries.py.
     outs, lses = jax.lax.optimization_barrier(_launched(q, k, v, tiles))
-    out, lse = merged(outs[:, :, :t, :, :width], lses[..., :t])
+    out, lse = merged(outs[:, :, :t, :, :width], lses[:, :, :t])
     return Result(out.astype(q.dtype), lse)
 
 
@@ -143,7 +143,7 @@ def _launched(q: Array, k: Array, v: Array, tiles: TilePass) -> list[Array]:
     lib, spec, (b, t, n, h) = library(), import_module("cutejax").ArraySpec, q.shape
     launch = fa4_launch.forward_launch(block_sparse.spec_of(q, k, tiles, forward=True))
     lists, rows = block_sparse.on_device(tiles), -(-t // tiles.tile.queries) * tiles.tile.queries
-    shapes = (tiles.splits, b, rows, n, wide(h)), (tiles.splits, b, n, rows)
+    shapes = (tiles.splits, b, rows, n, wide(h)), (tiles.splits, b, rows, n)
     numbers = block_sparse.one_by_one(*lists, *tiles.read)
     return import_module("cutejax").call(
         run_list_splits,
