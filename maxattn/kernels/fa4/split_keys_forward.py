@@ -1,7 +1,6 @@
 """FlashAttention-4's forward with the last queries split over the keys: launch and merge.
 
-    share = sigmoid(lse_b - lse_a)        out = out_a + share (out_b - out_a)
-    lse = log(exp(lse_a) + exp(lse_b))    of splits a and b, and so on with the next one
+    lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
 
 One launch computes whole tiles, in the dtype of the call, and splits of the last, in float32.
 """
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from functools import reduce
 from importlib import import_module
+from operator import add
 from typing import Any
 
 import jax
@@ -107,18 +107,27 @@ def _results(q: Array, tile: Tile, grid: SplitGrid) -> list[jax.ShapeDtypeStruct
 
 def merged(outs: Float[Array, "P B T N H"], lses: Float[Array, "P B T N"]) -> Result:
     """Return (out, lse) over the keys of all splits; a split that has none has LSE -inf."""
-    # What a split without keys computed may be anything.
-    outs = jnp.where((lses == NEG_INF)[..., None], 0.0, outs)
-    out, lse = reduce(_joint, zip(outs, lses, strict=True))
+    out, lse = (_of_two if len(lses) == 2 else _of_many)(outs, lses)
     return Result(out, lse.swapaxes(1, 2))
 
 
-def _joint(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return (out, lse) over the keys of two splits."""
-    (out_a, lse_a), (out_b, lse_b) = one, other
-    # One share, used once: XLA then merges two splits in the kernel that writes them.
-    share = jax.nn.sigmoid(jnp.where(lse_b == NEG_INF, NEG_INF, lse_b - lse_a))
-    return out_a + share[..., None] * (out_b - out_a), jnp.logaddexp(lse_a, lse_b)
+def _of_two(outs: Array, lses: Array) -> tuple[Array, Array]:
+    """Merge two splits: by one share, used once, which XLA computes in the kernel that writes."""
+    # What a split without keys computed may be anything.
+    first, second = jnp.where((lses == NEG_INF)[..., None], 0.0, outs)
+    share = jax.nn.sigmoid(jnp.where(lses[1] == NEG_INF, NEG_INF, lses[1] - lses[0]))
+    return first + share[..., None] * (second - first), jnp.logaddexp(*lses)
+
+
+def _of_many(outs: Array, lses: Array) -> tuple[Array, Array]:
+    # Unrolled, for XLA to fuse: it would take a sum over the first axis for a reduction.
+    top = reduce(jnp.maximum, lses)
+    safe = jnp.where(top == NEG_INF, 0.0, top)
+    weights = [jnp.exp(lse - safe) for lse in lses]
+    total = reduce(add, weights)
+    shares = ((w / jnp.where(total > 0, total, 1.0))[..., None] for w in weights)
+    out = reduce(add, (jnp.where(x == 0, 0.0, x * outs[p]) for p, x in enumerate(shares)))
+    return out, jnp.where(total > 0, safe + jnp.log(total), NEG_INF)
 
 
 def joined(whole: list[Array], last: Result, first: int) -> Result:
