@@ -19,6 +19,7 @@ from tests.closeness import hold
 from tests.examples.conftest import ROOT
 from tests.fixtures import make_pipelines as runs
 from tests.fixtures import make_wan22 as wan22
+from tests.fixtures.make_pipeline_runs import run_flux
 
 from .pipelines import EXACT, MORE, SIZE, draw, sizes_of
 
@@ -52,7 +53,7 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
     if name in FLUX:
         said = {"prompt": PROMPT, "negative_prompt": negative}
         latents, pixels = (
-            runs.run_flux(pipe, torch.from_numpy(noise), kind, **said) for kind in ("latent", "np")
+            run_flux(pipe, torch.from_numpy(noise), kind, **said) for kind in ("latent", "np")
         )
         return latents.numpy(), np.asarray(pixels)[0] * 255
     told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **SIZE[name]}
