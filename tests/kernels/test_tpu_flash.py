@@ -177,6 +177,15 @@ def check_hard(hard: str, mask: str) -> None:
         assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
 
 
+@cache
+def backward_under(mask: str) -> Any:
+    """Make the program of a backward under a mask: the same for all operands."""
+    x = operands()
+    call = ma.Call.of(x["q"], x["k"], mask=HARD_MASKS[mask])
+    kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
+    return jax.jit(kernel.backward, compiler_options=FAST)
+
+
 # Masks are met by what is usual, and by what takes either form.
 FEW_UNDER_MASKS = [x for x in HARD_UNDER_MASKS if x[1] == "full" or x[0] == "keys offset"]
 
@@ -187,11 +196,9 @@ def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
     (x, _), given = HARD[hard], HARD_MASKS[mask]
     dout, dlse = normal(4, B, T, N, H), normal(5, B, N, T)
     want = attention64(*x.values(), allowed(given, T, S), dout=dout, dlse=dlse)
-    call = ma.Call.of(x["q"], x["k"], mask=given)
-    kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
     inputs = Inputs(**x, mask=(M.Full() if given is None else given).bind(T, S, B, N))
     rows = Rows(*(y.astype(np.float32) for y in want[:2]), dout, dlse)
-    got = jax.jit(kernel.backward, compiler_options=FAST)(inputs, rows)
+    got = backward_under(mask)(inputs, rows)
     size = float(np.abs(x["k"]).max() * np.abs(x["q"]).max())  # of products, which round in float32
     for have, true in zip(got[:3], want[2:5], strict=True):
         assert error(have, true) < TOLERANCE["float32"] * max(1.0, size / 100)
