@@ -26,6 +26,7 @@ import maxattn as ma
 from maxattn import weights
 from tests.examples.wan.streamed import SIZES as WAN
 from tests.fixtures import make_diffusers as made
+from tests.moved import moved
 from tests.waiting import but
 
 PLAIN = ma.AttentionConfig()
@@ -88,12 +89,7 @@ def both(make: Callable[..., Any], config: ma.AttentionConfig = PLAIN, mesh: Any
 @cache
 def drawn(make: Callable[..., Any], config: ma.AttentionConfig, mesh: Any) -> Any:
     scanned = make(True, config)
-    rng = np.random.default_rng(0)
-    parameters = jax.tree.map(
-        lambda x: x + 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype),
-        nnx.state(scanned, nnx.Param),
-    )
-    nnx.update(scanned, parameters)
+    nnx.update(scanned, moved(nnx.state(scanned, nnx.Param)))
     alone = nnx.eval_shape(lambda: make(False, config, mesh))
     weights.load_diffusers(alone, weights.to_diffusers(scanned), mesh=mesh)
     return scanned, alone

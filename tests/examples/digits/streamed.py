@@ -14,6 +14,8 @@ from digits.model import WanTransformer
 from digits.settings import Settings
 from flax import nnx
 
+from tests.moved import moved
+
 MODEL = {"dim": 16, "layers": 2, "heads": 2, "dim_head": 8, "ffn_dim": 16, "time_dim": 8}
 ROLLOUT = {
     "frames_per_block": 2, "window": 2, "sink": 0, "denoising_steps": [1000, 500],
@@ -39,10 +41,7 @@ def streaming(**sections: Any) -> Settings:
 def model(settings: Settings) -> WanTransformer:
     """Build a model whose parameters are all random, so that each of them says something."""
     built = WanTransformer(settings, rngs=nnx.Rngs(0))
-    leaves, tree = jax.tree.flatten(nnx.state(built, nnx.Param))
-    rng = np.random.default_rng(0)
-    drawn = [x + 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves]
-    nnx.update(built, jax.tree.unflatten(tree, drawn))
+    nnx.update(built, moved(nnx.state(built, nnx.Param)))
     return built
 
 

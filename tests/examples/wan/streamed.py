@@ -13,6 +13,7 @@ from wan.model import WanTransformer3D
 from wan.sizes import Sizes
 
 import maxattn as ma
+from tests.moved import moved
 
 SMALL = {
     "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32,
@@ -25,11 +26,7 @@ SIDES, TOKENS = (2, 4), 2  # of a frame of latents; its tokens
 def small(mesh: Any = None, **how: Any) -> WanTransformer3D:
     """Build the model, every parameter random: new modulations and norms say little."""
     model = WanTransformer3D(SIZES, None, mesh, rngs=nnx.Rngs(0), **how)
-    state = nnx.state(model, nnx.Param)
-    leaves, tree = jax.tree.flatten(state)
-    rng = np.random.default_rng(0)
-    drawn = [x + 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves]
-    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    nnx.update(model, moved(nnx.state(model, nnx.Param)))
     return model
 
 

@@ -62,9 +62,10 @@ def test_the_loss_is_that_of_one_forward_beside_the_clean_clip(kind: str, tmp_pa
     clean, t_clean = whole(examples["context"]), 1000 * examples["context_times"]
     seen = Forcing(settings.rollout.stream(4), clean, t_clean)
     told = (examples["text"], examples.get("image"))
-    velocity = model(whole(examples["mixed"]), 1000 * examples["times"], *told, forcing=seen)
+    mixed, t = whole(examples["mixed"]), 1000 * examples["times"]
+    velocity = nnx.jit(lambda m: m(mixed, t, *told, forcing=seen))(model)
     wanted = np.mean((np.asarray(velocity) - np.asarray(examples["velocity"])) ** 2)
-    assert float(task.loss(model, examples)) == pytest.approx(float(wanted), 1e-5)
+    assert float(nnx.jit(task.loss)(model, examples)) == pytest.approx(float(wanted), 1e-5)
 
 
 def test_plans_are_those_of_both_clips(tmp_path: Path):
