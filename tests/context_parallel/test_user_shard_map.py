@@ -5,6 +5,8 @@ axes.
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec
 import maxattn as ma
 from maxattn import masks as M
 from tests.cases import XLA_KERNELS
+from tests.waiting import few
 
 
 def operands() -> tuple[jax.Array, ...]:
@@ -24,12 +27,17 @@ def operands() -> tuple[jax.Array, ...]:
     return q, k, v, bias
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize(
-    "axes", [{"data"}, {"data", "context"}], ids=["context is left to us", "all are the user's"]
-)
-@pytest.mark.parametrize("kernel", XLA_KERNELS)
-def test_forward_and_gradients(kernel: str, axes: set[str], checked: bool) -> None:
+AXES = {"context is left to us": {"data"}, "all are the user's": {"data", "context"}}
+WAYS = [
+    {"kernel": kernel, "axes": axes, "checked": checked}
+    for kernel, axes, checked in product(XLA_KERNELS, AXES, (True, False))
+]
+
+
+# Every kernel under each way to map, checked and not.
+@pytest.mark.parametrize("way", few(WAYS, ("kernel", "axes"), ("axes", "checked")))
+def test_forward_and_gradients(way: dict[str, Any]) -> None:
+    kernel, axes, checked = way["kernel"], AXES[way["axes"]], way["checked"]
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
     q, k, v, bias = operands()
     spec, whole = PartitionSpec("data"), PartitionSpec()

@@ -31,8 +31,8 @@ MORE = (226, 300, 600, 1000)
 
 
 def of_kernels() -> list[Any]:
-    """Let flash meet the lengths, and tokamax_flash one within a tile and one of several."""
-    few = {"flash": [n for n in LENGTHS if n not in MORE], "tokamax_flash": [77, 1300]}
+    """Let flash meet the lengths, and tokamax_flash one of several tiles."""
+    few = {"flash": [n for n in LENGTHS if n not in MORE], "tokamax_flash": [1300]}
     left = {"tokamax_flash": [needs_tokamax]}
     return [
         pytest.param(

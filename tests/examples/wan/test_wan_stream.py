@@ -12,7 +12,7 @@ import maxattn as ma
 from tests.examples.wan.streamed import TOKENS, blocks, clips, empty, plain, small, text, times
 from tests.pairwise import pairwise, product
 from tests.streaming.test_equivalence import AXES, fits, frames_of, name
-from tests.waiting import but, few
+from tests.waiting import but
 
 
 def stream_of(case: dict) -> ma.Stream:
@@ -34,8 +34,13 @@ def check(case: dict) -> None:
     assert step._cache_size() <= 3
 
 
-# tests/streaming/test_equivalence.py has every pair, of layers that compile sooner.
-@pytest.mark.parametrize("case", few(pairwise(AXES, fits)), ids=name)
+# tests/streaming/test_equivalence.py has every pair, of layers that compile sooner: here a window
+# that rolls in a block with a sink, and none.
+ROLLED = {"window": 2, "sink": 3, "size": 3, "alone": True}
+WHOLE = {"window": None, "sink": 0, "size": 3, "alone": False}
+
+
+@pytest.mark.parametrize("case", but(pairwise(AXES, fits), [ROLLED, WHOLE]), ids=name)
 def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
     check(case)
 
