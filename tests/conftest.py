@@ -33,6 +33,10 @@ os.environ["MAXATTN_CACHE"] = (
 from jax._src import core  # noqa: E402 -- jax reads the platforms when it is imported
 from jax._src.interpreters import mlir  # noqa: E402 -- the same
 
+from tests import draws  # noqa: E402 -- the same
+
+draws.share()
+
 
 @property
 def _no_sharding(self: core.Tracer) -> None:
