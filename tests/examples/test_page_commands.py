@@ -50,7 +50,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(str(ROOT / rest[0]), run_name="__main__")
 
 
-@pytest.mark.parametrize(("where", "command"), unrun(), ids=lambda text: text.split()[0])
+@pytest.mark.parametrize(("where", "command"), list(unrun()), ids=lambda text: text.split()[0])
 def test_an_unrun_command_is_one(
     where: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
