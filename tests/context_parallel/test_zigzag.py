@@ -196,7 +196,7 @@ def few(case: dict) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    waiting.few(pairwise(AXES | FEW, few, core=("mask", "strategy"))),
+    waiting.few(pairwise(AXES | FEW, few, core=("mask", "strategy")), ("strategy", "heads")),
     ids=name,
 )
 def test_against_one_device_in_float64(case: dict, free_permutes: None) -> None:

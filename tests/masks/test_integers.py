@@ -70,7 +70,7 @@ def few(case: dict) -> bool:
 
 
 @pytest.mark.parametrize(
-    "case", waiting.few(pairwise(AXES, few), ("xp", "kernel")), ids=lambda c: "-".join(c.values())
+    "case", waiting.few(pairwise(AXES, few), ("name", "xp")), ids=lambda c: "-".join(c.values())
 )
 def test_lengths_and_ids_of_every_dtype(case: dict) -> None:
     check_dtype(**case)
