@@ -59,7 +59,7 @@ def attend_with_cache(
     checks.same_dtype(cache, block.k, block.v)
     if cache.mode == "cached":
         return read(layer, block.q, how, None, (block.k, block.v), mask), cache
-    q, k, v = map(_undifferentiated, block)
+    q, k, v = map(_undifferentiated, block) if cache.keeps else block
     if cache.mode == "extract":
         out = _attend(q, k, v, how, mask, bias)
         kept = slice(cache.start, cache.start + cache.tokens)

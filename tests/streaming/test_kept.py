@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -63,6 +64,24 @@ def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
     assert repr(left) == repr(cache.unwritten()) and "empty, unwritten" in repr(left)
     _, kept = step(x[0], cache)
     assert all(np.any(leaf) for leaf in jax.tree.leaves((kept.k, kept.v)))
+
+
+def test_an_unwritten_cache_lets_gradients_pass() -> None:
+    """Nothing is written that they would keep: they are those of the block without a cache."""
+    attn, (x, _) = (
+        ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0)),
+        clips(STREAM, 3),
+    )
+    cache = STREAM.cache(layers=1, batch=1, kv_heads=HEADS, dim_head=8, dtype="float32")
+    layer, angles = cache.unwritten().layer(0), table(STREAM, 3)
+
+    def gradient(out: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return jax.jit(jax.grad(lambda x: jnp.square(out(x)).sum()))(x)
+
+    close(
+        gradient(lambda x: attn(x, rotary_emb=angles, cache=layer)[0]),
+        gradient(lambda x: attn(x, rotary_emb=angles)),
+    )
 
 
 def test_rows_of_different_fill_are_each_alone() -> None:
