@@ -34,8 +34,8 @@ class Margins(NamedTuple):
 
     def of(self, usual: str) -> str:
         """Say them of a usual kernel."""
-        forward, backward = self
-        return f"{usual} unless another takes {forward:.0%} less forward, {backward:.0%} backward"
+        less = [f"{share:.0%} less {what}" for what, share in self._asdict().items() if share]
+        return f"{usual} unless another takes {', '.join(less) or 'less'}"
 
 
 NO_MARGINS = Margins()
