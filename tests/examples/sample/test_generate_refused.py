@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,16 @@ def spoiled(folder: Path, **arrays: np.ndarray | None) -> None:
         {key: value for key, value in held.items() if value is not None},
         folder / "told.safetensors",
     )
+
+
+def stand_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str, index: dict[str, Any]
+) -> None:
+    """Go to a pipeline with this index, and with prompts that are encoded."""
+    told(folder, name)
+    pipeline(folder, name, which)
+    monkeypatch.chdir(folder)
+    Path("model_index.json").write_text(json.dumps(index))
 
 
 OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
@@ -164,10 +175,7 @@ def test_what_two_transformers_are_not_told(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, index, words = A14B_REFUSALS[case]
-    told(tmp_path, name)
-    pipeline(tmp_path, name, "unipc")
-    monkeypatch.chdir(tmp_path)
-    Path("model_index.json").write_text(json.dumps(runs.INDEX.get(name, {}) | index))
+    stand_in(tmp_path, monkeypatch, name, "unipc", runs.INDEX.get(name, {}) | index)
     files = ("--embeddings", "told.safetensors", "--latents", "out.safetensors")
     with pytest.raises(ConfigError) as error:
         draw(name, "--model", ".", *EXACT, *sizes_of(name), *files, *words)
@@ -177,15 +185,12 @@ def test_what_two_transformers_are_not_told(
 def test_models_that_are_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told(tmp_path, "wan")
-    pipeline(tmp_path, "wan", "unipc")
-    monkeypatch.chdir(tmp_path)
     two = {
         "_class_name": "WanPipeline",
         "transformer_2": ["diffusers", "WanTransformer3DModel"],
         "boundary_ratio": 0.9,
     }
-    Path("model_index.json").write_text(json.dumps(two))
+    stand_in(tmp_path, monkeypatch, "wan", "unipc", two)
     with pytest.raises(ConfigError) as error:
         draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
     check_golden("generate/two_transformers", str(error.value))
@@ -257,10 +262,8 @@ def test_a_folder_of_another_family_is_refused(
 def test_the_pipelines_of_other_flux_models_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told(tmp_path, "flux")
-    pipeline(tmp_path, "flux", "flow_euler")
-    monkeypatch.chdir(tmp_path)
-    Path("model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    index = {"_class_name": "FluxKontextPipeline"}
+    stand_in(tmp_path, monkeypatch, "flux", "flow_euler", index)
     with pytest.raises(ConfigError) as error:
         draw("flux", "--model", ".", *EXACT, *sizes_of("flux"), *TOLD, *OUT)
     check_golden("generate/flux_of_another_pipeline", str(error.value))

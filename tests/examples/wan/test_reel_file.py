@@ -85,7 +85,7 @@ def test_rows_in_bfloat16(tmp_path: Path, scan: bool, re_prefill: bool) -> None:
     model = small(dtype=jnp.bfloat16, scan_layers=scan)
     kv = model.encode(jnp.concatenate([text(seed=i) for i in (0, 1)]))
     run = rollout(model=model, re_prefill=re_prefill)
-    _, reel = made(run, run.begin(kv, 2), 2)
+    _, reel = made(run, run.begin(kv, 2), 4)
     save(run, reel, tmp_path)
     again = load(run, tmp_path, kv)
     assert (again.cache is None) == re_prefill

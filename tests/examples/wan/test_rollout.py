@@ -135,10 +135,11 @@ def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
     steps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps before it write nothing; the cache is as if each had."""
-    how, run = replace(HOW, denoising_steps=steps, clean_pass=False), partial(rollout, STREAM)
-    x, reel = made(run(how), run(how).begin(told()), 1)
+    how = replace(HOW, denoising_steps=steps, clean_pass=False)
+    run, writing = rollout(how=how), rollout(how=how)
+    x, reel = made(run, run.begin(told()), 1)
     monkeypatch.setattr(ma.KVCache, "unwritten", lambda cache: cache)
-    all_written, other = made(run(how), run(how).begin(told()), 1)
+    all_written, other = made(writing, writing.begin(told()), 1)
     assert reel.cache is not None and other.cache is not None
     close(x, all_written)
     close(reel.cache.k, other.cache.k)
