@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -154,20 +155,9 @@ HARD_UNDER_MASKS = [
 ]
 
 
-@pytest.mark.parametrize(("hard", "mask"), HARD_UNDER_MASKS)
+@pytest.mark.parametrize(("hard", "mask"), but(product(HARD, HARD_MASKS), HARD_UNDER_MASKS))
 def test_hard_operands(hard: str, mask: str) -> None:
-    check_hard(hard, mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", HARD_MASKS)
-@pytest.mark.parametrize("hard", HARD)
-def test_all_hard_operands(hard: str, mask: str) -> None:
-    check_hard(hard, mask)
-
-
-def check_hard(hard: str, mask: str) -> None:
-    """Compare output and LSE with float64."""
+    """Output and LSE are those of float64."""
     x, _ = HARD[hard]
     ok = allowed(HARD_MASKS[mask], T, S)
     got = with_lse(mask)(x["q"], x["k"], x["v"])
