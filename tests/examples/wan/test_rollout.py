@@ -137,7 +137,10 @@ def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
     """The steps before it write nothing; the cache is as if each had."""
     how = replace(HOW, denoising_steps=steps, clean_pass=False)
     run, writing = rollout(how=how), rollout(how=how)
+    asked, unwritten = [], ma.KVCache.unwritten
+    monkeypatch.setattr(ma.KVCache, "unwritten", lambda c: asked.append(c) or unwritten(c))
     x, reel = made(run, run.begin(told()), 1)
+    assert len(asked) == len(steps) - 1, "one loop of all steps but the last"
     monkeypatch.setattr(ma.KVCache, "unwritten", lambda cache: cache)
     all_written, other = made(writing, writing.begin(told()), 1)
     assert reel.cache is not None and other.cache is not None
