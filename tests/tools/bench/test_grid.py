@@ -115,6 +115,44 @@ def row_of(call: GridCall, forward: float, backward: float, who: str = "flash") 
     return GridRow(call, {FORWARD: {who: forward}, BACKWARD: {who: backward}}, device="NVIDIA H200")
 
 
+def test_a_later_file_replaces_times_and_takes_them_back(tmp_path: Path) -> None:
+    """Of one file's rows of a call the median counts; null is for a kernel launched otherwise."""
+    first, again = (tmp_path / x for x in ("first.json", "again.json"))
+    before = row_of(SMALL, 1.0, 2.0), row_of(SMALL, 3.0, 4.0), row_of(SMALL, 5.0, 5.0, "cudnn")
+    first.write_text(to_file(before, {"device": "NVIDIA H200"}))
+    null: dict = {FORWARD: {"flash": 7.0}, BACKWARD: {"flash": None}}
+    again.write_text(to_file([GridRow(SMALL, null)], {"device": "NVIDIA H200"}))
+    (row,), (alone,) = read_rows([first, again]), read_rows([again])
+    assert row.times == {FORWARD: {"flash": 7.0, "cudnn": 5.0}, BACKWARD: {"cudnn": 5.0}}
+    assert alone.times == {FORWARD: {"flash": 7.0}, BACKWARD: {}}
+    (row,) = read_rows([first])
+    assert row.times == {
+        FORWARD: {"flash": 2.0, "cudnn": 5.0},
+        BACKWARD: {"flash": 3.0, "cudnn": 5.0},
+    }
+
+
+def test_a_row_without_a_kernels_backward_is_not_judged() -> None:
+    """What is missing may have been the best."""
+    whole, part = row_of(SMALL, 1.0, 2.0), row_of(SMALL, 1.0, 2.0)
+    part.times[FORWARD]["cudnn"] = 0.5
+    assert len(judging.regret([whole, part], judging.always("flash")).forward) == 1
+
+
+def test_of_settings_about_as_good_near_calls_reach_least_far() -> None:
+    def its(mean: float) -> judging.Regret:
+        return judging.Regret(*(np.array([1 + mean]) for _ in range(2)))
+
+    made = {
+        reach: judging.ChoiceSettings(reach and fitting.NearSettings(reach, 0.1), judging.Margins())
+        for reach in (None, 1.0, 2.0)
+    }
+    means = {None: 0.0021, 1.0: 0.0022, 2.0: 0.002}
+    assert judging._best({made[x]: its(mean) for x, mean in means.items()}) == made[1.0]
+    means[1.0] = 0.003
+    assert judging._best({made[x]: its(mean) for x, mean in means.items()}) == made[2.0]
+
+
 def test_rows_of_a_grid_and_of_bench_are_read(tmp_path: Path) -> None:
     lines, grid, bench = (tmp_path / x for x in ("rows-0.jsonl", "grid.json", "bench.json"))
     lines.write_text(json.dumps(row_of(SMALL, 1.0, 2.0).to_json()) + "\n")
@@ -124,7 +162,7 @@ def test_rows_of_a_grid_and_of_bench_are_read(tmp_path: Path) -> None:
     runs = {"a run": {"machine": {"device": "NVIDIA H200"}, "rows": [a_row, of_auto]}}
     bench.write_text(json.dumps(runs))
     mine, theirs = read_rows([lines, grid, bench])
-    assert mine.call == SMALL and mine.times == {FORWARD: {"flash": 2.0}, BACKWARD: {"flash": 4.0}}
+    assert mine.call == SMALL and mine.times == {FORWARD: {"flash": 3.0}, BACKWARD: {"flash": 6.0}}
     assert theirs.call.sizes == (16, 4096, 4096, 10, 10, 64) and theirs.device == "NVIDIA H200"
     assert theirs.times == {FORWARD: {"cudnn": 1.5}, BACKWARD: {}}
 

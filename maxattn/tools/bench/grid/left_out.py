@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -20,7 +21,7 @@ FOLDS = 10
 SAME = 3e-3  # ms, up to which two times are the same
 # Of near calls: none, then how far they reach and how much of one call's time is chance.
 NEAR = (None, *(NearSettings(*each) for each in ((1, 0.1), (2, 0.05), (2, 0.1), (4, 0.1))))
-ALIKE = 3  # digits to which the mean choices of two settings are the same
+ALIKE = 7e-4  # of mean regrets of settings that choose about as well
 MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 NO_COSTS = FittedCosts({})
 Chooser = Callable[[GridRow, str], str]
@@ -105,8 +106,8 @@ def regret(rows: Sequence[GridRow], choose: Chooser) -> Regret:
     forward, both = [], []
     for row in rows:
         times = {what: _ours(row.times[what]) for what in (FORWARD, BACKWARD)}
-        if not all(times.values()):
-            continue
+        if not all(times.values()) or times[FORWARD].keys() - times[BACKWARD].keys():
+            continue  # the best of what is missing is not known
         taken = [times[what][choose(row, what)] for what in times]
         best = [min(times[what].values()) for what in times]
         forward.append(over(taken[0], best[0]))
@@ -198,6 +199,11 @@ class ChoiceSettings(NamedTuple):
     near: NearSettings | None
     margins: Margins
 
+    @property
+    def reach(self) -> float:
+        """How far near calls reach; without them the costs of one call are those of all."""
+        return self.near.reach if self.near else math.inf
+
     def named(self, usual: str) -> str:
         """Spell it."""
         of = self.near
@@ -205,13 +211,14 @@ class ChoiceSettings(NamedTuple):
         return f"{self.margins.of(usual)}{near}"
 
 
-def _rank(settings: ChoiceSettings, its: Regret) -> tuple[float, float, float]:
-    """Order settings: of those that choose about as well, near calls reach least far.
+def _best(regrets: dict[ChoiceSettings, Regret]) -> ChoiceSettings:
+    """Return the settings that choose best: of those about as good, near calls reach least far.
 
     A wide reach shifts predictions of calls that none was measured near.
     """
-    reach = settings.near.reach if settings.near else 0.0
-    return round(its.mean, ALIKE), reach, its.mean
+    most = min(its.mean for its in regrets.values()) + ALIKE
+    good = [settings for settings, its in regrets.items() if its.mean <= most]
+    return min(good, key=lambda each: (each.reach, regrets[each].mean))
 
 
 def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
@@ -233,7 +240,7 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
         for near, its in tried.items()
         for costs in choosing
     }
-    best = min(regrets, key=lambda each: _rank(each, regrets[each]))
+    best = _best(regrets)
     at = {id(row): i for i, row in enumerate(rows)}
 
     def other_folds(row: GridRow) -> list[GridRow]:

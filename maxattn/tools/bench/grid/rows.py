@@ -89,15 +89,36 @@ def is_ours(name: str) -> bool:
 def read_rows(files: Iterable[Path]) -> list[GridRow]:
     """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote.
 
-    Of a call that stands in several, each kernel gets the median of its times.
+    Of a call that stands in one file more than once, each kernel gets the median of its times; of
+    one that stands in several files, the time of the last: it was measured again. A time of null
+    takes back one before, of a kernel that is launched otherwise since.
     """
-    found: list[GridRow] = []
+    by_call: dict[GridCall, GridRow] = {}
     for path in files:
-        if path.suffix == ".jsonl":
-            found += [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
-        else:
-            found += [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
-    return merged(found)
+        for row in merged(_rows_of(path)):
+            by_call[row.call] = _again(by_call[row.call], row) if row.call in by_call else row
+    return [_without_null(row) for row in by_call.values()]
+
+
+def _rows_of(path: Path) -> list[GridRow]:
+    if path.suffix == ".jsonl":
+        return [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+    return [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
+
+
+def _again(before: GridRow, row: GridRow) -> GridRow:
+    """Return a row with the times of a later one in the place of its own."""
+    passes = dict.fromkeys((*before.times, *row.times))
+    times = {what: before.times.get(what, {}) | row.times.get(what, {}) for what in passes}
+    return replace(before, times=times)
+
+
+def _without_null(row: GridRow) -> GridRow:
+    times = {
+        what: {who: ms for who, ms in its.items() if ms is not None}
+        for what, its in row.times.items()
+    }
+    return replace(row, times=times)
 
 
 def target_of(files: Iterable[Path]) -> Target | None:
