@@ -11,14 +11,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import band_lists
-from maxattn.kernels.fa4.tile_sizes import (
-    SMALL,
-    Tile,
-    TileCount,
-    backward_tile,
-    forward_tile,
-    whole_tile,
-)
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
 
 IDS = np.zeros((1, 64), np.int32)
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
@@ -65,18 +58,6 @@ def test_lists_made_on_the_device_are_not_known(more: M.Mask) -> None:
     assert not persists(more, 64, 64) and not persists(M.Causal() & more, 64, 64)
 
 
-def test_short_rows_take_tiles_that_leave_room_for_results() -> None:
-    """A row of small tiles starts while the last one ends; long rows gain by large tiles."""
-
-    def count(t: int, s: int):
-        return lambda tile: TileCount(
-            -(-t // tile.queries), -(-t // tile.queries) * -(-s // tile.keys)
-        )
-
-    assert forward_tile(72, count(64, 64)) == forward_tile(96, count(256, 256)) == SMALL
-    assert forward_tile(72, count(4608, 4608)) == Tile(192, 144) == forward_tile(72)
-
-
 def test_a_backward_over_all_pairs_has_tiles_of_its_own_for_long_heads() -> None:
     assert whole_tile(96) == backward_tile(96) and whole_tile(136) == backward_tile(136)
     assert whole_tile(104) == whole_tile(128) == Tile(80, 128) != backward_tile(128)
@@ -85,4 +66,4 @@ def test_a_backward_over_all_pairs_has_tiles_of_its_own_for_long_heads() -> None
 def test_the_plan_says_how_a_short_band_goes() -> None:
     short = call(M.Causal(), 64, 64)
     made = ma.plan(short, ma.AttentionConfig(attention="flash"), target=H200)
-    assert "block-sparse lists of 128x128 tiles" in str(made) and "persistent" in str(made)
+    assert "block-sparse lists of 64x64 tiles" in str(made) and "persistent" in str(made)

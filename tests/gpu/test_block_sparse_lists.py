@@ -15,7 +15,6 @@ from maxattn.devices import device_of
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import mask_inputs, tile_sizes
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, TilingSpec, tally, tiling
-from maxattn.kernels.fa4.block_sparse_lists import visited as visited_tiles
 from tests.cases import LENGTHS, MASKS
 
 POSITIONS = ["window", "block window", "block causal", "video", "window | sink", "rows empty"]
@@ -136,34 +135,6 @@ def test_pairs_of_a_part_pass_as_the_mask_says(traced: bool) -> None:
     got = pairs.tiles.test(0, np.arange(t)[:, None], np.arange(s)[None], arrays, np)
     want = np.asarray(mask.allowed(np.arange(t), np.arange(s), *starts))[0, 0]
     assert want.any() and not want.all() and (got == want).all()
-
-
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 160, 192, 256])
-def test_tiles_fit_the_shared_memory_of_a_hopper(head_dim: int) -> None:
-    """Two stages of K and V beside Q, in 227 KiB; the kernels pad head dims to 16 in the
-    forward.
-    """
-    width = -(-head_dim // 16) * 16
-    for tile, *_ in tile_sizes.forward_tiles(head_dim):
-        # From 65 to 96 P is stored beside them.
-        scores = tile.queries * tile.keys if 64 < head_dim <= 96 else 0
-        # Without persistent thread blocks results take the place of Q.
-        results = tile.queries * width if tile_sizes.persistent_pays(head_dim, 4, tile) else 0
-        numbers = tile.queries * width + 4 * tile.keys * width + scores + results
-        assert 2 * numbers + 1024 <= 227 * 1024
-
-
-def test_smaller_tiles_where_they_skip_more() -> None:
-    """Blocks of 256 are two tiles of 128; the more of them are seen, the less do tiles of 192 visit
-    in vain.
-    """
-    for block, window, want in ((256, 2, (128, 128)), (256, 16, (192, 128)), (1560, 4, (192, 128))):
-        mask = M.BlockSlidingWindow(block, window).bind(12 * block, 12 * block)
-        tile = tile_sizes.forward_tile(
-            64, lambda tile, mask=mask, n=12 * block: visited_tiles(mask, tile, (n, n))
-        )
-        assert tile == want
-    assert tile_sizes.forward_tile(64) == (192, 128)
 
 
 def test_lists_are_for_hopper_and_a_known_library() -> None:

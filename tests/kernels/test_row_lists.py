@@ -27,7 +27,8 @@ from maxattn.kernels.fa4.block_sparse_rows import (
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.launch_order import Order
-from maxattn.kernels.fa4.tile_sizes import MOST_ROW_TILES, Tile
+from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES
+from maxattn.kernels.fa4.tile_sizes import Tile
 from tests.waiting import but
 
 BATCH, T, S = 3, 300, 401

@@ -19,7 +19,7 @@ from maxattn.kernels.auto.tile_work import (
     positions_of,
     tokamax_forward_tile,
 )
-from maxattn.kernels.fa4 import band_lists, split_keys_lists, split_lists, windows
+from maxattn.kernels.fa4 import band_lists, split_keys_lists, windows
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import Piece, pieces
@@ -144,6 +144,6 @@ def _goes_by_lists(backward: bool, call: Call, sms: int) -> bool:
         return True
     queries, keys = shapes_of(call)
     if backward:
-        return split_lists.splits_for_call(call, queries, keys, sms) > 1
+        return band_lists.lists_backward(call, queries, keys, sms)
     splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
     return splits > 1 or band_lists.runs_persistent(call, queries)

@@ -37,11 +37,13 @@ from maxattn.kernels.auto import tile_work
 from maxattn.kernels.auto.copies import calls_of, entries
 from maxattn.kernels.auto.memory_terms import (
     BACKWARD,
+    COPIES,
     FORWARD,
     LAUNCH,
     NAMED,
     Terms,
     bandwidth,
+    copy_time,
     memory_terms,
 )
 from maxattn.kernels.auto.tile_work import (
@@ -50,6 +52,7 @@ from maxattn.kernels.auto.tile_work import (
     Known,
     Seen,
     TileWork,
+    has_ids,
     has_lengths_alone,
     positions_of,
     seen_by,
@@ -58,14 +61,23 @@ from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.fa4 import (
     band_lists,
     block_sparse,
+    fold_groups,
+    key_lengths,
     split_keys,
     split_keys_lists,
     split_lists,
     split_queries,
 )
+from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
+from maxattn.kernels.fa4.tile_sizes import (
+    SHORT_BACKWARD,
+    Tile,
+    backward_tile,
+    is_short_backward,
+    whole_tile,
+)
 
 PLAIN = ("memory_efficient", "dot_product")
 FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
@@ -95,6 +107,8 @@ def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNK
     """
     if kernel in PLAIN:
         return _of_plain(kernel, call, device)
+    asked, folds = call, kernel == "flash" and what == BACKWARD
+    call = fold_groups.call_of(call) if folds else call
     if what == FORWARD:
         found = _forward(kernel, call, device, known)
     else:
@@ -104,7 +118,10 @@ def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNK
     is_odd = kernel == "flash" and call.head_dim % ODD_HEADS > 0
     odd = {"odd_heads": found["waves"] * is_odd, "odd_starts": starts * is_odd}
     calls = {"launch": LAUNCH * calls_of(kernel, what, call)}
-    return found | calls | masked | odd | memory_terms(kernel, what, call, device, found["tiles"])
+    memory = memory_terms(kernel, what, call, device, found["tiles"])
+    if call is not asked:
+        memory[COPIES] += fold_groups.COPIES * copy_time(2 * entries(call)[0], device)
+    return found | calls | masked | odd | memory
 
 
 # ---- kernels of tiles ----------------------------------------------------------------------------
@@ -118,21 +135,34 @@ def _forward(kernel: str, call: Call, device: Device, known: Known) -> Terms:
     if kernel == "tokamax_flash":
         tile = tile_work.tokamax_forward_tile(call.head_dim)
     found = _of_tiles(tile_work.by_queries(call, tile, seen), tile, 4, width, device)
-    persists = kernel == "tokamax_flash" and not tile_work.is_causal(positions_of(call.mask))
+    if kernel == "tokamax_flash":
+        persists = not tile_work.is_causal(positions_of(call.mask))
+    else:  # times of longer heads of cuDNN are told better so
+        persists = call.head_dim > 128
     return _resumed(found) if persists else found
 
 
 def _flash_forward(call: Call, seen: Seen, width: int, device: Device) -> Terms:
-    tile = tile_of(positions_of(call.mask), call.head_dim, (call.q_len, call.kv_len))
+    tile = _forward_tile(call)
     found = _of_tiles(tile_work.by_queries(call, tile, seen), tile, 4, width, device)
     found |= _split_forward(found, call, device)
     return _resumed(found) if _is_persistent(call, tile) else found
+
+
+def _forward_tile(call: Call) -> Tile:
+    queries, keys = shapes_of(call)
+    positions, ids = positions_of(call.mask), has_ids(call)
+    if positions.is_full and not ids:
+        return tile_over_all(queries, keys)
+    return tile_of(positions, queries, call.kv_len, has_ids=ids)
 
 
 def _is_persistent(call: Call, tile: Tile) -> bool:
     queries, keys = shapes_of(call)
     if call.mask.is_full or has_lengths_alone(call):
         return block_sparse.order(queries, keys, None, tile, forward=True).persistent
+    if has_ids(call):
+        return ids_persist(queries[3], tile)
     return band_lists.runs_persistent(call, queries)
 
 
@@ -162,8 +192,8 @@ def _backward(kernel: str, call: Call, device: Device, known: Known) -> Terms:
     seen = seen_by(kernel, call, known)
     if kernel == "flash":
         return _flash_backward(call, seen, width, device)
-    seen = tile_work.seen_by_cudnn_backward(call, seen)
-    return _of_tiles(tile_work.by_keys(call, OTHERS, seen), OTHERS, 10, width, device)
+    seen, tile = tile_work.seen_by_cudnn_backward(call, seen), tile_work.cudnn_backward_tile(call)
+    return _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
 
 
 def _tokamax_backward(call: Call, width: int, device: Device) -> Terms:
@@ -181,14 +211,15 @@ def _tokamax_backward(call: Call, width: int, device: Device) -> Terms:
 
 def _flash_backward(call: Call, seen: Seen, width: int, device: Device) -> Terms:
     if not call.mask.is_full:
-        tile = backward_tile(call.head_dim)
+        tile = backward_tile(call.head_dim, call.q_len)
         found = _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
         return found | _split_lists(found, call, device)
-    tile = whole_tile(call.head_dim)
+    is_short = is_short_backward(call.head_dim, call.q_len)
+    tile = SHORT_BACKWARD if is_short else whole_tile(call.head_dim)
     work = tile_work.by_keys(call, tile, seen)
     found, sms = _of_tiles(work, tile, 10, width, device), device.sms or SMS
     tail = split_queries.tail_for(*shapes_of(call), sms)
-    if tail is None:
+    if tail is None or is_short:
         return found
     of_tiles = split_queries.BackwardWork(
         -(-call.kv_len // tile.keys), call.batch * call.heads, -(-call.q_len // tile.queries), sms
@@ -200,11 +231,13 @@ def _flash_backward(call: Call, seen: Seen, width: int, device: Device) -> Terms
 def _split_lists(found: Terms, call: Call, device: Device) -> Terms:
     """Return what a masked backward takes less of in splits of the queries."""
     sms, sizes = device.sms or SMS, shapes_of(call)
-    # The weights of calls with lengths were fitted with their splits.
-    splits = 1 if has_lengths_alone(call) else split_lists.splits_for_call(call, *sizes, sms)
+    if has_lengths_alone(call) and positions_of(call.mask).is_full:
+        splits, works = key_lengths.splits_for(*sizes, sms), key_lengths.works_for(*sizes)
+    else:
+        splits = split_lists.splits_for_call(call, *sizes, sms)
+        works = split_lists.works_for(call, *sizes)
     if splits == 1:
         return {}
-    works = split_lists.works_for(call, *sizes)
     lasts = [sum(work.lasts(n, sms) for work in works) for n in (splits, 1)]
     share = lasts[0] / lasts[1]
     return {name: share * found[name] for name in ("waves", "longest", "starts")}

@@ -56,7 +56,7 @@ def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: floa
         "bytes": moved.main / rate,
         "shared": moved.added / rate,
         "grouped": LAUNCH * (call.heads != call.kv_heads),
-        COPIES: len(copied) * COPY + sum(copied) / (REACHED * rate),
+        COPIES: sum(copy_time(x, device) for x in copied),
         "masked": LAUNCH * (not call.mask.is_full),
         "lists": LAUNCH * has_ids(call),
         "lengths": LAUNCH * has_lengths_alone(call),
@@ -96,13 +96,18 @@ def _sums(kernel: str, call: Call) -> tuple[float, float]:
 
     FlashAttention-4 pads both to whole tiles.
     """
-    tile = backward_tile(call.head_dim) if kernel == "flash" else Tile(1, 1)
+    tile = backward_tile(call.head_dim, call.q_len) if kernel == "flash" else Tile(1, 1)
     wide, lanes = -(-call.head_dim // ROUND) * ROUND, call.batch * call.heads
     queries, keys = (
         4.0 * lanes * wide * -(-length // size) * size
         for length, size in zip((call.q_len, call.kv_len), tile, strict=True)
     )
     return queries, 2 * keys
+
+
+def copy_time(moved: float, device: Device) -> float:
+    """Return ms of a copy that moves so many bytes."""
+    return COPY + moved / (REACHED * bandwidth(device))
 
 
 def bandwidth(device: Device) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from maxattn.call import Call
 from maxattn.kernels import mask_split
 from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_keys, visits_by_queries
+from maxattn.kernels.fa4.forward_tiles import IDS_SHARE
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.masks import Full, LocalWindow, Mask
 
@@ -21,7 +22,7 @@ CUT_BY_IDS = 2  # tiles of a row: where its segments begin and end
 TOKAMAX_BACKWARD = Tile(128, 64), Tile(64, 128)  # of dQ; of dK and dV
 EVEN = 1.1  # the longest row of tiles over the mean, up to which all are about as long
 # Of the pairs: a plan knows that there are lengths or ids, and not which.
-KNOWN_LENGTHS, KNOWN_IDS = 0.6, 0.25
+KNOWN_LENGTHS = 0.6
 
 
 class TileWork(NamedTuple):
@@ -115,7 +116,7 @@ def seen_by(kernel: str, call: Call, known: Known = UNKNOWN) -> Seen:
         return Seen(positions_of(call.mask))
     if known.ids is not None:
         return Seen(known.ids, has_ids=True)
-    return Seen(positions_of(call.mask), KNOWN_IDS, has_ids=True)
+    return Seen(positions_of(call.mask), IDS_SHARE, has_ids=True)
 
 
 def seen_by_tokamax_backward(call: Call) -> Seen:
@@ -167,6 +168,11 @@ def _longest(mask: Mask, tile: Tile, lengths: tuple[int, int], backward: bool) -
     """Return the most tiles that a row of tiles visits; of a backward, a column."""
     visits = visits_by_keys if backward else visits_by_queries
     return int(visits(mask, tile, lengths).max(initial=0))
+
+
+def cudnn_backward_tile(call: Call) -> Tile:
+    """Return the tile that cuDNN's backward times are told best by; it does not say its own."""
+    return Tile(64, 64) if call.head_dim > 128 else Tile(64, 128)
 
 
 def tokamax_forward_tile(head_dim: int) -> Tile:

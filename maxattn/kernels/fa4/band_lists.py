@@ -1,7 +1,8 @@
 """Which bands go by block-sparse lists, though the library's kernels know bands.
 
-Lists pay where they are split, so that no SM waits, and in forwards of short rows of tiles, whose
-thread blocks are then persistent: the library starts a thread block for every row.
+Lists pay where they are split, so that no SM waits; in forwards of short rows of tiles, whose
+thread blocks are then persistent: the library starts a thread block for every row; and in backwards
+of so few queries that the library's tile would be half empty.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import block_sparse, split_keys_lists, split_lists
 from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
+from maxattn.kernels.fa4.forward_tiles import persistent_pays
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.split_queries import Dims
-from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, persistent_pays
+from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, is_short_backward
 from maxattn.kernels.fused import masks
 
 
@@ -35,8 +37,19 @@ def forward_pays(inputs: Inputs, sms: int) -> bool:
 def backward_pays(inputs: Inputs, sms: int) -> bool:
     """Tell whether the backward of a band goes by lists; False for any other mask."""
     call = _call_of(inputs)
-    sizes = inputs.q.shape, inputs.k.shape
-    return call is not None and split_lists.splits_for_call(call, *sizes, sms) > 1
+    return call is not None and lists_backward(call, inputs.q.shape, inputs.k.shape, sms)
+
+
+def lists_backward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
+    """Tell whether the backward of a band goes by lists: in splits, or with tiles of few queries.
+
+    Args:
+        call: masked by positions.
+        queries, keys: shapes [B,T,N,H] of q and [B,S,K,H] of k.
+        sms: streaming multiprocessors (SMs) of the GPU.
+    """
+    short = is_short_backward(queries[3], queries[1])
+    return short or split_lists.splits_for_call(call, queries, keys, sms) > 1
 
 
 @lru_cache(maxsize=1024)
@@ -51,15 +64,16 @@ def runs_persistent(call: Call, queries: Dims) -> bool:
     if call.sharded or call.mask.has_data or not isinstance(found, mask_split.SplitMask):
         return False
     lengths = call.q_len, call.kv_len
-    tile = tile_of(found.positions, queries[3], lengths)
+    tile = tile_of(found.positions, queries, call.kv_len)
     work = visits_by_queries(found.positions, tile, lengths)
     is_band = masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None
     blocks = len(work) * queries[0] * queries[2]
+    is_long = work.size and float(work.mean()) * tile.keys > SHORT_ROW * 128
     # Of a single wave there is no start to save.
-    if not work.size or (is_band and (float(work.mean()) > SHORT_ROW or blocks <= SMS)):
+    if not work.size or (is_band and (is_long or blocks <= SMS)):
         return False
     if found.positions.looked_up:  # whose rows start by their length
-        return persistent_pays(queries[3], float(work.mean()), tile)
+        return persistent_pays(queries[3], float(work.mean()), tile, listed=True)
     return block_sparse.listed_order(work, queries, tile).persistent
 
 

@@ -15,7 +15,8 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fa4.block_sparse import TilePass, backward, forward
-from maxattn.kernels.fa4.tile_sizes import backward_tile, forward_tile, takes_lists
+from maxattn.kernels.fa4.forward_tiles import library_tile
+from maxattn.kernels.fa4.tile_sizes import backward_tile, takes_lists
 from maxattn.kernels.fused import bias_limits, masks
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.memory_efficient import MemoryEfficient
@@ -51,7 +52,7 @@ def plain_backward(call: Call, config: AttentionConfig, target: Target) -> Memor
 
 def run_forward(inputs: PieceInputs, scale: float) -> Result:
     """Return (out, lse) of a rectangle with a bias."""
-    tiles = TilePass(forward_tile(inputs.q.shape[3]), scale, bias=inputs.bias)
+    tiles = TilePass(library_tile(inputs.q.shape[3]), scale, bias=inputs.bias)
     return Result(*forward(inputs.q, inputs.k, inputs.v, tiles))
 
 

@@ -2,12 +2,11 @@
 
 Full tiles are not tested. fa4-jax carries the kernels, which take such lists, and its functions do
 not pass them on: here is the launch. It serves forwards over all pairs too, where persistent thread
-blocks can gain (tile_sizes.py).
+blocks can gain, or other tiles than the library's (forward_tiles.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -23,6 +22,7 @@ from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.backward_steps import summed_splits
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
+from maxattn.kernels.fa4.forward_tiles import ids_persist, persistent_pays
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
 from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
@@ -32,7 +32,6 @@ from maxattn.kernels.fa4.tile_sizes import (
     ACROSS_SHORT,
     SHORT_ROW,
     Tile,
-    persistent_pays,
 )
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -185,8 +184,9 @@ def listed_order(work: np.ndarray, queries: tuple[int, ...], tile: Tile) -> Orde
         tile: their size.
     """
     mean = float(work.mean())
-    pays = persistent_pays(queries[3], mean, tile)
-    return order_of(work, queries[0] * queries[2], pays, mean <= SHORT_ROW and ACROSS_SHORT)
+    pays = persistent_pays(queries[3], mean, tile, listed=True)
+    is_short = mean * tile.keys <= SHORT_ROW * 128
+    return order_of(work, queries[0] * queries[2], pays, is_short and ACROSS_SHORT)
 
 
 def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
@@ -208,9 +208,13 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
 def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
     """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
     assert tiles.lists is not None and tiles.test is not None
-    work, mean = tiles.lists.work, 0.0 if tiles.test.has_ids else math.inf
-    mean = mean if isinstance(work, jax.Array) else float(work.mean())
-    persistent = forward and persistent_pays(q.shape[3], mean, tiles.tile)
+    work = tiles.lists.work
+    if not forward or (isinstance(work, jax.Array) and not tiles.test.has_ids):
+        persistent = False
+    elif isinstance(work, jax.Array):
+        persistent = ids_persist(q.shape[3], tiles.tile)
+    else:
+        persistent = persistent_pays(q.shape[3], float(work.mean()), tiles.tile, listed=True)
     return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
 
 

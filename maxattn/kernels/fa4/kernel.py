@@ -30,6 +30,7 @@ from maxattn.kernels.fa4 import (
     block_sparse,
     capabilities,
     dq_accumulator,
+    fold_groups,
     int32_bounds,
     key_lengths,
     launch_lines,
@@ -44,15 +45,15 @@ from maxattn.kernels.fa4 import (
     windows,
 )
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
+from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays, tile_over_all
 from maxattn.kernels.fa4.launch_lines import OWN, Dims
+from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import (
-    MOST_ROW_TILES,
-    MOST_TILES,
+    SHORT_BACKWARD,
     backward_tile,
-    fits_lists,
-    persistent_pays,
+    is_short_backward,
     takes_lists,
 )
 from maxattn.kernels.fused import masks, rectangles
@@ -139,7 +140,7 @@ class Fa4(Fused):
         """Tell whether a call's backward is split over the queries."""
         if not takes_lists(target.version("fa4-jax") or "", target.device):
             return False
-        shapes, sms = launch_lines.shapes_of(call), target.device.sms
+        shapes, sms = launch_lines.shapes_of(fold_groups.call_of(call)), target.device.sms
         if call.mask.is_full:
             return split_queries.tail_for(*shapes, sms) is not None
         if _is_of_keys(call.mask):
@@ -174,8 +175,8 @@ class Fa4(Fused):
         tail = self._key_splits(*launch_lines.shapes_of(call))
         if tail is not None:
             return f"{launch_lines.tile_line(call)}; {tail.line}"
-        persists = call.mask.is_full and self._may_persist(*launch_lines.shapes_of(call))
-        return launch_lines.whole_line(call) if persists else OWN
+        whole = call.mask.is_full and self._launches_whole(*launch_lines.shapes_of(call))
+        return launch_lines.whole_line(call) if whole else OWN
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
@@ -197,14 +198,14 @@ class Fa4(Fused):
         """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
         return replace(self, plain=None)
 
-    def _may_persist(self, queries: Dims, keys: Dims) -> bool:
+    def _launches_whole(self, queries: Dims, keys: Dims) -> bool:
         """Tell whether maxattn launches a forward over all pairs.
 
-        It does where persistent thread blocks can gain.
+        It does where other tiles than the library's are faster, or persistent thread blocks.
         """
-        tile = split_keys.tile_for(queries, keys)
-        tiles = -(-keys[1] // tile.keys)
-        return self.launched and persistent_pays(queries[3], tiles, tile)
+        tile, head_dim = tile_over_all(queries, keys), queries[3]
+        pays = persistent_pays(head_dim, -(-keys[1] // tile.keys), tile)
+        return self.launched and (pays or tile != library_tile(head_dim))
 
     def _tests(self, mask: Mask) -> bool:
         """Tell whether this mask is tested pair by pair.
@@ -302,7 +303,7 @@ class Fa4(Fused):
         q, pairs = inputs.q, inputs.pairs
         if pairs is not None and pairs.tiles is not None:
             return split_keys_lists.forward(inputs, pairs.tiles, self.scale, self.sms)
-        if _has_lengths_alone(inputs) or (_is_whole(inputs) and self.launched):
+        if inputs.has_lengths_alone or (inputs.is_whole and self.launched):
             return with_batch_folded(self._all_pairs, inputs)
         cut, window = windows.shortened(inputs)
         found = with_batch_folded(
@@ -319,9 +320,9 @@ class Fa4(Fused):
         if inputs.lengths is not None:
             run = key_lengths.forward if self.launched else primitives.fa4_forward_lengths
             return run(inputs, self.scale)
-        if not self._may_persist(q.shape, k.shape):
+        if not self._launches_whole(q.shape, k.shape):
             return primitives.fa4_forward(inputs, primitives.NO_WINDOW, self.scale)
-        tile = split_keys.tile_for(q.shape, k.shape)
+        tile = tile_over_all(q.shape, k.shape)
         return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
 
     def _key_splits(self, queries: Dims, keys: Dims) -> split_keys.KeySplits | None:
@@ -338,18 +339,23 @@ class Fa4(Fused):
         """Return (dq, dk, dv) of one rectangle."""
         if inputs.bias is not None:
             return bias.run_backward(inputs, rows, self.scale)
-        pairs = inputs.pairs
+        pairs, (_, t, _, width) = inputs.pairs, inputs.q.shape
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             given = tiles.tiling.backward, inputs.q.shape, inputs.k.shape
             splits = split_lists.splits_for(*given, self.sms) if knows_rows() else 1
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale, splits))
-        if _has_lengths_alone(inputs):
+        if self.launched and fold_groups.pays_for(inputs):
+            return fold_groups.with_groups_folded(self.piece_backward, inputs, rows)
+        if inputs.has_lengths_alone:
             run = partial(primitives.fa4_backward_lengths, scale=self.scale)
             if self.launched:
                 run = partial(key_lengths.backward, scale=self.scale, sms=self.sms)
             return with_batch_folded(run, inputs, rows)
-        if _is_whole(inputs) and self.launched:
+        if inputs.is_whole and self.launched and is_short_backward(width, t):
+            short = block_sparse.TilePass(SHORT_BACKWARD, self.scale)
+            return with_batch_folded(partial(block_sparse.backward, tiles=short), inputs, rows)
+        if inputs.is_whole and self.launched:
             return split_queries.backward(inputs, rows, self.scale, self.sms)
         cut, window = windows.shortened(inputs)
         rows = windows.shortened_rows(rows, cut.q.shape[1])
@@ -385,14 +391,3 @@ def _is_of_keys(mask: Mask) -> bool:
     """Tell whether a mask that forbids something says which keys are real, and no more."""
     terms = masks.sort_terms(mask)
     return not (mask.is_full or terms.positions or terms.rest)
-
-
-def _is_whole(inputs: PieceInputs) -> bool:
-    """Tell whether every pair is allowed."""
-    return inputs.lengths is None and inputs.piece.is_full
-
-
-def _has_lengths_alone(inputs: PieceInputs) -> bool:
-    """Tell whether lengths of keys are all that forbids pairs."""
-    some = inputs.lengths is not None and inputs.pairs is None
-    return some and inputs.piece.is_full

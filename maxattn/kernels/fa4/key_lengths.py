@@ -16,14 +16,13 @@ from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fa4 import block_sparse
 from maxattn.kernels.fa4.block_sparse import TilePass
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
-from maxattn.kernels.fa4.mask_inputs import tile_of
+from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.split_lists import UNKNOWN, ListedWork, bytes_of_split, splits_of
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.masks import Full
 
 TEST = PairTest(limits=True)
 
@@ -31,7 +30,7 @@ TEST = PairTest(limits=True)
 def forward(inputs: PieceInputs, scale: float) -> Result:
     """Return (out, lse) over the first `lengths[b]` keys of each batch row."""
     q, k, lengths = inputs.q, inputs.k, _lengths(inputs)
-    tile = tile_of(Full(), q.shape[3], (q.shape[1], k.shape[1]))
+    tile = tile_over_all(q.shape, k.shape)
     return Result(*block_sparse.forward(q, k, inputs.v, TilePass(tile, scale), lengths))
 
 
@@ -45,7 +44,7 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
         sms: streaming multiprocessors (SMs) of the GPU.
     """
     q, k, lengths = inputs.q, inputs.k, _lengths(inputs)
-    tile, splits = backward_tile(q.shape[3]), 1
+    tile, splits = backward_tile(q.shape[3], q.shape[1]), 1
     if knows_rows():
         splits = splits_for(q.shape, k.shape, sms)
     lists = lists_by_keys(lengths, tile, (q.shape[1], k.shape[1]), splits)
@@ -55,14 +54,19 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
 
 
 def splits_for(queries: Dims, keys: Dims, sms: int) -> int:
-    """Choose into how many splits of the queries a backward goes, for shapes of q and k.
+    """Choose into how many splits of the queries a backward goes, for shapes of q and k."""
+    return splits_of(works_for(queries, keys), bytes_of_split(queries, keys), sms)
 
-    Lengths are not known: what ends soon on the whole where all keys are real, half, or a quarter.
+
+def works_for(queries: Dims, keys: Dims) -> list[ListedWork]:
+    """Return what such a backward may have to do.
+
+    Lengths are not known: it is to end soon on the whole where all keys are real, half, or a
+    quarter.
     """
-    (batch, t, heads, _), tile = queries, backward_tile(queries[3])
+    (batch, t, heads, _), tile = queries, backward_tile(queries[3], queries[1])
     tiles = np.full(-(-keys[1] // tile.keys), -(-t // tile.queries))
-    works = [ListedWork(tiles, -(-batch * heads // part)) for part in UNKNOWN]
-    return splits_of(works, bytes_of_split(queries, keys), sms)
+    return [ListedWork(tiles, -(-batch * heads // part)) for part in UNKNOWN]
 
 
 def lists_by_keys(

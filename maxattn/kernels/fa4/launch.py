@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
 from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
-from maxattn.kernels.fa4.tile_sizes import Tile, whole_tile
+from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Tile, whole_tile
 
 HOPPER = 90  # the architecture that these kernels are written for
 
@@ -143,6 +143,10 @@ def _plan_of(spec: LaunchSpec) -> Any:
     """Return the library's plan of a backward on this tile."""
     plan_of = partial(library()._bwd_plan, *spec.operands, False)
     plans = [plan_of(window, HOPPER) for window in (False, True)]
+    if spec.head_dim <= 64 and spec.tile == SHORT_BACKWARD:
+        # The library has this tile for longer heads, with settings that fit these.
+        settings = library()._bwd_cfg_sm90(96, 96, False, False)
+        plans = [replace(plans[0], tile_m=settings.tile_m, sm90=settings)]
     fits = (p for p in plans if p.family == HOPPER and (p.tile_m, p.tile_n) == spec.tile)
     return next(fits)
 

@@ -9,6 +9,7 @@ from maxattn.kernels.fa4 import (
     band,
     band_lists,
     block_sparse,
+    fold_groups,
     key_lengths,
     mask_inputs,
     split_keys_lists,
@@ -16,11 +17,11 @@ from maxattn.kernels.fa4 import (
     split_queries,
 )
 from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
-from maxattn.kernels.fa4.tile_sizes import backward_tile
+from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, backward_tile, is_short_backward
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
-from maxattn.masks import Full
 
 OWN, PERSISTENT = "the library's own", ", persistent thread blocks"
 Dims = tuple[int, ...]
@@ -29,9 +30,9 @@ Dims = tuple[int, ...]
 def lists_line(call: Call) -> str:
     """Say how many tiles the forward goes through, or from what the device lists them."""
     lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
-    tile = mask_inputs.tile_of(mask, call.head_dim, lengths, call.sharded)
-    what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
     rows = mask_inputs.own_rows(call)
+    tile = mask_inputs.tile_of(mask, shapes_of(call)[0], call.kv_len, call.sharded, rows > 0)
+    what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
     if rows:
         each = "for each batch row" if rows > 1 else "for all batch rows"
         return f"{what}, made on the device from the mask's arrays {each}"
@@ -50,7 +51,8 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
         sms: streaming multiprocessors (SMs) of the GPU.
         tail: the queries whose keys the forward splits.
     """
-    backward = _backward_lists(call, key_lengths.splits_for(*shapes_of(call), sms))
+    splits = key_lengths.splits_for(*shapes_of(fold_groups.call_of(call)), sms)
+    backward = _backward_lists(call, splits) + fold_groups.line(call)
     end = ", up to the length of each batch row"
     if tail is not None:
         return f"{tile_line(call)}; {tail.line}{end}", backward
@@ -59,14 +61,14 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
 
 def whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
-    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    tile = tile_over_all(*shapes_of(call))
     persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
     return tile_line(call) + PERSISTENT * persistent
 
 
 def tile_line(call: Call) -> str:
     """Say how large the tiles of the forward over all pairs are."""
-    tile = mask_inputs.tile_of(Full(), call.head_dim, (call.q_len, call.kv_len))
+    tile = tile_over_all(*shapes_of(call))
     return f"{tile.queries}x{tile.keys} tiles"
 
 
@@ -91,11 +93,12 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
     persistent = splits == 1 and band_lists.runs_persistent(call, queries)
     forward = f"{lists_line(call)}{_splits(splits, 'keys')}{PERSISTENT * persistent}"
     forward = forward if splits > 1 or persistent else ""
-    return forward, _backward_lists(call, backward) if backward > 1 else ""
+    listed = band_lists.lists_backward(call, queries, keys, sms)
+    return forward, _backward_lists(call, backward) if listed else ""
 
 
 def _backward_lists(call: Call, splits: int) -> str:
-    tile = backward_tile(call.head_dim)
+    tile = backward_tile(call.head_dim, call.q_len)
     return f"block-sparse lists of {tile.queries}x{tile.keys} tiles{_splits(splits, 'queries')}"
 
 
@@ -124,8 +127,11 @@ def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | N
 
 def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
-    tail = split_queries.tail_for(*shapes_of(call), sms)
-    return OWN if tail is None else f"{OWN}; {tail.line}"
+    taken, folds = fold_groups.call_of(call), fold_groups.line(call)
+    if is_short_backward(taken.head_dim, taken.q_len):
+        return f"{SHORT_BACKWARD.queries}x{SHORT_BACKWARD.keys} tiles{folds}"
+    tail = split_queries.tail_for(*shapes_of(taken), sms)
+    return OWN + folds + ("" if tail is None else f"; {tail.line}")
 
 
 def band_line(call: Call) -> str:

@@ -30,9 +30,10 @@ from maxattn.kernels.fa4.block_sparse_rows import (
     heaviest_first,
     row_tiling,
 )
+from maxattn.kernels.fa4.forward_tiles import forward_tile, library_tile
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.split_lists import split
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, forward_tile
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.masks import Mask
@@ -84,9 +85,10 @@ def listed(inputs: Inputs) -> PieceInputs:
     that looks numbers up, it gets each query's intervals. Where the mask has arrays, the lists are
     of each batch row.
     """
-    mask, ids, head_dim = positions(inputs.mask), _ids(inputs), inputs.q.shape[3]
+    mask, ids = positions(inputs.mask), _ids(inputs)
     lengths, offsets = _lengths(inputs), (inputs.q_offset, inputs.kv_offset)
-    tile, backward = tile_of(mask, head_dim, lengths, _traced(inputs)), backward_tile(head_dim)
+    tile = tile_of(mask, inputs.q.shape, lengths[1], _traced(inputs), ids is not None)
+    backward = backward_tile(inputs.q.shape[3], lengths[0])
     if ids is None:
         lists = tiling(TilingSpec(mask, tile, backward, lengths), offsets)
     else:
@@ -115,12 +117,26 @@ def _test(inputs: Inputs, mask: Mask, has_ids: bool) -> tuple[Any, Any, PairTest
     return None, None, PairTest(mask, int(offsets[0]), int(offsets[1]), 0, has_ids), see
 
 
-def tile_of(mask: Mask, head_dim: int, lengths: tuple[int, int], traced: bool = False) -> Tile:
-    """Return the tile of a forward under a mask of positions.
+def tile_of(
+    mask: Mask,
+    queries: tuple[int, ...],
+    kv_len: int,
+    traced: bool = False,
+    has_ids: bool = False,
+) -> Tile:
+    """Return the tile of a forward over lists.
 
-    The tiles that it skips are counted only where the positions are known.
+    Args:
+        mask: of positions.
+        queries: the shape [B,T,N,H] of q.
+        kv_len: number of keys.
+        traced: whether positions are known on the device alone: what is skipped is not counted.
+        has_ids: whether ids skip tiles too.
     """
-    return forward_tile(head_dim, None if traced else lambda tile: visited(mask, tile, lengths))
+    if traced:
+        return library_tile(queries[3])
+    lengths = queries[1], kv_len
+    return forward_tile(queries, kv_len, lambda tile: visited(mask, tile, lengths), has_ids)
 
 
 def all_see(pairs: Pairs | None) -> bool:

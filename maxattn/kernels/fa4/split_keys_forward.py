@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 
 from maxattn.kernels.base import Result
 from maxattn.kernels.fa4.alignment import ALIGNED, library
+from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.kernel_calls import run_key_splits
 from maxattn.kernels.fa4.launch import split_keys_launch
-from maxattn.kernels.fa4.split_keys import KeySplits, tile_for, wide
+from maxattn.kernels.fa4.split_keys import KeySplits, wide
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
@@ -35,7 +36,7 @@ def forward(inputs: PieceInputs, scale: float, tail: KeySplits) -> Result:
         scale: multiplies the scores.
         tail: the tiles of queries that are split over the keys.
     """
-    q, tile, (b, t, n, h) = inputs.q, tile_for(inputs.q.shape, inputs.k.shape), inputs.q.shape
+    q, tile, (b, t, n, h) = inputs.q, tile_over_all(inputs.q.shape, inputs.k.shape), inputs.q.shape
     grid = SplitGrid(-(-t // tile.queries), b * n, *tail)
     found = _launched(inputs, float(scale), tile, grid)
     # XLA (jax 0.11.2) would write one result of a call into another of it: split_queries.py.

@@ -81,7 +81,7 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSpli
     least = -(-queries[1] // 192), -(-keys[1] // 80)
     if not may_split_tiles(least, queries[0] * queries[2], sms):
         return ListSplits()
-    tile = tile_of(mask, queries[3], lengths)
+    tile = tile_of(mask, queries, keys[1])
     return splits_of(visits_by_queries(mask, tile, lengths), tile, queries, keys, sms)
 
 

@@ -82,7 +82,7 @@ def splits_of(works: Iterable[ListedWork], bytes_each: float, sms: int = SMS) ->
 
 def may_split(queries: Dims, keys: Dims, sms: int) -> bool:
     """Tell whether tiles of keys are so few that splits may pay, for shapes of q and k."""
-    tile = backward_tile(queries[3])
+    tile = backward_tile(queries[3], queries[1])
     sizes = -(-keys[1] // tile.keys), -(-queries[1] // tile.queries)
     return may_split_tiles(sizes, queries[0] * queries[2], sms)
 
@@ -123,13 +123,13 @@ def works_for(call: Call, queries: Dims, keys: Dims) -> list[ListedWork]:
         return _works(None, queries, keys)
     if call.sharded:
         return []
-    tile = backward_tile(queries[3])
+    tile = backward_tile(queries[3], queries[1])
     return _works(visits_by_keys(found.positions, tile, (queries[1], keys[1])), queries, keys)
 
 
 def _works(tiles: np.ndarray | None, queries: Dims, keys: Dims) -> list[ListedWork]:
     """Return the works of lists; what each tile of keys visits is None where not known."""
-    tile, lanes = backward_tile(queries[3]), queries[0] * queries[2]
+    tile, lanes = backward_tile(queries[3], queries[1]), queries[0] * queries[2]
     if tiles is not None:
         return [ListedWork(tiles, lanes)]
     rows, every = -(-keys[1] // tile.keys), -(-queries[1] // tile.queries)
@@ -138,7 +138,7 @@ def _works(tiles: np.ndarray | None, queries: Dims, keys: Dims) -> list[ListedWo
 
 def bytes_of_split(queries: Dims, keys: Dims) -> float:
     """Return what dK and dV of a split take; 0 where query heads share keys."""
-    size = backward_tile(queries[3]).keys
+    size = backward_tile(queries[3], queries[1]).keys
     padded, width = -(-keys[1] // size) * size, -(-keys[3] // 8) * 8
     return 4.0 * keys[0] * padded * keys[2] * width * (queries[2] == keys[2])
 

@@ -68,6 +68,16 @@ class PieceInputs:
         """The pairs to test, where the kernel tests any."""
         return self.lengths if isinstance(self.lengths, Pairs) else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every pair is allowed."""
+        return self.lengths is None and self.piece.is_full
+
+    @property
+    def has_lengths_alone(self) -> bool:
+        """Whether lengths of keys are all that forbids pairs."""
+        return self.lengths is not None and self.pairs is None and self.piece.is_full
+
     def cut(self, p: Piece) -> PieceInputs:
         """Cut a rectangle out of all pairs."""
         k, v = self.k[:, p.k0 : p.k1], self.v[:, p.k0 : p.k1]
