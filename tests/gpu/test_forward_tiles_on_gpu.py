@@ -32,6 +32,7 @@ class Case(NamedTuple):
 
 
 IDS = np.sort(np.random.default_rng(3).integers(0, 6, (2, 700)), axis=1).astype(np.int32)
+FEW = np.sort(np.random.default_rng(4).integers(0, 4, (2, 64)), axis=1).astype(np.int32)
 LENGTHS = M.KeyPadding(np.array([150, 61], np.int32))
 # Keys that end in the last tile of every number of keys, and queries of every number of rows.
 CASES = [
@@ -56,7 +57,18 @@ CASES += [
         (M.Segments.of_lengths((100, 37, 250, 313)), 60),
     )
 ]
-CASES += [Case(64, 64, h, mask=M.Causal(), heads=150) for h in (64, 96, 128, 160)]
+# So few queries that a backward's tile has half as many.
+CASES += [
+    Case(t, s, h, heads=heads, kv_heads=kv_heads, mask=mask)
+    for h, heads, kv_heads in ((40, 150, 150), (64, 150, 150), (64, 8, 2), (96, 150, 150))
+    for t, s, mask in (
+        (64, 64, M.Causal()),
+        (50, 64, M.LocalWindow(20, 9)),
+        (64, 64, M.Segments(FEW, FEW)),
+        (64, 64, M.Segments.of_lengths((20, 30, 14))),
+        (60, 200, LENGTHS),
+    )
+]
 FOLDED = [
     Case(64, 143, 40, 32, 4),
     Case(64, 64, 128, 2, 1, dtype="float16"),

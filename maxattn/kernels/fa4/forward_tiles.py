@@ -3,11 +3,11 @@
 A row of tiles is the work of one thread block: all tiles of keys for one tile of queries. With W
 for the head dim as the kernel pads it, to a multiple of 16, a row takes about
 
-    start + tiles * (loop + queries * keys * (W + 64) * PAIR)        microseconds of an SM
+    start + tiles * (loop + queries * keys * (W + 64) * pair)        microseconds of an SM
 
 so few keys want a tile that ends where they end, and many a large one. Persistent thread blocks
-begin a row while they end the one before: their start is shorter, their loop is longer, and a tile
-of results needs a place of its own in shared memory. The constants were measured on an H200.
+begin a row while they end the one before: their start is shorter, their loop mostly longer, and a
+tile of results needs a place of its own in shared memory. The figures were measured on an H200.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ LONG = 2**14  # keys from which small tiles are not tried: lists of them would g
 # longer ones they run out of registers.
 LISTED_HEADS = 160
 IDS_SHARE = 0.25  # of the tiles of all pairs that ids are taken to leave
-
-
 Dims = tuple[int, ...]
 
 
