@@ -71,13 +71,7 @@ from maxattn.kernels.fa4 import (
 from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
 from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
-from maxattn.kernels.fa4.tile_sizes import (
-    SHORT_BACKWARD,
-    Tile,
-    backward_tile,
-    is_short_backward,
-    whole_tile,
-)
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
 
 PLAIN = ("memory_efficient", "dot_product")
 FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
@@ -214,12 +208,11 @@ def _flash_backward(call: Call, seen: Seen, width: int, device: Device) -> Terms
         tile = backward_tile(call.head_dim, call.q_len)
         found = _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
         return found | _split_lists(found, call, device)
-    is_short = is_short_backward(call.head_dim, call.q_len)
-    tile = SHORT_BACKWARD if is_short else whole_tile(call.head_dim)
+    tile = whole_tile(call.head_dim, call.q_len)
     work = tile_work.by_keys(call, tile, seen)
     found, sms = _of_tiles(work, tile, 10, width, device), device.sms or SMS
     tail = split_queries.tail_for(*shapes_of(call), sms)
-    if tail is None or is_short:
+    if tail is None:
         return found
     of_tiles = split_queries.BackwardWork(
         -(-call.kv_len // tile.keys), call.batch * call.heads, -(-call.q_len // tile.queries), sms

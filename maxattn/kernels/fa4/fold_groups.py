@@ -15,12 +15,12 @@ from jaxtyping import Array, Float
 
 from maxattn.call import Call
 from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.fa4.tile_sizes import Dims
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 SHORT = 384  # queries, up to which copies are less than the launches they save
 COPIES = 4  # q, out, dout and dq
-Dims = tuple[int, ...]
 
 
 def pays(queries: Dims, keys: Dims) -> bool:

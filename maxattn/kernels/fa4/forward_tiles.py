@@ -18,7 +18,7 @@ from math import ceil
 from typing import NamedTuple
 
 from maxattn.devices import SMS
-from maxattn.kernels.fa4.tile_sizes import Tile, TileCount
+from maxattn.kernels.fa4.tile_sizes import Dims, Tile, TileCount
 
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes that a thread block has on Hopper, but for barriers
 SOFTMAX = 64  # entries of a head that take as long as the softmax of a pair
@@ -32,7 +32,6 @@ LONG = 2**14  # keys from which small tiles are not tried: lists of them would g
 # longer ones they run out of registers.
 LISTED_HEADS = 160
 IDS_SHARE = 0.25  # of the tiles of all pairs that ids are taken to leave
-Dims = tuple[int, ...]
 
 
 class Speed(NamedTuple):

@@ -19,12 +19,11 @@ from maxattn.kernels.fa4 import (
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
-from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, backward_tile, is_short_backward
+from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Dims, backward_tile, is_short_backward
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 
 OWN, PERSISTENT = "the library's own", ", persistent thread blocks"
-Dims = tuple[int, ...]
 
 
 def lists_line(call: Call) -> str:

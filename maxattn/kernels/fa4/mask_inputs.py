@@ -33,7 +33,7 @@ from maxattn.kernels.fa4.block_sparse_rows import (
 from maxattn.kernels.fa4.forward_tiles import forward_tile, library_tile
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.split_lists import split
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
+from maxattn.kernels.fa4.tile_sizes import Dims, Tile, backward_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.masks import Mask
@@ -119,7 +119,7 @@ def _test(inputs: Inputs, mask: Mask, has_ids: bool) -> tuple[Any, Any, PairTest
 
 def tile_of(
     mask: Mask,
-    queries: tuple[int, ...],
+    queries: Dims,
     kv_len: int,
     traced: bool = False,
     has_ids: bool = False,

@@ -19,6 +19,7 @@ from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.launch_order import PERSISTENT_START, START
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid
 from maxattn.kernels.fa4.split_queries import splits_text
+from maxattn.kernels.fa4.tile_sizes import Dims
 
 LEAST_GAIN, LEAST_US = 0.05, 2.0  # below, a prediction says nothing
 MOST_SPLITS, MOST_BYTES = 32, 2**28  # of all their results, which stay in memory until the merge
@@ -28,7 +29,6 @@ MERGE_US, BYTES_A_US = 5.0, 3e6
 # in microseconds. The 64 are softmax.
 PAIRS_A_US = 1.9e6
 READ_A_US = 4e6  # bytes of keys that all SMs read in a microsecond, from a Hopper GPU's memory
-Dims = tuple[int, ...]
 
 
 class KeySplits(NamedTuple):

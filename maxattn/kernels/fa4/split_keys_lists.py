@@ -77,7 +77,7 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSpli
     band = masks.sort_terms(call.mask).band
     if band is not None and any(p.is_full for p in pieces(band, band.offset, *lengths)):
         return ListSplits()  # what all queries see goes by itself, in splits of its own
-    # Tiles of queries are at most as many as with the smallest size.
+    # Rows of tiles are at least as many as with the largest tile.
     least = -(-queries[1] // 192), -(-keys[1] // 80)
     if not may_split_tiles(least, queries[0] * queries[2], sms):
         return ListSplits()

@@ -25,7 +25,7 @@ from maxattn.kernels.fa4.backward_steps import summed_splits
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands
 from maxattn.kernels.fa4.launch import takes_splits
 from maxattn.kernels.fa4.launch_order import START
-from maxattn.kernels.fa4.tile_sizes import whole_tile
+from maxattn.kernels.fa4.tile_sizes import Dims, whole_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 LEAST_GAIN = 0.01
@@ -33,7 +33,6 @@ MOST_SPLITS = 16
 # What sums over splits, and a second launch, cost beside their work: in tiles of keys by queries,
 # of some 3 us.
 SUMS, LAUNCH = 3, 2
-Dims = tuple[int, ...]
 Operands = tuple[Array, ...]
 """q, k, v, out, lse, dout."""
 

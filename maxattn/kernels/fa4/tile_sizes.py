@@ -13,6 +13,10 @@ def takes_lists(version: str, device: Device) -> bool:
     return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
+Dims = tuple[int, ...]
+"""The shape of an operand: [B,T,N,H] or [B,S,K,H]."""
+
+
 class Tile(NamedTuple):
     """Say how many queries and keys a tile has."""
 
@@ -31,14 +35,12 @@ SHORT_ROW = 16  # of tiles of 128 keys, at most
 # Whether all heads of a row of tiles start after each other, in short rows of a forward; else one
 # head's rows do. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
 ACROSS_SHORT = True
-
-
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
 
 
-def whole_tile(head_dim: int) -> Tile:
-    """Return the tile of the library's own backward over all pairs."""
-    return Tile(80, 128) if 96 < head_dim <= 128 else backward_tile(head_dim)
+def whole_tile(head_dim: int, q_len: int | None = None) -> Tile:
+    """Return the tile of a backward over all pairs; arguments as for `backward_tile`."""
+    return Tile(80, 128) if 96 < head_dim <= 128 else backward_tile(head_dim, q_len)
 
 
 def is_short_backward(head_dim: int, q_len: int) -> bool:
