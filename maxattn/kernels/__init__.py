@@ -6,10 +6,12 @@ they are first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call, Reason
+from maxattn.devices import Platform
 from maxattn.kernels.requirements import missing
 from maxattn.kernels.table import TABLE, Classes
 from maxattn.target import Target
@@ -53,35 +55,60 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         deterministic: refuse one whose backward does not repeat bit for bit, too.
     """
     for part in name.split("/"):
-        call = computed_call(part, local)
-        reason = missing(part, target) or KERNELS[part].supports(call, target)
+        if (lacks := missing(part, target)) is not None:
+            return lacks
+        call = computed_call(part, local, target.platform)
+        reason = KERNELS[part].supports(call, target)
         if reason is None and deterministic:
             reason = KERNELS[part].repeats(call, target)
         if reason is not None:
-            return reason if call is local else _of_padding(reason, local)
+            return _of_computed(reason, local, call)
     return None
 
 
-def computed_call(name: str, local: Call) -> Call:
-    """Return the call that a kernel computes: its heads padded to one size, if it takes no other.
+def computed_call(name: str, local: Call, platform: Platform) -> Call:
+    """Return the call that a kernel computes: blocks that see themselves alone as rows of the
+    batch, heads padded to one size, if it takes no other.
 
     Args:
         name: of a kernel; of a pair "a/b" one that pads answers for both.
         local: the call that one device computes.
+        platform: of that device.
     """
-    if not local.value_head_dim:
+    if local.mask.is_full and not local.value_head_dim:
         return local
-    if all(KERNELS[part].takes_value_dim for part in name.split("/")):
-        return local
+    parts = [KERNELS[part] for part in name.split("/")]
+    rows = as_batch_rows(local, lambda tokens: all(x.rows_pay(platform, tokens) for x in parts))
+    if not rows.value_head_dim or all(part.takes_value_dim for part in parts):
+        return rows
     from maxattn.kernels.composed.padded_heads import with_one_head_dim
 
-    return with_one_head_dim(local)
+    return with_one_head_dim(rows)
 
 
-def _of_padding(reason: Reason, local: Call) -> Reason:
-    from maxattn.kernels.composed.padded_heads import padded_reason
+def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Call:
+    """Return a local call with blocks that see themselves alone as rows of the batch.
 
-    return padded_reason(reason, local)
+    Args:
+        local: the call that one device computes.
+        pays: tells of so many tokens of a block whether rows of them pay; default they always do.
+    """
+    if local.mask.is_full:
+        return local
+    from maxattn.kernels.composed import batch_rows
+
+    return batch_rows.as_batch_rows(local, pays or batch_rows.always)
+
+
+def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
+    """Say in a refusal what the kernel would compute, where that is another call."""
+    from maxattn.kernels.composed import batch_rows, padded_heads
+
+    if local.value_head_dim and not computed.value_head_dim:
+        reason = padded_heads.padded_reason(reason, local)
+    if computed.batch == local.batch:
+        return reason
+    return replace(reason, rule=f"{reason.rule} ({batch_rows.rows_text(local, computed)})")
 
 
 def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
@@ -95,13 +122,17 @@ def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Ke
 
 
 def _build_one(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
-    call = computed_call(name, local)
+    call = computed_call(name, local, target.platform)
     kernel = KERNELS[name].build(call, config, target)
-    if call is local:
-        return kernel
-    from maxattn.kernels.composed.padded_heads import PaddedHeads
+    if local.value_head_dim and not call.value_head_dim:
+        from maxattn.kernels.composed.padded_heads import PaddedHeads
 
-    return PaddedHeads(kernel, local.head_dim, local.value_dim)
+        kernel = PaddedHeads(kernel, local.head_dim, local.value_dim)
+    if call.batch != local.batch:
+        from maxattn.kernels.composed.batch_rows import BatchRows
+
+        kernel = BatchRows(kernel, call.batch // local.batch, call.mask)
+    return kernel
 
 
 def __getattr__(name: str) -> Any:

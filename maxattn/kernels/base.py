@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.devices import Platform
 from maxattn.kernels.bias_level import Level
 from maxattn.kernels.dq_accumulator import DqAccumulator, SumOfParts
 from maxattn.kernels.kv_block import KeySplit, halves
@@ -144,6 +145,13 @@ class Kernel:
     def repeats(call: Call, target: Target) -> Reason | None:
         """Return None when the backward gives the same bits every time, else why not."""
         return None
+
+    @staticmethod
+    def rows_pay(platform: Platform, tokens: int) -> bool:
+        """Tell whether blocks of so many tokens, each of which sees itself alone, are computed as
+        rows of the batch (composed/batch_rows.py).
+        """
+        return True
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:

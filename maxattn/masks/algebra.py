@@ -33,6 +33,10 @@ class Full(Mask):
         """Give one interval without ends."""
         return ((None, None),)
 
+    def repeats(self, q: int, kv: int) -> bool:
+        """Allow every pair alike."""
+        return True
+
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Never jump."""
         return ()

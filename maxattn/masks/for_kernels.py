@@ -84,6 +84,15 @@ class ForKernels:
         """Bound how many keys one query sees, from the mask's numbers alone; None is no bound."""
         return None
 
+    def own_block(self) -> tuple[int, int] | None:
+        """Give the queries and keys of equal blocks that see themselves alone, from token 0 on."""
+        return None
+
+    def repeats(self, q: int, kv: int) -> bool:
+        """Tell whether a pair is allowed as the one `q` queries and `kv` keys further on is."""
+        parts = self.parts()
+        return bool(parts) and all(part.repeats(q, kv) for part in parts)
+
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         """Say where ends of intervals jump, so that few rows are visited; None: every row is."""
         parts = [part.row_blocks() for part in self.parts()]

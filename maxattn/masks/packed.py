@@ -131,6 +131,12 @@ class SegmentLengths(PositionMask):
         even = self.kv_lengths is None and set(self.lengths[:-1]) == {block}
         return BlockSlidingWindow(block, 1, 0) if even and self.lengths[-1] <= block else self
 
+    def own_block(self) -> tuple[int, int] | None:
+        """Give the lengths of a segment, where all segments have them."""
+        first = self.lengths[0], self.keys[0]
+        is_every = set(zip(self.lengths, self.keys, strict=True)) == {first}
+        return first if is_every and min(first) > 0 else None
+
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Jump where a segment begins, at no distance that repeats."""
         ends = _ends(self.lengths, self.keys).q[: len(self.lengths)]

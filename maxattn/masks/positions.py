@@ -49,6 +49,10 @@ class Causal(PositionMask):
         """Never jump: the end moves with the query."""
         return ()
 
+    def repeats(self, q: int, kv: int) -> bool:
+        """Look at the distance of a query and a key alone."""
+        return q == kv
+
     def band(self) -> Band:
         """Give the band that is open to the left."""
         return Band(None, 0, self.offset or 0)
@@ -98,6 +102,10 @@ class LocalWindow(PositionMask):
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Never jump: both sides move with the query."""
         return ()
+
+    def repeats(self, q: int, kv: int) -> bool:
+        """Look at the distance of a query and a key alone."""
+        return q == kv
 
     def band(self) -> Band:
         """Give both sides."""
@@ -152,6 +160,10 @@ class BlockCausal(PositionMask):
     def own_period(self) -> int | None:
         """Give the block."""
         return self.block
+
+    def repeats(self, q: int, kv: int) -> bool:
+        """Repeat with the blocks."""
+        return q == kv and q % self.block == 0
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Jump where a block begins."""
@@ -212,6 +224,14 @@ class BlockSlidingWindow(PositionMask):
     def own_period(self) -> int | None:
         """Give the block."""
         return self.block
+
+    def own_block(self) -> tuple[int, int] | None:
+        """Give the block, where a window is one block, and query 0 sits at key 0."""
+        return (self.block, self.block) if (self.window, self.offset) == (1, 0) else None
+
+    def repeats(self, q: int, kv: int) -> bool:
+        """Repeat with the blocks."""
+        return q == kv and q % self.block == 0
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         """Jump where a block begins."""

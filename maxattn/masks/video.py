@@ -75,6 +75,12 @@ class VideoMask(FrameMask):
             raise InputError("mask", f"{self} with kv_len={lengths.kv_len}", rule, remedy)
         return super().bound_to(lengths)
 
+    def own_block(self) -> tuple[int, int] | None:
+        """Give a block of frames, where the budget is one block, and query 0 sits at key 0."""
+        block = self.frames_per_block * self.tokens_per_frame
+        is_alone = (self.window, self.sink, self.first_frame_alone, self.offset) == (1, 0, False, 0)
+        return (block, block) if is_alone else None
+
     def own_period(self) -> int | None:
         """Give the tokens of a block, or of a frame when a lone first frame shifts the blocks."""
         return self.tokens_per_frame * (1 if self.first_frame_alone else self.frames_per_block)

@@ -15,8 +15,9 @@ from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.call import Call
 from maxattn.context_parallel.base import itemsize, readable
+from maxattn.decide import kernel_call
 from maxattn.devices import memory_of
-from maxattn.kernels import computed_call
+from maxattn.kernels import as_batch_rows, computed_call
 from maxattn.plan import Plan
 from maxattn.sharding import ways
 
@@ -51,7 +52,7 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
         Part(queries, times * _queries(rank, _dims(rank))),
         Part(keys, times * _own_keys(plan)),
         *_moved(plan, rank, training),
-        *_of_kernel(plan, local, training),
+        *_of_kernel(plan, training),
     ]
     return tuple(part for part in parts if part.bytes)
 
@@ -98,22 +99,23 @@ def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
     return [Part("gathered k, v", keys), gradients]
 
 
-def _of_kernel(plan: Plan, local: Call, training: bool) -> list[Part]:
+def _of_kernel(plan: Plan, training: bool) -> list[Part]:
+    local, platform = kernel_call(plan.padded_call, plan.strategy), plan.target.platform
     rows = local.batch * local.heads * local.q_len
     if plan.kernel.name == "dot_product":
-        scores = rows * local.kv_len * FLOAT
+        scores = rows * as_batch_rows(local).kv_len * FLOAT
         return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
     blocks = plan.kernel.blocks
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
         return [Part("log-sum-exp", rows * FLOAT), *_padded_heads(plan, local, training)]
     name = plan.kernel.name.rpartition("/")[2]  # a backward holds most of it
-    return list(of_tiles(name, computed_call(name, local), blocks, training))
+    return list(of_tiles(name, computed_call(name, local, platform), blocks, training))
 
 
 def _padded_heads(plan: Plan, local: Call, training: bool) -> list[Part]:
     """Count the copies that zeros make wider: V and out, or Q and K, with their gradients."""
-    wide = computed_call(plan.kernel.name, local)
-    if wide is local:
+    wide = computed_call(plan.kernel.name, local, plan.target.platform)
+    if _dims(wide) == _dims(local):
         return []
     dim = (wide.head_dim,)
     size = (2 if training else 1) * (_queries(local, dim) + _keys(local, dim))

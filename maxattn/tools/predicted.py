@@ -56,7 +56,7 @@ def _on_tpu(plan: Plan) -> Predicted | None:
     name = plan.kernel.for_inference().name
     if name not in get_args(KernelKind):
         return None
-    call = computed_call(name, plan.padded_call)
+    call = computed_call(name, plan.padded_call, "tpu")
     found = estimated_sizes(cast(KernelKind, name), call, plan.target, False)
     if found is None:
         return None

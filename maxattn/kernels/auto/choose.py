@@ -9,7 +9,7 @@ from typing import NamedTuple
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.aiter import AITER
-from maxattn.kernels import computed_call, refusal
+from maxattn.kernels import as_batch_rows, computed_call, refusal
 from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
 from maxattn.target import Target
 
@@ -139,7 +139,8 @@ def _no_fused(target: Target) -> str:
 
 def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return kernels of plain JAX, after splash attention on a TPU, by the number of scores."""
-    scores = call.batch * call.heads * call.q_len * call.kv_len
+    rows = as_batch_rows(call)
+    scores = rows.batch * rows.heads * rows.q_len * rows.kv_len
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
@@ -156,7 +157,7 @@ def _tiled(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         return (), ""
     from maxattn.kernels.auto import tpu
 
-    names, estimates = tpu.tiled_kernels(computed_call("flash", call), target)
+    names, estimates = tpu.tiled_kernels(computed_call("flash", call, target.platform), target)
     return names, f"; {estimates}" if estimates else ""
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import device_of
-from maxattn.kernels import KERNELS, computed_call, refusal
+from maxattn.kernels import KERNELS, as_batch_rows, computed_call, refusal
 from maxattn.kernels.auto import published
 from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, MOST_TOKENS, PLAIN
 from maxattn.kernels.auto.measured import (
@@ -116,7 +116,7 @@ def _entry_for(call: Call, target: Target, device: str) -> MeasuredShape:
         predicted = _predicted(call, target, mine)
         if predicted.forward and predicted.backward:
             return predicted
-    return _as_launched(nearest(call, entries), call, target)
+    return _as_launched(nearest(as_batch_rows(call), entries), call, target)
 
 
 def _costs_device(device: str) -> str:
@@ -139,7 +139,8 @@ def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape 
 def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
     """Return predicted times, of kernels whose refusal is not the mask's: that would be no time."""
     size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
-    few = call.batch * call.heads * call.q_len * call.kv_len <= FEW_SCORES
+    rows = as_batch_rows(call)
+    few = rows.batch * rows.heads * rows.q_len * rows.kv_len <= FEW_SCORES
     reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
     names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
     forward, backward = (
@@ -253,7 +254,8 @@ def _lost(faster: tuple[str, ...], target: Target) -> str:
 
 def _as_launched(entry: MeasuredShape, call: Call, target: Target) -> MeasuredShape:
     """Take the time of flash's backward as this call gets it: with its queries split or not."""
-    if not entry.unsplit or KERNELS["flash"].splits_backward(computed_call("flash", call), target):
+    computed = computed_call("flash", call, "gpu")
+    if not entry.unsplit or KERNELS["flash"].splits_backward(computed, target):
         return entry
     times = dict(entry.backward) | {"flash": entry.unsplit}
     return replace(entry, backward=fastest_first(times))

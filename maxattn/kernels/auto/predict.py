@@ -76,7 +76,7 @@ class FittedCosts:
             call: of one device.
             device: an NVIDIA GPU.
         """
-        calls = {name: computed_call(name, call) for name in kernels}
+        calls = {name: computed_call(name, call, "gpu") for name in kernels}
         known = {
             n: x for n, x in calls.items() if (n, what, head_class(x.head_dim)) in self.weights
         }
@@ -86,13 +86,14 @@ class FittedCosts:
     def weigh_all(self, found: Mapping[str, Terms], what: str, call: Call) -> dict[str, float]:
         """Return ms of kernels from their terms, which are known; arguments as `predict_all`."""
         ms = {name: self._weighed(name, what, call, its) for name, its in found.items()}
-        if self.near is None or not ms:
+        if self.near is None:
             return ms
-        alike = self.near.alike(call)
-        return {name: x * self.near.factor(name, what, alike) for name, x in ms.items()}
+        calls = {name: computed_call(name, call, "gpu") for name in ms}
+        alike = {its: self.near.alike(its) for its in set(calls.values())}
+        return {n: x * self.near.factor(n, what, alike[calls[n]]) for n, x in ms.items()}
 
     def _weighed(self, name: str, what: str, call: Call, found: Terms) -> float:
-        heads = head_class(computed_call(name, call).head_dim)
+        heads = head_class(computed_call(name, call, "gpu").head_dim)
         return weighed(self.weights[name, what, heads], found)
 
     def ranked(self, times: Mapping[str, float], what: str) -> tuple[tuple[str, float], ...]:

@@ -11,17 +11,15 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
-from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Pass, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
+from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, widened
-from maxattn.target import Target
 
 
 @dataclass(frozen=True)
-class PaddedHeads(Kernel):
+class PaddedHeads(AdaptedKernel):
     """Run a kernel of one head dim over heads that are padded to the larger of two.
 
     Args:
@@ -31,51 +29,12 @@ class PaddedHeads(Kernel):
     """
 
     takes_value_dim: ClassVar[bool] = True
-    inner: Kernel
     key_dim: int
     value_dim: int
 
-    @property
-    def name(self) -> str:
-        """Name the kernel that runs."""
-        return self.inner.name
-
-    @property
-    def computes(self) -> Kernel:
-        """The kernel that runs."""
-        return self.inner
-
-    @property
-    def is_pallas(self) -> bool:
-        """Ask the kernel that runs."""
-        return self.inner.is_pallas
-
-    @property
-    def needs_an_example(self) -> bool:
-        """Ask the kernel that runs."""
-        return self.inner.needs_an_example
-
-    @property
-    def blocks(self) -> BlockSizes | None:
-        """The tile sizes of the kernel that runs."""
-        return self.inner.blocks
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """How they differ from those that were asked for."""
-        return self.inner.changes
-
-    def for_inference(self) -> PaddedHeads:
-        """Return the kernel of a forward that is not differentiated, padded as this one."""
-        return replace(self, inner=self.inner.for_inference())
-
-    def for_forward_alone(self) -> PaddedHeads:
-        """Return the kernel of a forward whose backward is another's, padded as this one."""
-        return replace(self, inner=self.inner.for_forward_alone())
-
-    def without_dbias(self) -> PaddedHeads:
-        """Return the kernel whose backward leaves the bias's gradient out."""
-        return replace(self, inner=self.inner.without_dbias())
+    def computed(self, call: Call) -> Call:
+        """Return the call with heads of one size."""
+        return with_one_head_dim(call)
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,V], lse [B,N,T])."""
@@ -103,18 +62,8 @@ class PaddedHeads(Kernel):
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`, and what is padded."""
-        lines = self.inner.lines(with_one_head_dim(call))
+        lines = self.inner.lines(self.computed(call))
         return lines._replace(runs=f"{lines.runs}, {padding_text(call)}")
-
-    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say what there is to know of the kernel that runs."""
-        return self.inner.notes(with_one_head_dim(call), config, target)
-
-    def notes_of(
-        self, what: Pass, call: Call, config: AttentionConfig, target: Target
-    ) -> tuple[str, ...]:
-        """Say what there is to know of one pass of the kernel that runs."""
-        return self.inner.notes_of(what, with_one_head_dim(call), config, target)
 
     def _inputs(self, inputs: Inputs) -> Inputs:
         q, k, v = map(self._padded, (inputs.q, inputs.k, inputs.v))

@@ -24,6 +24,7 @@ from maxattn.block_sizes.estimated.defaults import estimate_note, estimated_size
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.devices import Platform
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
@@ -36,6 +37,10 @@ from maxattn.tuned import leaves_open, tuned_config, tuned_note
 # The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
 # at all.
 NOTHING_SEEN = -1e37
+# Tokens of blocks that are rows of the batch. By libtpu's schedules for v5e, v5p and v6e they take
+# 0.55 to 1 of the time there; shorter and longer ones take up to 1.3 times as long on one of them.
+TPU_ROWS, TPU_TILE = range(769, 2048), 1024
+SHORTEST_ROW = 48  # of a GPU: measured, 16 and 32 tokens took up to 3 times as long
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + mask_split.REMEDY
 
 
@@ -67,6 +72,15 @@ class Splash(Kernel):
     inference: BlockSizes | None = None
     inference_changes: tuple[Change, ...] = ()
     cores: int = 1
+
+    @staticmethod
+    def rows_pay(platform: Platform, tokens: int) -> bool:
+        """Ask for blocks that fill most of a GPU's tile, and on a TPU for those that no tiles of
+        the whole sequence fit.
+        """
+        if platform == "tpu":
+            return tokens in TPU_ROWS and tokens != TPU_TILE
+        return tokens >= SHORTEST_ROW
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:

@@ -27,7 +27,7 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
 from maxattn.config.write import yaml_of
-from maxattn.decide import named_kernel, plan
+from maxattn.decide import kernel_call, named_kernel, plan
 from maxattn.errors import InputError
 from maxattn.kernels import build, computed_call
 from maxattn.target import Target
@@ -112,7 +112,7 @@ def _tune_sizes(
 ) -> None:
     made = plan(shape.call(), config, mesh, replace(target, tuned=()))
     for kernel in made.kernel.name.split("/"):
-        local = computed_call(kernel, made.strategy.local_call(made.padded_call))
+        local = computed_call(kernel, kernel_call(made.padded_call, made.strategy), target.platform)
         print(f"{shape.name}: {kernel}, one device's {_local(local)}", flush=True)
         _tune(args, Tuning(config, kernel, local, target))
 

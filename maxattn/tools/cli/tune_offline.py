@@ -155,7 +155,7 @@ def _tunings(
 def _tuning(
     args: argparse.Namespace, source: Source, shape: Shape, made: Plan, kernel: str
 ) -> OfflineTuning:
-    local = computed_call(kernel, made.strategy.local_call(made.padded_call))
+    local = computed_call(kernel, kernel_call(made.padded_call, made.strategy), "tpu")
     if kernel not in BLOCKS:
         rule = f"{kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
         raise Unsupported("--offline", shape.name, rule, "write attention=flash")

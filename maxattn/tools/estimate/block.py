@@ -79,7 +79,7 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
     """
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
     forward, backward = (
-        _priced(kernel, computed_call(kernel.name, local), target, training)
+        _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
         for kernel in kernels_of(plan.kernel)
     )
     hops = _calls_of_a_pass(plan, local)

@@ -8,6 +8,7 @@ import numpy as np
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.call import Call
+from maxattn.decide import kernel_call
 from maxattn.kernels import computed_call, mask_split
 from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.calls import Setup
@@ -65,17 +66,16 @@ def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
 
 
 def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
-    call = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
+    local = plan.strategy.kernel_call(kernel_call(plan.padded_call, plan.strategy))
+    call = computed_call(plan.kernel.name, local, plan.target.platform)
     part = sizes.part(_KEYS[phase])
     assert part is not None, (sizes, phase)
     block, heads = (part[0], part[1]), call.batch * call.heads
     marks, pairs = _marks(call, block), call.mask.allowed_pairs(call.q_len, call.kv_len)
     full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
     fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
-    head_dim = computed_call(plan.kernel.name, call).head_dim
-    operations = 2 * head_dim * (_PRODUCTS[phase] + fused) * pairs
-    whole = plan.padded_call.q_len, plan.padded_call.kv_len
-    is_bound = (call.q_len, call.kv_len) != whole and not call.mask.is_full
+    operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
+    is_bound = call.sharded and not call.mask.is_full
     a_tile = operations / max(1, full + masked)
     return KernelTiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
 

@@ -14,6 +14,7 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.devices import DEVICES
+from maxattn.kernels import computed_call
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
 from maxattn.kernels.auto.measured import TABLE
 from maxattn.kernels.auto.predict import FittedCosts, head_class, weighed
@@ -183,10 +184,10 @@ def made_rows(factors: dict[str, float]) -> list[GridRow]:
     """Rows whose times are sums of the terms, by weights that are known."""
     rows = []
     for call in DRAWN:
-        asked = call.shape().call()
+        asked = {who: computed_call(who, call.shape().call(), "gpu") for who in factors}
         times = {
             what: {
-                who: factor * weighed(TRUE, terms(who, what, asked, H200, call.known))
+                who: factor * weighed(TRUE, terms(who, what, asked[who], H200, call.known))
                 for who, factor in factors.items()
             }
             for what in (FORWARD, BACKWARD)
@@ -225,8 +226,9 @@ def test_a_fit_says_whether_it_decides() -> None:
 
 
 def slowed(row: GridRow) -> GridRow:
-    b, t, s, n, _, _ = row.call.sizes
-    factor = {"flash": 1.0, "cudnn": np.exp(np.sin(np.log2(t * s) / 4)) * (b * n) ** 0.1}
+    call = computed_call("cudnn", fitting.call_of(row), "gpu")
+    by_lengths = np.exp(np.sin(np.log2(call.q_len * call.kv_len) / 4))
+    factor = {"flash": 1.0, "cudnn": by_lengths * (call.batch * call.heads) ** 0.1}
     passes = row.times.items()
     return replace(row, times={w: {n: ms * factor[n] for n, ms in x.items()} for w, x in passes})
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.config import AttentionConfig
-from maxattn.kernels import KERNELS, refusal
+from maxattn.kernels import KERNELS, build, refusal
 from maxattn.masks import Mask
 from maxattn.target import Target
 from maxattn.tools.bench.grid import busy, kernel_passes
@@ -93,8 +93,7 @@ class _Programs:
 
 def _of_kernel(name: str, call: GridCall, target: Target) -> list[tuple[str, Any]]:
     """Compile both passes without a run on the device."""
-    kernel = KERNELS[name].build(call.shape().call(), AttentionConfig(), target)
-
+    kernel = build(name, call.shape().call(), AttentionConfig(), target)
     sets, first = _sets(call), partial(kernel_passes.forward, kernel)
     results = jax.eval_shape(partial(several, first), sets)
     after = [(*given, *result) for given, result in zip(sets, results, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from scipy.optimize import nnls
 
 from maxattn.call import Call
 from maxattn.devices import Device
+from maxattn.kernels import computed_call
 from maxattn.kernels.auto import near as near_calls
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, terms
 from maxattn.kernels.auto.memory_terms import COPIES
@@ -27,7 +28,7 @@ class Sample(NamedTuple):
     """Hold one measured time.
 
     Attributes:
-        kernel, what, call: whose it is.
+        kernel, what, call: whose it is, as the kernel computes it.
         terms: as a plan knows them.
         ms: what was measured.
         row: of the grid.
@@ -72,14 +73,14 @@ def samples(rows: Sequence[GridRow], device: Device) -> list[Sample]:
         rows: of a grid.
         device: that they were measured on.
     """
-    found = []
-    for at, row in enumerate(rows):
-        call, known = call_of(row), row.call.known
-        found += [
-            Sample(*of, call, terms(*of, call, device), ms, at, terms(*of, call, device, known))
-            for of, ms in _times(row)
-        ]
-    return found
+    return [sample for at, row in enumerate(rows) for sample in _of_row(at, row, device)]
+
+
+def _of_row(at: int, row: GridRow, device: Device) -> Iterator[Sample]:
+    call, known = call_of(row), row.call.known
+    for of, ms in _times(row):
+        its = computed_call(of[0], call, "gpu")
+        yield Sample(*of, its, terms(*of, its, device), ms, at, terms(*of, its, device, known))
 
 
 def _times(row: GridRow) -> list[tuple[tuple[str, str], float]]:
@@ -117,12 +118,12 @@ def _near(
     passes: dict[tuple[str, str], list[Sample]], costs: FittedCosts, settings: NearSettings
 ) -> NearCalls:
     """Interpolate what is left over of each pass, between the calls that it was measured on."""
-    calls = {s.row: s.call for its in passes.values() for s in its}
-    at = {row: i for i, row in enumerate(calls)}
-    points = np.array([near_calls.coordinates(call) for call in calls.values()])
+    calls = dict.fromkeys((s.row, s.call) for its in passes.values() for s in its)
+    at = {each: i for i, each in enumerate(calls)}
+    points = np.array([near_calls.coordinates(call) for _, call in calls])
     shares = {}
     for key, its in passes.items():
-        mine = [at[s.row] for s in its]
+        mine = [at[s.row, s.call] for s in its]
         left_over = np.array([np.log(s.ms / s.explained(costs)) for s in its])
         shares[key] = np.zeros(len(points))
         shares[key][mine] = near_calls.fitted(*settings, points[mine], left_over)

@@ -1,0 +1,123 @@
+"""Equal blocks of a sequence, each of which sees itself alone, as rows of the batch.
+
+Packed sequences of one length, and frames that attend to themselves, are a batch of shorter calls:
+the same arrays, read as [B * blocks, T / blocks, N, H]. Nothing is copied, no pair is computed that
+the mask forbids, and a kernel need not know the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn.call import Call
+from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
+from maxattn.kernels.composed.adapted import AdaptedKernel
+from maxattn.masks import Mask
+from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+
+
+def always(tokens: int) -> bool:
+    """Let rows of any length pay."""
+    return True
+
+
+@dataclass(frozen=True)
+class BatchRows(AdaptedKernel):
+    """Run a kernel over blocks as rows of the batch.
+
+    Args:
+        inner: the kernel.
+        count: blocks of a sequence.
+        mask: what a block allows inside of itself.
+    """
+
+    count: int
+    mask: Mask
+
+    def computed(self, call: Call) -> Call:
+        """Return the call of a block, in a batch of all of them."""
+        q_len, kv_len = call.q_len // self.count, call.kv_len // self.count
+        batch = call.batch * self.count
+        return call.derived(batch=batch, q_len=q_len, kv_len=kv_len, mask=self.mask)
+
+    def forward(self, inputs: Inputs) -> Result:
+        """Return (out [B,T,N,V], lse [B,N,T])."""
+        out, lse = self.inner.forward(self._inputs(inputs))
+        return Result(self._joined(out), self._joined_heads(lse))
+
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        """Return (dq, dk, dv, None) from given rows."""
+        of_blocks = Rows(
+            self._divided(rows.out),
+            self._divided_heads(rows.lse),
+            self._divided(rows.dout),
+            self._divided_heads(rows.dlse),
+        )
+        dq, dk, dv, _ = self.inner.backward(self._inputs(inputs), of_blocks)
+        return Grads(*map(self._joined, (dq, dk, dv)))
+
+    def lines(self, call: Call) -> Lines:
+        """Describe the kernel for `explain`, and how blocks lie in the batch."""
+        computed = self.computed(call)
+        lines = self.inner.lines(computed)
+        return lines._replace(runs=f"{lines.runs}, {rows_text(call, computed)}")
+
+    def _inputs(self, inputs: Inputs) -> Inputs:
+        q, k, v = map(self._divided, (inputs.q, inputs.k, inputs.v))
+        return inputs.replace(q=q, k=k, v=v, mask=self.mask, q_offset=0, kv_offset=0)
+
+    def _divided(self, x: Float[Array, "B T N H"]) -> Float[Array, "B2 T2 N H"]:
+        b, t, n, h = x.shape
+        return x.reshape(b * self.count, t // self.count, n, h)
+
+    def _joined(self, x: Float[Array, "B2 T2 N H"]) -> Float[Array, "B T N H"]:
+        b, t, n, h = x.shape
+        return x.reshape(b // self.count, t * self.count, n, h)
+
+    def _divided_heads(self, x: Float[Array, "B N T"]) -> Float[Array, "B2 N T2"]:
+        b, n, t = x.shape
+        blocks = x.reshape(b, n, self.count, t // self.count)
+        return jnp.moveaxis(blocks, 2, 1).reshape(b * self.count, n, t // self.count)
+
+    def _joined_heads(self, x: Float[Array, "B2 N T2"]) -> Float[Array, "B N T"]:
+        b, n, t = x.shape
+        blocks = x.reshape(b // self.count, self.count, n, t)
+        return jnp.moveaxis(blocks, 1, 2).reshape(b // self.count, n, t * self.count)
+
+
+def as_batch_rows(call: Call, pays: Callable[[int], bool] = always) -> Call:
+    """Return the call of blocks as rows of the batch; the same where its mask leaves no such
+    blocks, where it has a bias, or where the positions of its tokens are not known.
+
+    Args:
+        call: of one device.
+        pays: tells of so many tokens of a block, queries or keys, whether rows of them pay.
+
+    >>> from maxattn import masks
+    >>> as_batch_rows(Call(2, 32, 32, 4, 4, 64, mask=masks.BlockSlidingWindow(8, 1, 0))).shape_text
+    'B=8 T=S=8 N=4 H=64 f32'
+    """
+    if call.mask.is_full or call.bias is not None or call.sharded:
+        return call
+    found = own_blocks(call.mask, call.q_len, call.kv_len)
+    if found is None or not pays(max(found.q_len, found.kv_len)):
+        return call
+    return _divided(call, found)
+
+
+@lru_cache(maxsize=4096)
+def _divided(call: Call, rows: OwnBlocks) -> Call:
+    count, q_len, kv_len, mask = rows
+    return call.derived(batch=call.batch * count, q_len=q_len, kv_len=kv_len, mask=mask)
+
+
+def rows_text(call: Call, computed: Call) -> str:
+    """Say what the rows of the batch are of the call that is computed for another."""
+    q, kv = computed.q_len, computed.kv_len
+    tokens = f"{q} tokens" if q == kv else f"{q} queries and {kv} keys"
+    return f"{computed.batch // call.batch} blocks of {tokens} as rows of the batch"

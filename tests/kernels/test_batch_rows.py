@@ -1,0 +1,230 @@
+"""Equal blocks that see themselves alone, computed as rows of the batch: against float64 on one
+device and on meshes, which calls are, what a plan says, and that masked pairs are not computed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.attention import run
+from maxattn.errors import Unsupported
+from maxattn.kernels import as_batch_rows, computed_call
+from maxattn.kernels.composed.batch_rows import BatchRows
+from maxattn.tools.memory import estimate
+from tests.cases import TOLERANCE
+from tests.golden_text import check_golden
+from tests.reference import attention64, error
+
+T = 96
+SEGMENTS = M.Segments.of_lengths((24,) * 4)
+CASES: dict[str, tuple[M.Mask, int]] = {  # mask, keys
+    "segments": (SEGMENTS, T),
+    "longer segments": (M.Segments.of_lengths((48, 48)), T),
+    "texts": (M.Segments.of_lengths((24,) * 4, (7,) * 4), 28),
+    "frames": (M.VideoMask(8, 12, frames_per_block=2, window=1), T),
+    "causal": (SEGMENTS & M.Causal(), T),
+    "window": (M.BlockSlidingWindow(48, 1) & M.LocalWindow(5, 2), T),
+}
+KERNELS = {
+    "dot_product": ma.AttentionConfig(attention="dot_product"),
+    "memory_efficient": ma.AttentionConfig(
+        use_memory_efficient_attention=True, query_chunk_size=10, key_chunk_size=10
+    ),
+    "flash": ma.AttentionConfig(attention="flash"),
+    "tokamax_flash": ma.AttentionConfig(attention="tokamax_flash"),
+    "tpu_flash": ma.AttentionConfig(attention="tpu_flash"),
+}
+PACKAGES = (("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"), ("fa4-jax", "0.1.0"))
+H200 = ma.Target("gpu", "NVIDIA H200", PACKAGES)
+PACKED = ma.Call(1, 8192, 8192, 12, 12, 128, "bfloat16", M.Segments.of_lengths((1024,) * 8))
+
+
+def arrays(keys: int, *, value_dim: int = 8, kv_heads: int = 2, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    sizes = {"q": (T, 4, 8), "k": (keys, kv_heads, 8), "v": (keys, kv_heads, value_dim)}
+    sizes |= {"dout": (T, 4, value_dim)}
+    x = {name: rng.normal(size=(2, *size)).astype(np.float32) for name, size in sizes.items()}
+    return x | {"dlse": rng.normal(size=(2, 4, T)).astype(np.float32)}
+
+
+def judge(x: dict[str, Any], mask: M.Mask, got: tuple[Any, ...]) -> None:
+    keys = x["k"].shape[1]
+    allowed = np.asarray(mask.bind(T, keys).allowed(np.arange(T), np.arange(keys)))
+    want = attention64(x["q"], x["k"], x["v"], allowed, dout=x["dout"], dlse=x["dlse"])
+    for name, one in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
+        assert one.shape == getattr(want, name).shape
+        assert error(one, getattr(want, name)) < TOLERANCE["float32"], name
+
+
+def both(call: Any, x: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
+    (out, lse), vjp = jax.vjp(call, *operands)
+    return out, lse, *vjp((x["dout"], x["dlse"]))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_against_float64(kernel: str, name: str) -> None:
+    mask, keys = CASES[name]
+    x, config = arrays(keys), KERNELS[kernel]
+    call = ma.Call.of(x["q"], x["k"], mask)
+    plan = ma.plan(call, config)
+    assert plan.kernel.name == kernel
+    # Tiles hold short blocks.
+    assert isinstance(plan.kernel, BatchRows) == (computed_call(kernel, call, "cpu") is not call)
+    f = jax.jit(partial(both, partial(ma.attention, mask=mask, config=config, return_lse=True), x))
+    judge(x, mask, f(x["q"], x["k"], x["v"]))
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "flash"])
+def test_values_of_another_head_dim(kernel: str) -> None:
+    """Kernels of one head dim pad the heads of rows."""
+    x, config = arrays(T, value_dim=12), KERNELS[kernel]
+    call = partial(ma.attention, mask=CASES["window"][0], config=config, return_lse=True)
+    judge(x, CASES["window"][0], jax.jit(partial(both, call, x))(x["q"], x["k"], x["v"]))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather", "ulysses_ring"])
+def test_on_a_mesh(strategy: str) -> None:
+    """Ulysses has whole sequences, and computes rows; elsewhere a block may lie on two devices."""
+    mask = SEGMENTS & M.Causal()
+    x = arrays(T, kv_heads=4)
+    config = ma.AttentionConfig(
+        attention="dot_product", context_parallel=strategy, ici_data_parallelism=2,
+        ici_context_parallelism=4, ulysses_shards=4 if strategy == "ulysses" else 2,
+    )  # fmt: skip
+    mesh = config.make_mesh(jax.devices()[:8])
+    bound = mask.bind(T, T, 2, 4)
+    plan = ma.plan(ma.Call.of(x["q"], x["k"], bound, return_lse=True), config, mesh)
+    assert not plan.fell_back
+    assert isinstance(plan.kernel, BatchRows) == (strategy == "ulysses")
+    f = partial(both, lambda q, k, v: run(plan, q, k, v, None, bound, mesh), x)
+    judge(x, mask, jax.jit(f)(x["q"], x["k"], x["v"]))
+
+
+def test_second_derivatives() -> None:
+    """Plain JAX is differentiated twice through the rows as without them."""
+    x = arrays(T)
+    dense = np.asarray(SEGMENTS.bind(T, T).allowed(np.arange(T), np.arange(T)))
+
+    def penalty(q: jax.Array, mask: Any) -> jax.Array:
+        def energy(q: jax.Array) -> jax.Array:
+            config = KERNELS["dot_product"]
+            return (ma.attention(q, x["k"], x["v"], mask=mask, config=config) ** 2).sum()
+
+        return (jax.grad(energy)(q) ** 2).sum()
+
+    found, want = (jax.grad(partial(penalty, mask=m))(x["q"]) for m in (SEGMENTS, dense))
+    np.testing.assert_allclose(found, want, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+def test_vmap() -> None:
+    x = arrays(T)
+    call = partial(ma.attention, mask=SEGMENTS, config=KERNELS["flash"])
+    q, k, v = (jnp.stack([x[name], x[name][::-1]]) for name in "qkv")
+    want = jnp.stack([call(*each) for each in zip(q, k, v, strict=True)])
+    np.testing.assert_allclose(jax.vmap(call)(q, k, v), want, atol=1e-5)
+
+
+def test_pairs_that_the_mask_forbids_are_not_computed() -> None:
+    """The scores are those of the blocks alone."""
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
+
+    def flops(mask: M.Mask) -> float:
+        call = partial(ma.attention, mask=mask, config=KERNELS["dot_product"])
+        costs = jax.jit(call).lower(x, x, x).cost_analysis()
+        assert costs is not None
+        return costs["flops"]
+
+    assert flops(M.Segments.of_lengths((64,) * 16)) < flops(M.Full()) / 12
+
+
+# ---- which calls ---------------------------------------------------------------------------------
+
+
+def test_calls_that_stay_as_they_are() -> None:
+    """With a bias, and on a device whose share of the sequence stands anywhere in it."""
+    x = jnp.ones((2, T, 4, 8))
+    call = ma.Call.of(x, x, SEGMENTS)
+    assert as_batch_rows(call).shape_text == "B=8 T=S=24 N=4 H=8 f32"
+    assert as_batch_rows(as_batch_rows(call)) is as_batch_rows(call)
+    for other in (
+        ma.Call.of(x, x, SEGMENTS, bias=jnp.ones((1, 1, T, T))),
+        call.derived(sharded=True),
+        call.derived(mask=M.Full()),
+        ma.Call.of(x, x, M.Segments(np.zeros((2, T), int), np.zeros((2, T), int))),
+    ):
+        assert as_batch_rows(other) is other
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform", "tokens", "pays"),
+    [
+        ("dot_product", "gpu", 16, True),
+        ("cudnn", "gpu", 16, True),
+        ("flash", "gpu", 32, False),
+        ("flash", "gpu", 64, True),
+        ("flash", "tpu", 1560, True),
+        ("tpu_flash", "tpu", 1024, False),
+        ("flash", "tpu", 4096, False),
+    ],
+)
+def test_rows_that_pay(kernel: str, platform: Any, tokens: int, pays: bool) -> None:
+    """Tiles of the whole sequence hold short blocks, and fit some on a TPU."""
+    mask = M.Segments.of_lengths((tokens,) * 8).bind(8 * tokens, 8 * tokens)
+    call = ma.Call(1, 8 * tokens, 8 * tokens, 4, 4, 64, "bfloat16", mask)
+    assert (computed_call(kernel, call, platform) is not call) is pays
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash"])
+def test_kernels_of_a_gpu_take_blocks_as_rows(kernel: str) -> None:
+    """cuDNN knows no such mask, and need not."""
+    plan = ma.plan(PACKED, ma.AttentionConfig(attention=kernel), target=H200)
+    assert plan.kernel.name == kernel and isinstance(plan.kernel, BatchRows)
+    assert "8 blocks of 1024 tokens as rows of the batch" in plan.explain()
+
+
+def test_auto_predicts_the_time_of_rows() -> None:
+    """It says of packed sequences what it says of as many batch rows."""
+    rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
+    packed, batch = (ma.plan(call, target=H200) for call in (PACKED, rows))
+    assert packed.because == batch.because and packed.kernel.name == batch.kernel.name
+
+
+def test_memory_counts_the_scores_of_rows() -> None:
+    config = KERNELS["dot_product"]
+    parts = estimate(ma.plan(PACKED, config, target=H200), training=False)
+    scores = {part.what: part.bytes for part in parts}["scores T x S"]
+    rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
+    parts = estimate(ma.plan(rows, config, target=H200), training=False)
+    assert {part.what: part.bytes for part in parts}["scores T x S"] == scores
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu", "NVIDIA H200", "TPU v6e"])
+def test_explain(where: str) -> None:
+    target = H200 if where == H200.device_kind else ma.Target.named(where)
+    frames = ma.Call(1, 32760, 32760, 12, 12, 128, "bfloat16", M.BlockSlidingWindow(1560, 1))
+    check_golden(f"batch_rows/{where.replace(' ', '_')}", ma.plan(frames, target=target).explain())
+
+
+def test_explain_of_queries_and_keys() -> None:
+    mask = M.Segments.of_lengths((4096,) * 8, (77,) * 8)
+    call = ma.Call(1, 32768, 616, 12, 12, 128, "bfloat16", mask, role="cross")
+    check_golden("batch_rows/texts", ma.plan(call, target=H200).explain())
+
+
+def test_a_refusal_says_what_is_computed() -> None:
+    call = PACKED.derived(head_dim=512)
+    with pytest.raises(Unsupported) as caught:
+        ma.plan(call, ma.AttentionConfig(attention="cudnn"), target=H200)
+    check_golden("batch_rows/refused", str(caught.value))

@@ -1,0 +1,94 @@
+"""Which masks leave equal blocks that see themselves alone, and that such blocks are all they say.
+
+A block's own mask, repeated along the diagonal, is the mask that it was taken from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maxattn import masks as M
+from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+
+SEGMENTS, CAUSAL = M.Segments.of_lengths((8,) * 6), M.Causal(0)
+IDS = np.zeros((2, 48), np.int32)
+# (mask, keys) of 48 queries -> blocks, and what is allowed inside of one
+FOUND: dict[str, tuple[M.Mask, int, int, str]] = {
+    "segments": (SEGMENTS, 48, 6, "Full()"),
+    "two segments": (M.Segments.of_lengths((24, 24)), 48, 2, "Full()"),
+    "segments of other keys": (M.Segments.of_lengths((8,) * 6, (3,) * 6), 18, 6, "Full()"),
+    "block window": (M.BlockSlidingWindow(16, 1), 48, 3, "Full()"),
+    "frames": (M.VideoMask(12, 4, frames_per_block=2, window=1), 48, 6, "Full()"),
+    "causal": (SEGMENTS & CAUSAL, 48, 6, "Causal(offset=0)"),
+    "all but oneself and before": (SEGMENTS & ~CAUSAL, 48, 6, "~Causal(offset=0)"),
+    "window": (SEGMENTS & M.LocalWindow(2, 1), 48, 6, "LocalWindow(2, 1, offset=0)"),
+    "shifted": (SEGMENTS & M.Causal(3), 48, 6, "Causal(offset=3)"),
+    "blocks inside": (
+        M.BlockSlidingWindow(24, 1) & M.BlockCausal(8), 48, 2, "BlockCausal(8, offset=0)",
+    ),
+    "blocks of blocks": (SEGMENTS & M.BlockSlidingWindow(4, 1), 48, 12, "Full()"),
+    "either": (
+        SEGMENTS & (M.LocalWindow(1, 0) | M.LocalWindow(0, 3)), 48, 6,
+        "LocalWindow(0, 3, offset=0) | LocalWindow(1, 0, offset=0)",
+    ),
+}  # fmt: skip
+NONE: dict[str, tuple[M.Mask, int]] = {
+    "full": (M.Full(), 48),
+    "one segment": (M.Segments.of_lengths((48,)), 48),
+    "causal": (CAUSAL, 48),
+    "a shorter last block": (M.BlockSlidingWindow(20, 1), 48),
+    "segments of two lengths": (M.Segments.of_lengths((8, 16, 8, 16)), 48),
+    "equal queries, other keys": (M.Segments.of_lengths((24, 24), (8, 16)), 24),
+    "two blocks seen": (M.BlockSlidingWindow(8, 2), 48),
+    "shifted blocks": (M.BlockSlidingWindow(8, 1, offset=4), 48),
+    "fewer queries than keys": (M.BlockSlidingWindow(8, 1), 64),
+    "a first frame alone": (M.VideoMask(12, 4, window=1, first_frame_alone=True, offset=1), 48),
+    "a sink": (M.VideoMask(12, 4, frames_per_block=2, window=2, sink=2), 48),
+    "blocks that others cut": (SEGMENTS & M.BlockCausal(12), 48),
+    "keys that end": (SEGMENTS & M.KeyLimit(40), 48),
+    "padding": (SEGMENTS & M.KeyPadding(np.array([40, 48])), 48),
+    "ids": (M.Segments(IDS, IDS), 48),
+    "causal where keys are others": (M.Segments.of_lengths((8,) * 6, (4,) * 6) & CAUSAL, 24),
+    "either of two": (M.BlockSlidingWindow(8, 1) | M.BlockSlidingWindow(16, 1), 48),
+    "no keys": (M.Segments.of_lengths((24, 24), (0, 0)), 0),
+}
+
+
+def table(mask: M.Mask, q_len: int, kv_len: int) -> np.ndarray:
+    allowed = mask.allowed(np.arange(q_len), np.arange(kv_len))
+    return np.broadcast_to(np.asarray(allowed), (1, 1, q_len, kv_len))[0, 0]
+
+
+def repeated(blocks: OwnBlocks) -> np.ndarray:
+    inside = table(blocks.mask, blocks.q_len, blocks.kv_len)
+    return np.kron(np.eye(blocks.count, dtype=bool), inside)
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_blocks_are_all_that_a_mask_says(name: str) -> None:
+    mask, keys, count, inside = FOUND[name]
+    bound = mask.bind(48, keys)
+    found = own_blocks(bound, 48, keys)
+    assert found is not None and (found.count, str(found.mask)) == (count, inside)
+    np.testing.assert_array_equal(repeated(found), table(bound, 48, keys))
+
+
+@pytest.mark.parametrize("name", list(NONE))
+def test_no_blocks(name: str) -> None:
+    mask, keys = NONE[name]
+    assert own_blocks(mask.bind(48, keys).form(), 48, keys) is None
+
+
+MANY = [*(m for m, *_ in FOUND.values()), *(m for m, _ in NONE.values() if not m.has_data)]
+
+
+@pytest.mark.parametrize("step", [1, 4, 8, 12, 16])
+def test_a_mask_that_repeats_is_the_same_further_on(step: int) -> None:
+    """Of masks that see no end of the sequence, each pair is as the one some tokens on."""
+    seen = 0
+    for mask in (m for m in MANY if m.is_bound and m.repeats(step, step)):
+        seen += 1
+        pairs = table(mask, 64, 64)
+        np.testing.assert_array_equal(pairs[step:, step:], pairs[:-step, :-step], str(mask))
+    assert seen >= 2
