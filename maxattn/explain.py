@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from math import floor, log10
 from typing import TYPE_CHECKING, Any, cast
 
 from maxattn.call import Call
+from maxattn.kernels.base import Kernel
+from maxattn.masks import Mask
 
 if TYPE_CHECKING:
     from maxattn.kernels.base import Lines
@@ -99,10 +101,30 @@ def _padding(what: str, added: int) -> str:
     return f"; {what}: {added} padded, masked" if added else ""
 
 
+def _fields(kernel: Kernel) -> dict[str, Any]:
+    """Return what was decided of a kernel, and of one that hands it its operands."""
+    own = {f.name: _plain(getattr(kernel, f.name)) for f in fields(cast(Any, kernel))}
+    if kernel.computes is kernel:
+        return own
+    inner = own.pop("inner")
+    return inner | own
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: masks as they are written."""
+    if isinstance(value, Mask):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return _fields(value) if isinstance(value, Kernel) else asdict(value)
+
+
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return what decides the numbers of a plan, as plain values that JSON can hold."""
-    fields = asdict(cast(Any, plan.kernel))
-    kernel = {"kernel": plan.kernel.name, **{f"kernel.{k}": v for k, v in fields.items()}}
+    decided = {f"kernel.{key}": value for key, value in _fields(plan.kernel).items()}
+    kernel = {"kernel": plan.kernel.name, **decided}
     values = {
         "role": plan.call.role,
         "call": plan.call.shape_text,

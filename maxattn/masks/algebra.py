@@ -84,6 +84,10 @@ class _Joined(Mask):
         """Apply a change below this connective."""
         return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
 
+    def repeats(self, q: int, kv: int) -> bool:
+        """Repeat where all of the masks do."""
+        return all(arg.repeats(q, kv) for arg in self.args)
+
     def on_tiles(self, tiles: Tiles) -> TileBounds:
         """Join the bounds; masks of positions are bounded together, which is exact."""
         known = tuple(arg for arg in self.args if not arg.has_data)
@@ -219,6 +223,10 @@ class Not(Mask):
     def at(self, spots: Spots) -> Any:
         """Negate."""
         return ~self.arg.at(spots)
+
+    def repeats(self, q: int, kv: int) -> bool:
+        """Repeat where the mask does."""
+        return self.arg.repeats(q, kv)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
         """Exchange what is empty and what is full."""

@@ -90,8 +90,7 @@ class ForKernels:
 
     def repeats(self, q: int, kv: int) -> bool:
         """Tell whether a pair is allowed as the one `q` queries and `kv` keys further on is."""
-        parts = self.parts()
-        return bool(parts) and all(part.repeats(q, kv) for part in parts)
+        return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         """Say where ends of intervals jump, so that few rows are visited; None: every row is."""

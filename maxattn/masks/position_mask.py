@@ -25,7 +25,9 @@ class PositionMask(Mask):
 
     What else it may define makes it cheaper, not right: the methods `own_period` (the length of its
     blocks, which chunks are then divisors of), `most_keys` and `band`, without which cuDNN and
-    TransformerEngine refuse it; and the properties `divides_positions` and `leaves_parts_empty`.
+    TransformerEngine refuse it, `own_block` and `repeats` (blocks are then rows of the batch); and
+    the properties `divides_positions` and `leaves_parts_empty`. A mask that derives from another
+    and sees other keys has none of the other's answers.
 
     >>> from maxattn import masks
     >>> @masks.mask_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from inspect import isfunction
+from inspect import getattr_static, isfunction
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -30,7 +30,9 @@ def mask_type(cls: C) -> C:
     for name in [n for n, written in vars(cls).items() if isfunction(written) and n in properties]:
         rule, remedy = "it is a property of masks", "write @property above it"
         raise InputError(f"{cls.__name__}.{name}", "a method", rule, remedy)
+    _forget_answers(cls)
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
+    made.is_kind = True
     leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
     static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))
 
@@ -53,3 +55,23 @@ def mask_type(cls: C) -> C:
 
     jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
     return made
+
+
+# What defines which pairs a kind of mask allows, and what it answers of that.
+MEANING = ("seen", "spans", "at")
+ANSWERS = (
+    *("simplified", "band", "most_keys", "own_block", "repeats", "own_period", "row_blocks"),
+    *("on_tiles", "segment_ids", "key_limit", "is_key_padding", "is_of_keys", "bounds_tiles"),
+)
+
+
+def _forget_answers(cls: type) -> None:
+    """Give a kind that allows other pairs than the kind it derives from no answers of that one."""
+    derived = any("is_kind" in vars(c) for c in cls.mro()[1:])
+    if not derived or not any(name in vars(cls) for name in MEANING):
+        return
+    from maxattn.masks.base import Mask
+
+    for name in ANSWERS:
+        if name not in vars(cls):
+            setattr(cls, name, getattr_static(Mask, name))

@@ -78,7 +78,7 @@ class VideoMask(FrameMask):
     def own_block(self) -> tuple[int, int] | None:
         """Give a block of frames, where the budget is one block, and query 0 sits at key 0."""
         block = self.frames_per_block * self.tokens_per_frame
-        is_alone = (self.window, self.sink, self.first_frame_alone, self.offset) == (1, 0, False, 0)
+        is_alone = (self.window, self.first_frame_alone, self.offset) == (1, False, 0)
         return (block, block) if is_alone else None
 
     def own_period(self) -> int | None:

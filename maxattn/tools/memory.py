@@ -102,7 +102,8 @@ def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
 def _of_kernel(plan: Plan, training: bool) -> list[Part]:
     local, platform = kernel_call(plan.padded_call, plan.strategy), plan.target.platform
     rows = local.batch * local.heads * local.q_len
-    if plan.kernel.name == "dot_product":
+    forward, _, backward = plan.kernel.name.partition("/")
+    if "dot_product" in (forward, backward if training else ""):
         scores = rows * as_batch_rows(local).kv_len * FLOAT
         return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
     blocks = plan.kernel.blocks

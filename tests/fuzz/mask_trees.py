@@ -96,7 +96,7 @@ def draw_tree(rng: Random, sizes: Sizes, depth: int = 3, data: bool = True) -> T
 
 def draw_leaf(rng: Random, sizes: Sizes, data: bool = True) -> Leaf:
     """Draw one mask that fits the sizes."""
-    kinds = [_positions, _positions, _positions, _limit, _video]
+    kinds = [_positions, _positions, _positions, _limit, _video, _own_blocks]
     return rng.choice([*kinds, _lengths, _flags, _segments, _dense] if data else kinds)(rng, sizes)
 
 
@@ -116,6 +116,12 @@ def _positions(rng: Random, sizes: Sizes) -> Leaf:
         "BlockSlidingWindow": (block, rng.choice([1, 2, 3, 9])),
     }[kind]
     return Leaf(kind, numbers, _offset(rng, sizes))
+
+
+def _own_blocks(rng: Random, sizes: Sizes) -> Leaf:
+    """Draw blocks that see themselves alone, of which the queries are a whole number."""
+    fits = [n for n in range(2, sizes.t // 2 + 1) if sizes.t % n == 0]
+    return Leaf("BlockSlidingWindow", (rng.choice(fits), 1), 0) if fits else _limit(rng, sizes)
 
 
 def _limit(rng: Random, sizes: Sizes) -> Leaf:

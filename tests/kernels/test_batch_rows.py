@@ -4,6 +4,7 @@ device and on meshes, which calls are, what a plan says, and that masked pairs a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,13 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.attention import run
 from maxattn.errors import Unsupported
-from maxattn.kernels import as_batch_rows, computed_call
+from maxattn.kernels import as_batch_rows, build, computed_call
+from maxattn.kernels.auto import gpu
+from maxattn.kernels.auto.gpu import forward_ms
 from maxattn.kernels.composed.batch_rows import BatchRows
+from maxattn.tools.cli.advice import advice
 from maxattn.tools.memory import estimate
+from maxattn.tools.tune.kernel_candidates import kernel_candidates
 from tests.cases import TOLERANCE
 from tests.golden_text import check_golden
 from tests.reference import attention64, error
@@ -76,9 +81,10 @@ def test_against_float64(kernel: str, name: str) -> None:
     x, config = arrays(keys), KERNELS[kernel]
     call = ma.Call.of(x["q"], x["k"], mask)
     plan = ma.plan(call, config)
+    is_short = T // 4 < 48 and name != "longer segments" and name != "window"
+    tiled = kernel not in ("dot_product", "memory_efficient")  # tiles hold short blocks
+    assert isinstance(plan.kernel, BatchRows) == (not (tiled and is_short))
     assert plan.kernel.name == kernel
-    # Tiles hold short blocks.
-    assert isinstance(plan.kernel, BatchRows) == (computed_call(kernel, call, "cpu") is not call)
     f = jax.jit(partial(both, partial(ma.attention, mask=mask, config=config, return_lse=True), x))
     judge(x, mask, f(x["q"], x["k"], x["v"]))
 
@@ -198,13 +204,61 @@ def test_auto_predicts_the_time_of_rows() -> None:
     assert packed.because == batch.because and packed.kernel.name == batch.kernel.name
 
 
-def test_memory_counts_the_scores_of_rows() -> None:
-    config = KERNELS["dot_product"]
-    parts = estimate(ma.plan(PACKED, config, target=H200), training=False)
-    scores = {part.what: part.bytes for part in parts}["scores T x S"]
+def test_auto_takes_the_nearest_entry_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no costs are fitted."""
+    monkeypatch.setattr(gpu, "read_costs", dict)
     rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
-    parts = estimate(ma.plan(rows, config, target=H200), training=False)
-    assert {part.what: part.bytes for part in parts}["scores T x S"] == scores
+    assert gpu.order(PACKED, H200) == gpu.order(rows, H200)
+
+
+def test_the_scores_of_rows_are_counted() -> None:
+    """Where plain JAX is worth a prediction, is timed, fills memory or is advised against."""
+    mask = M.BlockSlidingWindow(16, 1)
+    call = ma.Call(1, 32768, 32768, 12, 12, 128, "bfloat16", mask)
+    rows = ma.Call(2048, 16, 16, 12, 12, 128, "bfloat16")
+    assert forward_ms("dot_product", call, H200) == forward_ms("dot_product", rows, H200)
+    assert forward_ms("dot_product", call.derived(mask=M.Causal(0)), H200) is None
+    for target in (H200, ma.Target.named("cpu")):
+        assert "dot_product" in kernel_candidates(call, ma.AttentionConfig(), target).built
+        plans = [ma.plan(each, KERNELS["dot_product"], target=target) for each in (call, rows)]
+        for training in (True, False):
+            packed, batch = (scores_of(plan, training) for plan in plans)
+            assert packed == batch
+        assert scores_of(paired(plans[0], target), True) == scores_of(plans[0], True)
+        assert not advice(plans[0], KERNELS["dot_product"], training=True)
+
+
+def scores_of(plan: ma.Plan, training: bool) -> int:
+    return {part.what: part.bytes for part in estimate(plan, training)}["scores T x S"]
+
+
+def paired(plan: ma.Plan, target: ma.Target) -> ma.Plan:
+    """Return a plan whose backward alone is dense."""
+    name = "memory_efficient/dot_product"
+    return replace(plan, kernel=build(name, plan.call, ma.AttentionConfig(), target))
+
+
+def test_no_more_rows_than_a_launch_has() -> None:
+    call = ma.Call(1, 16 * 65535, 16 * 65535, 1, 1, 8, mask=M.BlockSlidingWindow(16, 1))
+    assert as_batch_rows(call).batch == 65535
+    twice = replace(call, batch=2)
+    assert as_batch_rows(twice) is twice
+
+
+def test_a_plan_as_values_is_that_of_rows_and_their_number() -> None:
+    rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
+    config = ma.AttentionConfig(attention="flash")
+    packed, batch = (ma.plan(call, config, target=H200).to_dict() for call in (PACKED, rows))
+    assert {key: value for key, value in packed.items() if key not in batch} == {
+        "kernel.count": 8,
+        "kernel.mask": "Full()",
+    }
+    assert {key for key in batch if batch[key] != packed[key]} == {
+        "call",
+        "mask",
+        "q_len",
+        "kv_len",
+    }
 
 
 # ---- what is said --------------------------------------------------------------------------------

@@ -5,11 +5,60 @@ A block's own mask, repeated along the diagonal, is the mask that it was taken f
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from maxattn import masks as M
+from maxattn.masks.base import Mask, Spots
 from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+from maxattn.masks.tree import leaf
+
+
+@M.mask_type
+class TwoBlocks(M.BlockSlidingWindow):
+    """See one's own block and the one before, whatever the window says."""
+
+    def seen(self, pos: Any, xp: Any) -> Any:
+        end = (pos // self.block + 1) * self.block
+        return ((end - 2 * self.block, end),)
+
+
+@M.mask_type
+class Past(M.VideoMask):
+    """See all before, whatever the frames say."""
+
+    def seen(self, pos: Any, xp: Any) -> Any:
+        return ((None, pos + 1),)
+
+
+@M.mask_type
+class Early(M.Causal):
+    """Be causal for the first queries alone."""
+
+    def seen(self, pos: Any, xp: Any) -> Any:
+        return ((None, xp.where(pos < 30, pos + 1, 0)),)
+
+
+@M.mask_type
+class Until(Mask):
+    """Allow what another mask does to the first queries, and the others nothing."""
+
+    limit: int
+    arg: Mask = leaf()
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.arg,)
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> Any:
+        return tuple(
+            (lo, xp.where(q_pos < self.limit, hi, 0)) for lo, hi in self.arg.spans(q_pos, xp, data)
+        )
+
+    def at(self, spots: Spots) -> Any:
+        return (spots.q_pos < self.limit)[None, None, :, None] & self.arg.at(spots)
+
 
 SEGMENTS, CAUSAL = M.Segments.of_lengths((8,) * 6), M.Causal(0)
 IDS = np.zeros((2, 48), np.int32)
@@ -43,8 +92,11 @@ NONE: dict[str, tuple[M.Mask, int]] = {
     "two blocks seen": (M.BlockSlidingWindow(8, 2), 48),
     "shifted blocks": (M.BlockSlidingWindow(8, 1, offset=4), 48),
     "fewer queries than keys": (M.BlockSlidingWindow(8, 1), 64),
-    "a first frame alone": (M.VideoMask(12, 4, window=1, first_frame_alone=True, offset=1), 48),
-    "a sink": (M.VideoMask(12, 4, frames_per_block=2, window=2, sink=2), 48),
+    "a first frame alone": (
+        M.VideoMask(12, 4, frames_per_block=2, window=1, first_frame_alone=True), 48,
+    ),
+    "shifted frames": (M.VideoMask(12, 4, frames_per_block=2, window=1, offset=4), 48),
+    "two blocks of frames": (M.VideoMask(12, 4, frames_per_block=2, window=2), 48),
     "blocks that others cut": (SEGMENTS & M.BlockCausal(12), 48),
     "keys that end": (SEGMENTS & M.KeyLimit(40), 48),
     "padding": (SEGMENTS & M.KeyPadding(np.array([40, 48])), 48),
@@ -52,7 +104,11 @@ NONE: dict[str, tuple[M.Mask, int]] = {
     "causal where keys are others": (M.Segments.of_lengths((8,) * 6, (4,) * 6) & CAUSAL, 24),
     "either of two": (M.BlockSlidingWindow(8, 1) | M.BlockSlidingWindow(16, 1), 48),
     "no keys": (M.Segments.of_lengths((24, 24), (0, 0)), 0),
-}
+    "a kind derived from blocks": (TwoBlocks(8, 1), 48),
+    "a kind derived from frames": (Past(12, 4, window=1), 48),
+    "a kind derived from what repeats": (SEGMENTS & Early(), 48),
+    "a kind that holds what repeats": (SEGMENTS & Until(20, CAUSAL), 48),
+}  # fmt: skip
 
 
 def table(mask: M.Mask, q_len: int, kv_len: int) -> np.ndarray:
@@ -92,3 +148,19 @@ def test_a_mask_that_repeats_is_the_same_further_on(step: int) -> None:
         pairs = table(mask, 64, 64)
         np.testing.assert_array_equal(pairs[step:, step:], pairs[:-step, :-step], str(mask))
     assert seen >= 2
+
+
+@pytest.mark.parametrize("kind", [TwoBlocks(8, 1, 0), Early(0)], ids=str)
+def test_a_derived_kind_has_no_answers_of_the_other(kind: M.Mask) -> None:
+    """It is computed by what it sees: here its band, jumps and most keys are others."""
+    found = kind.band(), kind.most_keys(), kind.row_blocks(), kind.own_block(), kind.own_period()
+    assert found == (None,) * 5 and not kind.repeats(8, 8)
+    assert kind.simplified() is kind
+
+
+def test_a_derived_kind_that_sees_the_same_keeps_them() -> None:
+    @M.mask_type
+    class Named(M.Causal):
+        """Be causal under another name."""
+
+    assert Named(0).band() == CAUSAL.band() and Named(0).repeats(8, 8)

@@ -1,8 +1,8 @@
 """Equal blocks of a sequence, each of which sees itself alone, as rows of the batch.
 
 Packed sequences of one length, and frames that attend to themselves, are a batch of shorter calls:
-the same arrays, read as [B * blocks, T / blocks, N, H]. Nothing is copied, no pair is computed that
-the mask forbids, and a kernel need not know the mask.
+the same arrays, read as [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and a
+kernel need not know that there are any: it has the mask inside of a block alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.masks import Mask
 from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+
+MOST_ROWS = 2**16 - 1  # CUDA starts no more thread blocks along the axis of the batch
 
 
 def always(tokens: int) -> bool:
@@ -92,7 +94,7 @@ class BatchRows(AdaptedKernel):
 
 def as_batch_rows(call: Call, pays: Callable[[int], bool] = always) -> Call:
     """Return the call of blocks as rows of the batch; the same where its mask leaves no such
-    blocks, where it has a bias, or where the positions of its tokens are not known.
+    blocks, or too many, where it has a bias, or where the positions of its tokens are not known.
 
     Args:
         call: of one device.
@@ -105,9 +107,9 @@ def as_batch_rows(call: Call, pays: Callable[[int], bool] = always) -> Call:
     if call.mask.is_full or call.bias is not None or call.sharded:
         return call
     found = own_blocks(call.mask, call.q_len, call.kv_len)
-    if found is None or not pays(max(found.q_len, found.kv_len)):
+    if found is None or call.batch * found.count > MOST_ROWS:
         return call
-    return _divided(call, found)
+    return _divided(call, found) if pays(max(found.q_len, found.kv_len)) else call
 
 
 @lru_cache(maxsize=4096)

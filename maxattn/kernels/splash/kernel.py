@@ -40,7 +40,7 @@ NOTHING_SEEN = -1e37
 # Tokens of blocks that are rows of the batch. By libtpu's schedules for v5e, v5p and v6e they take
 # 0.55 to 1 of the time there; shorter and longer ones take up to 1.3 times as long on one of them.
 TPU_ROWS, TPU_TILE = range(769, 2048), 1024
-SHORTEST_ROW = 48  # of a GPU: measured, 16 and 32 tokens took up to 3 times as long
+SHORTEST_ROW = 48  # of a GPU: measured, 16 tokens took up to 3.4 times as long
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + mask_split.REMEDY
 
 

@@ -10,6 +10,8 @@ from maxattn.block_sizes.report import padding_text
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
+from maxattn.decide import kernel_call
+from maxattn.kernels import as_batch_rows
 from maxattn.plan import Plan
 from maxattn.tools.memory import Part, estimate, limit, total
 
@@ -108,7 +110,8 @@ def _remedy_by_ring(case: Case) -> Iterator[str]:
 
 
 def _dense(case: Case) -> Iterator[str]:
-    plan, local = case.plan, case.local
+    plan = case.plan
+    local = as_batch_rows(kernel_call(plan.padded_call, plan.strategy))
     is_long = max(local.q_len, local.kv_len) > LONG and local.kv_len > LONG // 4
     if plan.kernel.name != "dot_product" or not is_long:
         return
