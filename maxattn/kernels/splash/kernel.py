@@ -37,10 +37,8 @@ from maxattn.tuned import leaves_open, tuned_config, tuned_note
 # The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
 # at all.
 NOTHING_SEEN = -1e37
-# Tokens of blocks that are rows of the batch. By libtpu's schedules for v5e, v5p and v6e they take
-# 0.55 to 1 of the time there; shorter and longer ones take up to 1.3 times as long on one of them.
-TPU_ROWS, TPU_TILE = range(769, 2048), 1024
-SHORTEST_ROW = 48  # of a GPU: measured, 16 tokens took up to 3.4 times as long
+# Of blocks that are rows of the batch: measured, of 16 tokens they took up to 3.4 times as long.
+SHORTEST_ROW = 48
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + mask_split.REMEDY
 
 
@@ -75,12 +73,10 @@ class Splash(Kernel):
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Ask for blocks that fill most of a GPU's tile, and on a TPU for those that no tiles of
-        the whole sequence fit.
+        """Ask for most of a tile on a GPU. On a TPU tiles of the whole sequence skip what lies
+        between blocks, and each row would be padded to whole tiles by copies.
         """
-        if platform == "tpu":
-            return tokens in TPU_ROWS and tokens != TPU_TILE
-        return tokens >= SHORTEST_ROW
+        return platform != "tpu" and tokens >= SHORTEST_ROW
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
