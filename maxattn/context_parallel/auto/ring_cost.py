@@ -186,7 +186,7 @@ class _GpuCost(_RingCost):
 
     def _keeps_dq(self) -> bool:
         """Tell whether some kernel keeps dQ in one sum: it is chosen after the strategy."""
-        calls = {name: computed_call(name, self.call, "gpu") for name in KERNELS}
-        return self.halves_local and any(
-            KERNELS[name].may_keep_dq(call, "gpu") for name, call in calls.items()
-        )
+        return self.halves_local and any(map(self._may_keep_dq, KERNELS))
+
+    def _may_keep_dq(self, name: str) -> bool:
+        return KERNELS[name].may_keep_dq(computed_call(name, self.call, "gpu"), "gpu")
