@@ -114,7 +114,7 @@ def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> No
     import measure
 
     small = wan()
-    monkeypatch.setattr(workloads, "wan", lambda *a: small)
+    monkeypatch.setattr(workloads, "wan", lambda *a, **how: small)
     said = measure.parser().parse_args(
         ["wan", "train", "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "f.json")]
     )
