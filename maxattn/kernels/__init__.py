@@ -39,9 +39,11 @@ __all__ = [
     "MemoryEfficient",
     "TokamaxFlash",
     "TpuFlash",
+    "as_batch_rows",
     "build",
     "computed_call",
     "refusal",
+    "scores_of",
 ]
 
 
@@ -97,7 +99,13 @@ def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Cal
         return local
     from maxattn.kernels.composed import batch_rows
 
-    return batch_rows.as_batch_rows(local, pays or batch_rows.always)
+    return batch_rows.as_batch_rows(local, pays)
+
+
+def scores_of(local: Call) -> int:
+    """Count the scores of all heads that dense attention computes, of blocks apart as rows."""
+    rows = as_batch_rows(local)
+    return rows.batch * rows.heads * rows.q_len * rows.kv_len
 
 
 def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:

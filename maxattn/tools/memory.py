@@ -17,7 +17,7 @@ from maxattn.call import Call
 from maxattn.context_parallel.base import itemsize, readable
 from maxattn.decide import kernel_call
 from maxattn.devices import memory_of
-from maxattn.kernels import as_batch_rows, computed_call
+from maxattn.kernels import computed_call, scores_of
 from maxattn.plan import Plan
 from maxattn.sharding import ways
 
@@ -104,7 +104,7 @@ def _of_kernel(plan: Plan, training: bool) -> list[Part]:
     rows = local.batch * local.heads * local.q_len
     forward, _, backward = plan.kernel.name.partition("/")
     if "dot_product" in (forward, backward if training else ""):
-        scores = rows * as_batch_rows(local).kv_len * FLOAT
+        scores = scores_of(local) * FLOAT
         return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
     blocks = plan.kernel.blocks
     if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":

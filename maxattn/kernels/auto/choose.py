@@ -9,7 +9,7 @@ from typing import NamedTuple
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.aiter import AITER
-from maxattn.kernels import as_batch_rows, computed_call, refusal
+from maxattn.kernels import computed_call, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
 from maxattn.target import Target
 
@@ -139,8 +139,7 @@ def _no_fused(target: Target) -> str:
 
 def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """Return kernels of plain JAX, after splash attention on a TPU, by the number of scores."""
-    rows = as_batch_rows(call)
-    scores = rows.batch * rows.heads * rows.q_len * rows.kv_len
+    scores = scores_of(call)
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.devices import device_of
-from maxattn.kernels import KERNELS, as_batch_rows, computed_call, refusal
+from maxattn.kernels import KERNELS, as_batch_rows, computed_call, refusal, scores_of
 from maxattn.kernels.auto import published
 from maxattn.kernels.auto.cost_terms import BACKWARD, FEW_SCORES, FORWARD, MOST_TOKENS, PLAIN
 from maxattn.kernels.auto.measured import (
@@ -139,8 +139,7 @@ def _own_entry(call: Call, entries: tuple[MeasuredShape, ...]) -> MeasuredShape 
 def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
     """Return predicted times, of kernels whose refusal is not the mask's: that would be no time."""
     size = call.batch, call.q_len, call.kv_len, call.heads, call.head_dim
-    rows = as_batch_rows(call)
-    few = rows.batch * rows.heads * rows.q_len * rows.kv_len <= FEW_SCORES
+    few = scores_of(call) <= FEW_SCORES
     reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
     names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
     forward, backward = (

@@ -85,16 +85,15 @@ class FittedCosts:
 
     def weigh_all(self, found: Mapping[str, Terms], what: str, call: Call) -> dict[str, float]:
         """Return ms of kernels from their terms, which are known; arguments as `predict_all`."""
-        ms = {name: self._weighed(name, what, call, its) for name, its in found.items()}
+        calls = {name: computed_call(name, call, "gpu") for name in found}
+        ms = {name: self._weighed(name, what, calls[name], its) for name, its in found.items()}
         if self.near is None:
             return ms
-        calls = {name: computed_call(name, call, "gpu") for name in ms}
         alike = {its: self.near.alike(its) for its in set(calls.values())}
         return {n: x * self.near.factor(n, what, alike[calls[n]]) for n, x in ms.items()}
 
     def _weighed(self, name: str, what: str, call: Call, found: Terms) -> float:
-        heads = head_class(computed_call(name, call, "gpu").head_dim)
-        return weighed(self.weights[name, what, heads], found)
+        return weighed(self.weights[name, what, head_class(call.head_dim)], found)
 
     def ranked(self, times: Mapping[str, float], what: str) -> tuple[tuple[str, float], ...]:
         """Return (kernel, ms) of a pass, what is taken first."""

@@ -23,11 +23,6 @@ from maxattn.masks.own_blocks import OwnBlocks, own_blocks
 MOST_ROWS = 2**16 - 1  # CUDA starts no more thread blocks along the axis of the batch
 
 
-def always(tokens: int) -> bool:
-    """Let rows of any length pay."""
-    return True
-
-
 @dataclass(frozen=True)
 class BatchRows(AdaptedKernel):
     """Run a kernel over blocks as rows of the batch.
@@ -92,13 +87,14 @@ class BatchRows(AdaptedKernel):
         return jnp.moveaxis(blocks, 1, 2).reshape(b // self.count, n, t * self.count)
 
 
-def as_batch_rows(call: Call, pays: Callable[[int], bool] = always) -> Call:
+def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call:
     """Return the call of blocks as rows of the batch; the same where its mask leaves no such
     blocks, or too many, where it has a bias, or where the positions of its tokens are not known.
 
     Args:
         call: of one device.
-        pays: tells of so many tokens of a block, queries or keys, whether rows of them pay.
+        pays: tells of so many tokens of a block, queries or keys, whether rows of them pay; None:
+            they always do.
 
     >>> from maxattn import masks
     >>> as_batch_rows(Call(2, 32, 32, 4, 4, 64, mask=masks.BlockSlidingWindow(8, 1, 0))).shape_text
@@ -109,7 +105,8 @@ def as_batch_rows(call: Call, pays: Callable[[int], bool] = always) -> Call:
     found = own_blocks(call.mask, call.q_len, call.kv_len)
     if found is None or call.batch * found.count > MOST_ROWS:
         return call
-    return _divided(call, found) if pays(max(found.q_len, found.kv_len)) else call
+    do_pay = pays is None or pays(max(found.q_len, found.kv_len))
+    return _divided(call, found) if do_pay else call
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.decide import kernel_call
-from maxattn.kernels import as_batch_rows
+from maxattn.kernels import as_batch_rows, scores_of
 from maxattn.plan import Plan
 from maxattn.tools.memory import Part, estimate, limit, total
 
@@ -117,7 +117,7 @@ def _dense(case: Case) -> Iterator[str]:
         return
     tpu = plan.target.platform == "tpu"
     better = "flash" if tpu else "auto, or use_memory_efficient_attention: true"
-    scores = readable(local.batch * local.heads * local.q_len * local.kv_len * 4)
+    scores = readable(4 * scores_of(local))
     yield (
         f"dot_product above {LONG} tokens holds all scores, {scores} in float32, and its"
         f" time and memory grow with the square of the length: set {case.key}: {better}"

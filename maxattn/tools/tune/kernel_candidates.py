@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.kernels import KERNELS, Kernel, as_batch_rows, build, refusal
+from maxattn.kernels import KERNELS, Kernel, build, refusal, scores_of
 from maxattn.kernels.flash import has_fa4
 from maxattn.target import Target
 
@@ -52,8 +52,7 @@ def _not_worth_it(name: str, kernel: Kernel, call: Call, target: Target, others:
         return "it runs cuDNN here, which is timed as cudnn"
     if target.platform == "cpu" and kernel.is_pallas:
         return "a CPU interprets it, step by step"
-    rows = as_batch_rows(call)
-    scores = 4.0 * rows.batch * rows.heads * rows.q_len * rows.kv_len
+    scores = 4.0 * scores_of(call)
     most = SHARE * _memory(target)
     if name == "dot_product" and scores > most:
         return f"its scores take {scores / 2**30:.1f} GiB, of {most / 2**30:.1f} GiB that they may"

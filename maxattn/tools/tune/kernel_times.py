@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.call import Call
-from maxattn.kernels import Kernel, as_batch_rows
+from maxattn.kernels import Kernel, scores_of
 from maxattn.masks import Mask
 from maxattn.tools.bench.grid import busy, kernel_passes
 from maxattn.tools.bench.grid.behind import Behind, seconds_behind
@@ -160,7 +160,6 @@ def _inputs(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
 
 def inputs_of(call: Call) -> int:
     """Return how many calls one program makes, so that the host's share does not show."""
-    rows = as_batch_rows(call)
-    pairs = 4.0 * rows.batch * rows.heads * rows.q_len * rows.kv_len * rows.head_dim
+    pairs = 4.0 * scores_of(call) * call.head_dim
     tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
     return busy.calls_of(max(pairs / 5e8, 4.0 * call.batch * call.head_dim * tokens / 3e6))
