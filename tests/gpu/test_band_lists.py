@@ -61,6 +61,8 @@ def test_lists_made_on_the_device_are_not_known(more: M.Mask) -> None:
 def test_a_backward_over_all_pairs_has_tiles_of_its_own_for_long_heads() -> None:
     assert whole_tile(96) == backward_tile(96) and whole_tile(136) == backward_tile(136)
     assert whole_tile(104) == whole_tile(128) == Tile(80, 128) != backward_tile(128)
+    few = [t for t in range(1, 700) if whole_tile(128, t) == backward_tile(128)]
+    assert few == [*range(1, 65), *range(81, 129), *range(161, 193), *range(241, 257)]
 
 
 def test_the_plan_says_how_a_short_band_goes() -> None:

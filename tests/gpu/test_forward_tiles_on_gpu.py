@@ -69,6 +69,16 @@ CASES += [
         (60, 200, LENGTHS),
     )
 ]
+CASES += [
+    Case(t, s, h, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    for h, dtype in ((104, "bfloat16"), (112, "float16"), (128, "bfloat16"))
+    for t, s, heads, kv_heads in (
+        (60, 300, 150, 150),
+        (128, 128, 150, 150),
+        (190, 77, 150, 50),
+        (256, 513, 75, 75),
+    )
+]
 FOLDED = [
     Case(64, 143, 40, 32, 4),
     Case(64, 64, 128, 2, 1, dtype="float16"),

@@ -89,5 +89,9 @@ def test_few_queries_take_half_a_tile() -> None:
 
     assert "64x128 tiles" in said(64) and "64x128 tiles" in said(40, 40)
     assert "64x128 tiles" not in said(65) and "64x128 tiles" not in said(64, 72)
+    # Of head dims 97 to 128 two tiles of 64 queries are less than two of 80, and four than four.
+    assert all("64x128 tiles" not in said(t, 96) for t in (60, 128, 256))
+    assert all("64x128 tiles" in said(t, h) for t in (60, 128, 256) for h in (104, 128))
+    assert all("64x128 tiles" not in said(t, 128) for t in (70, 150, 200, 320, 1280))
     assert "block-sparse lists of 64x128 tiles" in said(64, mask=M.Causal())
     assert "block-sparse lists of 128x128 tiles" in said(129, mask=M.KeyPadding(np.array([9, 300])))

@@ -28,7 +28,7 @@ from maxattn.kernels.fa4.split_queries import (
     tail_for,
     tail_of,
 )
-from maxattn.kernels.fa4.tile_sizes import whole_tile
+from maxattn.kernels.fa4.tile_sizes import narrow_tile, whole_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.kv_block import KeySplit
@@ -340,3 +340,10 @@ def test_auto_asks_whether_a_call_is_split(monkeypatch: pytest.MonkeyPatch) -> N
     shared = replace(cross, kv_heads=4)
     kernels = [ma.plan(call, target=target).kernel.name for call in (cross, padded, shared)]
     assert kernels == ["flash", "flash", "flash/tokamax_flash"]
+
+
+def test_few_queries_are_never_split() -> None:
+    """They take tiles of their own instead: `tile_sizes.narrow_tile`."""
+    few = [t for t in range(1, 700) if narrow_tile(128, t)]
+    shapes = [(t, n, s) for t in few[::9] for n in (4, 84, 1320) for s in (77, 900, 9000)]
+    assert not any(tail_for((1, t, n, 128), (1, s, n, 128), 132) for t, n, s in shapes)

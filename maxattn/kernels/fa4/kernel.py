@@ -50,12 +50,7 @@ from maxattn.kernels.fa4.launch_lines import OWN, Dims
 from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import (
-    SHORT_BACKWARD,
-    backward_tile,
-    is_short_backward,
-    takes_lists,
-)
+from maxattn.kernels.fa4.tile_sizes import backward_tile, narrow_tile, takes_lists
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused
@@ -339,7 +334,7 @@ class Fa4(Fused):
         """Return (dq, dk, dv) of one rectangle."""
         if inputs.bias is not None:
             return bias.run_backward(inputs, rows, self.scale)
-        pairs, (_, t, _, width) = inputs.pairs, inputs.q.shape
+        pairs = inputs.pairs
         if pairs is not None and pairs.tiles is not None:
             tiles: mask_inputs.BlockSparseTiles = pairs.tiles
             given = tiles.tiling.backward, inputs.q.shape, inputs.k.shape
@@ -352,11 +347,8 @@ class Fa4(Fused):
             if self.launched:
                 run = partial(key_lengths.backward, scale=self.scale, sms=self.sms)
             return with_batch_folded(run, inputs, rows)
-        if inputs.is_whole and self.launched and is_short_backward(width, t):
-            short = block_sparse.TilePass(SHORT_BACKWARD, self.scale)
-            return with_batch_folded(partial(block_sparse.backward, tiles=short), inputs, rows)
         if inputs.is_whole and self.launched:
-            return split_queries.backward(inputs, rows, self.scale, self.sms)
+            return self._whole_backward(inputs, rows)
         cut, window = windows.shortened(inputs)
         rows = windows.shortened_rows(rows, cut.q.shape[1])
         grads = with_batch_folded(
@@ -365,6 +357,14 @@ class Fa4(Fused):
             shared=_ends(cut),
         )
         return windows.lengthened_grads(grads, inputs)
+
+    def _whole_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        """Return (dq, dk, dv) over all pairs, launched here."""
+        tile = narrow_tile(inputs.q.shape[3], inputs.q.shape[1])
+        if tile is None:
+            return split_queries.backward(inputs, rows, self.scale, self.sms)
+        narrow = block_sparse.TilePass(tile, self.scale)
+        return with_batch_folded(partial(block_sparse.backward, tiles=narrow), inputs, rows)
 
 
 def _of_batch(inputs: PieceInputs) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from maxattn.kernels.fa4 import (
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
-from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Dims, backward_tile, is_short_backward
+from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, narrow_tile
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 
@@ -127,8 +127,8 @@ def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | N
 def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
     taken, folds = fold_groups.call_of(call), fold_groups.line(call)
-    if is_short_backward(taken.head_dim, taken.q_len):
-        return f"{SHORT_BACKWARD.queries}x{SHORT_BACKWARD.keys} tiles{folds}"
+    if (tile := narrow_tile(taken.head_dim, taken.q_len)) is not None:
+        return f"{tile.queries}x{tile.keys} tiles{folds}"
     tail = split_queries.tail_for(*shapes_of(taken), sms)
     return OWN + folds + ("" if tail is None else f"; {tail.line}")
 

@@ -38,9 +38,30 @@ ACROSS_SHORT = True
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
 
 
+WIDE_BACKWARD = Tile(80, 128)  # over all pairs, of head dims 97 to 128
+NARROW_COST = 1.15  # of a query in tiles of 64, beside one in these
+
+
 def whole_tile(head_dim: int, q_len: int | None = None) -> Tile:
     """Return the tile of a backward over all pairs; arguments as for `backward_tile`."""
-    return Tile(80, 128) if 96 < head_dim <= 128 else backward_tile(head_dim, q_len)
+    narrow = backward_tile(head_dim, q_len)
+    if not 96 < head_dim <= 128:
+        return narrow
+    return narrow if q_len is not None and _pads_less(q_len, narrow) else WIDE_BACKWARD
+
+
+def _pads_less(q_len: int, narrow: Tile) -> bool:
+    rows, wide = (-(-q_len // tile.queries) * tile.queries for tile in (narrow, WIDE_BACKWARD))
+    return NARROW_COST * rows < wide
+
+
+def narrow_tile(head_dim: int, q_len: int) -> Tile | None:
+    """Return the tile of a backward over all pairs where it has fewer queries than the library's.
+
+    So few are not split over the queries: what splits cost would be more than they save.
+    """
+    tile = whole_tile(head_dim, q_len)
+    return tile if tile != whole_tile(head_dim) else None
 
 
 def is_short_backward(head_dim: int, q_len: int) -> bool:
