@@ -79,6 +79,13 @@ CASES += [
         (256, 513, 75, 75),
     )
 ]
+# More heads than a GPU caches the keys of: those that it does go through their rows first.
+CASES += [
+    Case(1100, 1100, 128, 36, mask=M.Causal()),
+    Case(1000, 1000, 256, 24, mask=M.Causal(), dtype="float16"),
+    Case(900, 1000, 160, 24, 8, mask=M.Causal()),
+    Case(1000, 1000, 256, 36, mask=M.Segments.of_lengths((300, 500, 200))),
+]
 FOLDED = [
     Case(64, 143, 40, 32, 4),
     Case(64, 64, 128, 2, 1, dtype="float16"),

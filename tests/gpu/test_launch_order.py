@@ -18,6 +18,7 @@ from maxattn.kernels.fa4.tile_sizes import Tile
 ORDERS = [Order(), Order(True)]
 ORDERS += [Order(False, 3, 2), Order(True, 3, 2), Order(True, 9, 4), Order(False, 1, 6)]
 ORDERS += [Order(True, 4)]
+MANY = 1 << 20  # lanes, more than any call's
 
 
 def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
@@ -42,8 +43,39 @@ def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
 
 
 def test_all_heads_of_a_row_follow_each_other() -> None:
-    assert started(Order(across=True), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
-    assert started(Order(True, across=True), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    assert started(Order(across=MANY), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
+    assert started(Order(True, across=MANY), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("rows", "lanes", "across"), [(3, 8, 4), (11, 7, 2), (5, 3, 4), (1, 9, 1)])
+def test_groups_of_heads_follow_each_other(
+    rows: int, lanes: int, across: int, backwards: bool
+) -> None:
+    got = started(Order(backwards, persistent=True, across=across), rows, lanes)
+    in_turn = range(rows)[::-1] if backwards else range(rows)
+    groups = [range(lanes)[n : n + across] for n in range(0, lanes, across)]
+    assert got == [(r, h) for group in groups for r in in_turn for h in group]
+
+
+def test_heads_whose_keys_a_gpu_caches_are_a_group() -> None:
+    """Rows of 204 heads would each find the keys of the last one gone from a cache of 50 MB."""
+
+    def across(mask: M.Mask, batch: int, length: int, heads: int, kv_heads: int = 0) -> int:
+        queries, tile = (batch, length, heads, 128), Tile(128, 128)
+        keys = (batch, length, kv_heads or heads, 128)
+        lists = tiling(TilingSpec(mask.bind(length, length), tile, tile, (length, length)), (0, 0))
+        return order(queries, keys, lists.forward, tile, forward=True).across
+
+    assert across(M.Causal(), 102, 1286, 2) == 32  # 11 tiles of keys and values: 0.72 MB a head
+    assert across(M.Causal(), 102, 1286, 8, 2) == 128  # four of which read the same
+    assert across(M.LocalWindow(300, 0), 102, 1286, 2) == 64  # of 4 tiles at most
+    assert across(M.Causal(), 1, 600, 24) >= 24
+
+
+def test_places_past_the_last_one_divide_nothing_by_0() -> None:
+    row, lane = Order(persistent=True, across=4).place(np.arange(3), 8, 3, 8, np)
+    assert (lane >= 8).all() and row.shape == (3,)
 
 
 def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None:
@@ -55,7 +87,7 @@ def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None
         lists = tiling(TilingSpec(mask, tile, (64, 128), (shape[1], shape[1])), (0, 0))
         return order(shape, shape, lists.forward, tile, forward=True)
 
-    assert chosen(32) == Order(persistent=True, across=True)
+    assert chosen(32) == Order(persistent=True, across=32)
     assert not chosen(8).persistent and not chosen(8).across
     assert not order((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).across
 

@@ -11,6 +11,8 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels import DotProduct
+from maxattn.kernels.auto.cost_terms import terms
+from maxattn.kernels.auto.memory_terms import BACKWARD
 from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.kernels.fa4 import fold_groups
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -95,3 +97,19 @@ def test_few_queries_take_half_a_tile() -> None:
     assert all("64x128 tiles" not in said(t, 128) for t in (70, 150, 200, 320, 1280))
     assert "block-sparse lists of 64x128 tiles" in said(64, mask=M.Causal())
     assert "block-sparse lists of 128x128 tiles" in said(129, mask=M.KeyPadding(np.array([9, 300])))
+
+
+def test_a_band_over_few_queries_folds_heads_over_the_keys_that_all_see() -> None:
+    """3,392 keys before 64 queries are a call over all pairs; `auto` counts both parts."""
+    call = ma.Call(3, 64, 3456, 40, 5, 96, "bfloat16", M.Causal().bind(64, 3456))
+    whole, rest = fold_groups.pieces_of(call)
+    assert (whole.q_len, whole.kv_len, whole.mask.is_full) == (64, 3392, True)
+    assert (rest.q_len, rest.kv_len) == (64, 64)
+    at = np.arange(64)
+    assert (rest.mask.allowed(at, at) == np.tril(np.ones((64, 64), bool))).all()
+    flash, both = terms("flash", BACKWARD, call, H200.device), (whole, rest)
+    parts = [terms("flash", BACKWARD, x, H200.device) for x in both]
+    assert flash["waves"] == pytest.approx(sum(x["waves"] for x in parts))
+    own = replace(call, kv_heads=40)
+    for alone in (own, replace(call, mask=M.Causal(0).bind(64, 3456)), replace(call, mask=FULL)):
+        assert fold_groups.pieces_of(alone) == (alone,)

@@ -169,8 +169,8 @@ def test_every_row_starts_once_and_long_ones_first(
     traced = TileLists(*map(jnp.asarray, (work, tiles, 0 * work, tiles)))
     on_device = jax.jit(lambda: heaviest_first(traced, classes))()
     assert (np.asarray(on_device) == named).all()
-    order = Order(listed=True, own_rows=own_rows)
-    row, head, b = order.named(np.arange(rows * heads * batch), named, (rows, heads, batch))
+    order, sizes = Order(listed=True, own_rows=own_rows), (rows, heads, batch)
+    row, head, b = order.named(np.arange(rows * heads * batch), named, sizes, np)
     at = [*zip(b.tolist(), head.tolist(), row.tolist(), strict=True)]
     assert len({*at}) == len(at) and head.max() == heads - 1 and b.max() == batch - 1
     each = work[b, row] if own_rows else work[row]
@@ -264,3 +264,18 @@ def test_the_backward_of_short_lengths_is_split() -> None:
     assert key_lengths.splits_for((2, 32760, 12, 128), (2, 512, 4, 128), 132) > 1  # shared heads
     call = ma.Call(2, 32760, 512, 12, 12, 128, "bfloat16", mask=M.KeyPadding(np.array([60, 512])))
     assert Fa4.splits_backward(call, H200)
+
+
+@pytest.mark.parametrize("across", [1, 4, 32])
+def test_groups_of_heads_go_through_all_listed_rows(across: int) -> None:
+    rows, heads, batch = 7, 3, 3
+    work = RNG.integers(1, 9, rows)
+    tiles = np.zeros((rows, 9), np.int32)
+    named = heaviest_first(TileLists(work, tiles, 0 * work, tiles), FORWARD_CLASSES)
+    order = Order(persistent=True, listed=True, across=across)
+    at = np.arange(rows * heads * batch)
+    row, head, b = order.named(at, named, (rows, heads, batch), np)
+    lane = b * heads + head
+    groups = [range(9)[n : n + across] for n in range(0, 9, across)]
+    want = [(r, x) for group in groups for r in named[0] for x in group]
+    assert [*zip(row.tolist(), lane.tolist(), strict=True)] == want

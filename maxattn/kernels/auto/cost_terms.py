@@ -101,6 +101,10 @@ def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNK
     """
     if kernel in PLAIN:
         return _of_plain(kernel, call, device)
+    pieces = _pieces(call, device) if kernel == "flash" and what == BACKWARD else (call,)
+    if len(pieces) > 1:
+        each = [terms(kernel, what, piece, device, known) for piece in pieces]
+        return {name: sum(x.get(name, 0.0) for x in each) for name in each[0] | each[1]}
     asked, folds = call, kernel == "flash" and what == BACKWARD
     call = fold_groups.call_of(call) if folds else call
     if what == FORWARD:
@@ -116,6 +120,15 @@ def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNK
     if call is not asked:
         memory[COPIES] += fold_groups.COPIES * copy_time(2 * entries(call)[0], device)
     return found | calls | masked | odd | memory
+
+
+def _pieces(call: Call, device: Device) -> tuple[Call, ...]:
+    """Return the calls whose backwards `flash` launches for one."""
+    sizes = shapes_of(call)
+    if call.mask.is_full or call.mask.has_data or call.bias is not None:
+        return (call,)
+    lists = band_lists.lists_backward(call, *sizes, device.sms or SMS)
+    return (call,) if lists else fold_groups.pieces_of(call)
 
 
 # ---- kernels of tiles ----------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def runs_persistent(call: Call, queries: Dims) -> bool:
         return False
     if found.positions.looked_up:  # whose rows start by their length
         return persistent_pays(queries[3], float(work.mean()), tile, listed=True)
-    return block_sparse.listed_order(work, queries, tile).persistent
+    keys = call.batch, call.kv_len, call.kv_heads, queries[3]
+    return block_sparse.listed_order(work, queries, keys, tile).persistent
 
 
 def _call_of(inputs: Inputs) -> Call | None:

@@ -28,15 +28,12 @@ from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import (
-    ACROSS_SHORT,
-    SHORT_ROW,
-    Tile,
-)
+from maxattn.kernels.fa4.tile_sizes import ACROSS_SHORT, CACHED, SHORT_ROW, Dims, Tile
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 
+SIXTEEN_BIT = 2  # bytes of a key's number
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256
 
@@ -171,22 +168,36 @@ def order(
         return order_of(work, queries[0] * queries[2], pays)
     known = forward and not isinstance(lists.work, jax.Array)
     if known:
-        return listed_order(np.asarray(lists.work), queries, tile)
+        return listed_order(np.asarray(lists.work), queries, keys, tile)
     return order_of(lists.work, queries[0] * queries[2])
 
 
-def listed_order(work: np.ndarray, queries: tuple[int, ...], tile: Tile) -> Order:
+def listed_order(work: np.ndarray, queries: Dims, keys: Dims, tile: Tile) -> Order:
     """Choose the order of a forward's rows over lists that are known when tracing.
 
     Args:
         work: [rows], the tiles of each row.
-        queries: the shape of q.
+        queries, keys: the shapes of q and k.
         tile: their size.
     """
     mean = float(work.mean())
     pays = persistent_pays(queries[3], mean, tile, listed=True)
     is_short = mean * tile.keys <= SHORT_ROW * 128
-    return order_of(work, queries[0] * queries[2], pays, is_short and ACROSS_SHORT)
+    across = cached_lanes(int(work.max()) * tile.keys, queries, keys)
+    return order_of(work, queries[0] * queries[2], pays, across * (is_short and ACROSS_SHORT))
+
+
+def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
+    """Return of how many query heads a GPU caches the keys and values that a row of tiles reads.
+
+    It is a power of 2: each such number is a kernel to compile.
+
+    Args:
+        tokens: that a row reads.
+        queries, keys: the shapes of q and k.
+    """
+    each = 2 * SIXTEEN_BIT * tokens * keys[3] * keys[2] // queries[2]
+    return 1 << max(0, (CACHED // max(1, each)).bit_length() - 1)
 
 
 def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
@@ -196,7 +207,7 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
         assert tiles.lists is not None
         splits = q.shape[0], tiles.splits, len(tiles.lists.mixed_count) > tiles.splits
     elif tiles.rows is not None:
-        rows = _listed_order(q, tiles, forward)
+        rows = _listed_order(q.shape, k.shape, tiles, forward)
     else:
         rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
     kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
@@ -205,17 +216,19 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
     return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits, adds)
 
 
-def _listed_order(q: Array, tiles: TilePass, forward: bool) -> Order:
+def _listed_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> Order:
     """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
     assert tiles.lists is not None and tiles.test is not None
-    work = tiles.lists.work
+    work, across = tiles.lists.work, 0
     if not forward or (isinstance(work, jax.Array) and not tiles.test.has_ids):
         persistent = False
     elif isinstance(work, jax.Array):
-        persistent = ids_persist(q.shape[3], tiles.tile)
+        persistent = ids_persist(queries[3], tiles.tile)
     else:
-        persistent = persistent_pays(q.shape[3], float(work.mean()), tiles.tile, listed=True)
-    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2)
+        persistent = persistent_pays(queries[3], float(work.mean()), tiles.tile, listed=True)
+        most = min(int(work.max()), SHORT_ROW * ACROSS_SHORT)  # longer rows start head by head
+        across = cached_lanes(most * tiles.tile.keys, queries, keys) if work.ndim == 1 else 0
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, across=across)
 
 
 # ---- calls ---------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from maxattn.call import Call
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4.tile_sizes import Dims
 from maxattn.kernels.fused import masks
+from maxattn.kernels.fused.pieces import pieces
 from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks import Causal, Full
 
 SHORT = 384  # queries, up to which copies are less than the launches they save
 COPIES = 4  # q, out, dout and dq
@@ -52,6 +54,28 @@ def call_of(call: Call) -> Call:
         return call
     group = call.heads // call.kv_heads
     return replace(call, heads=call.kv_heads, q_len=call.q_len * group)
+
+
+def pieces_of(call: Call) -> tuple[Call, ...]:
+    """Return the calls whose backwards are launched where a band has keys that all queries see.
+
+    Those keys are a call over all pairs, whose heads are folded; the rest of the band is another.
+    A call of any other mask, and one whose heads are not folded so, is itself alone.
+
+    Args:
+        call: of one device, whose backward does not go by lists.
+    """
+    terms = masks.sort_terms(call.mask)
+    if call.sharded or call.mask.has_data or terms.rest or terms.band is None:
+        return (call,)
+    found = pieces(terms.band, terms.band.offset, call.q_len, call.kv_len)
+    if len(found) < 2 or not found[0].is_full:
+        return (call,)
+    whole, rest = (replace(call, kv_len=p.k1 - p.k0) for p in found)
+    whole = replace(whole, mask=Full().bind(whole.q_len, whole.kv_len))
+    if call_of(whole) is whole:
+        return (call,)
+    return whole, replace(rest, mask=Causal(0).bind(rest.q_len, rest.kv_len))
 
 
 def line(call: Call) -> str:

@@ -6,6 +6,10 @@ ever more SMs are idle, for as long as a row takes. So a side of the rows that i
 and since one head has too few light rows to fill the chip, those of several heads wait for the end.
 Other heads keep to themselves: rows of one head read the same keys, and find them in the cache.
 
+Short rows start with those of other heads that are as long. But the next row of a head reads the
+same keys, and is to find them in the cache: so many heads as that holds the keys of are a group,
+and the groups follow each other.
+
 Or thread blocks are persistent: one runs on each SM and takes a row in each wave, from the first
 thread block to the last and back (tile_schedulers.py). That saves the start of each row, and pays
 where the rows of a wave are even.
@@ -42,7 +46,9 @@ class Order(NamedTuple):
         listed: whether an array on the device names the rows in their order; what says so here
             counts for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
-        across: whether all heads of a row follow each other, where nothing is listed.
+        across: how many lanes, heads of the batch, go through all their rows before the next ones
+            begin, each row with all of them; 0 for no such groups. Of listed rows those that all
+            share can.
     """
 
     backwards: bool = False
@@ -51,7 +57,7 @@ class Order(NamedTuple):
     persistent: bool = False
     listed: bool = False
     own_rows: bool = False
-    across: bool = False
+    across: int = 0
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         """Return the (row, lane) that is started as the `row`-th one of the `lane`-th head.
@@ -60,14 +66,21 @@ class Order(NamedTuple):
             row, lane: numbers from 0, lanes over all heads of the batch; ints, arrays of xp, or
                 numbers of a kernel.
             rows, lanes: how many there are.
-            xp: has `where`.
+            xp: has `where`, `minimum` and `maximum`.
         """
         if self.across:
-            at = lane * rows + row
-            row, lane = at // lanes, at % lanes
+            first, many, behind = self._group(lane * rows + row, rows, lanes, xp)
+            row, lane = behind // many, first + behind % many
         elif self.light:
             row, lane = self._light_last(row, lane, rows, lanes, xp)
         return (rows - 1 - row if self.backwards else row), lane
+
+    def _group(self, at: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any, Any]:
+        """Return the first lane of the `at`-th start's group, how many it has, and the place."""
+        first = at // (self.across * rows) * self.across
+        # Persistent thread blocks ask for places past the last one, too.
+        many = xp.maximum(xp.minimum(self.across, lanes - first), 1)
+        return first, many, at - first * rows
 
     def _light_last(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         heads = self.heads or lanes
@@ -80,7 +93,9 @@ class Order(NamedTuple):
         ours = lane >= first
         return xp.where(ours, new_row, row), xp.where(ours, new_lane, lane)
 
-    def named(self, at: Any, rows: Any, sizes: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def named(
+        self, at: Any, rows: Any, sizes: tuple[Any, Any, Any], xp: Any
+    ) -> tuple[Any, Any, Any]:
         """Return the (row, head, batch row) that an array names for the `at`-th start.
 
         Args:
@@ -88,25 +103,28 @@ class Order(NamedTuple):
             rows: the array [3, R]: rows, or batch row * rows + row where `own_rows`; where the
                 class of each begins in it, and how many rows that class has.
             sizes: numbers of rows, heads and batch rows.
+            xp: has `minimum` and `maximum`.
         """
-        count, heads, batch = sizes
+        (count, heads, batch), first = sizes, 0
         each = heads if self.own_rows else heads * batch
+        if self.across:
+            first, each, at = self._group(at, count, each, xp)
         start, size = rows[1, at // each], rows[2, at // each]
         behind = at - start * each
-        entry, lane = rows[0, start + behind % size], behind // size
+        entry, lane = rows[0, start + behind % size], first + behind // size
         if self.own_rows:
             return entry % count, lane, entry // count
         return entry, lane % heads, lane // heads
 
 
-def order_of(work: Any, lanes: int, may_persist: bool = False, across: bool = False) -> Order:
+def order_of(work: Any, lanes: int, may_persist: bool = False, across: int = 0) -> Order:
     """Choose an order.
 
     Args:
         work: [rows], the tiles of each row; a numpy array where it is known.
         lanes: heads times batch rows.
         may_persist: whether thread blocks can be persistent.
-        across: whether persistent ones take all heads of a row after each other.
+        across: how many lanes persistent ones take at a time, row by row; 0 for each by itself.
     """
     if isinstance(work, jax.Array):
         return Order()
@@ -116,7 +134,7 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, across: bool = Fa
     # More light rows than a GPU has SMs bring nothing.
     heads = min(lanes, -(-SMS // light)) if light else 0
     one_each, persistent = Order(backwards, light, heads), Order(backwards, light, persistent=True)
-    persistent = Order(backwards, persistent=True, across=True) if across else persistent
+    persistent = Order(backwards, persistent=True, across=across) if across else persistent
     if not may_persist or _end_persistent(persistent, work, lanes) > _end(one_each, work, lanes):
         return one_each
     return persistent

@@ -199,7 +199,7 @@ def _place(order: Order, scheduler: Any, row: Any, lane: Any) -> tuple[Any, Any,
     if order.listed:
         # Persistent thread blocks ask for a place past the last one, too.
         at = Numbers.minimum(lane * rows + row, rows * lanes - 1)
-        return *order.named(at, scheduler.rows, (rows, heads, params.num_batch)), zero
+        return *order.named(at, scheduler.rows, (rows, heads, params.num_batch), Numbers), zero
     row, lane = order.place(row, lane, rows, lanes, Numbers)
     return row, lane % heads, lane // heads, zero
 

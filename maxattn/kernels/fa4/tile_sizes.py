@@ -32,9 +32,10 @@ class TileCount(NamedTuple):
 
 
 SHORT_ROW = 16  # of tiles of 128 keys, at most
-# Whether all heads of a row of tiles start after each other, in short rows of a forward; else one
+# Whether heads of a row of tiles start after each other, in short rows of a forward; else one
 # head's rows do. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
 ACROSS_SHORT = True
+CACHED = 24 << 20  # bytes of keys and values that rows of heads that start together may read
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
 
 
