@@ -71,14 +71,15 @@ class Ulysses(Strategy):
         return self._refuse_heads(call.heads) if call.heads % shares else self.inner.supports(call)
 
     def _refuse_heads(self, heads: int) -> Reason:
-        """Name group sizes that divide the heads."""
-        tensor, group = ways("N", self.shape), self.inner.group
-        fits = ", ".join(str(u) for u in divisors(heads, 1) if heads % (u * tensor) == 0)
+        """Name sizes of groups that divide the heads, and ring."""
+        tensor, group, n = ways("N", self.shape), self.inner.group, ways("S", self.shape)
+        fits = [str(u) for u in divisors(n, 1) if 1 < u < n and heads % (u * tensor) == 0]
+        groups = f"ulysses_ring with ulysses_shards: {' or '.join(fits)}, or " if fits else ""
         rule = (
             f"{heads} heads must be a multiple of {group * tensor} (exchanging"
             f" {group} x tensor {tensor})"
         )
-        remedy = f"exchange heads among {fits} devices, or set context_parallel: ring"
+        remedy = f"name {groups}ring instead"
         return Reason(self.name, "heads", rule, remedy)
 
     # ---- the layout ------------------------------------------------------------------------------

@@ -111,8 +111,15 @@ def test_masks_with_heads_and_a_full_bias(name: str) -> None:
 def test_groups_that_do_not_divide_are_refused() -> None:
     cfg = config("ulysses_ring", ulysses_shards=4)
     q, k, _ = qkv(heads=6, kv_heads=6)
+    named = (
+        r"6 heads must be a multiple of 4.*\n.*name ulysses_ring with ulysses_shards: 2, or ring"
+    )
+    with pytest.raises(Unsupported, match=named):
+        ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
+    assert ma.plan(ma.Call.of(q, k), config("ulysses_ring", ulysses_shards=2), {"context": 8})
+    q, k, _ = qkv(heads=7, kv_heads=7)
     with pytest.raises(
-        Unsupported, match=r"6 heads must be a multiple of 4.*\n.*among 1, 2, 3, 6 devices"
+        Unsupported, match=r"7 heads must be a multiple of 4.*\n.*name ring instead"
     ):
         ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
     with pytest.raises(
