@@ -98,18 +98,22 @@ def _read(option: str, files: list[Path]) -> list[GridRow]:
 
 
 def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -> list[GridRow]:
-    """Measure calls, and write the rows where --json says."""
+    """Measure calls, and write the rows where --json says: each as it comes, for a run may end."""
     from maxattn.tools.bench.grid.rows import to_file
     from maxattn.tools.bench.grid.run import run_grid
 
+    machine = {"device": target.device_kind, "packages": dict(target.packages)}
+
+    def keep(rows: list[GridRow]) -> None:
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(args.json, to_file(rows, machine))
+
     say_where(f"{len(calls)} calls", target)
+    more = {"kernels": args.kernel, "peers": int(args.peers), "keep": keep}
     with progress():
-        limit = args.limit or LIMIT
-        rows = run_grid(calls, args.seconds, limit, kernels=args.kernel, peers=int(args.peers))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"device": target.device_kind, "packages": dict(target.packages)}
-        write_whole(args.json, to_file(rows, machine))
+        rows = run_grid(calls, args.seconds, args.limit or LIMIT, **more)
+    keep(rows)
     return rows
 
 

@@ -98,11 +98,23 @@ def test_processes_measure_what_they_claim(tmp_path: Path) -> None:
     """Lengths and ids go in as arrays, as a program under jit has them."""
     calls = [replace(SMALL, kind=LENGTHS, numbers=(40,)), replace(SMALL, kind=SEGMENTS,
                                                                   numbers=(30, 34))]  # fmt: skip
-    rows = run_grid(calls, 0.01, 200, 1, tmp_path, ("dot_product", "cudnn"))
+    kept: list[list[GridRow]] = []
+    rows = run_grid(calls, 0.01, 200, 1, tmp_path, ("dot_product", "cudnn"), keep=kept.append)
     assert {row.call for row in rows} == set(calls)
+    assert kept and all(row in rows for row in kept[0]), "what is measured so far is kept"
     assert all(row.times[what]["dot_product"] > 0 for row in rows for what in (FORWARD, BACKWARD))
     assert all(set(row.forward) == {"dot_product"} for row in rows), "no cuDNN on a CPU"
     assert {row.device for row in rows} == {"cpu"} and len(list(tmp_path.glob("claim-*"))) == 2
+
+
+def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path, whole = tmp_path / "rows-0.jsonl", row_of(SMALL, 1.0, 2.0)
+    text = json.dumps(whole.to_json() | {"device": whole.device})
+    for half in ("", text[:30], text[: text.index("}") + 1]):
+        path.write_text(f"{text}\n{half}")
+        assert read_rows([path]) == [whole]
+    path.write_text("")
+    assert read_rows([path]) == []
 
 
 def test_no_time_leaves_no_rows(tmp_path: Path) -> None:

@@ -102,8 +102,18 @@ def read_rows(files: Iterable[Path]) -> list[GridRow]:
 
 def _rows_of(path: Path) -> list[GridRow]:
     if path.suffix == ".jsonl":
-        return [GridRow.of_json(json.loads(line)) for line in path.read_text().splitlines()]
+        return [GridRow.of_json(json.loads(line)) for line in whole_lines(path)]
     return [row for run in _runs(json.loads(path.read_text())) for row in _of_run(run)]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Read the rows of a file that another process writes: half a one at its end is none."""
+    *lines, last = ["", *path.read_text().splitlines()]
+    try:
+        json.loads(last)
+    except ValueError:
+        return lines[1:]
+    return [*lines[1:], last]
 
 
 def _again(before: GridRow, row: GridRow) -> GridRow:

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep, time
 
 from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.job import HOLDER, GridJob
-from maxattn.tools.bench.grid.rows import GridRow, read_rows
+from maxattn.tools.bench.grid.rows import GridRow, read_rows, whole_lines
 
 log = logging.getLogger("maxattn.tools.bench")
 COMPILING = 0.7  # of the limit: the rest is for timing
@@ -30,6 +30,7 @@ def run_grid(
     folder: Path | None = None,
     kernels: Sequence[str] = (),
     peers: int = 0,
+    keep: Callable[[list[GridRow]], None] | None = None,
 ) -> list[GridRow]:
     """Measure calls: compile in many processes, then time in one at a time.
 
@@ -42,6 +43,7 @@ def run_grid(
         kernels: names; default all that can run.
         peers: measure other libraries too, called bare, on every so manieth call of all pairs; 0
             for none.
+        keep: gets what is measured so far, whenever that is more: a run may be ended from outside.
     """
     count = workers or max(1, (os.cpu_count() or 2) - 2)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
@@ -50,8 +52,12 @@ def run_grid(
         until = time() + COMPILING * limit
         job = GridJob(here, tuple(calls), seconds, count, until, tuple(kernels), peers)
         with _processes(job) as processes:
-            _wait(processes, time() + limit, here, len(calls))
-        return read_rows(sorted(here.glob("rows-*.jsonl")))
+            _wait(processes, time() + limit, here, len(calls), keep)
+        return _rows_in(here)
+
+
+def _rows_in(folder: Path) -> list[GridRow]:
+    return read_rows(sorted(folder.glob("rows-*.jsonl")))
 
 
 @contextmanager
@@ -68,12 +74,21 @@ def _processes(job: GridJob) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], until: float, folder: Path, calls: int) -> None:
-    told = 0
+def _wait(
+    processes: list[subprocess.Popen[bytes]],
+    until: float,
+    folder: Path,
+    calls: int,
+    keep: Callable[[list[GridRow]], None] | None,
+) -> None:
+    told = kept = 0
     while time() < until and any(process.poll() is None for process in processes):
         sleep(PAUSE)
         _end_stuck(processes, folder / HOLDER)
-        done = sum(len(x.read_text().splitlines()) for x in folder.glob("rows-*.jsonl"))
+        done = sum(len(whole_lines(x)) for x in folder.glob("rows-*.jsonl"))
+        if keep and done > kept:
+            kept = done
+            keep(_rows_in(folder))
         if done >= told + 20:
             told = done
             log.info("measured %s of %s calls", done, calls)
