@@ -28,7 +28,7 @@ from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import ACROSS_SHORT, CACHED, SHORT_ROW, Dims, Tile
+from maxattn.kernels.fa4.tile_sizes import CACHED, SHORT_ROW, Dims, Tile
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
@@ -184,20 +184,22 @@ def listed_order(work: np.ndarray, queries: Dims, keys: Dims, tile: Tile) -> Ord
     pays = persistent_pays(queries[3], mean, tile, listed=True)
     is_short = mean * tile.keys <= SHORT_ROW * 128
     across = cached_lanes(int(work.max()) * tile.keys, queries, keys)
-    return order_of(work, queries[0] * queries[2], pays, across * (is_short and ACROSS_SHORT))
+    return order_of(work, queries[0] * queries[2], pays, across * is_short)
 
 
 def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
     """Return of how many query heads a GPU caches the keys and values that a row of tiles reads.
 
-    It is a power of 2: each such number is a kernel to compile.
+    It is a power of 2, since each such number is a kernel to compile, and at most the first one
+    from the number of all heads on: the kernel counts rows of a group in 32 bits.
 
     Args:
         tokens: that a row reads.
         queries, keys: the shapes of q and k.
     """
     each = 2 * SIXTEEN_BIT * tokens * keys[3] * keys[2] // queries[2]
-    return 1 << max(0, (CACHED // max(1, each)).bit_length() - 1)
+    lanes, cached = queries[0] * queries[2], CACHED // max(1, each)
+    return 1 << max(0, min(cached.bit_length() - 1, (lanes - 1).bit_length()))
 
 
 def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
@@ -226,7 +228,7 @@ def _listed_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> 
         persistent = ids_persist(queries[3], tiles.tile)
     else:
         persistent = persistent_pays(queries[3], float(work.mean()), tiles.tile, listed=True)
-        most = min(int(work.max()), SHORT_ROW * ACROSS_SHORT)  # longer rows start head by head
+        most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
         across = cached_lanes(most * tiles.tile.keys, queries, keys) if work.ndim == 1 else 0
     return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, across=across)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int8, Int32
 
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, Tiling, lists_of, tested_past
-from maxattn.kernels.fa4.tile_sizes import ACROSS_SHORT, SHORT_ROW
+from maxattn.kernels.fa4.tile_sizes import SHORT_ROW
 from maxattn.kernels.mask_split import kinds_by_arrays
 from maxattn.masks import Mask
 
@@ -74,7 +74,7 @@ class RowClasses(NamedTuple):
 
 # A forward's thread blocks take a row in each wave, and wait for the longest: rows of a class are
 # to be even. Rows of a backward start as SMs get free; large classes keep neighbours together.
-FORWARD_CLASSES, BACKWARD_CLASSES = RowClasses(8, SHORT_ROW * ACROSS_SHORT), RowClasses()
+FORWARD_CLASSES, BACKWARD_CLASSES = RowClasses(8, SHORT_ROW), RowClasses()
 
 
 def heaviest_first(lists: TileLists, classes: RowClasses = BACKWARD_CLASSES) -> Int32[Array, "3 R"]:

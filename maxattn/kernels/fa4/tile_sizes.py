@@ -31,16 +31,13 @@ class TileCount(NamedTuple):
     tiles: int
 
 
+# In short rows of a forward, heads of a row of tiles start after each other; else rows of a head.
+# A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
 SHORT_ROW = 16  # of tiles of 128 keys, at most
-# Whether heads of a row of tiles start after each other, in short rows of a forward; else one
-# head's rows do. A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
-ACROSS_SHORT = True
 CACHED = 24 << 20  # bytes of keys and values that rows of heads that start together may read
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
-
-
 WIDE_BACKWARD = Tile(80, 128)  # over all pairs, of head dims 97 to 128
-NARROW_COST = 1.15  # of a query in tiles of 64, beside one in these
+NARROW_COST = 1.15  # of a query in tiles of 64, beside one in those
 
 
 def whole_tile(head_dim: int, q_len: int | None = None) -> Tile:
