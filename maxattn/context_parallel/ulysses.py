@@ -73,13 +73,15 @@ class Ulysses(Strategy):
     def _refuse_heads(self, heads: int) -> Reason:
         """Name sizes of groups that divide the heads, and ring."""
         tensor, group, n = ways("N", self.shape), self.inner.group, ways("S", self.shape)
-        fits = [str(u) for u in divisors(n, 1) if 1 < u < n and heads % (u * tensor) == 0]
-        groups = f"ulysses_ring with ulysses_shards: {' or '.join(fits)}, or " if fits else ""
+        fits = " or ".join(
+            str(u) for u in divisors(n, 1) if 1 < u < n and heads % (u * tensor) == 0
+        )
         rule = (
             f"{heads} heads must be a multiple of {group * tensor} (exchanging"
             f" {group} x tensor {tensor})"
         )
-        remedy = f"name {groups}ring instead"
+        groups = f"ulysses_ring with ulysses_shards: {fits}, or " if fits else ""
+        remedy = f"take {groups}ring in its place"
         return Reason(self.name, "heads", rule, remedy)
 
     # ---- the layout ------------------------------------------------------------------------------

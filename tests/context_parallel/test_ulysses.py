@@ -112,20 +112,36 @@ def test_groups_that_do_not_divide_are_refused() -> None:
     cfg = config("ulysses_ring", ulysses_shards=4)
     q, k, _ = qkv(heads=6, kv_heads=6)
     named = (
-        r"6 heads must be a multiple of 4.*\n.*name ulysses_ring with ulysses_shards: 2, or ring"
+        r"6 heads must be a multiple of 4.*\n.*take ulysses_ring with ulysses_shards: 2, or ring"
     )
     with pytest.raises(Unsupported, match=named):
         ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
     assert ma.plan(ma.Call.of(q, k), config("ulysses_ring", ulysses_shards=2), {"context": 8})
     q, k, _ = qkv(heads=7, kv_heads=7)
-    with pytest.raises(
-        Unsupported, match=r"7 heads must be a multiple of 4.*\n.*name ring instead"
-    ):
+    with pytest.raises(Unsupported, match=r"7 heads must be a multiple of 4.*\n.*take ring in its"):
         ma.plan(ma.Call.of(q, k), cfg, {"context": 8})
     with pytest.raises(
         Unsupported, match=r"ulysses_shards=4 must divide the context axis, 6\n.*1, 2, 3, 6"
     ):
         ma.plan(ma.Call.of(*qkv()[:2]), config("ulysses_ring", ulysses_shards=4), {"context": 6})
+
+
+@pytest.mark.parametrize(("context", "fits"), [(8, "2"), (12, "2 or 3 or 6")])
+def test_groups_that_are_named_fit_beside_tensor_shards(context: int, fits: str) -> None:
+    """Of 12 heads each of two tensor shards has six."""
+    (q, k, _), mesh = qkv(heads=12, kv_heads=12), {"context": context, "tensor": 2}
+
+    def planned(shards: int) -> ma.Plan:
+        asked = ma.AttentionConfig(
+            attention="ulysses_ring", attention_kernel="dot_product", ulysses_shards=shards
+        )
+        return ma.plan(ma.Call.of(q, k), asked, mesh)
+
+    refusal = rf"multiple of 8 \(exchanging 4 x tensor 2\)\n.*ulysses_shards: {fits}, or ring"
+    with pytest.raises(Unsupported, match=refusal):
+        planned(4)
+    for shards in map(int, fits.split(" or ")):
+        assert planned(shards).strategy.name == "ulysses_ring"
 
 
 def test_groups_on_a_mesh_of_the_users_own() -> None:

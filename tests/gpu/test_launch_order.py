@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.devices import SMS
-from maxattn.kernels.fa4.block_sparse import order
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.fa4 import mask_inputs
+from maxattn.kernels.fa4.block_sparse import order, spec_of
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
 from maxattn.kernels.fa4.launch_order import Order, at_wave, order_of
 from maxattn.kernels.fa4.tile_sizes import Tile
@@ -28,6 +31,12 @@ def started(order: Order, rows: int, lanes: int) -> list[tuple[int, int]]:
     return list(zip(row.tolist(), lane.tolist(), strict=True))
 
 
+def groups(lanes: int, group: int) -> list[range]:
+    """List the lanes of each group: fewer than half a group go with the one before."""
+    starts = [n for n in range(0, lanes, group) if n == 0 or 2 * (lanes - n) >= group]
+    return [range(a, b) for a, b in pairwise([*starts, lanes])]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("rows", "lanes"), [(10, 6), (11, 7), (64, 24)])
 def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
@@ -43,39 +52,64 @@ def test_every_row_is_started_once(order: Order, rows: int, lanes: int) -> None:
 
 
 def test_all_heads_of_a_row_follow_each_other() -> None:
-    assert started(Order(across=MANY), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
-    assert started(Order(True, across=MANY), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    assert started(Order(group=MANY), 3, 2) == [(r, h) for r in range(3) for h in range(2)]
+    assert started(Order(True, group=MANY), 2, 2) == [(1, 0), (1, 1), (0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize(("rows", "lanes", "across"), [(3, 8, 4), (11, 7, 2), (5, 3, 4), (1, 9, 1)])
+@pytest.mark.parametrize(("rows", "lanes"), [(3, 8), (11, 7), (5, 3), (1, 9), (4, 17), (2, 24)])
+@pytest.mark.parametrize("group", [1, 2, 4, 16])
 def test_groups_of_heads_follow_each_other(
-    rows: int, lanes: int, across: int, backwards: bool
+    rows: int, lanes: int, group: int, backwards: bool
 ) -> None:
-    got = started(Order(backwards, persistent=True, across=across), rows, lanes)
+    got = started(Order(backwards, persistent=True, group=group), rows, lanes)
     in_turn = range(rows)[::-1] if backwards else range(rows)
-    groups = [range(lanes)[n : n + across] for n in range(0, lanes, across)]
-    assert got == [(r, h) for group in groups for r in in_turn for h in group]
+    assert got == [(r, h) for lane in groups(lanes, group) for r in in_turn for h in lane]
 
 
 def test_heads_whose_keys_a_gpu_caches_are_a_group() -> None:
     """Rows of 204 heads would each find the keys of the last one gone from a cache of 50 MB."""
 
-    def across(mask: M.Mask, batch: int, length: int, heads: int, kv_heads: int = 0) -> int:
+    def grouped(mask: M.Mask, batch: int, length: int, heads: int, kv_heads: int = 0) -> int:
         queries, tile = (batch, length, heads, 128), Tile(128, 128)
         keys = (batch, length, kv_heads or heads, 128)
         lists = tiling(TilingSpec(mask.bind(length, length), tile, tile, (length, length)), (0, 0))
-        return order(queries, keys, lists.forward, tile, forward=True).across
+        return order(queries, keys, lists.forward, tile, forward=True).group
 
-    assert across(M.Causal(), 102, 1286, 2) == 32  # 11 tiles of keys and values: 0.72 MB a head
-    assert across(M.Causal(), 102, 1286, 8, 2) == 128  # four of which read the same
-    assert across(M.LocalWindow(300, 0), 102, 1286, 2) == 64  # of 4 tiles at most
-    assert across(M.Causal(), 1, 600, 24) == 32  # all of them
+    assert grouped(M.Causal(), 102, 1286, 2) == 32  # 11 tiles of keys and values: 0.72 MB a head
+    assert grouped(M.Causal(), 102, 1286, 8, 2) == 128  # four of which read the same
+    assert grouped(M.LocalWindow(300, 0), 102, 1286, 2) == 64  # of 4 tiles at most
+    assert grouped(M.Causal(), 1, 600, 24) == 32  # all of them
+    assert grouped(M.Causal(), 102, 8192, 2) == 0  # of long rows each head's come one by one
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+@pytest.mark.parametrize("segments", [(600, 300, 500), (9000, 600, 500)])
+def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
+    segments: tuple[int, ...], own_rows: bool
+) -> None:
+    """A short row of 600 tokens reads 6 tiles of 128; where rows are long none is persistent."""
+    length, ids = sum(segments), np.repeat(np.arange(3, dtype=np.int32), segments)[None]
+    mask = M.Segments.of_lengths(segments)
+    if own_rows:
+        ids = np.concatenate([ids, ids[:, ::-1]])
+        mask = M.Segments(ids, ids)
+    x = jnp.zeros((2, length, 40, 128), jnp.bfloat16)
+    bound = mask.bind(length, length)
+    pairs = mask_inputs.listed(Inputs(x, x, x, mask=bound)).pairs
+    assert pairs is not None and pairs.tiles is not None
+    made = spec_of(x, x, pairs.tiles.forward(pairs, 1.0), forward=True).order
+    assert made.listed and made.own_rows is own_rows
+    assert made.group == (32 if made.persistent and not own_rows else 0)
+    assert made.persistent is (own_rows or segments[0] < 9000)
 
 
 def test_places_past_the_last_one_divide_nothing_by_0() -> None:
-    row, lane = Order(persistent=True, across=4).place(np.arange(3), 8, 3, 8, np)
-    assert (lane >= 8).all() and row.shape == (3,)
+    """Persistent thread blocks ask for them."""
+    order, past = Order(persistent=True, group=4), np.arange(24, 200)
+    with np.errstate(all="raise"):
+        row, _ = order.place(past % 3, past // 3, 3, 8, np)
+    assert (row >= 3).all()
 
 
 def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None:
@@ -87,9 +121,9 @@ def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None
         lists = tiling(TilingSpec(mask, tile, (64, 128), (shape[1], shape[1])), (0, 0))
         return order(shape, shape, lists.forward, tile, forward=True)
 
-    assert chosen(32) == Order(persistent=True, across=16)
-    assert not chosen(8).persistent and not chosen(8).across
-    assert not order((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).across
+    assert chosen(32) == Order(persistent=True, group=16)
+    assert not chosen(8).persistent and not chosen(8).group
+    assert not order((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).group
 
 
 def test_light_rows_of_several_heads_end_with_the_lightest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels import DotProduct
 from maxattn.kernels.auto.cost_terms import terms
-from maxattn.kernels.auto.memory_terms import BACKWARD
+from maxattn.kernels.auto.memory_terms import BACKWARD, COPIES, LAUNCH, copies_time
 from maxattn.kernels.base import Grads, Inputs, Rows
-from maxattn.kernels.fa4 import fold_groups
+from maxattn.kernels.fa4 import block_sparse, fold_groups, split_queries
+from maxattn.kernels.fa4.block_sparse import TilePass
+from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 from tests.reference import attention64, error
 
@@ -99,17 +103,76 @@ def test_few_queries_take_half_a_tile() -> None:
     assert "block-sparse lists of 128x128 tiles" in said(129, mask=M.KeyPadding(np.array([9, 300])))
 
 
+BAND = ma.Call(3, 64, 3456, 40, 5, 96, "bfloat16", M.Causal().bind(64, 3456))
+
+
 def test_a_band_over_few_queries_folds_heads_over_the_keys_that_all_see() -> None:
-    """3,392 keys before 64 queries are a call over all pairs; `auto` counts both parts."""
-    call = ma.Call(3, 64, 3456, 40, 5, 96, "bfloat16", M.Causal().bind(64, 3456))
-    whole, rest = fold_groups.pieces_of(call)
+    """3,392 keys before 64 queries are a call over all pairs."""
+    whole, rest = fold_groups.folded_parts(BAND)
     assert (whole.q_len, whole.kv_len, whole.mask.is_full) == (64, 3392, True)
     assert (rest.q_len, rest.kv_len) == (64, 64)
     at = np.arange(64)
     assert (rest.mask.allowed(at, at) == np.tril(np.ones((64, 64), bool))).all()
-    flash, both = terms("flash", BACKWARD, call, H200.device), (whole, rest)
-    parts = [terms("flash", BACKWARD, x, H200.device) for x in both]
-    assert flash["waves"] == pytest.approx(sum(x["waves"] for x in parts))
-    own = replace(call, kv_heads=40)
-    for alone in (own, replace(call, mask=M.Causal(0).bind(64, 3456)), replace(call, mask=FULL)):
-        assert fold_groups.pieces_of(alone) == (alone,)
+    for alone in (replace(BAND, kv_heads=40), replace(BAND, mask=M.Causal(0).bind(64, 3456))):
+        assert fold_groups.folded_parts(alone) == (alone,)
+    last = replace(BAND, q_len=1, mask=M.Causal().bind(1, 3456))
+    (whole,) = fold_groups.folded_parts(last)
+    assert whole.mask.is_full and whole.kv_len == 3456
+
+
+def test_what_a_band_costs_is_that_of_both_parts_and_of_what_joins_them() -> None:
+    def of(call: ma.Call) -> dict[str, float]:
+        return terms("flash", BACKWARD, call, H200.device)
+
+    band, parts = of(BAND), [of(x) for x in fold_groups.folded_parts(BAND)]
+    for name in ("waves", "launch", "passes", "bytes"):
+        assert band[name] == pytest.approx(sum(x[name] for x in parts))
+    joined = copies_time("flash", BACKWARD, BAND, H200.device)
+    assert joined > 0.01 and band[COPIES] == pytest.approx(sum(x[COPIES] for x in parts) + joined)
+    # The library takes the rest: in lists it would be split.
+    call = ma.Call(1, 500, 1500, 4, 1, 192, "bfloat16", M.Causal().bind(500, 1500))
+    parts = [of(x) for x in fold_groups.folded_parts(call)]
+    assert of(call)["waves"] > 1.1 * sum(x["waves"] for x in parts)
+    # A window of few queries goes by lists, in one launch.
+    short = ma.Call(2, 64, 300, 8, 2, 64, "bfloat16", M.Causal().bind(64, 300))
+    assert len(fold_groups.folded_parts(short)) == 2 and of(short)["launch"] == LAUNCH
+
+
+def test_the_plan_says_how_the_keys_that_all_see_are_launched() -> None:
+    config = ma.AttentionConfig(attention="flash")
+
+    def said(call: ma.Call) -> str:
+        return ma.plan(call, config, target=H200).explain()
+
+    keys = "backward: the library's own; of the 3,392 keys that all queries see, "
+    assert f"{keys}the library's own; the 8 query heads of a key head as rows of one" in said(BAND)
+    plain = replace(BAND, heads=40, kv_heads=40, head_dim=128)
+    assert f"{keys}64x128 tiles" in said(plain)
+
+
+@pytest.mark.parametrize(
+    ("t", "head_dim", "narrow"),
+    [(128, 128, True), (128, 96, False), (200, 128, False), (64, 64, True)],
+)
+def test_few_queries_are_launched_with_their_tile(
+    t: int, head_dim: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile goes to the kernel; no GPU is here, and shapes alone are traced."""
+    launched = []
+
+    def sparse(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
+        launched.append(tiles.tile)
+        return Grads(inputs.q, inputs.k, inputs.v)
+
+    def library(inputs: PieceInputs, *_: object) -> Grads:
+        launched.append(None)
+        return Grads(inputs.q, inputs.k, inputs.v)
+
+    monkeypatch.setattr(block_sparse, "backward", sparse)
+    monkeypatch.setattr(split_queries, "backward", library)
+    kernel = Fa4(1.0, version="0.1.0", launched=True)
+    x = jnp.zeros((1, t, 2, head_dim), jnp.bfloat16)
+    lse = jnp.zeros((1, 2, t), jnp.float32)
+    inputs = PieceInputs.whole(x, x, x, None)
+    jax.eval_shape(kernel.piece_backward, inputs, Rows(x, lse, x, lse))
+    assert launched == [Tile(64, 128) if narrow else None]

@@ -266,16 +266,16 @@ def test_the_backward_of_short_lengths_is_split() -> None:
     assert Fa4.splits_backward(call, H200)
 
 
-@pytest.mark.parametrize("across", [1, 4, 32])
-def test_groups_of_heads_go_through_all_listed_rows(across: int) -> None:
+@pytest.mark.parametrize("group", [1, 4, 32])
+def test_groups_of_heads_go_through_all_listed_rows(group: int) -> None:
+    """Nine lanes: of groups of 4 the ninth goes with the second."""
     rows, heads, batch = 7, 3, 3
     work = RNG.integers(1, 9, rows)
     tiles = np.zeros((rows, 9), np.int32)
     named = heaviest_first(TileLists(work, tiles, 0 * work, tiles), FORWARD_CLASSES)
-    order = Order(persistent=True, listed=True, across=across)
+    order = Order(persistent=True, listed=True, group=group)
     at = np.arange(rows * heads * batch)
     row, head, b = order.named(at, named, (rows, heads, batch), np)
-    lane = b * heads + head
-    groups = [range(9)[n : n + across] for n in range(0, 9, across)]
-    want = [(r, x) for group in groups for r in named[0] for x in group]
-    assert [*zip(row.tolist(), lane.tolist(), strict=True)] == want
+    lanes = {1: [[n] for n in range(9)], 4: [range(4), range(4, 9)], 32: [range(9)]}[group]
+    want = [(r, x) for each in lanes for r in named[0] for x in each]
+    assert [*zip(row.tolist(), (b * heads + head).tolist(), strict=True)] == want

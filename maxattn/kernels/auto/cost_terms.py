@@ -43,6 +43,7 @@ from maxattn.kernels.auto.memory_terms import (
     NAMED,
     Terms,
     bandwidth,
+    copies_time,
     copy_time,
     memory_terms,
 )
@@ -101,34 +102,47 @@ def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNK
     """
     if kernel in PLAIN:
         return _of_plain(kernel, call, device)
-    pieces = _pieces(call, device) if kernel == "flash" and what == BACKWARD else (call,)
-    if len(pieces) > 1:
-        each = [terms(kernel, what, piece, device, known) for piece in pieces]
-        return {name: sum(x.get(name, 0.0) for x in each) for name in each[0] | each[1]}
-    asked, folds = call, kernel == "flash" and what == BACKWARD
-    call = fold_groups.call_of(call) if folds else call
+    if kernel != "flash" or what != BACKWARD:
+        return _of_launch(kernel, what, call, device, known)
+    return _of_flash_backward(call, device, known)
+
+
+def _of_flash_backward(call: Call, device: Device, known: Known) -> Terms:
+    """Return the terms of all that one backward of `flash` launches."""
+    parts = fold_groups.folded_parts(call)
+    if parts != (call,) and band_lists.lists_backward(call, *shapes_of(call), device.sms or SMS):
+        parts = (call,)
+    launched, lists = [fold_groups.call_of(part) for part in parts], parts == (call,)
+    found = [_of_launch("flash", BACKWARD, x, device, known, lists) for x in launched]
+    folded = [x for x, part in zip(launched, parts, strict=True) if x is not part]
+    turned = sum(fold_groups.COPIES * copy_time(2 * entries(x)[0], device) for x in folded)
+    return _summed(found) | {COPIES: copies_time("flash", BACKWARD, call, device) + turned}
+
+
+def _summed(found: list[Terms]) -> Terms:
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: sum(each.get(name, 0.0) for each in found) for name in names}
+
+
+def _of_launch(
+    kernel: str, what: str, call: Call, device: Device, known: Known, lists: bool = True
+) -> Terms:
+    """Return the terms of a pass of a call that is launched as it is, as for `terms`.
+
+    Args:
+        kernel, what, call, device, known: as for `terms`.
+        lists: whether a masked backward of `flash` may go by lists.
+    """
     if what == FORWARD:
         found = _forward(kernel, call, device, known)
     else:
-        found = _backward(kernel, call, device, known)
+        found = _backward(kernel, call, device, known, lists)
     starts = found["starts"] + found.get("resumes", 0.0)
     masked = {"mask_starts": starts * (not call.mask.is_full)}
     is_odd = kernel == "flash" and call.head_dim % ODD_HEADS > 0
     odd = {"odd_heads": found["waves"] * is_odd, "odd_starts": starts * is_odd}
     calls = {"launch": LAUNCH * calls_of(kernel, what, call)}
-    memory = memory_terms(kernel, what, call, device, found["tiles"])
-    if call is not asked:
-        memory[COPIES] += fold_groups.COPIES * copy_time(2 * entries(call)[0], device)
-    return found | calls | masked | odd | memory
-
-
-def _pieces(call: Call, device: Device) -> tuple[Call, ...]:
-    """Return the calls whose backwards `flash` launches for one."""
-    sizes = shapes_of(call)
-    if call.mask.is_full or call.mask.has_data or call.bias is not None:
-        return (call,)
-    lists = band_lists.lists_backward(call, *sizes, device.sms or SMS)
-    return (call,) if lists else fold_groups.pieces_of(call)
+    return found | calls | masked | odd | memory_terms(kernel, what, call, device, found["tiles"])
 
 
 # ---- kernels of tiles ----------------------------------------------------------------------------
@@ -192,13 +206,13 @@ def _split_forward(found: Terms, call: Call, device: Device) -> Terms:
     return {name: share * found[name] for name in ("waves", "longest", "starts")}
 
 
-def _backward(kernel: str, call: Call, device: Device, known: Known) -> Terms:
+def _backward(kernel: str, call: Call, device: Device, known: Known, lists: bool) -> Terms:
     width = _width(kernel, BACKWARD, call)
     if kernel == "tokamax_flash":
         return _tokamax_backward(call, width, device)
     seen = seen_by(kernel, call, known)
     if kernel == "flash":
-        return _flash_backward(call, seen, width, device)
+        return _flash_backward(call, seen, width, device, lists)
     seen, tile = tile_work.seen_by_cudnn_backward(call, seen), tile_work.cudnn_backward_tile(call)
     return _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
 
@@ -216,11 +230,11 @@ def _tokamax_backward(call: Call, width: int, device: Device) -> Terms:
     return {name: ms + first[name] for name, ms in second.items()} | {"launch": LAUNCH}
 
 
-def _flash_backward(call: Call, seen: Seen, width: int, device: Device) -> Terms:
+def _flash_backward(call: Call, seen: Seen, width: int, device: Device, lists: bool) -> Terms:
     if not call.mask.is_full:
         tile = backward_tile(call.head_dim, call.q_len)
         found = _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
-        return found | _split_lists(found, call, device)
+        return found | (_split_lists(found, call, device) if lists else {})
     tile = whole_tile(call.head_dim, call.q_len)
     work = tile_work.by_keys(call, tile, seen)
     found, sms = _of_tiles(work, tile, 10, width, device), device.sms or SMS

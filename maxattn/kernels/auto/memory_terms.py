@@ -49,14 +49,13 @@ def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: floa
     """
     made = _forward if what == FORWARD else _tokamax if kernel == "tokamax_flash" else _summed
     moved, rate = made(kernel, call), bandwidth(device)
-    copied = copies(kernel, what, call, device.sms or SMS)
     return {
         "passes": moved.beside / rate,
         "roof": max(moved.main / rate, tiles),
         "bytes": moved.main / rate,
         "shared": moved.added / rate,
         "grouped": LAUNCH * (call.heads != call.kv_heads),
-        COPIES: sum(copy_time(x, device) for x in copied),
+        COPIES: copies_time(kernel, what, call, device),
         "masked": LAUNCH * (not call.mask.is_full),
         "lists": LAUNCH * has_ids(call),
         "lengths": LAUNCH * has_lengths_alone(call),
@@ -103,6 +102,11 @@ def _sums(kernel: str, call: Call) -> tuple[float, float]:
         for length, size in zip((call.q_len, call.kv_len), tile, strict=True)
     )
     return queries, 2 * keys
+
+
+def copies_time(kernel: str, what: str, call: Call, device: Device) -> float:
+    """Return ms of XLA's copies around a pass."""
+    return sum(copy_time(x, device) for x in copies(kernel, what, call, device.sms or SMS))
 
 
 def copy_time(moved: float, device: Device) -> float:

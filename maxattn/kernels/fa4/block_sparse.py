@@ -183,15 +183,15 @@ def listed_order(work: np.ndarray, queries: Dims, keys: Dims, tile: Tile) -> Ord
     mean = float(work.mean())
     pays = persistent_pays(queries[3], mean, tile, listed=True)
     is_short = mean * tile.keys <= SHORT_ROW * 128
-    across = cached_lanes(int(work.max()) * tile.keys, queries, keys)
-    return order_of(work, queries[0] * queries[2], pays, across * is_short)
+    group = cached_lanes(int(work.max()) * tile.keys, queries, keys) if is_short else 0
+    return order_of(work, queries[0] * queries[2], pays, group)
 
 
 def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
     """Return of how many query heads a GPU caches the keys and values that a row of tiles reads.
 
-    It is a power of 2, since each such number is a kernel to compile, and at most the first one
-    from the number of all heads on: the kernel counts rows of a group in 32 bits.
+    It is a power of 2, since a kernel is compiled for each such number, and below twice the number
+    of all heads, since the kernel counts the rows of a group in 32 bits.
 
     Args:
         tokens: that a row reads.
@@ -221,16 +221,17 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
 def _listed_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> Order:
     """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
     assert tiles.lists is not None and tiles.test is not None
-    work, across = tiles.lists.work, 0
+    work, group = tiles.lists.work, 0
     if not forward or (isinstance(work, jax.Array) and not tiles.test.has_ids):
         persistent = False
     elif isinstance(work, jax.Array):
         persistent = ids_persist(queries[3], tiles.tile)
     else:
         persistent = persistent_pays(queries[3], float(work.mean()), tiles.tile, listed=True)
-        most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
-        across = cached_lanes(most * tiles.tile.keys, queries, keys) if work.ndim == 1 else 0
-    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, across=across)
+        if persistent and work.ndim == 1:
+            most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
+            group = cached_lanes(most * tiles.tile.keys, queries, keys)
+    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, group=group)
 
 
 # ---- calls ---------------------------------------------------------------------------------------

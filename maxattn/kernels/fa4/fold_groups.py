@@ -17,7 +17,7 @@ from maxattn.call import Call
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4.tile_sizes import Dims
 from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full
 
@@ -56,26 +56,42 @@ def call_of(call: Call) -> Call:
     return replace(call, heads=call.kv_heads, q_len=call.q_len * group)
 
 
-def pieces_of(call: Call) -> tuple[Call, ...]:
-    """Return the calls whose backwards are launched where a band has keys that all queries see.
+def seen_by_all(call: Call) -> Call | None:
+    """Return the call over the keys of a band that all queries see; None for no such keys.
 
-    Those keys are a call over all pairs, whose heads are folded; the rest of the band is another.
-    A call of any other mask, and one whose heads are not folded so, is itself alone.
+    A backward that does not go by lists launches it by itself, before the rest of the band.
+
+    Args:
+        call: of one device.
+    """
+    p = next(iter(_pieces(call)), None)
+    if p is None or not p.is_full:
+        return None
+    return replace(call, kv_len=p.k1, mask=Full().bind(call.q_len, p.k1))
+
+
+def folded_parts(call: Call) -> tuple[Call, ...]:
+    """Return the calls whose backwards are launched for a band, where heads of one are folded.
+
+    A call whose heads are not folded so is itself alone.
 
     Args:
         call: of one device, whose backward does not go by lists.
     """
-    terms = masks.sort_terms(call.mask)
-    if call.sharded or call.mask.has_data or terms.rest or terms.band is None:
+    whole = seen_by_all(call)
+    if whole is None or call_of(whole) is whole:
         return (call,)
-    found = pieces(terms.band, terms.band.offset, call.q_len, call.kv_len)
-    if len(found) < 2 or not found[0].is_full:
-        return (call,)
-    whole, rest = (replace(call, kv_len=p.k1 - p.k0) for p in found)
-    whole = replace(whole, mask=Full().bind(whole.q_len, whole.kv_len))
-    if call_of(whole) is whole:
-        return (call,)
-    return whole, replace(rest, mask=Causal(0).bind(rest.q_len, rest.kv_len))
+    lengths = [p.k1 - p.k0 for p in _pieces(call)[1:]]
+    rest = (replace(call, kv_len=n, mask=Causal(0).bind(call.q_len, n)) for n in lengths)
+    return whole, *rest
+
+
+def _pieces(call: Call) -> tuple[Piece, ...]:
+    """Cut a band that is known when tracing into rectangles; none of any other mask."""
+    band = masks.sort_terms(call.mask).band
+    if call.sharded or call.mask.has_data or call.bias is not None or band is None:
+        return ()
+    return () if call.mask.is_full else pieces(band, band.offset, call.q_len, call.kv_len)
 
 
 def line(call: Call) -> str:

@@ -158,8 +158,11 @@ class Fa4(Fused):
         blocks = self._blocks_line(call)
         if not call.mask.is_full:
             forward, backward = launch_lines.split_lists_lines(call, self.sms * self.launched)
-            backward = backward or (OWN if forward or blocks != OWN else "")
-            return Lines(runs, forward or blocks, backward)
+            if self.launched and not backward:
+                local = replace(call, sharded=self.sharded)
+                backward = launch_lines.band_backward_line(local, self.sms)
+            forward = forward or blocks
+            return Lines(runs, forward, backward if {forward, backward} != {OWN} else "")
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
         return Lines(runs, blocks, backward if backward != blocks else "")
 

@@ -124,6 +124,15 @@ def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | N
     return OWN
 
 
+def band_backward_line(call: Call, sms: int) -> str:
+    """Say how the backward of a band is launched that does not go by lists."""
+    whole = fold_groups.seen_by_all(call)
+    line = OWN if whole is None else split_line(whole, sms)
+    if whole is None or line == OWN:
+        return OWN
+    return f"{OWN}; of the {whole.kv_len:,} keys that all queries see, {line}"
+
+
 def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
     taken, folds = fold_groups.call_of(call), fold_groups.line(call)

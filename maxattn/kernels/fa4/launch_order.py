@@ -16,7 +16,7 @@ where the rows of a wave are even.
 
 Or an array on the device names the rows, those with most tiles first (block_sparse_rows.py). Rows
 of about as many tiles are one class, whose rows start head by head, as above; a row that is a class
-of its own starts with all heads after each other.
+of its own starts with all heads after each other, or with all of a group.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Order(NamedTuple):
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
         persistent: whether persistent thread blocks take a row in each wave.
-        listed: whether an array on the device names the rows in their order; what says so here
-            counts for nothing then.
+        listed: whether an array on the device names the rows in their order; `backwards`, `light`
+            and `heads` count for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
-        across: how many lanes, heads of the batch, go through all their rows before the next ones
-            begin, each row with all of them; 0 for no such groups. Of listed rows those that all
-            share can.
+        group: how many lanes, heads of the batch, go through all their rows before the next ones
+            begin, each row with all of them; a last group has between half as many and one and a
+            half times; 0 for no groups. Rows of each batch row have none.
     """
 
     backwards: bool = False
@@ -57,7 +57,7 @@ class Order(NamedTuple):
     persistent: bool = False
     listed: bool = False
     own_rows: bool = False
-    across: int = 0
+    group: int = 0
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
         """Return the (row, lane) that is started as the `row`-th one of the `lane`-th head.
@@ -68,18 +68,19 @@ class Order(NamedTuple):
             rows, lanes: how many there are.
             xp: has `where`, `minimum` and `maximum`.
         """
-        if self.across:
-            first, many, behind = self._group(lane * rows + row, rows, lanes, xp)
+        if self.group:
+            first, many, behind = self._in_group(lane * rows + row, rows, lanes, xp)
             row, lane = behind // many, first + behind % many
         elif self.light:
             row, lane = self._light_last(row, lane, rows, lanes, xp)
         return (rows - 1 - row if self.backwards else row), lane
 
-    def _group(self, at: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any, Any]:
+    def _in_group(self, at: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any, Any]:
         """Return the first lane of the `at`-th start's group, how many it has, and the place."""
-        first = at // (self.across * rows) * self.across
-        # Persistent thread blocks ask for places past the last one, too.
-        many = xp.maximum(xp.minimum(self.across, lanes - first), 1)
+        last = xp.maximum((lanes + self.group // 2) // self.group - 1, 0)
+        number = xp.minimum(at // (self.group * rows), last)
+        first = number * self.group
+        many = xp.where(number == last, lanes - first, self.group)
         return first, many, at - first * rows
 
     def _light_last(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
@@ -103,12 +104,12 @@ class Order(NamedTuple):
             rows: the array [3, R]: rows, or batch row * rows + row where `own_rows`; where the
                 class of each begins in it, and how many rows that class has.
             sizes: numbers of rows, heads and batch rows.
-            xp: has `minimum` and `maximum`.
+            xp: has `where`, `minimum` and `maximum`.
         """
         (count, heads, batch), first = sizes, 0
         each = heads if self.own_rows else heads * batch
-        if self.across:
-            first, each, at = self._group(at, count, each, xp)
+        if self.group:
+            first, each, at = self._in_group(at, count, each, xp)
         start, size = rows[1, at // each], rows[2, at // each]
         behind = at - start * each
         entry, lane = rows[0, start + behind % size], first + behind // size
@@ -117,14 +118,14 @@ class Order(NamedTuple):
         return entry, lane % heads, lane // heads
 
 
-def order_of(work: Any, lanes: int, may_persist: bool = False, across: int = 0) -> Order:
+def order_of(work: Any, lanes: int, may_persist: bool = False, group: int = 0) -> Order:
     """Choose an order.
 
     Args:
         work: [rows], the tiles of each row; a numpy array where it is known.
         lanes: heads times batch rows.
         may_persist: whether thread blocks can be persistent.
-        across: how many lanes persistent ones take at a time, row by row; 0 for each by itself.
+        group: of lanes, as in `Order`, where thread blocks are persistent.
     """
     if isinstance(work, jax.Array):
         return Order()
@@ -134,7 +135,7 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, across: int = 0) 
     # More light rows than a GPU has SMs bring nothing.
     heads = min(lanes, -(-SMS // light)) if light else 0
     one_each, persistent = Order(backwards, light, heads), Order(backwards, light, persistent=True)
-    persistent = Order(backwards, persistent=True, across=across) if across else persistent
+    persistent = Order(backwards, persistent=True, group=group) if group else persistent
     if not may_persist or _end_persistent(persistent, work, lanes) > _end(one_each, work, lanes):
         return one_each
     return persistent

@@ -31,10 +31,10 @@ class TileCount(NamedTuple):
     tiles: int
 
 
-# In short rows of a forward, heads of a row of tiles start after each other; else rows of a head.
-# A backward adds to dQ: of 12 heads at a time that is more than a GPU caches.
-SHORT_ROW = 16  # of tiles of 128 keys, at most
-CACHED = 24 << 20  # bytes of keys and values that rows of heads that start together may read
+SHORT_ROW = 16  # of tiles of 128 keys, at most: such rows of a forward start beside other heads'
+# Of so many heads a GPU caches what their rows read at a time: bytes of keys and values. A backward
+# has no such groups: it adds to dQ, and of 12 heads at a time that is more than a GPU caches.
+CACHED = 24 << 20
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
 WIDE_BACKWARD = Tile(80, 128)  # over all pairs, of head dims 97 to 128
 NARROW_COST = 1.15  # of a query in tiles of 64, beside one in those
@@ -42,14 +42,15 @@ NARROW_COST = 1.15  # of a query in tiles of 64, beside one in those
 
 def whole_tile(head_dim: int, q_len: int | None = None) -> Tile:
     """Return the tile of a backward over all pairs; arguments as for `backward_tile`."""
-    narrow = backward_tile(head_dim, q_len)
+    tile = backward_tile(head_dim, q_len)
     if not 96 < head_dim <= 128:
-        return narrow
-    return narrow if q_len is not None and _pads_less(q_len, narrow) else WIDE_BACKWARD
+        return tile
+    return tile if q_len is not None and _costs_less(tile, q_len) else WIDE_BACKWARD
 
 
-def _pads_less(q_len: int, narrow: Tile) -> bool:
-    rows, wide = (-(-q_len // tile.queries) * tile.queries for tile in (narrow, WIDE_BACKWARD))
+def _costs_less(tile: Tile, q_len: int) -> bool:
+    """Tell whether tiles of fewer queries than the wide one's pad so much less that they pay."""
+    rows, wide = (-(-q_len // x.queries) * x.queries for x in (tile, WIDE_BACKWARD))
     return NARROW_COST * rows < wide
 
 

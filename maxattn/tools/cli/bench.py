@@ -89,7 +89,8 @@ def _output(parser: argparse.ArgumentParser) -> None:
     add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
     profile = "with --mesh or --module: print the device time by kernel"
     add("--profile", action="store_true", help=profile)
-    add("--json", type=Path, metavar="FILE", help="write the measurements")
+    written = "write the measurements; those of a grid that still runs are in FILE's .partial"
+    add("--json", type=Path, metavar="FILE", help=written)
     table = "measure the table that auto reads, and write it to PATH"
     add("--write-table", nargs="?", const="", metavar="PATH", help=table)
     add("--fit", nargs="+", type=Path, default=[], metavar="FILE", help="fit costs to these rows")

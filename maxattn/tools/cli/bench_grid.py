@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from maxattn.tools.bench.grid.calls import GridCall
     from maxattn.tools.bench.grid.rows import GridRow
 
+log = logging.getLogger("maxattn.tools.bench")
 SECONDS = 0.05  # for one measurement: a grid has thousands
 LIMIT = 3600.0  # for all of them
 DRAWN = 60
@@ -98,23 +100,40 @@ def _read(option: str, files: list[Path]) -> list[GridRow]:
 
 
 def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -> list[GridRow]:
-    """Measure calls, and write the rows where --json says: each as it comes, for a run may end."""
+    """Measure calls, and write the rows where --json says; beside it as they come."""
     from maxattn.tools.bench.grid.rows import to_file
     from maxattn.tools.bench.grid.run import run_grid
 
-    machine = {"device": target.device_kind, "packages": dict(target.packages)}
-
-    def keep(rows: list[GridRow]) -> None:
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(args.json, to_file(rows, machine))
-
+    machine, path = {"device": target.device_kind, "packages": dict(target.packages)}, args.json
     say_where(f"{len(calls)} calls", target)
-    more = {"kernels": args.kernel, "peers": int(args.peers), "keep": keep}
     with progress():
-        rows = run_grid(calls, args.seconds, args.limit or LIMIT, **more)
-    keep(rows)
+        rows = run_grid(
+            calls,
+            args.seconds,
+            args.limit or LIMIT,
+            kernels=args.kernel,
+            peers=int(args.peers),
+            keep=(lambda found: _keep(path, to_file(found, machine))) if path else None,
+        )
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_file(rows, machine))
+        _partial(path).unlink(missing_ok=True)
     return rows
+
+
+def _partial(path: Path) -> Path:
+    """Name the file of what is measured so far: an earlier whole one stays until the end."""
+    return path.with_suffix(f".partial{path.suffix}")
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write what is measured so far, for a run that is ended from outside."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_partial(path), text)
+    except OSError as error:  # the run goes on: a disk may have room at its end
+        log.warning("what is measured so far was not kept: %s", error)
 
 
 def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from maxattn.tools.bench.grid.job import GridJob
 from maxattn.tools.bench.grid.report import against_best
 from maxattn.tools.bench.grid.rows import GridRow, merged, read_rows, to_file
 from maxattn.tools.bench.grid.run import run_grid
+from maxattn.tools.cli import bench_grid
 from tests.tools.cli.command import run
 
 H200 = DEVICES["NVIDIA H200"]
@@ -115,6 +118,39 @@ def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
         assert read_rows([path]) == [whole]
     path.write_text("")
     assert read_rows([path]) == []
+
+
+def test_what_is_measured_so_far_stands_beside_an_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is cut off leaves the earlier file and its own rows; a whole one, its own."""
+    path, rows = tmp_path / "grid.json", [replace(row_of(SMALL, 1.0, 2.0), device="cpu")]
+    path.write_text("earlier")
+    args = argparse.Namespace(json=path, seconds=0.01, limit=1.0, kernel=(), peers=False)
+    beside = tmp_path / "grid.partial.json"
+
+    def ended(*_: object, keep: Callable[[list[GridRow]], None], **__: object) -> list[GridRow]:
+        keep(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run_grid", ended)
+    with pytest.raises(KeyboardInterrupt):
+        bench_grid._measured(args, Target.here(), [SMALL])
+    assert path.read_text() == "earlier" and read_rows([beside]) == rows
+
+    def whole(*_: object, keep: Callable[[list[GridRow]], None], **__: object) -> list[GridRow]:
+        monkeypatch.setattr(bench_grid, "write_whole", full_disk)
+        keep(rows)
+        monkeypatch.undo()
+        return rows
+
+    def full_disk(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(running, "run_grid", whole)
+    assert bench_grid._measured(args, Target.here(), [SMALL]) == rows
+    assert read_rows([path]) == rows and not beside.exists()
+    assert "so far was not kept: no space left" in capsys.readouterr().err
 
 
 def test_no_time_leaves_no_rows(tmp_path: Path) -> None:
