@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from itertools import count
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ os.environ["MAXATTN_CACHE"] = (
 )  # sizes that were tuned on this machine would change the plans
 
 
-from jax._src import core  # noqa: E402 -- jax reads the platforms when it is imported
+import jax  # noqa: E402 -- jax reads the platforms when it is imported
+from jax._src import core  # noqa: E402 -- the same
 from jax._src.interpreters import mlir  # noqa: E402 -- the same
 
 from tests import draws  # noqa: E402 -- the same
@@ -75,6 +77,18 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what the imports made: it stays to the end."""
     gc.collect()
     gc.freeze()
+
+
+# jax keeps calls of 8,192 jitted functions while they live, and none of a later one: a test that
+# counts its programs would find none.
+_TESTS_A_CACHE = 2000
+_ended = count(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Empty jax's caches after every `_TESTS_A_CACHE` tests of a process."""
+    if next(_ended) % _TESTS_A_CACHE == 0:
+        jax.clear_caches()
 
 
 # They wait for processes of their own; at the end of a run one core would idle beside them.
