@@ -13,7 +13,7 @@ from tests.fuzz.table import table
 
 SEED = 19
 CASES = {
-    "attention": 8, "meshes": 2, "transforms": 6, "modules": 2, "plans": 60, "commands": 60,
+    "attention": 8, "meshes": 4, "transforms": 6, "modules": 2, "plans": 60, "commands": 60,
     "yaml": 80, "weights": 60, "lora": 60, "latents": 30,
     "checkpoints": 12, "tuned": 10,
 }  # fmt: skip
