@@ -73,9 +73,8 @@ class Ulysses(Strategy):
     def _refuse_heads(self, heads: int) -> Reason:
         """Name sizes of groups that divide the heads, and ring."""
         tensor, group, n = ways("N", self.shape), self.inner.group, ways("S", self.shape)
-        fits = " or ".join(
-            str(u) for u in divisors(n, 1) if 1 < u < n and heads % (u * tensor) == 0
-        )
+        sizes = [] if heads % tensor else _group_sizes(n, heads // tensor)
+        fits = " or ".join(str(u) for u in sizes if u > 1)
         rule = (
             f"{heads} heads must be a multiple of {group * tensor} (exchanging"
             f" {group} x tensor {tensor})"
@@ -210,7 +209,12 @@ class UlyssesRing(Ulysses):
 
 def _largest_group(devices: int, heads: int) -> int:
     """Return the largest proper divisor of the devices that divides the heads."""
-    return max((u for u in divisors(gcd(devices, heads), 1) if u < devices), default=1)
+    return max(_group_sizes(devices, heads), default=1)
+
+
+def _group_sizes(devices: int, heads: int) -> list[int]:
+    """List the proper divisors of the devices that divide the heads, in rising order."""
+    return [u for u in divisors(gcd(devices, heads), 1) if u < devices]
 
 
 def _chunks(asked: int, call: Call, shares: int) -> int:
