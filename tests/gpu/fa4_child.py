@@ -93,6 +93,12 @@ CASES = {
     "head dim 192": CompileCase(head_dim=192),
     "head dim 256": CompileCase(head_dim=256),
     "known segments": CompileCase(M.Segments.of_lengths((100, 37, 250, 125)), 128),
+    "one tile of keys": CompileCase(head_dim=128, keys=77, queries=3000),
+    "one tile of keys, head dim 40": CompileCase(head_dim=40, keys=128),
+    "one tile of keys, head dim 72, lengths": CompileCase(
+        M.KeyPadding(np.array([20, 0])), 72, keys=100, queries=3000
+    ),
+    "one tile of keys, few queries": CompileCase(head_dim=64, keys=77, queries=60),
     "few queries, head dim 128": CompileCase(head_dim=128, queries=128),
     "short rows, window": CompileCase(M.LocalWindow(60, 0), 128, 2, 3000, queries=3000),
     "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),

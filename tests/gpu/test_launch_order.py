@@ -13,7 +13,7 @@ from maxattn import masks as M
 from maxattn.devices import SMS
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import mask_inputs
-from maxattn.kernels.fa4.block_sparse import order, spec_of
+from maxattn.kernels.fa4.block_sparse import cached_lanes, order, spec_of
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
 from maxattn.kernels.fa4.launch_order import Order, at_wave, order_of
 from maxattn.kernels.fa4.tile_sizes import Tile
@@ -83,6 +83,16 @@ def test_heads_whose_keys_a_gpu_caches_are_a_group() -> None:
     assert grouped(M.Causal(), 102, 8192, 2) == 0  # of long rows each head's come one by one
 
 
+def test_heads_whose_keys_are_all_cached_are_one_group() -> None:
+    """Of two groups the last rows would leave SMs idle for nothing."""
+
+    def lanes(heads: int) -> int:
+        return cached_lanes(2048, (1, 2048, heads, 128), (1, 2048, heads, 128))
+
+    assert lanes(36) == lanes(48) == 64  # each reads 1 MB
+    assert lanes(49) == lanes(132) == 16
+
+
 @pytest.mark.parametrize("own_rows", [False, True])
 @pytest.mark.parametrize("segments", [(600, 300, 500), (9000, 600, 500)])
 def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
@@ -94,7 +104,7 @@ def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
     if own_rows:
         ids = np.concatenate([ids, ids[:, ::-1]])
         mask = M.Segments(ids, ids)
-    x = jnp.zeros((2, length, 40, 128), jnp.bfloat16)
+    x = jnp.zeros((2, length, 80, 128), jnp.bfloat16)
     bound = mask.bind(length, length)
     pairs = mask_inputs.listed(Inputs(x, x, x, mask=bound)).pairs
     assert pairs is not None and pairs.tiles is not None

@@ -171,8 +171,8 @@ def test_few_queries_are_launched_with_their_tile(
     monkeypatch.setattr(block_sparse, "backward", sparse)
     monkeypatch.setattr(split_queries, "backward", library)
     kernel = Fa4(1.0, version="0.1.0", launched=True)
-    x = jnp.zeros((1, t, 2, head_dim), jnp.bfloat16)
+    x, k = (jnp.zeros((1, n, 2, head_dim), jnp.bfloat16) for n in (t, 300))
     lse = jnp.zeros((1, 2, t), jnp.float32)
-    inputs = PieceInputs.whole(x, x, x, None)
+    inputs = PieceInputs.whole(x, k, k, None)
     jax.eval_shape(kernel.piece_backward, inputs, Rows(x, lse, x, lse))
     assert launched == [Tile(64, 128) if narrow else None]

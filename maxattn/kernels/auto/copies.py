@@ -20,7 +20,7 @@ from maxattn.kernels.auto.tile_work import (
     tokamax_forward_tile,
 )
 from maxattn.kernels.fa4 import band_lists, split_keys_lists, windows
-from maxattn.kernels.fa4.launch_lines import shapes_of
+from maxattn.kernels.fa4.tile_sizes import shapes_of
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import Piece, pieces
 

@@ -31,6 +31,8 @@ Of plain JAX the scores in memory take the place of the waves, and rows of score
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from maxattn.call import Call
 from maxattn.devices import SMS, Device
 from maxattn.kernels.auto import tile_work
@@ -64,15 +66,16 @@ from maxattn.kernels.fa4 import (
     block_sparse,
     fold_groups,
     key_lengths,
+    one_key_tile,
     split_keys,
     split_keys_lists,
     split_lists,
     split_queries,
 )
 from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
-from maxattn.kernels.fa4.launch_lines import shapes_of
 from maxattn.kernels.fa4.mask_inputs import tile_of
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of, whole_tile
+from maxattn.masks import Full
 
 PLAIN = ("memory_efficient", "dot_product")
 FEW_SCORES = 6e7  # up to which plain JAX can be fastest, and was measured
@@ -112,11 +115,19 @@ def _of_flash_backward(call: Call, device: Device, known: Known) -> Terms:
     parts = fold_groups.folded_parts(call)
     if parts != (call,) and band_lists.lists_backward(call, *shapes_of(call), device.sms or SMS):
         parts = (call,)
-    launched, lists = [fold_groups.call_of(part) for part in parts], parts == (call,)
+    launched, lists = [_taken(part) for part in parts], parts == (call,)
     found = [_of_launch("flash", BACKWARD, x, device, known, lists) for x in launched]
-    folded = [x for x, part in zip(launched, parts, strict=True) if x is not part]
+    folded = [x for part in parts if (x := fold_groups.call_of(part)) is not part]
     turned = sum(fold_groups.COPIES * copy_time(2 * entries(x)[0], device) for x in folded)
     return _summed(found) | {COPIES: copies_time("flash", BACKWARD, call, device) + turned}
+
+
+def _taken(call: Call) -> Call:
+    """Return the call whose backward is launched: over one tile of keys lengths skip nothing."""
+    taken = fold_groups.call_of(call)
+    if not one_key_tile.takes_call(taken):
+        return taken
+    return replace(taken, mask=Full().bind(taken.q_len, taken.kv_len))
 
 
 def _summed(found: list[Terms]) -> Terms:
@@ -235,15 +246,17 @@ def _flash_backward(call: Call, seen: Seen, width: int, device: Device, lists: b
         tile = backward_tile(call.head_dim, call.q_len)
         found = _of_tiles(tile_work.by_keys(call, tile, seen), tile, 10, width, device)
         return found | (_split_lists(found, call, device) if lists else {})
-    tile = whole_tile(call.head_dim, call.q_len)
+    one = one_key_tile.takes_call(call)
+    tile = (backward_tile if one else whole_tile)(call.head_dim, call.q_len)
     work = tile_work.by_keys(call, tile, seen)
     found, sms = _of_tiles(work, tile, 10, width, device), device.sms or SMS
-    tail = split_queries.tail_for(*shapes_of(call), sms)
-    if tail is None:
-        return found
     of_tiles = split_queries.BackwardWork(
         -(-call.kv_len // tile.keys), call.batch * call.heads, -(-call.q_len // tile.queries), sms
     )
+    sizes = shapes_of(call)
+    tail = split_queries.tail_of(of_tiles) if one else split_queries.tail_for(*sizes, sms)
+    if tail is None:
+        return found
     share = of_tiles.cost(tail) / of_tiles.lasts(of_tiles.tiles)
     return found | {name: share * found[name] for name in ("waves", "longest", "starts")}
 

@@ -2,7 +2,7 @@
 
 A backward of float32 sums, FlashAttention-4's and cuDNN's, is three launches: the first reads out
 and dout and writes zeros, the second adds dQ to them, and the last reads the sums. tokamax writes
-each gradient once, and reads out and dout before.
+each gradient once, and reads out and dout before; so does FlashAttention-4 over one tile of keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels.auto.copies import copies, entries, seen_shares
 from maxattn.kernels.auto.tile_work import has_ids, has_lengths_alone
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile
+from maxattn.kernels.fa4 import one_key_tile
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMED = DEVICES["NVIDIA H200"]
@@ -47,8 +48,7 @@ def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: floa
         kernel, what, call, device: whose pass it is.
         tiles: ms of the products, beside which the main launch reads and writes.
     """
-    made = _forward if what == FORWARD else _tokamax if kernel == "tokamax_flash" else _summed
-    moved, rate = made(kernel, call), bandwidth(device)
+    moved, rate = _moved(kernel, what, call, device.sms or SMS), bandwidth(device)
     return {
         "passes": moved.beside / rate,
         "roof": max(moved.main / rate, tiles),
@@ -62,15 +62,32 @@ def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: floa
     }
 
 
+def _moved(kernel: str, what: str, call: Call, sms: int) -> Moved:
+    if what == FORWARD:
+        return _forward(kernel, call)
+    if kernel == "tokamax_flash":
+        return _tokamax(call)
+    if kernel == "flash" and one_key_tile.takes_call(call):
+        return _one_key_tile(call, sms)
+    return _summed(kernel, call)
+
+
 def _forward(kernel: str, call: Call) -> Moved:
     queries, keys = _seen(kernel, FORWARD, call)
     shared = 2 * keys * call.heads / call.kv_heads * (call.heads != call.kv_heads)
     return Moved(0.0, 2 * queries + 2 * keys, shared)
 
 
-def _tokamax(kernel: str, call: Call) -> Moved:
+def _tokamax(call: Call) -> Moved:
     queries, keys = entries(call)
     return Moved(2 * queries, 5 * queries + 6 * keys)
+
+
+def _one_key_tile(call: Call, sms: int) -> Moved:
+    """Count O and dO before; Q, dO, dQ, K, V, and dK and dV of each split; and their sums."""
+    (queries, keys), splits = entries(call), one_key_tile.splits_for(shapes_of(call)[0], sms)
+    sums = 2 * (splits + 1) * keys * (splits > 1)
+    return Moved(2 * queries + sums, 3 * queries + 2 * (splits + 1) * keys)
 
 
 def _summed(kernel: str, call: Call) -> Moved:

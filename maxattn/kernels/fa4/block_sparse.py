@@ -28,7 +28,7 @@ from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import CACHED, SHORT_ROW, Dims, Tile
+from maxattn.kernels.fa4.tile_sizes import ALL_CACHED, CACHED, SHORT_ROW, Dims, Tile
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
@@ -188,10 +188,11 @@ def listed_order(work: np.ndarray, queries: Dims, keys: Dims, tile: Tile) -> Ord
 
 
 def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
-    """Return of how many query heads a GPU caches the keys and values that a row of tiles reads.
+    """Return how many query heads go through their rows before the next ones begin.
 
-    It is a power of 2, since a kernel is compiled for each such number, and below twice the number
-    of all heads, since the kernel counts the rows of a group in 32 bits.
+    A GPU caches the keys and values that their rows of tiles read. The number is a power of 2,
+    since a kernel is compiled for each such number, and below twice the number of all heads, since
+    the kernel counts the rows of a group in 32 bits.
 
     Args:
         tokens: that a row reads.
@@ -199,6 +200,8 @@ def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
     """
     each = 2 * SIXTEEN_BIT * tokens * keys[3] * keys[2] // queries[2]
     lanes, cached = queries[0] * queries[2], CACHED // max(1, each)
+    if lanes * each <= ALL_CACHED:
+        cached = 2 * lanes
     return 1 << max(0, min(cached.bit_length() - 1, (lanes - 1).bit_length()))
 
 

@@ -24,6 +24,7 @@ from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import (
+    backward_splits,
     backward_steps,
     band_lists,
     bias,
@@ -35,6 +36,7 @@ from maxattn.kernels.fa4 import (
     key_lengths,
     launch_lines,
     mask_inputs,
+    one_key_tile,
     primitives,
     ring_waves,
     split_keys,
@@ -50,7 +52,12 @@ from maxattn.kernels.fa4.launch_lines import OWN, Dims
 from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import backward_tile, narrow_tile, takes_lists
+from maxattn.kernels.fa4.tile_sizes import (
+    backward_tile,
+    narrow_tile,
+    shapes_of,
+    takes_lists,
+)
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused
@@ -133,14 +140,8 @@ class Fa4(Fused):
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:
         """Tell whether a call's backward is split over the queries."""
-        if not takes_lists(target.version("fa4-jax") or "", target.device):
-            return False
-        shapes, sms = launch_lines.shapes_of(fold_groups.call_of(call)), target.device.sms
-        if call.mask.is_full:
-            return split_queries.tail_for(*shapes, sms) is not None
-        if _is_of_keys(call.mask):
-            return key_lengths.splits_for(*shapes, sms) > 1
-        return split_lists.splits_for_call(call, *shapes, sms) > 1
+        launched = takes_lists(target.version("fa4-jax") or "", target.device)
+        return launched and backward_splits.is_split(call, target.device.sms)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
@@ -153,7 +154,7 @@ class Fa4(Fused):
         if self.tests_pairs:
             return Lines(runs, OWN + "; the mask is tested pair by pair")
         if self.launched and _is_of_keys(call.mask):
-            tail = self._key_splits(*launch_lines.shapes_of(call))
+            tail = self._key_splits(*shapes_of(call))
             return Lines(runs, *launch_lines.lengths_lines(call, self.sms, tail))
         blocks = self._blocks_line(call)
         if not call.mask.is_full:
@@ -170,10 +171,10 @@ class Fa4(Fused):
         """Say how the forward is launched where no pair is tested."""
         if masks.sort_terms(call.mask).positions:
             return launch_lines.band_blocks_line(call, self._key_splits)
-        tail = self._key_splits(*launch_lines.shapes_of(call))
+        tail = self._key_splits(*shapes_of(call))
         if tail is not None:
             return f"{launch_lines.tile_line(call)}; {tail.line}"
-        whole = call.mask.is_full and self._launches_whole(*launch_lines.shapes_of(call))
+        whole = call.mask.is_full and self._launches_whole(*shapes_of(call))
         return launch_lines.whole_line(call) if whole else OWN
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
@@ -345,6 +346,8 @@ class Fa4(Fused):
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale, splits))
         if self.launched and fold_groups.pays_for(inputs):
             return fold_groups.with_groups_folded(self.piece_backward, inputs, rows)
+        if self.launched and one_key_tile.takes(inputs):
+            return one_key_tile.backward(inputs, rows, self.scale, self.sms)
         if inputs.has_lengths_alone:
             run = partial(primitives.fa4_backward_lengths, scale=self.scale)
             if self.launched:

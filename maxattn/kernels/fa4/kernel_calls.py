@@ -20,7 +20,7 @@ class BackwardOperands(NamedTuple):
         q, k, v, dout: in the dtype of the call.
         lse: of each row, in base 2.
         delta: of each row, the sum of out * dout.
-        dq: zeros, in float32.
+        dq: zeros, in float32; None where nothing is added up.
         dkv: zeros for dk and dv, where query heads share keys.
     """
 
@@ -103,6 +103,27 @@ def run_backward(
     scale = import_module("cutlass").Float32(launch.scale)
     rows = given.dout, given.lse, given.delta
     settings = _settings(stream, lists, arrays)
+    launch.kernel(given.q, given.k, given.v, *rows, *grads, scale, **settings)
+
+
+def run_before(stream: Any, made: Any, out: Any, dout: Any, lse: Any, delta: Any, lse2: Any):
+    """Launch what stands before a backward; `delta` and the LSE in base 2 are its results."""
+    scale, nothing = import_module("cutlass").Float32(made["scale"]), [None] * 6
+    made["pre"](out, dout, delta, lse, lse2, *nothing, scale, stream=stream)
+
+
+def run_one_key_tile(stream: Any, launch: Launch, given: BackwardOperands, ends: Any, *grads: Any):
+    """Launch a backward over one tile of keys.
+
+    Args:
+        stream: of the launch.
+        launch: the kernel.
+        given: without sums.
+        ends: how many keys of each batch row are real, or nothing.
+        grads: dq, in the dtype of the call, dk and dv.
+    """
+    scale, rows = import_module("cutlass").Float32(launch.scale), given[3:6]
+    settings = _settings(stream, (), ends)
     launch.kernel(given.q, given.k, given.v, *rows, *grads, scale, **settings)
 
 

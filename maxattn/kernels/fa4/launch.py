@@ -13,6 +13,7 @@ from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
+from maxattn.kernels.fa4.one_key_tile_kernel import one_key_tile_class
 from maxattn.kernels.fa4.score_mod import BiasAxes, bias_adder
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
@@ -178,3 +179,40 @@ def split_launch(dtype: str, head_dim: int, scale: float, batch: int, splits: in
 def _whole_plan(dtype: str, head_dim: int) -> Any:
     """Return the library's plan of a backward over all pairs."""
     return library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
+
+
+# ---- the backward over one tile of keys ----------------------------------------------------------
+
+
+class OneKeyTile(NamedTuple):
+    """Say for what a backward over one tile of keys is compiled, beside its operands.
+
+    Args:
+        batch: rows.
+        splits: of the queries.
+        has_lengths: whether batch rows have lengths of keys.
+    """
+
+    batch: int
+    splits: int
+    has_lengths: bool
+
+
+class OneKeyTileLaunches(NamedTuple):
+    """Hold what runs in a backward over one tile of keys: before it, and itself."""
+
+    tile: Tile
+    before: Any
+    main: Launch
+
+
+@lru_cache(maxsize=256)
+def one_key_tile_launches(
+    dtype: str, head_dim: int, scale: float, tile: Tile, kind: OneKeyTile
+) -> OneKeyTileLaunches:
+    """Make a backward over one tile of keys."""
+    lib, spec = library(), LaunchSpec(dtype, head_dim, 1, scale, tile, Order(), None, arrays=0)
+    settings = lib._sm90_bwd_kwargs(_plan_of(spec).sm90, False, False)
+    kernel = one_key_tile_class(*kind)(*spec.operands, **settings)
+    made = lib._get_bwd_pre(spec.operands[0], head_dim, head_dim, tile.queries)
+    return OneKeyTileLaunches(tile, lib._aux_static("pre", made, scale), Launch(kernel, scale))

@@ -12,6 +12,7 @@ from maxattn.kernels.fa4 import (
     fold_groups,
     key_lengths,
     mask_inputs,
+    one_key_tile,
     split_keys_lists,
     split_lists,
     split_queries,
@@ -19,7 +20,7 @@ from maxattn.kernels.fa4 import (
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
-from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, narrow_tile
+from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, narrow_tile, shapes_of
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 
@@ -50,8 +51,12 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
         sms: streaming multiprocessors (SMs) of the GPU.
         tail: the queries whose keys the forward splits.
     """
-    splits = key_lengths.splits_for(*shapes_of(fold_groups.call_of(call)), sms)
-    backward = _backward_lists(call, splits) + fold_groups.line(call)
+    taken = fold_groups.call_of(call)
+    if one_key_tile.takes_call(taken):
+        backward = _one_key_tile_line(taken, sms)
+    else:
+        backward = _backward_lists(call, key_lengths.splits_for(*shapes_of(taken), sms))
+    backward += fold_groups.line(call)
     end = ", up to the length of each batch row"
     if tail is not None:
         return f"{tile_line(call)}; {tail.line}{end}", backward
@@ -101,6 +106,13 @@ def _backward_lists(call: Call, splits: int) -> str:
     return f"block-sparse lists of {tile.queries}x{tile.keys} tiles{_splits(splits, 'queries')}"
 
 
+def _one_key_tile_line(call: Call, sms: int) -> str:
+    queries, _ = shapes_of(call)
+    tile, splits = one_key_tile.tile_for(queries), one_key_tile.splits_for(queries, sms)
+    what = f"{tile.queries}x{tile.keys} tiles; the keys are one tile, and dQ is written once"
+    return what + _splits(splits, "queries")
+
+
 def _splits(splits: int, over: str) -> str:
     return f", in {splits} splits of the {over}, so that fewer SMs wait" if splits > 1 else ""
 
@@ -136,6 +148,8 @@ def band_backward_line(call: Call, sms: int) -> str:
 def split_line(call: Call, sms: int) -> str:
     """Say how the backward over all pairs is launched."""
     taken, folds = fold_groups.call_of(call), fold_groups.line(call)
+    if one_key_tile.takes_call(taken):
+        return _one_key_tile_line(taken, sms) + folds
     if (tile := narrow_tile(taken.head_dim, taken.q_len)) is not None:
         return f"{tile.queries}x{tile.keys} tiles{folds}"
     tail = split_queries.tail_for(*shapes_of(taken), sms)
@@ -150,10 +164,3 @@ def band_line(call: Call) -> str:
         "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it computes and"
         f" tests {'all pairs' if call.sharded else of_band}, and the mask allows {allowed}"
     )
-
-
-def shapes_of(call: Call) -> tuple[Dims, Dims]:
-    """Return the shapes of q and k as the library gets them, head dims padded."""
-    width = -(-call.head_dim // 8) * 8
-    queries = call.batch, call.q_len, call.heads, width
-    return queries, (call.batch, call.kv_len, call.kv_heads, width)

@@ -20,9 +20,18 @@ ROW = 14  # which operand of the library's `epilogue_dKV` is the batch row
 
 @cache
 def split_class(batch: int, splits: int) -> Any:
+    """Make the library's backward, in splits as of `in_splits`."""
+    return in_splits(library_backward(), batch, splits)
+
+
+def in_splits(backward: Any, batch: int, splits: int) -> Any:
     """Make a backward of so many batch rows whose thread blocks take a split of the queries each.
 
     Its dK and dV have a batch row for each of them, split by split.
+
+    Args:
+        backward: a class over all pairs, whose rows start in the library's order.
+        batch, splits: how many there are.
     """
     ranges = import_module("fa4_jax.cute.block_info").BlockInfo
     arch = import_module("cutlass.cute").arch
@@ -36,7 +45,7 @@ def split_class(batch: int, splits: int) -> Any:
     def of_split(x: Any) -> Any:
         return SplitRange(**vars(x)) if isinstance(x, ranges) else x
 
-    return backward_in_splits(library_backward(), (batch, splits), of_split)
+    return backward_in_splits(backward, (batch, splits), of_split)
 
 
 def on_split_grid(kernel_class: Any, batch: int, splits: int) -> Any:

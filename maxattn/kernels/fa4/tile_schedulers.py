@@ -92,12 +92,18 @@ def backward_class(order: Order) -> Any:
             super().dQaccum_store(*with_rows(order, operands))
 
         def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
-            # What goes past the last key is in the lists of what is tested: block_sparse_lists.py.
-            tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
+            # With lists, what goes past the last key is in those of what is tested:
+            # block_sparse_lists.py.
+            tests = not self.use_block_sparsity or _tests(mask_fn)
             test = mask_fn if tests else None
             return super().mma_one_m_block(*operands, mask_fn=test, **settings)
 
     return Backward
+
+
+def _tests(mask_fn: Any) -> bool:
+    """Tell whether a kernel tests the pairs of a tile."""
+    return mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
 
 
 def _knows_results(library_class: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.jax_private.versions import FA4_LAUNCHES
 
@@ -15,6 +16,13 @@ def takes_lists(version: str, device: Device) -> bool:
 
 Dims = tuple[int, ...]
 """The shape of an operand: [B,T,N,H] or [B,S,K,H]."""
+
+
+def shapes_of(call: Call) -> tuple[Dims, Dims]:
+    """Return the shapes of q and k as the library gets them, head dims padded."""
+    width = -(-call.head_dim // 8) * 8
+    queries = call.batch, call.q_len, call.heads, width
+    return queries, (call.batch, call.kv_len, call.kv_heads, width)
 
 
 class Tile(NamedTuple):
@@ -35,6 +43,7 @@ SHORT_ROW = 16  # of tiles of 128 keys, at most: such rows of a forward start be
 # Of so many heads a GPU caches what their rows read at a time: bytes of keys and values. A backward
 # has no such groups: it adds to dQ, and of 12 heads at a time that is more than a GPU caches.
 CACHED = 24 << 20
+ALL_CACHED = 2 * CACHED  # of all heads: so few need no groups, whose last rows leave SMs idle
 SHORT_BACKWARD = Tile(64, 128)  # of up to so many queries, and up to head dim 64
 WIDE_BACKWARD = Tile(80, 128)  # over all pairs, of head dims 97 to 128
 NARROW_COST = 1.15  # of a query in tiles of 64, beside one in those
